@@ -1,0 +1,182 @@
+"""Every use of private or version-dependent JAX, each with its reason.
+
+Tested on JAX 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12). The rest of loopax imports these
+names from here, so that a new JAX version is a change to this file alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+__all__ = [
+    "AbstractValue",
+    "ClosedJaxpr",
+    "Literal",
+    "Primitive",
+    "ad",
+    "axis_arguments",
+    "batching",
+    "call_dce_rule",
+    "collective_over",
+    "dce",
+    "debug_primitives",
+    "is_known",
+    "is_nonzero",
+    "jaxpr_as_fun",
+    "known_value",
+    "mapped_aval",
+    "mlir",
+    "partial_eval_jaxpr",
+    "pe",
+    "replace_jaxpr",
+    "stage_unknown",
+    "strong",
+    "to_weak",
+    "trace_state",
+    "undifferentiable_effects",
+    "unmapped_aval",
+    "vary_like",
+    "zeros",
+]
+
+AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
+
+# The primitives behind `jax.debug.callback` and `jax.debug.print`, by name: their modules are private.
+debug_primitives = ("debug_callback", "debug_print")
+
+
+def strong(aval: AbstractValue) -> AbstractValue:
+    """The same type without JAX's "weak type" flag (`strip_weak_type` is not a public method)."""
+    return aval.strip_weak_type()
+
+
+def to_weak(x: jax.Array) -> jax.Array:
+    """Give an array a weak type again. Public JAX can only take weak types away."""
+    return _lax._convert_element_type(x, x.dtype, weak_type=True)
+
+
+def zeros(aval: AbstractValue) -> jax.Array:
+    """Zeros of exactly this type: sharded as it is, and varying over the same `shard_map` axes.
+
+    `aval.mat` holds the varying axes (JAX calls the concept "manual axis types"); no public name.
+    """
+    mesh = aval.sharding.mesh
+    explicit = not mesh.empty and mesh._any_axis_explicit
+    array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
+    return _vary(array, aval.mat.varying)
+
+
+def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
+    """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
+    return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
+
+
+def _vary(x: jax.Array, axes: Any) -> jax.Array:
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def is_nonzero(tangent: Any) -> bool:
+    """Whether a tangent is more than a symbolic zero (integers have tangents of dtype float0)."""
+    return not isinstance(tangent, ad.Zero) and tangent.dtype != _dtypes.float0
+
+
+def is_known(tracer: Any) -> bool:
+    """Whether partial evaluation knows this value now; the tracer is not part of JAX's public API."""
+    return tracer.is_known()
+
+
+def known_value(tracer: Any) -> Any:
+    """The value behind a known tracer of partial evaluation, or the tracer itself."""
+    return tracer.pval.get_known() if tracer.is_known() else tracer
+
+
+def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Write `primitive` into the program that partial evaluation leaves for later.
+
+    The same as what JAX does for a primitive without a rule of its own.
+    """
+    return trace.default_process_primitive(primitive, tracers, params)
+
+
+def partial_eval_jaxpr(
+    closed: ClosedJaxpr, unknown: Sequence[bool], instantiate: Sequence[bool]
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
+    """Split a jaxpr in what can be computed now, which also returns residuals, and what cannot.
+
+    Public in `jax.interpreters.partial_eval` from JAX 0.12 on, private before.
+    """
+    known, later, out_unknown, _ = _pe.partial_eval_jaxpr_nounits(closed, list(unknown), list(instantiate))
+    return known, later, list(out_unknown)
+
+
+def dce(closed: ClosedJaxpr, used: Sequence[bool], keep: Sequence[bool] | bool) -> tuple[ClosedJaxpr, list[bool]]:
+    """Remove what the used outputs do not need; inputs marked in `keep` stay.
+
+    The type of `jaxpr` under a ClosedJaxpr changed in 0.12, where both are one class.
+    """
+    jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), keep if isinstance(keep, bool) else list(keep))
+    return ClosedJaxpr(jaxpr, closed.consts), list(used_inputs)
+
+
+def call_dce_rule(rule: Callable[..., Any], used: list[bool], eqn: Any) -> list[bool]:
+    """Which inputs an equation needs for these outputs, by JAX's own rule for its primitive.
+
+    From JAX 0.12 on a rule also takes which inputs are live.
+    """
+    try:
+        return rule(used, eqn)[0]
+    except TypeError:
+        return rule(used, [True] * len(eqn.invars), eqn)[0]
+
+
+def replace_jaxpr(closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> ClosedJaxpr:
+    """The same equations with other inputs and outputs (so the names of arguments no longer apply)."""
+    jaxpr = closed.jaxpr
+    debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
+    return ClosedJaxpr(
+        jaxpr.replace(invars=list(invars), outvars=list(outvars), debug_info=debug_info),  # type: ignore[attr-defined]
+        closed.consts,
+    )
+
+
+def axis_arguments(axis_data: Any) -> dict[str, Any]:
+    """Arguments that make `jax.vmap` map over the axis of a batching rule (its fields are private)."""
+    name = axis_data.name
+    named = name is not None and type(name) is not object and "NoAxisName" not in type(name).__name__
+    return {
+        "axis_size": axis_data.size,
+        "axis_name": name if named else None,
+        "spmd_axis_name": axis_data.spmd_name,
+    }
+
+
+def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr communicates over this mapped axis (`NamedAxisEffect` is not public)."""
+    return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
+
+
+def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
+    """Effects that a derivative may neither drop nor repeat: ordered ones, and `io_callback`'s."""
+    return [
+        e
+        for e in closed.effects
+        if _effects.ordered_effects.contains(e) or type(e).__name__ in ("IOEffect", "OrderedIOEffect")
+    ]
+
+
+def trace_state() -> Any:
+    """A token that differs between traces: tells whether a tracer may be handed to an outer function.
+
+    Public only under `jax.extend.core` by accident of its exports, so it is taken from its home.
+    """
+    return _core.get_opaque_trace_state()

@@ -1,0 +1,30 @@
+"""The texts of errors: what happened, where, what was got and expected, what to do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def effects_message(effects: Sequence[Any]) -> str:
+    """A loop with such effects is differentiated."""
+    names = ", ".join(sorted({type(effect).__name__ for effect in effects}))
+    return (
+        f"a loop is differentiated whose body has effects that a derivative may neither repeat nor drop: {names}. "
+        "Ordered effects and `io_callback` are refused, because reverse mode evaluates steps again. "
+        "Use `jax.debug.print` or `jax.debug.callback` without `ordered=True`, or `jax.pure_callback`, "
+        "or keep the loop out of the differentiated part with `jax.lax.stop_gradient` on all its inputs."
+    )
+
+
+LINEAR_SAVED_HAS_COTANGENT = (
+    "internal error of loopax: a cotangent reached the saved carries of a loop, where only a replay may use them. "
+    "Please report this with the program that shows it."
+)
+
+
+def collective_message(axis_name: Any) -> str:
+    """A batched loop whose lanes stop at different steps communicates over the batch."""
+    return (
+        f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its lanes "
+        "take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes the same "
+        "number of steps and mask inside the body, or move the collective out of the loop."
+    )

@@ -1,0 +1,152 @@
+"""Effects in the bodies of loops: not repeated by replays, not caused by finished lanes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from loopax._compat import ClosedJaxpr, Literal, Primitive, ad, batching, mlir
+from loopax.core.jaxprs import trace
+from loopax.core.loop import Loop, loop_p
+
+def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Drop effectful equations without results (debug prints), so that a replay does not repeat them."""
+    if not closed.effects:
+        return closed
+    jaxpr, eqns = closed.jaxpr, []
+    for eqn in jaxpr.eqns:
+        if not eqn.effects:
+            eqns.append(eqn)
+        elif eqn.outvars:
+            eqns.append(_equation_without_effects(eqn))
+    effects = set().union(*(eqn.effects for eqn in eqns))
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)  # type: ignore[attr-defined]
+
+
+def _equation_without_effects(eqn: Any) -> Any:
+    """The same for the jaxprs inside an equation."""
+    if eqn.primitive.name == "cond":
+        branches = tuple(without_effects(branch) for branch in eqn.params["branches"])
+        inner, params = branches, {**eqn.params, "branches": branches}
+    else:
+        names = [name for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
+        pruned = {name: without_effects(eqn.params[name]) for name in names}
+        inner, params = tuple(pruned.values()), {**eqn.params, **pruned}
+    if not inner:
+        return eqn
+    effects = set().union(*(closed.effects for closed in inner))
+    return eqn.replace(params=params, effects=effects)
+
+
+# An effect without results that happens where `active` is True. Operands: active, *operands.
+only_if_p = Primitive("only_if")
+only_if_p.multiple_results = True
+
+
+def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> list[Any]:
+    """A real conditional: nothing is called where it is False."""
+
+    def happen(*operands: Any) -> None:
+        happening.bind(*operands, **dict(params))
+
+    lax.cond(active, happen, lambda *_: None, *operands)
+    return []
+
+
+@only_if_p.def_effectful_abstract_eval
+def _only_if_abstract(_: Any, *avals: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
+    closed = jax.make_jaxpr(lambda *xs: happening.bind(*xs, **dict(params)))(*avals)
+    return [], closed.effects
+
+
+def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Lane by lane, as JAX batches debug callbacks: a batched condition could not suppress anything."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    for lane in range(size):
+        of_lane = [
+            x if d is None else lax.index_in_dim(x, lane, d, keepdims=False)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        only_if_p.bind(*of_lane, **params)
+    return [], []
+
+
+only_if_p.def_impl(jax.jit(_only_if, static_argnames=("happening", "params")))
+mlir.register_lowering(only_if_p, mlir.lower_fun(_only_if, multiple_results=True))
+batching.primitive_batchers[only_if_p] = _only_if_batch
+ad.primitive_jvps[only_if_p] = lambda primals, _, **params: (only_if_p.bind(*primals, **params), [])
+
+
+def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True."""
+
+    def function(active: Any, *inputs: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(closed.jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            outputs = _guarded_equation(eqn, active, [read(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in closed.jaxpr.outvars]
+
+    return function
+
+
+def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    if eqn.effects and not eqn.outvars:
+        return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
+    if eqn.effects and eqn.primitive.name in _guards:
+        return _guards[eqn.primitive.name](eqn, active, operands)
+    outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
+    """The guarded jaxpr with the flag as one more input at this position."""
+
+    def function(*inputs: Any) -> list[Any]:
+        return guarded(closed)(inputs[position], *inputs[:position], *inputs[position + 1 :])
+
+    avals = list(closed.in_avals)
+    return trace(function, [*avals[:position], jax.ShapeDtypeStruct((), bool), *avals[position:]])
+
+
+def _guard_jit(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    return guarded(eqn.params["jaxpr"])(active, *operands)
+
+
+def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    index, *rest = operands
+    branches = [guarded(branch) for branch in eqn.params["branches"]]
+    return lax.switch(index, branches, active, *rest)
+
+
+def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    params = {**eqn.params, "jaxpr": _with_flag(eqn.params["jaxpr"], 0), "num_consts": eqn.params["num_consts"] + 1}
+    return eqn.primitive.bind(active, *operands, **params)
+
+
+def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    at = eqn.params["cond_nconsts"]
+    body = _with_flag(eqn.params["body_jaxpr"], 0)
+    params = {**eqn.params, "body_jaxpr": body, "body_nconsts": eqn.params["body_nconsts"] + 1}
+    return eqn.primitive.bind(*operands[:at], active, *operands[at:], **params)
+
+
+def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    loop = Loop(**eqn.params)
+    loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
+    return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
+
+
+_guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
+    "jit": _guard_jit,
+    "cond": _guard_cond,
+    "scan": _guard_scan,
+    "while": _guard_while,
+    loop_p.name: _guard_loop,
+}

@@ -1,0 +1,101 @@
+"""Small tools for jaxprs: trace, prune, look through, split lists of operands."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+
+from loopax._compat import AbstractValue, ClosedJaxpr, dce, strong, unmapped_aval
+
+T = TypeVar("T")
+Mask = tuple[bool, ...]
+
+INDEX = jax.ShapeDtypeStruct((), jnp.int32)  # the type of row numbers and step counts
+
+
+def split(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Cut a list into pieces of these sizes, and the rest."""
+    items, pieces = list(items), []
+    for size in sizes:
+        pieces.append(items[:size])
+        items = items[size:]
+    return [*pieces, items]
+
+
+def select(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
+    """The items whose mask is True."""
+    return [item for chosen, item in zip(mask, items, strict=True) if chosen]
+
+
+def reject(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
+    """The items whose mask is False."""
+    return [item for chosen, item in zip(mask, items, strict=True) if not chosen]
+
+
+def merge(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> list[T]:
+    """The inverse of `reject` and `select`."""
+    sources = (iter(list(false)), iter(list(true)))
+    merged = [next(sources[chosen]) for chosen in mask]
+    for rest in sources:
+        assert next(rest, None) is None
+    return merged
+
+
+def invert(mask: Sequence[bool]) -> Mask:
+    """Not, elementwise."""
+    return tuple(not chosen for chosen in mask)
+
+
+def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
+    """Or, elementwise."""
+    return tuple(x or y for x, y in zip(a, b, strict=True))
+
+
+def stacked(aval: AbstractValue, rows: int, axis: int = 0) -> AbstractValue:
+    """The type of `rows` such arrays stacked along a new axis."""
+    return unmapped_aval(rows, axis, aval)
+
+
+def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
+    """A function of flat arrays as a jaxpr without dead code; it keeps all its inputs."""
+    arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else strong(a) for a in avals]
+    closed = jax.make_jaxpr(function)(*arguments)
+    return dce(closed, [True] * len(closed.out_avals), True)[0]
+
+
+def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache on the first argument's jaxpr, weakly, so that a jaxpr that is no longer used goes away.
+
+    The first argument is a jaxpr, or a NamedTuple whose first field is one. Cached values must not
+    hold that jaxpr themselves, or they would keep their own key alive.
+    """
+    cache: WeakKeyDictionary[ClosedJaxpr, dict[Any, T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def cached(key: Any, *arguments: Any) -> T:
+        jaxpr, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+        entries = cache.setdefault(jaxpr, {})
+        if (rest, arguments) not in entries:
+            entries[rest, arguments] = function(key, *arguments)
+        return entries[rest, arguments]
+
+    return cached
+
+
+def origin(closed: ClosedJaxpr, variable: Any) -> Any:
+    """The variable of which this one is a copy, looking through inner `jit`s."""
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name != "jit":
+            continue
+        for position, out in zip(count(), eqn.outvars):
+            if out is variable:
+                inner = eqn.params["jaxpr"]
+                inner_source = origin(inner, inner.jaxpr.outvars[position])
+                for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+                    if argument is inner_source:
+                        return origin(closed, outer)
+    return variable

@@ -1,0 +1,66 @@
+"""One step of a batch of loops that stop at different times.
+
+A finished lane keeps its carry. What it computes meanwhile is thrown away, so it computes something
+harmless: it *borrows* all that it reads from a lane that is still active. The body is then never
+evaluated outside its domain, and a loop inside the body never spins for a lane that is done.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax.core.effects import guarded
+from loopax.core.jaxprs import split
+
+
+def pick(active: Any, a: Any, b: Any) -> Any:
+    """Rows of `a` for active lanes, rows of `b` for the others."""
+    return jnp.where(active.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+
+def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+    """Give finished lanes what the first active lane reads."""
+    lender = jnp.argmax(active)
+    return [
+        pick(active, x, lax.stop_gradient(x[lender])[None]) if is_batched else x
+        for x, is_batched in zip(operands, batched, strict=True)
+    ]
+
+
+def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
+    """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
+    if body.effects:
+        function = guarded(body)
+        in_axes = (0, None, *(0 if b else None for b in batched))
+        return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
+    plain = jax.vmap(
+        jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis
+    )
+    return lambda _, *operands: plain(*operands)
+
+
+def step_lanes(
+    function: Callable[..., list[Any]],
+    active: Any,
+    row: Any,
+    operands: Sequence[Any],
+    batched: Sequence[bool],
+    carry: Sequence[Any],
+) -> list[Any]:
+    """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros."""
+    out = function(active, row, *borrow(active, operands, batched))
+    new_carry, ys = split(out, [len(carry)])
+    return [
+        *(pick(active, new, old) for new, old in zip(new_carry, carry, strict=True)),
+        *(pick(active, y, jnp.zeros((), y.dtype)) for y in ys),
+    ]
+
+
+def skip_idle_rows(step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]) -> list[Any]:
+    """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
+    idle = [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in y_avals)]
+    return lax.cond(jnp.any(active), step, lambda: idle)

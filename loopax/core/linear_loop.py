@@ -1,0 +1,253 @@
+"""The linear rest of a loop whose other part has been run: what reverse mode transposes.
+
+Operands are `low, high, *known consts, *known init, *saved, *known xs, *linear consts, *linear init,
+*linear xs`, results the linear part of the carry, the ys (all linear) and linear saved carries. Run
+as it stands (by `jax.linearize`), it is the whole loop, known part included. Transposed, it is a loop
+over the same rows in the other direction, which needs the known carry before every step: it has none
+(a linear recurrence, or everything needed comes as rows of xs), or it replays it from `saved`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, strong, zeros
+from loopax._errors import LINEAR_SAVED_HAS_COTANGENT
+from loopax.core.expansion import batch_expanded, jvp_linear
+from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
+from loopax.core.loop import Loop, run
+from loopax.core.replay import Replay, replay
+from loopax.core.storage import Nothing, Storage
+
+
+class LinearLoop(NamedTuple):
+    """The static description of the linear rest of a loop."""
+
+    body: ClosedJaxpr  # (row, *consts, *carry, *x) -> (*carry, *y), known and linear leaves mixed
+    linear_consts: Mask
+    linear_carry: Mask
+    linear_xs: Mask
+    bound: int | None
+    reverse: bool
+    unroll: int
+    storage: Storage
+    block: int = 0
+    saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
+
+    @property
+    def masks(self) -> list[Mask]:
+        """Which consts, carry leaves and xs are linear."""
+        return [self.linear_consts, self.linear_carry, self.linear_xs]
+
+    @property
+    def known_sizes(self) -> list[int]:
+        """Lengths of known consts, known init, saved and known xs among the operands."""
+        consts, carry, xs = (mask.count(False) for mask in self.masks)
+        return [consts, carry, carry if self.block else 0, xs]
+
+    @property
+    def linear_sizes(self) -> list[int]:
+        """Lengths of linear consts, init and xs."""
+        return [sum(mask) for mask in self.masks]
+
+    @property
+    def input_avals(self) -> list[list[Any]]:
+        """The types of consts, carry and rows of xs."""
+        return split(self.body.in_avals[1:], [len(self.linear_consts), len(self.linear_carry)])
+
+    @property
+    def output_avals(self) -> list[list[Any]]:
+        """The types of the linear carry and of rows of ys."""
+        carry, ys = split(self.body.out_avals, [len(self.linear_carry)])
+        return [select(self.linear_carry, carry), ys]
+
+    @property
+    def as_loop(self) -> Loop:
+        """The whole loop, known part included."""
+        saved = tuple(merge(self.linear_carry, (False,) * self.linear_carry.count(False), self.saved or (False,) * sum(self.linear_carry)))
+        return Loop(
+            self.body,
+            num_consts=len(self.linear_consts),
+            num_carry=len(self.linear_carry),
+            bound=self.bound,
+            reverse=self.reverse,
+            predicated=False,
+            unroll=self.unroll,
+            storage=self.storage,
+            block=self.block if any(saved) else 0,
+            saved=saved if any(saved) else (),
+        )
+
+
+class Operands(NamedTuple):
+    """The operands of a linear loop by name."""
+
+    low: Any
+    high: Any
+    known_consts: list[Any]
+    known_init: list[Any]
+    saved: list[Any]
+    known_xs: list[Any]
+    consts: list[Any]
+    init: list[Any]
+    xs: list[Any]
+
+    @classmethod
+    def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "Operands":
+        """Cut a flat list."""
+        low, high, *rest = operands
+        sizes = [*linear.known_sizes, *linear.linear_sizes]
+        *groups, _ = split(rest, sizes)
+        return cls(low, high, *groups)
+
+
+linear_loop_p = Primitive("linear_loop")
+linear_loop_p.multiple_results = True
+
+
+def _whole(*flat: Any, **params: Any) -> list[Any]:
+    """The linear loop as the loop that it is the rest of."""
+    linear = LinearLoop(**params)
+    given = Operands.of(linear, flat)
+    loop = linear.as_loop
+    out = run(
+        loop,
+        given.low,
+        given.high,
+        merge(linear.linear_consts, given.known_consts, given.consts),
+        merge(linear.linear_carry, given.known_init, given.init),
+        merge(linear.linear_xs, given.known_xs, given.xs),
+    )
+    return [*select(linear.linear_carry, out.carry), *out.ys, *out.saved]
+
+
+def _abstract(*_: Any, **params: Any) -> list[Any]:
+    linear = LinearLoop(**params)
+    carry, ys = linear.output_avals
+    saved = select(linear.saved or (False,) * len(carry), carry)
+    loop = linear.as_loop
+    return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.num_blocks) for a in saved)]
+
+
+_whole_compiled = jax.jit(_whole, static_argnames=LinearLoop._fields)
+linear_loop_p.def_impl(lambda *operands, **params: _whole_compiled(*operands, **params))
+linear_loop_p.def_abstract_eval(_abstract)
+mlir.register_lowering(linear_loop_p, mlir.lower_fun(_whole, multiple_results=True))
+batching.fancy_primitive_batchers[linear_loop_p] = batch_expanded(_whole)
+ad.primitive_jvps[linear_loop_p] = jvp_linear(
+    linear_loop_p, _whole, lambda params: sum(LinearLoop(**params).linear_sizes)
+)
+
+
+@weakly_cached
+def known_recurrence(linear: LinearLoop) -> ClosedJaxpr:
+    """The known part of the carry: (row, *known consts, *known carry, *known x) -> known carry."""
+    wanted = [*invert(linear.linear_carry), *(False for _ in linear.output_avals[1])]
+    known = [True, *(flag for mask in linear.masks for flag in invert(mask))]
+    return dce(linear.body, wanted, known)[0]
+
+
+@weakly_cached
+def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
+    """One step backward.
+
+    (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y)
+    -> (*ct carry, *ct consts, *ct x): cotangents of constants add up in the carry.
+    """
+    consts, carry, xs = linear.input_avals
+    function = jaxpr_as_fun(linear.body)
+    inputs = [
+        reject(linear.linear_consts, consts),
+        select(linear.linear_carry, carry),
+        select(linear.linear_consts, consts),
+        reject(linear.linear_carry, carry),
+        reject(linear.linear_xs, xs),
+        select(nonzero_ys, linear.output_avals[1]),
+    ]
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = split(operands, list(map(len, inputs)))[:-1]
+
+        def linear_part(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = function(
+                row,
+                *merge(linear.linear_consts, known_consts, consts),
+                *merge(linear.linear_carry, known_carry, carry),
+                *merge(linear.linear_xs, known_x, xs),
+            )
+            new_carry, y = split(out, [len(linear.linear_carry)])
+            return select(linear.linear_carry, new_carry), select(nonzero_ys, y)
+
+        arguments = [inputs[2], inputs[1], select(linear.linear_xs, xs)]
+        transpose = jax.linear_transpose(linear_part, *([strong(a) for a in group] for group in arguments))
+        more_consts, ct_carry, ct_x = transpose((ct_carry, ct_y))
+        return [*ct_carry, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_x]
+
+    return trace(step, [linear.body.in_avals[0], *(aval for group in inputs for aval in group)])
+
+
+def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operands, avals: Sequence[Any]) -> list[Any]:
+    """Cotangents of the linear consts, init and xs, whose types are `avals`."""
+    if isinstance(linear.storage, Nothing):
+        raise linear.storage.error(linear.storage.message)
+    num_carry, num_ys = sum(linear.linear_carry), len(linear.output_avals[1])
+    ct_carry, ct_ys, ct_saved = split(cts, [num_carry, num_ys])
+    if not all(isinstance(ct, ad.Zero) for ct in ct_saved):
+        raise AssertionError(LINEAR_SAVED_HAS_COTANGENT)
+    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
+    step = transposed_step(linear, nonzero_ys)
+    ct_consts = [zeros(aval) for aval in avals[: sum(linear.linear_consts)]]
+    carry = [*map(written_out, ct_carry), *ct_consts]
+    xs = [*given.known_xs, *select(nonzero_ys, ct_ys)]
+    if given.known_init:
+        backward = Replay(
+            known_recurrence(linear),
+            step,
+            num_consts=len(given.known_consts),
+            num_state=len(given.known_init),
+            num_carry=len(carry),
+            num_forward_xs=len(given.known_xs),
+            bound=linear.bound,
+            block=linear.block,
+            reverse=linear.reverse,
+            unroll=linear.unroll,
+            storage=linear.storage,
+        )
+        out_carry, ct_xs = replay(
+            backward, given.low, given.high, given.known_consts, given.known_init, given.saved, carry, xs
+        )
+    else:
+        loop = Loop(
+            step,
+            num_consts=len(given.known_consts),
+            num_carry=len(carry),
+            bound=linear.bound,
+            reverse=not linear.reverse,
+            predicated=False,
+            unroll=linear.unroll,
+            storage=linear.storage,
+        )
+        _, out_carry, ct_xs, _ = run(loop, given.low, given.high, given.known_consts, carry, xs)
+    ct_carry, ct_consts = split(out_carry, [num_carry])
+    return [*ct_consts, *ct_carry, *ct_xs]
+
+
+def written_out(ct: Any) -> Any:
+    """A cotangent with symbolic zeros written out."""
+    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
+
+
+def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+    linear = LinearLoop(**params)
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return [None] * len(flat)
+    given = Operands.of(linear, flat)
+    operands = [*given.consts, *given.init, *given.xs]
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
+    found = transpose_linear_loop(cts, linear, given, avals)
+    wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
+    return [None] * (len(flat) - len(operands)) + wanted
+
+
+ad.primitive_transposes[linear_loop_p] = _transpose

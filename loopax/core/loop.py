@@ -1,0 +1,151 @@
+"""The loop primitive: a scan whose number of steps is decided when it runs.
+
+Meaning, for a loop that walks forward (`reverse` walks the same rows from the last to the first)::
+
+    ys = zeros(bound, ...)
+    row = low
+    while row < high and (carry[0] if predicated else True):
+        carry, ys[row] = body(row, consts, carry, xs[row])
+        row += 1
+    return row - low, carry, ys
+
+Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys, *saved`. A loop that
+saves also returns the carry at the start of every block of steps, which is what reverse mode replays
+from. A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import core
+
+from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
+from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
+from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
+from loopax.core.storage import Storage
+
+
+class Loop(NamedTuple):
+    """The static description of a loop: the parameters of the primitive."""
+
+    body: ClosedJaxpr  # (row, *consts, *carry, *x) -> (*carry, *y)
+    num_consts: int
+    num_carry: int
+    bound: int | None  # rows of xs and ys, and the most steps; None: no rows, any number of steps
+    reverse: bool
+    predicated: bool  # carry[0] is a bool scalar: go on while it is True
+    unroll: int
+    storage: Storage  # what reverse mode stores
+    block: int = 0  # a loop that saves: steps per block
+    saved: Mask = ()  # a loop that saves: which leaves of the carry
+
+    @property
+    def carry_range(self) -> range:
+        """Where the carry stands among the body's inputs."""
+        return range(1 + self.num_consts, 1 + self.num_consts + self.num_carry)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of consts and carry, for `split`; what remains is xs."""
+        return [self.num_consts, self.num_carry]
+
+    @property
+    def input_avals(self) -> list[list[Any]]:
+        """The types of consts, carry and rows of xs."""
+        return split(self.body.in_avals[1:], self.sizes)
+
+    @property
+    def output_avals(self) -> list[list[Any]]:
+        """The types of carry and rows of ys."""
+        return split(self.body.out_avals, [self.num_carry])
+
+    @property
+    def saved_mask(self) -> Mask:
+        """`saved`, spelled out also where nothing is."""
+        return self.saved or (False,) * self.num_carry
+
+    @property
+    def num_blocks(self) -> int:
+        """The most blocks there can be."""
+        return -(-(self.bound or 0) // self.block) if self.block else 0
+
+
+class Outcome(NamedTuple):
+    """The results of a loop."""
+
+    num_steps: Any
+    carry: list[Any]
+    ys: list[Any]
+    saved: list[Any]
+
+
+loop_p = Primitive("loop")
+loop_p.multiple_results = True
+
+
+def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
+    """Bind the primitive; leaves of the carry that the body returns unchanged become constants."""
+    fixed = _unchanged(loop)
+    slim = _hoisted(loop, fixed) if any(fixed) else loop
+    outputs = loop_p.bind(
+        low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict()
+    )
+    (num_steps,), changed, ys, saved = split(outputs, [1, slim.num_carry, len(slim.output_avals[1])])
+    return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved)
+
+
+@weakly_cached
+def _unchanged(loop: Loop) -> Mask:
+    """Which leaves of the carry the body returns as they came."""
+    inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
+    outputs = [origin(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
+    if loop.predicated:
+        same[0] = False
+    return tuple(same)
+
+
+@weakly_cached
+def _hoisted(loop: Loop, fixed: Mask) -> Loop:
+    """The loop with the fixed leaves among its constants (behind the others)."""
+    jaxpr = loop.body.jaxpr
+    (row,), consts, carry, xs = split(jaxpr.invars, [1, *loop.sizes])
+    new_carry, ys = split(jaxpr.outvars, [loop.num_carry])
+    body = replace_jaxpr(
+        loop.body,
+        [row, *consts, *select(fixed, carry), *reject(fixed, carry), *xs],
+        [*reject(fixed, new_carry), *ys],
+    )
+    return loop._replace(
+        body=body,
+        num_consts=loop.num_consts + sum(fixed),
+        num_carry=loop.num_carry - sum(fixed),
+        saved=tuple(reject(fixed, loop.saved)) if loop.saved else (),
+    )
+
+
+def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+    loop = Loop(**params)
+    carry, rows = loop.output_avals
+    saved = [stacked(aval, loop.num_blocks) for aval in select(loop.saved_mask, carry)]
+    ys = [stacked(aval, loop.bound or 0) for aval in rows]
+    return [core.ShapedArray(INDEX.shape, INDEX.dtype), *carry, *ys, *saved], loop.body.effects
+
+
+loop_p.def_effectful_abstract_eval(_abstract)
+
+
+def _dependence(eqn: Any) -> list[int]:
+    """Exact, so that the primal part of a loop inside another loop's body stays known."""
+    loop = Loop(**eqn.params)
+    low, high, *inputs = (1 << i for i in range(len(eqn.invars)))
+    inputs = [0, *inputs]
+    needed = dependence(loop.body)
+    carry = close_over_carry(needed[: loop.num_carry], loop.carry_range, inputs)
+    inputs[loop.carry_range.start : loop.carry_range.stop] = carry
+    everywhere = low | high | (carry[0] if loop.predicated else 0)
+    ys = [union(inputs, bits) for bits in needed[loop.num_carry :]]
+    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry))]
+
+
+dependence_rules[loop_p] = _dependence

@@ -1,0 +1,143 @@
+"""How a loop runs: `lax.while_loop` over rows, or over blocks of rows where the loop saves."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._compat import jaxpr_as_fun, mlir, zeros
+from loopax.core.jaxprs import select, split, stacked
+from loopax.core.loop import Loop, loop_p
+
+# (position, carry) -> (carry, y); the constants and the rows of xs are inside.
+Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
+
+
+class Progress(NamedTuple):
+    """The state of a running loop."""
+
+    position: Any  # of the next step, while there is one: a row number, or one counted from elsewhere
+    carry: list[Any]
+    ys: list[Any]  # rows already walked are written, others zero
+
+
+class Walk(NamedTuple):
+    """How to walk: which way, how many steps at a time, and whether the carry may stop it."""
+
+    reverse: bool
+    unroll: int = 1
+    predicated: bool = False
+    limited: bool = True  # False: only the predicate stops it, and the position has no meaning
+
+    def first(self, low: Any, high: Any) -> Any:
+        """The row of the first step."""
+        return high - 1 if self.reverse else low
+
+    def advance(self, position: Any, steps: Any) -> Any:
+        """The position so many steps on."""
+        return position - steps if self.reverse else position + steps
+
+    def distance(self, start: Any, position: Any) -> Any:
+        """Steps from one position to another."""
+        return start - position if self.reverse else position - start
+
+    def run(self, step: Step, progress: Progress, end: Any, row_of: Callable[[Any], Any] = lambda p: p) -> Progress:
+        """Walk until the position is `end` (the first that is not walked), or the predicate is False.
+
+        `row_of` tells to which row of ys a position belongs.
+        """
+        sizes = [self.unroll, 1] if self.unroll > 1 else [1]
+        for size in sizes:
+            progress = lax.while_loop(self._enough(end, size), self._several(step, size, row_of), progress)
+        return progress
+
+    def _enough(self, end: Any, size: int) -> Callable[[Progress], Any]:
+        """Whether `size` steps remain, and the predicate holds."""
+
+        def goes_on(progress: Progress) -> Any:
+            enough = self.distance(progress.position, end) >= size
+            if not self.predicated:
+                return enough
+            return progress.carry[0] & enough if self.limited else progress.carry[0]
+
+        return goes_on
+
+    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[Progress], Progress]:
+        """Take `size` steps."""
+
+        def several(progress: Progress) -> Progress:
+            position, carry, buffers = progress
+            for _ in range(size):
+                carry, y = step(position, carry)
+                row = row_of(position)
+                buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
+                position = self.advance(position, 1)
+            return Progress(position, carry, buffers)
+
+        return several
+
+
+def read(array: Any, row: Any) -> Any:
+    """One row; row numbers here are never negative, so JAX need not check."""
+    return lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
+
+
+def write(array: Any, row: Any, value: Any) -> Any:
+    """The array with one row replaced, in place where it stands in a loop's state."""
+    return lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
+
+
+def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+    loop = Loop(**params)
+    consts, carry, xs = split(operands, loop.sizes)
+    body = jaxpr_as_fun(loop.body)
+
+    def step(row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, y = split(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
+        return carry, y
+
+    walk = Walk(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
+    start = walk.first(low, high)
+    ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
+    progress = Progress(start, carry, ys)
+    end = low - 1 if loop.reverse else high
+    if loop.block:
+        progress, saved = _run_saving(loop, walk, step, progress, end)
+    else:
+        progress, saved = walk.run(step, progress, end), []
+    return [walk.distance(start, progress.position), *progress.carry, *progress.ys, *saved]
+
+
+def _run_saving(loop: Loop, walk: Walk, step: Step, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
+    """Walk block by block, saving the carry at the start of each."""
+    kept = select(loop.saved_mask, loop.output_avals[0])
+    saved = [zeros(stacked(aval, loop.num_blocks)) for aval in kept]
+
+    def goes_on(state: tuple[Any, Progress, list[Any]]) -> Any:
+        _, progress, _ = state
+        remain = walk.distance(progress.position, end) > 0
+        return remain & progress.carry[0] if loop.predicated else remain
+
+    def one_block(state: tuple[Any, Progress, list[Any]]) -> tuple[Any, Progress, list[Any]]:
+        block, progress, saved = state
+        values = select(loop.saved_mask, progress.carry)
+        saved = [write(buffer, block, value) for buffer, value in zip(saved, values, strict=True)]
+        limit = jnp.maximum if loop.reverse else jnp.minimum
+        block_end = limit(walk.advance(progress.position, loop.block), end)
+        return block + 1, walk.run(step, progress, block_end), saved
+
+    _, progress, saved = lax.while_loop(goes_on, one_block, (jnp.int32(0), progress, saved))
+    return progress, saved
+
+
+_run_compiled = jax.jit(_run, static_argnames=Loop._fields)
+
+
+@loop_p.def_impl
+def _impl(*operands: Any, **params: Any) -> list[Any]:
+    return _run_compiled(*operands, **params)
+
+
+mlir.register_lowering(loop_p, mlir.lower_fun(_run, multiple_results=True))

@@ -1,0 +1,125 @@
+"""`jax.checkpoint` of programs with loops, and dead-code elimination inside loops."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopax._compat import Literal, pe
+from loopax.core.division import known_loop, prune, unknown_outputs
+from loopax.core.jaxprs import Mask, either, select, split, reject
+from loopax.core.loop import Loop, loop_p
+from loopax.core.replay import Replay, replay_p
+from loopax.core.replay_jvp import reached
+from loopax.core.replay_linearize import bodies, known_replay, needs
+
+
+def _staged(
+    eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
+) -> Any:
+    """The answer of a rule that stages the whole equation for later, and runs `known` now."""
+    everything = [True] * len(eqn.outvars)
+    missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
+    return known, eqn, unknown_outputs or everything, everything, missing
+
+
+def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
+    loop = Loop(**eqn.params)
+    consts, _init, xs = (tuple(m) for m in split(unknown[2:], loop.sizes))
+    carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
+    if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
+        return _staged(eqn, instantiated)
+    known = known_loop(loop, consts, carry, xs, ys)
+    unknown_in = [False, False, *consts, *carry, *xs]
+    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry)]
+    return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+
+
+def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    """The same for a reverse sweep."""
+    static = Replay(**eqn.params)
+    if unknown[0] or unknown[1]:
+        return _staged(eqn, instantiated)
+    consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[2:], static.sizes))
+    state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
+    known = known_replay(static, (consts, state, carry, xs), ys)
+    unknown_in = [False, False, *consts, *state, *state, *carry, *xs]
+    unknown_out = [*carry, *ys]
+    return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+
+
+def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | Replay) -> Any:
+    return eqn.replace(
+        invars=reject(unknown_in, eqn.invars),
+        outvars=reject(unknown_out, eqn.outvars),
+        params=known._asdict(),
+        effects=known.body.effects if isinstance(known, Loop) else eqn.effects,
+    )
+
+
+pe.partial_eval_jaxpr_custom_rules[loop_p] = _partial_eval_loop
+pe.partial_eval_jaxpr_custom_rules[replay_p] = _partial_eval_replay
+
+
+def _dce_loop(used: list[bool], *rest: Any) -> Any:
+    """Remove what the used results do not need. (From JAX 0.12 on a rule also takes live inputs.)"""
+    eqn = rest[-1]
+    loop = Loop(**eqn.params)
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    if loop.body.effects:
+        return [True] * len(eqn.invars), eqn
+    _, carry, ys, saved = split(used, [1, loop.num_carry, len(loop.output_avals[1])])
+    saved_mask = _spread_saved(loop, saved)
+    wanted = either(carry, saved_mask)
+    if loop.predicated:
+        wanted = (True, *wanted[1:])
+    body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
+    block = loop.block if any(saved) else 0
+    slim = loop._replace(
+        body=body,
+        num_consts=sum(consts),
+        num_carry=sum(kept),
+        block=block,
+        saved=tuple(select(kept, saved_mask)) if block else (),
+    )
+    used_in = [True, True, *consts, *kept, *xs]
+    return used_in, eqn.replace(
+        invars=select(used_in, eqn.invars),
+        outvars=select([True, *kept, *ys, *saved], eqn.outvars),
+        params=slim._asdict(),
+    )
+
+
+def _spread_saved(loop: Loop, used: Sequence[bool]) -> Mask:
+    flags = iter(used)
+    return tuple(keep and next(flags) for keep in loop.saved_mask)
+
+
+def _dce_replay(used: list[bool], *rest: Any) -> Any:
+    """The same for a reverse sweep."""
+    eqn = rest[-1]
+    static = Replay(**eqn.params)
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    carry, ys = (tuple(m) for m in split(used, [static.num_carry]))
+    keep = needs(static, carry, ys)
+    consts, state, carry, xs = keep
+    forward, backward = bodies(static, keep, (*carry, *ys))
+    slim = static._replace(
+        forward=forward,
+        backward=backward,
+        num_consts=sum(consts),
+        num_state=sum(state),
+        num_carry=sum(carry),
+        num_forward_xs=sum(xs[: static.num_forward_xs]),
+    )
+    used_in = [True, True, *consts, *state, *state, *carry, *xs]
+    return used_in, eqn.replace(
+        invars=select(used_in, eqn.invars),
+        outvars=select([*carry, *ys], eqn.outvars),
+        params=slim._asdict(),
+    )
+
+
+pe.dce_rules[loop_p] = _dce_loop
+pe.dce_rules[replay_p] = _dce_replay
