@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
@@ -29,19 +30,20 @@ __all__ = [
     "call_dce_rule",
     "collective_over",
     "dce",
-    "debug_primitives",
     "is_known",
     "is_nonzero",
     "jaxpr_as_fun",
     "known_value",
     "mapped_aval",
     "mlir",
+    "open_constants",
     "partial_eval_jaxpr",
     "pe",
     "replace_jaxpr",
     "stage_unknown",
     "strong",
     "to_weak",
+    "trace_context",
     "trace_state",
     "undifferentiable_effects",
     "unmapped_aval",
@@ -50,10 +52,6 @@ __all__ = [
 ]
 
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
-
-# The primitives behind `jax.debug.callback` and `jax.debug.print`, by name: their modules are private.
-debug_primitives = ("debug_callback", "debug_print")
-
 
 def strong(aval: AbstractValue) -> AbstractValue:
     """The same type without JAX's "weak type" flag (`strip_weak_type` is not a public method)."""
@@ -149,6 +147,17 @@ def replace_jaxpr(closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[
     )
 
 
+def open_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr with its constants as first inputs, and the constants.
+
+    `jax.closure_convert` does this for arrays that are perturbed only, and not for integers.
+    """
+    jaxpr = closed.jaxpr
+    invars, consts = [*jaxpr.constvars, *jaxpr.invars], list(closed.consts)
+    debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars, debug_info=debug_info), []), consts  # type: ignore[attr-defined]
+
+
 def axis_arguments(axis_data: Any) -> dict[str, Any]:
     """Arguments that make `jax.vmap` map over the axis of a batching rule (its fields are private)."""
     name = axis_data.name
@@ -172,6 +181,11 @@ def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
         for e in closed.effects
         if _effects.ordered_effects.contains(e) or type(e).__name__ in ("IOEffect", "OrderedIOEffect")
     ]
+
+
+def trace_context() -> Any:
+    """The configuration under which a function is traced (`jax_enable_x64` and the like)."""
+    return _config.trace_context()
 
 
 def trace_state() -> Any:

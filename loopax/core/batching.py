@@ -192,11 +192,17 @@ def _batch_lanes(
     if loop.predicated:
         some = jnp.any(carry[0] & (low < high))
         extra = [some, jnp.zeros(axis.size, jnp.int32)]
-    out = run(lanes, jnp.min(low), jnp.max(high), [*select(windows, (low, high)), *consts], [*extra, *carry], xs)
+    out = run(lanes, *_hull(low, high), [*select(windows, (low, high)), *consts], [*extra, *carry], xs)
     extra, new_carry = split(out.carry, [len(extra)])
     num_steps = extra[1] if loop.predicated else jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     results = [num_steps, *new_carry, *out.ys, *out.saved]
     return results, [0, *(0 for _ in new_carry), *(1 for _ in out.ys), *(1 for _ in out.saved)]
+
+
+def _hull(low: Any, high: Any) -> tuple[Any, Any]:
+    """The window that holds those of all lanes; empty where there are no lanes."""
+    empty = jnp.zeros((), jnp.int32)
+    return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
 
 
 batching.fancy_primitive_batchers[loop_p] = _batch_loop
@@ -277,7 +283,7 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
     if any(windows):
         lanes = _lanes_replay(static, axis, consts_mask, xs_mask, windows)
         arguments[0] = [*select(windows, (low, high)), *arguments[0]]
-        low, high = jnp.min(low), jnp.max(high)
+        low, high = _hull(low, high)
     else:
         lanes = _uniform_replay(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
     new_carry, ys = replay(lanes, low, high, *arguments)

@@ -24,6 +24,8 @@ def pick(active: Any, a: Any, b: Any) -> Any:
 
 def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
     """Give finished lanes what the first active lane reads."""
+    if active.size == 0:
+        return list(operands)
     lender = jnp.argmax(active)
     return [
         pick(active, x, lax.stop_gradient(x[lender])[None]) if is_batched else x

@@ -124,12 +124,17 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     )
 
 
-def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:
-    loop = Loop(**params)
+def result_avals(loop: Loop) -> list[Any]:
+    """The types of the results: number of steps, carry, ys, saved."""
     carry, rows = loop.output_avals
     saved = [stacked(aval, loop.num_blocks) for aval in select(loop.saved_mask, carry)]
     ys = [stacked(aval, loop.bound or 0) for aval in rows]
-    return [core.ShapedArray(INDEX.shape, INDEX.dtype), *carry, *ys, *saved], loop.body.effects
+    return [core.ShapedArray(INDEX.shape, INDEX.dtype), *carry, *ys, *saved]
+
+
+def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+    loop = Loop(**params)
+    return result_avals(loop), loop.body.effects
 
 
 loop_p.def_effectful_abstract_eval(_abstract)

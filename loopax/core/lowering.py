@@ -9,7 +9,9 @@ from jax import lax
 
 from loopax._compat import jaxpr_as_fun, mlir, zeros
 from loopax.core.jaxprs import select, split, stacked
-from loopax.core.loop import Loop, loop_p
+from loopax.core.loop import Loop, loop_p, result_avals
+
+MOST_STEPS = 2**31 - 1  # where the count of a loop without a bound stays
 
 # (position, carry) -> (carry, y); the constants and the rows of xs are inside.
 Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
@@ -73,7 +75,7 @@ class Walk(NamedTuple):
                 carry, y = step(position, carry)
                 row = row_of(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
-                position = self.advance(position, 1)
+                position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
             return Progress(position, carry, buffers)
 
         return several
@@ -92,6 +94,8 @@ def write(array: Any, row: Any, value: Any) -> Any:
 def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     loop = Loop(**params)
     consts, carry, xs = split(operands, loop.sizes)
+    if loop.bound == 0:  # there are no rows that a step could read
+        return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
     body = jaxpr_as_fun(loop.body)
 
     def step(row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,196 @@
+"""What users may pass to a loop, and the errors for what they may not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from loopax._carry import describe, is_static
+from loopax.kinds import Kind, KindLike, to_kind
+
+MOST_STEPS = 2**31 - 1  # step counts are int32
+
+
+@dataclass(frozen=True)
+class Options:
+    """The validated options that all loops share."""
+
+    name: str
+    kind: Kind
+    max_steps: int | None
+    key_data: Any
+    key_impl: Any
+
+    @property
+    def key_spec(self) -> Any:
+        """What tracing a step depends on."""
+        return self.key_data is not None, self.key_impl
+
+    @property
+    def extras(self) -> list[Any]:
+        """The key as an operand of the loop, last of the extra operands."""
+        return [] if self.key_data is None else [self.key_data]
+
+    def step_key(self, number: Any, extras: Sequence[Any]) -> dict[str, Any]:
+        """The keyword arguments of the body at this step."""
+        if self.key_data is None:
+            return {}
+        key = extras[-1]
+        if self.key_impl is not None:
+            key = jax.random.wrap_key_data(key, impl=self.key_impl)
+        return {"key": jax.random.fold_in(key, number)}
+
+
+def options(name: str, kind: KindLike, lanes: Any, key: Any, progress: Any, max_steps: Any) -> Options:
+    """Validate the options that all loops share."""
+    _check_lanes(lanes)
+    if progress is not None:
+        raise NotImplementedError(f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None.")
+    data, impl = _key(name, key)
+    return Options(name, to_kind(kind), _max_steps(name, max_steps), data, impl)
+
+
+def _check_lanes(lanes: Any) -> None:
+    if lanes in ("compact", "free"):
+        raise NotImplementedError(f"lanes={lanes!r} is not implemented yet. Use lanes='lockstep'.")
+    if lanes != "lockstep":
+        raise ValueError(f"lanes={lanes!r} is not a way to run lanes. Choose 'lockstep'.")
+
+
+def _key(name: str, key: Any) -> tuple[Any, Any]:
+    if key is None:
+        return None, None
+    if isinstance(key, jax.Array):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+            return jax.random.key_data(key), jax.random.key_impl(key)
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return key, None
+    raise TypeError(
+        f"{name}(key=...): got {describe(key)}, expected one PRNG key. Make one with `jax.random.key(seed)`, "
+        "or take one of several with `keys[0]`."
+    )
+
+
+def _max_steps(name: str, max_steps: Any) -> int | None:
+    if max_steps is None:
+        return None
+    if isinstance(max_steps, jax.Array):
+        raise TypeError(
+            f"{name}(max_steps=...): got {describe(max_steps)}, expected a Python int. It is a static bound, which "
+            "decides how much memory a gradient uses. A number of steps known at run time goes into `length=` of scan, "
+            "the bounds of fori_loop or the condition of while_loop."
+        )
+    steps = static_int(f"{name}(max_steps=...)", max_steps)
+    if steps < 0 or steps > MOST_STEPS:
+        raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {MOST_STEPS}.")
+    return steps
+
+
+def static_int(what: str, value: Any) -> int:
+    """A number known when the loop is traced."""
+    if not isinstance(value, bool):
+        try:
+            return index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{what}: got {describe(value)}, expected an int.")
+
+
+def is_traced_int(what: str, value: Any) -> bool:
+    """Whether a number of steps is known only at run time; an error where it is not one integer."""
+    if not isinstance(value, jax.Array):
+        static_int(what, value)
+        return False
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{what}: got {describe(value)}, expected one integer.")
+    return True
+
+
+def one_bool(what: str, value: Any) -> Any:
+    """The result of a condition."""
+    problem = f"{what} must return one bool (a scalar of dtype bool). Got "
+    if isinstance(value, bool):
+        return jnp.asarray(value)
+    leaves = jax.tree.leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        raise TypeError(f"{problem}a pytree of structure {jax.tree.structure(value)}. Combine them with `&` or `|`.")
+    if is_static(value) or jnp.result_type(value) != bool or jnp.shape(value) != ():
+        raise TypeError(
+            f"{problem}{describe(value)}. Compare (`x > 0`) to get a bool, and reduce an array with `jnp.any` or `jnp.all`."
+        )
+    return jnp.asarray(value)
+
+
+def pair(result: Any) -> tuple[Any, Any]:
+    """What `f` of a scan returned."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"{type(result).__name__}"
+        raise TypeError(f"f of scan must return a pair (carry, y). Got {got}. Return (carry, None) for no outputs.")
+    return result
+
+
+def no_rows(y: Any) -> None:
+    """Refuse outputs of a scan that has no static number of rows to write them to."""
+    if any(not is_static(leaf) for leaf in jax.tree.leaves(y)):
+        raise ValueError(
+            "scan has no static capacity for ys: xs has no arrays, `length` is not static, and there is no `max_steps`. "
+            "Give max_steps= (rows of ys that are not executed are zero), or return (carry, None) from f."
+        )
+
+
+def rows_of(xs: Any) -> int | None:
+    """The number of rows of xs, which all arrays in it must share; None without arrays."""
+    leaves = [(keystr(path) or "xs itself", leaf) for path, leaf in tree_leaves_with_path(xs) if not is_static(leaf)]
+    if scalars := [f"  {path}: {describe(leaf)}" for path, leaf in leaves if jnp.ndim(leaf) == 0]:
+        raise ValueError(
+            "scan reads xs row by row, so every array in it needs a leading axis. These have none:\n"
+            + "\n".join(scalars)
+            + "\nClose over values that are the same at every step instead."
+        )
+    counts = {jnp.shape(leaf)[0] for _, leaf in leaves}
+    if len(counts) > 1:
+        raise ValueError(
+            "scan needs as many rows in every array of xs. Got:\n"
+            + "\n".join(f"  {path}: {jnp.shape(leaf)[0]} rows ({describe(leaf)})" for path, leaf in leaves)
+        )
+    return counts.pop() if counts else None
+
+
+def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:
+    """Steps per iteration of the compiled loop."""
+    if isinstance(unroll, bool) or unroll is None:
+        if not unroll:
+            return 1
+        if static_length is None:
+            raise ValueError(
+                f"{name}(unroll=True) unrolls the whole loop, which needs a static number of steps. "
+                "It is known only at run time here: give unroll=k to take k steps at a time."
+            )
+        steps = max(static_length, 1)
+    else:
+        steps = static_int(f"{name}(unroll=...)", unroll)
+    if steps < 1:
+        raise ValueError(f"{name}(unroll=...): got {steps}, expected a positive int or a bool.")
+    if steps > 1 and stops:
+        raise ValueError(
+            f"{name}(unroll={unroll!r}, stop=...): steps cannot be taken several at a time where `stop` is asked after each. "
+            "Leave one of them out."
+        )
+    return steps
+
+
+def limit_message(name: str, max_steps: int | None) -> str:
+    """`max_steps` stopped a loop."""
+    return (
+        f"loopax.{name}: max_steps={max_steps} stopped a loop that would have gone on. "
+        "Give a larger max_steps, or throw=False (with info=True) to accept what there is."
+    )
+
+
+def out_of_keys_message(name: str) -> str:
+    """A loop without a bound took more steps than there are keys for."""
+    return f"loopax.{name}: with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took more."

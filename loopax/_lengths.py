@@ -1,0 +1,157 @@
+"""How many steps a loop may take, from static and traced limits."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._arguments import MOST_STEPS, is_traced_int
+from loopax._checks import Check
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The rows of a loop and the limits on its steps."""
+
+    low: Any
+    high: Any
+    bound: int | None  # static: rows are below it
+    fixed: bool  # always the same number of steps, known when traced
+    over_limit: Any = False  # bool or bool[]: max_steps is less than the length
+    checks: list[Check] = field(default_factory=list)
+    capacity: int | None = None  # rows of ys, where there are any
+
+
+def known_int(value: Any) -> int | None:
+    """The integer, where it is known now: also an array outside of `jit`."""
+    return None if value is None or isinstance(value, jax.core.Tracer) else int(value)
+
+
+def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
+    """The steps of a `fori_loop`."""
+    for name, value in (("lower", lower), ("upper", upper)):
+        is_traced_int(f"fori_loop({name}=...)", value)
+    first, last = known_int(lower), known_int(upper)
+    if first is not None and last is not None:
+        return _fixed_extent("fori_loop", max(last - first, 0), max_steps)
+    length, too_long = _difference(lower, upper, cannot_wrap=first is not None and first >= 0)
+    if max_steps is not None:
+        over = too_long | (length > max_steps)
+        return Extent(jnp.int32(0), jnp.minimum(length, max_steps), max_steps, fixed=False, over_limit=over)
+    checks = [] if too_long is False else [Check(too_long, _TOO_LONG)]
+    return Extent(jnp.int32(0), length, None, fixed=False, checks=checks)
+
+
+def first_index(lower: Any, upper: Any) -> tuple[jax.Array, bool]:
+    """`lower` as an array of the index's dtype, and whether the index is weakly typed, as Python numbers are."""
+    dtype = jnp.result_type(lower, upper)
+    is_weak = all(jax.typeof(jnp.asarray(x)).weak_type for x in (lower, upper))
+    return lax.convert_element_type(lower, dtype), is_weak
+
+
+_TOO_LONG = f"loopax.fori_loop: upper - lower is more than {MOST_STEPS}, to which step counts go."
+
+
+def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
+    if length > MOST_STEPS:
+        raise ValueError(f"{name}: {length} steps are more than {MOST_STEPS}, to which step counts go.")
+    steps = length if max_steps is None else min(length, max_steps)
+    return Extent(jnp.int32(0), jnp.int32(steps), steps, fixed=steps == length, over_limit=steps < length)
+
+
+def _difference(lower: Any, upper: Any, cannot_wrap: bool) -> tuple[Any, Any]:
+    """max(upper - lower, 0) as int32, and whether that is too small (False where it cannot be)."""
+    dtype = jnp.result_type(lower, upper)
+    dtype = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
+    lower, upper = (lax.convert_element_type(x, dtype) for x in (lower, upper))
+    ahead = upper > lower
+    length = jnp.where(ahead, upper - lower, jnp.zeros((), dtype))
+    if dtype == jnp.int32:
+        if cannot_wrap:
+            return length, False
+        wrapped = length < 0
+        return jnp.where(wrapped, MOST_STEPS, length), wrapped
+    too_long = (length < 0) | (length > MOST_STEPS)
+    return jnp.where(too_long, MOST_STEPS, length).astype(jnp.int32), too_long
+
+
+def scan_extent(length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
+    """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
+    if length is None:
+        return _scan_without_length(rows, max_steps, reverse, stops)
+    is_array = is_traced_int("scan(length=...)", length)
+    known = known_int(length)
+    if known is not None:
+        _check_known_length(known, rows)
+        if not is_array or (rows is None and max_steps is None):
+            return _static_scan(known, rows, max_steps, reverse)
+    return _traced_scan(length, rows, max_steps, reverse)
+
+
+def _check_known_length(length: int, rows: int | None) -> None:
+    if length < 0 or length > MOST_STEPS:
+        raise ValueError(f"scan(length=...): got {length}, expected an int from 0 to {MOST_STEPS}.")
+    if rows is not None and length > rows:
+        raise ValueError(
+            f"scan(length=...): got {length}, but xs has {rows} rows. Give at most {rows}, or more rows of xs."
+        )
+
+
+def _scan_without_length(rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
+    if rows is not None:
+        return _static_scan(rows, rows, max_steps, reverse)
+    if not stops:
+        raise ValueError(
+            "scan does not know how many steps to take: xs has no arrays, and neither `length` nor `stop` is given. "
+            "Give one of them."
+        )
+    if reverse:
+        raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
+    high = jnp.int32(MOST_STEPS if max_steps is None else max_steps)
+    return Extent(
+        jnp.int32(0), high, max_steps, fixed=False, over_limit=max_steps is not None, capacity=max_steps
+    )
+
+
+def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
+    capacity = length if rows is None else rows
+    steps = length if max_steps is None else min(length, max_steps)
+    low, high = (length - steps, length) if reverse else (0, steps)
+    return Extent(
+        jnp.int32(low), jnp.int32(high), high, fixed=steps == length, over_limit=steps < length, capacity=capacity
+    )
+
+
+def _traced_scan(length: Any, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
+    """A length known at run time: it may not be negative, nor beyond the rows of xs."""
+    negative = jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
+    top = MOST_STEPS if rows is None else rows
+    beyond = False
+    if rows is not None or jnp.iinfo(length.dtype).max > MOST_STEPS:
+        beyond = length > min(top, jnp.iinfo(length.dtype).max)
+    checks = []
+    if (wrong := negative | beyond) is not False:
+        checks = [Check(wrong, _length_message(rows))]
+    length = jnp.clip(length, 0, min(top, jnp.iinfo(length.dtype).max)).astype(jnp.int32)
+    over = False if max_steps is None or (rows is not None and rows <= max_steps) else length > max_steps
+    if max_steps is None:
+        low, high, bound = jnp.int32(0), length, rows
+    elif not reverse:
+        low, high, bound = jnp.int32(0), jnp.minimum(length, max_steps), min(top, max_steps)
+    elif rows is not None:
+        low, high, bound = jnp.maximum(length - max_steps, 0), length, rows
+    else:  # without rows of xs, max_steps is the capacity: the last row that there can be is the first walked
+        low, high, bound = jnp.int32(0), jnp.minimum(length, max_steps), max_steps
+    capacity = rows if rows is not None else max_steps
+    return Extent(low, high, bound, fixed=False, over_limit=over, checks=checks, capacity=capacity)
+
+
+def _length_message(rows: int | None) -> str:
+    most = f"xs has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
+    return (
+        f"loopax.scan: `length` is negative, or more than there is ({most}). "
+        "Give a length within the data, or throw=False to scan what there is."
+    )
+

@@ -1,0 +1,189 @@
+"""From a user's functions on pytrees to a loop of the core: trace once, run for any number of steps."""
+
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax import core
+from loopax._carry import CarryMismatch, Spec, match_carry, pack, restore_weak
+from loopax._checks import Check, collecting
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, strong, trace_context
+from loopax._lengths import Extent
+from loopax.core.jaxprs import INDEX, split, trace
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a loop in terms of the user's pytrees.
+
+    `call(row, extras, carry, x)` returns the new carry, a row of ys, and whether to go on (None where
+    the loop has no condition). `functions` are the user's functions in it, which key the cache.
+    """
+
+    call: Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
+    where: str  # the user's function in error messages
+    functions: tuple[Any, ...]
+    options: Hashable  # what else `call` depends on
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The rows that a loop walks, and what it stores."""
+
+    extent: Extent
+    reverse: bool
+    unroll: int
+    storage: core.Storage
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced step."""
+
+    body: ClosedJaxpr  # (row, *closed over, *extras, [goes on], *carry, *flags, *x) -> ([goes on], *carry, *flags, *y)
+    closed_over: list[Any]  # values that the user's functions close over
+    carry_avals: list[Any]  # with weak types
+    y_spec: Spec
+    messages: list[str]  # one for each flag: what went wrong where it is True
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The results of a loop on pytrees."""
+
+    num_steps: Any
+    goes_on: Any
+    carry: Any
+    ys: Any
+    checks: list[Check]
+
+
+def run(step: Step, walk: Walk, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None) -> Finished:
+    """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
+    extent = walk.extent
+    x_arrays, x_spec = pack(xs)
+    traced, arrays, spec = _trace_promoting(step, extras, init, x_spec.rows(), goes_on is not None)
+    flags = [jnp.zeros((), bool)] * len(traced.messages)
+    start = [] if goes_on is None else [goes_on(spec.unpack(arrays))]
+    loop = core.Loop(
+        traced.body,
+        num_consts=len(traced.closed_over) + len(extras),
+        num_carry=len(start) + len(arrays) + len(flags),
+        bound=extent.bound,
+        reverse=walk.reverse,
+        predicated=goes_on is not None,
+        unroll=walk.unroll,
+        storage=walk.storage,
+    )
+    consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
+    out = core.run(loop, extent.low, extent.high, consts, carry, [x[: extent.bound] for x in x_arrays])
+    last, carry, flags = split(out.carry, [len(start), len(arrays)])
+    checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
+    ys = [_pad(y, extent.capacity or 0) for y in out.ys]
+    return Finished(
+        out.num_steps,
+        last[0] if last else None,
+        spec.unpack(restore_weak(carry, traced.carry_avals)),
+        traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals)),
+        checks,
+    )
+
+
+def _pad(y: jax.Array, rows: int) -> jax.Array:
+    """Zero rows for those beyond a static bound below the capacity."""
+    missing = rows - y.shape[0]
+    return jnp.pad(y, [(0, missing), *[(0, 0)] * (y.ndim - 1)]) if missing else y
+
+
+def _trace_promoting(
+    step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
+) -> tuple[Traced, list[Any], Spec]:
+    """Trace, and again from promoted leaves where the body's result asks for it."""
+    while True:
+        arrays, spec = pack(init)
+        try:
+            return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
+        except CarryMismatch as mismatch:
+            init = jax.tree.structure(init).unflatten(mismatch.leaves)
+
+
+_cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
+
+
+def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
+    """Trace a step, once for the same functions and types, as `jax.lax` does.
+
+    Only plain functions are looked up: other callables may compare by value, or live for one call.
+    """
+    if not all(isinstance(f, types.FunctionType) for f in step.functions):
+        return _trace_now(step, extras, init, spec, x_rows, predicated)
+    key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, predicated, trace_context())
+    entries = _cache.setdefault(step.functions[0], {})
+    try:
+        if key in entries:
+            return entries[key]
+    except TypeError:  # a leaf that is not an array cannot be hashed
+        return _trace_now(step, extras, init, spec, x_rows, predicated)
+    traced = _trace_now(step, extras, init, spec, x_rows, predicated)
+    if not any(isinstance(value, jax.core.Tracer) for value in traced.closed_over):
+        entries[key] = traced
+    return traced
+
+
+def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
+    found: dict[str, Any] = {}
+
+    def flat(row: Any, *operands: Any) -> list[Any]:
+        given, arrays, x = split(operands, [len(extras), len(spec.avals)])
+        with collecting() as checks:
+            carry, y, goes_on = step.call(row, given, spec.unpack(arrays), x_rows.unpack(x))
+        carry = match_carry(step.where, init, spec, carry)
+        ys, found["y_spec"] = pack(_without_flags(y))
+        found["carry_avals"] = list(map(jax.typeof, carry))
+        found["messages"] = [check.message for check in checks]
+        go = [goes_on] if predicated else []
+        return [*go, *carry, *(check.failed for check in checks), *ys]
+
+    raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
+    open_body, closed_over = open_constants(raw)
+    carry_avals = [
+        out if getattr(start, "weak_type", False) else strong(out)
+        for out, start in zip(found["carry_avals"], spec.avals, strict=True)
+    ]
+    body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
+    return Traced(body, closed_over, carry_avals, found["y_spec"], found["messages"])
+
+
+def _as_body(
+    raw: ClosedJaxpr,
+    closed_over: Sequence[Any],
+    extras: Sequence[Any],
+    carry: Sequence[Any],
+    xs: Sequence[Any],
+    num_flags: int,
+    predicated: bool,
+) -> ClosedJaxpr:
+    """Give a traced step the core's form: the condition and the flags join the carry."""
+    function, go = jaxpr_as_fun(raw), [jax.ShapeDtypeStruct((), bool)] * predicated
+    sizes = [len(closed_over), len(extras), len(go), len(carry), num_flags]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        closed, given, _, arrays, flags, x = split(operands, sizes)
+        out = function(*closed, row, *given, *arrays, *x)
+        new, new_flags, ys = split(out, [len(go) + len(carry), num_flags])
+        flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
+        return [lax.convert_element_type(x, x.dtype) for x in (*new, *flags, *ys)]
+
+    flag_avals = [jax.ShapeDtypeStruct((), bool)] * num_flags
+    return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flag_avals, *xs])
+
+
+def _without_flags(y: Any) -> Any:
+    """Python bools among a row of ys as arrays, which is what stacking rows makes of them."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool) else leaf, y)

@@ -1,0 +1,302 @@
+"""The three loops."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from loopax import _arguments as arguments
+from loopax import _tracing as tracing
+from loopax._checks import Check, settle
+from loopax._compat import to_weak
+from loopax._lengths import Extent, first_index, fori_extent, scan_extent
+from loopax._types import LoopInfo
+from loopax.kinds import KindLike
+
+Lanes = Literal["lockstep"]
+
+
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[..., Any],
+    init_val: PyTree[Any],
+    *,
+    max_steps: int | None = None,
+    kind: KindLike = "auto",
+    lanes: Lanes = "lockstep",
+    key: Array | None = None,
+    throw: bool = True,
+    info: bool = False,
+    progress: Any = None,
+) -> Any:
+    """Repeat a body while a condition holds, with derivatives in every mode.
+
+    The meaning, `max_steps` aside::
+
+        val = init_val
+        while cond_fun(val):
+            val = body_fun(val)
+        return val
+
+    Parameters
+    ----------
+    cond_fun
+        `cond_fun(val)` is one bool: whether to take another step.
+    body_fun
+        `body_fun(val)` is the next carry: a pytree of the same structure, shapes and dtypes. With `key`
+        it is called as `body_fun(val, key=...)`.
+    init_val
+        The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools) stay
+        what they are. Leaves that the body returns unchanged cost nothing.
+    max_steps
+        A static bound on the number of steps, which reverse mode needs (and `jax.lax` has not).
+    kind
+        What a gradient stores: `Auto()`, `Lax()`, `Checkpointed()`, `Bounded()` or `Residuals()`, or
+        the lower-case name of one.
+    lanes
+        How a batch of loops under `jax.vmap` runs. `"lockstep"`: until the slowest lane is done.
+        Finished lanes keep their carry and evaluate nothing outside the body's domain.
+    key
+        A PRNG key. Step i gets `jax.random.fold_in(key, i)`, the same when a step is replayed.
+    throw
+        Whether a loop that `max_steps` stops raises (after the outermost loop, when the program runs).
+    info
+        Whether to return `(result, LoopInfo(num_steps, limit_reached))`.
+    progress
+        Not implemented yet.
+
+    Returns
+    -------
+    val
+        The carry when `cond_fun` is False, or after `max_steps` steps.
+
+    Raises
+    ------
+    TypeError
+        The carry changes its structure, shapes or dtypes; `cond_fun` does not return one bool;
+        `max_steps` is not an int.
+    ValueError
+        An unknown `kind` or `lanes`; a negative `max_steps`; `Bounded()` or `Residuals()` without a
+        bound; reverse mode through `Lax()`.
+    equinox.EquinoxRuntimeError
+        `max_steps` stops a loop that would go on, and `throw` is True.
+
+    Notes
+    -----
+    Cost: `cond_fun` n + 1 times, `body_fun` n times; forward and gradient together at most 3n under
+    `Checkpointed()`, which stores about 2 sqrt(max_steps) carries. Derivatives: all, in every order;
+    reverse mode needs `max_steps`. Source: the two-level form of Griewank & Walther (2000), see
+    docs/references.md.
+
+    """
+    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps)
+    bound = options.max_steps
+
+    def goes_on(val: Any) -> Any:
+        return arguments.one_bool("cond_fun of while_loop", cond_fun(val))
+
+    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
+        val = body_fun(val, **options.step_key(row, extras))
+        return val, None, goes_on(val)
+
+    step = tracing.Step(call, "body_fun of while_loop", (body_fun, cond_fun), ("while_loop", options.key_spec))
+    high = arguments.MOST_STEPS if bound is None else bound
+    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=bound is not None)
+    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=options.kind.storage(bound, fixed=False))
+    done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
+    result, loop_info = _finish(options, throw, extent, done, done.carry)
+    return (result, loop_info) if info else result
+
+
+def fori_loop(
+    lower: int | Int[Array, ""],
+    upper: int | Int[Array, ""],
+    body_fun: Callable[..., Any],
+    init_val: PyTree[Any],
+    *,
+    unroll: int | bool | None = None,
+    max_steps: int | None = None,
+    kind: KindLike = "auto",
+    lanes: Lanes = "lockstep",
+    key: Array | None = None,
+    throw: bool = True,
+    info: bool = False,
+    progress: Any = None,
+) -> Any:
+    """Repeat a body for a range of integers that may be known only at run time.
+
+    The meaning, `max_steps` aside::
+
+        val = init_val
+        for i in range(lower, upper):
+            val = body_fun(i, val)
+        return val
+
+    Parameters
+    ----------
+    lower, upper
+        Integers, static or traced, which may differ between lanes under `jax.vmap`.
+    body_fun
+        `body_fun(i, val)` is the next carry, of the same structure, shapes and dtypes. With `key` it is
+        called as `body_fun(i, val, key=...)`.
+    init_val
+        The first carry, as in `while_loop`.
+    unroll
+        Steps per iteration of the compiled loop; a remainder is taken one by one. True, where the
+        number of steps is static: all of them.
+    max_steps
+        A static bound on the number of steps. Reverse mode needs it where a limit is traced.
+    kind, lanes, key, throw, info, progress
+        As in `while_loop`; step i gets the key `jax.random.fold_in(key, i)`.
+
+    Returns
+    -------
+    val
+        The carry after the last step.
+
+    Raises
+    ------
+    TypeError
+        The carry changes its structure, shapes or dtypes; a limit is not an integer.
+    ValueError
+        As in `while_loop`; `unroll=True` with a traced limit; static limits further apart than
+        `max_steps`, unless `throw` is False.
+    equinox.EquinoxRuntimeError
+        Traced limits are further apart than `max_steps` (or than 2147483647), and `throw` is True.
+
+    Notes
+    -----
+    Cost and derivatives: as in `while_loop`; static limits are a bound by themselves.
+
+    """
+    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps)
+    extent = fori_extent(lower, upper, options.max_steps)
+    unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
+    first, is_weak = first_index(lower, upper)
+
+    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
+        i = extras[0] + row.astype(extras[0].dtype)
+        i = to_weak(i) if is_weak else i
+        return body_fun(i, val, **options.step_key(i, extras)), None, None
+
+    step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
+    walk = tracing.Walk(extent, reverse=False, unroll=unroll, storage=options.kind.storage(extent.bound, extent.fixed))
+    done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
+    result, loop_info = _finish(options, throw, extent, done, done.carry)
+    return (result, loop_info) if info else result
+
+
+def scan(
+    f: Callable[..., tuple[Any, Any]],
+    init: PyTree[Any],
+    xs: PyTree[Any] = None,
+    length: int | Int[Array, ""] | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    stop: Callable[[Any, Any], Any] | None = None,
+    max_steps: int | None = None,
+    kind: KindLike = "auto",
+    lanes: Lanes = "lockstep",
+    key: Array | None = None,
+    throw: bool = True,
+    info: bool = False,
+    progress: Any = None,
+) -> Any:
+    """Scan over rows, as many as are known only at run time.
+
+    The meaning, `max_steps` aside::
+
+        carry, ys = init, zeros
+        for i in range(length):                  # reversed(range(length)) if reverse
+            carry, ys[i] = f(carry, xs[i])
+            if stop is not None and stop(carry, ys[i]):
+                break
+        return carry, ys
+
+    Parameters
+    ----------
+    f
+        `f(carry, x)` is a pair: the next carry, and a row of outputs. With `key` it is called as
+        `f(carry, x, key=...)`.
+    init
+        The first carry, as in `while_loop`.
+    xs
+        A pytree of arrays with the same number of rows, `(rows, ...)`. Other leaves go to `f` as they are.
+    length
+        The number of rows to scan, static or traced, at most the rows of `xs`; it may differ between
+        lanes under `jax.vmap`. Without it: all rows.
+    reverse
+        Walk rows length - 1, ..., 0.
+    unroll
+        Steps per iteration of the compiled loop, as in `fori_loop`; not together with `stop`.
+    stop
+        `stop(carry, y)` is one bool: whether this step was the last. Its carry and row are kept.
+    max_steps
+        A static bound on the number of steps, for scans without rows and without a static length.
+    kind, lanes, key, throw, info, progress
+        As in `while_loop`; row i gets the key `jax.random.fold_in(key, i)`, also in reverse.
+
+    Returns
+    -------
+    carry
+        The carry after the last step.
+    ys
+        Rows of outputs; those that were not executed are zero. There are as many as `xs` has, else a
+        static `length`, else `max_steps`.
+
+    Raises
+    ------
+    TypeError
+        The carry changes its structure, shapes or dtypes; `f` does not return a pair; `stop` does not
+        return one bool; `length` is not an integer.
+    ValueError
+        As in `while_loop`; arrays of `xs` with unequal rows; a static `length` beyond them; no way to
+        know the number of steps, or the rows of `ys`.
+    equinox.EquinoxRuntimeError
+        A traced `length` is negative or beyond the rows of `xs`, or `max_steps` stops a scan that would
+        go on, and `throw` is True.
+
+    Notes
+    -----
+    Cost: `f` n times; forward and gradient together at most 3n under `Checkpointed()`. A step costs the
+    same however many rows there are. Derivatives: all, in every order, also with respect to `xs`.
+
+    """
+    options = arguments.options("scan", kind, lanes, key, progress, max_steps)
+    extent = scan_extent(length, arguments.rows_of(xs), options.max_steps, reverse, stop is not None)
+    fixed = extent.fixed and stop is None
+    unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
+
+    def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        carry, y = arguments.pair(f(carry, x, **options.step_key(row, extras)))
+        if extent.capacity is None:
+            arguments.no_rows(y)
+        return carry, y, None if stop is None else ~arguments.one_bool("stop of scan", stop(carry, y))
+
+    functions = (f,) if stop is None else (f, stop)
+    step = tracing.Step(call, "f of scan", functions, ("scan", extent.capacity is None, options.key_spec))
+    walk = tracing.Walk(extent, reverse, unroll, options.kind.storage(extent.bound, fixed))
+    start = None if stop is None else (lambda _: jnp.ones((), bool))
+    done = tracing.run(step, walk, options.extras, init, xs, start)
+    result, loop_info = _finish(options, throw, extent, done, (done.carry, done.ys))
+    return (result, loop_info) if info else result
+
+
+def _finish(
+    options: arguments.Options, throw: bool, extent: Extent, done: tracing.Finished, result: Any
+) -> tuple[Any, LoopInfo]:
+    """Attach the run-time checks to the results."""
+    over, goes_on = extent.over_limit, done.goes_on
+    if over is True and goes_on is None and throw:
+        raise ValueError(arguments.limit_message(options.name, options.max_steps))
+    reached = over if goes_on is None or over is False else over & goes_on
+    checks = list(done.checks)
+    if throw:
+        checks += extent.checks
+        if reached is not False:
+            checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))
+        if options.key_data is not None and extent.bound is None:
+            checks.append(Check(done.num_steps >= arguments.MOST_STEPS, arguments.out_of_keys_message(options.name)))
+    return settle((result, LoopInfo(done.num_steps, jnp.asarray(reached))), checks)
