@@ -49,7 +49,9 @@ def options(name: str, kind: KindLike, lanes: Any, key: Any, progress: Any, max_
     """Validate the options that all loops share."""
     _check_lanes(lanes)
     if progress is not None:
-        raise NotImplementedError(f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None.")
+        raise NotImplementedError(
+            f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None."
+        )
     data, impl = _key(name, key)
     return Options(name, to_kind(kind), _max_steps(name, max_steps), data, impl)
 
@@ -118,9 +120,10 @@ def one_bool(what: str, value: Any) -> Any:
     leaves = jax.tree.leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         raise TypeError(f"{problem}a pytree of structure {jax.tree.structure(value)}. Combine them with `&` or `|`.")
-    if is_static(value) or jnp.result_type(value) != bool or jnp.shape(value) != ():
+    if is_static(value) or jnp.result_type(value) != jnp.bool_ or jnp.shape(value) != ():
         raise TypeError(
-            f"{problem}{describe(value)}. Compare (`x > 0`) to get a bool, and reduce an array with `jnp.any` or `jnp.all`."
+            f"{problem}{describe(value)}. Compare (`x > 0`) to get a bool, and reduce an array with "
+            "`jnp.any` or `jnp.all`."
         )
     return jnp.asarray(value)
 
@@ -137,8 +140,8 @@ def no_rows(y: Any) -> None:
     """Refuse outputs of a scan that has no static number of rows to write them to."""
     if any(not is_static(leaf) for leaf in jax.tree.leaves(y)):
         raise ValueError(
-            "scan has no static capacity for ys: xs has no arrays, `length` is not static, and there is no `max_steps`. "
-            "Give max_steps= (rows of ys that are not executed are zero), or return (carry, None) from f."
+            "scan has no static capacity for ys: xs has no arrays, `length` is not static, and there is no "
+            "`max_steps`. Give max_steps= (rows of ys that are not executed are zero), or return (carry, None) from f."
         )
 
 
@@ -177,8 +180,8 @@ def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool)
         raise ValueError(f"{name}(unroll=...): got {steps}, expected a positive int or a bool.")
     if steps > 1 and stops:
         raise ValueError(
-            f"{name}(unroll={unroll!r}, stop=...): steps cannot be taken several at a time where `stop` is asked after each. "
-            "Leave one of them out."
+            f"{name}(unroll={unroll!r}, stop=...): steps cannot be taken several at a time where `stop` is asked after "
+            "each. Leave one of them out."
         )
     return steps
 
@@ -193,4 +196,7 @@ def limit_message(name: str, max_steps: int | None) -> str:
 
 def out_of_keys_message(name: str) -> str:
     """A loop without a bound took more steps than there are keys for."""
-    return f"loopax.{name}: with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took more."
+    return (
+        f"loopax.{name}: with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took "
+        "more. Give max_steps=, or split the loop and its key in two."
+    )

@@ -1,6 +1,6 @@
 """Pytrees that go through a loop: which leaves are arrays, and what must stay the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._compat import AbstractValue, strong, to_weak, vary_like
+from loopax._compat import AbstractValue, to_weak, vary_like
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,19 @@ def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) ->
     return [to_weak(x) if getattr(a, "weak_type", False) else x for x, a in zip(arrays, avals, strict=True)]
 
 
-class CarryMismatch(Exception):
-    """Internal: the body's carry does not fit; a differently typed start may. Carries that start."""
+class CarryMismatchError(Exception):
+    """Internal: the body's carry does not fit, but it may to another start."""
 
-    def __init__(self, leaves: list[Any]) -> None:
-        """Keep the new leaves."""
+    def __init__(self, converts: list[Callable[[Any], Any]]) -> None:
+        """Keep, for each leaf, the function that converts it. It is called where the trace has ended."""
         super().__init__()
-        self.leaves = leaves
+        self.converts = converts
 
 
 def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     """The arrays of the carry that a body returned, of the types that `spec` has.
 
-    Raises CarryMismatch where another start would fit: weak types are promoted as `jax.lax` does, a
+    Raises CarryMismatchError where another start would fit: weak types are promoted as `jax.lax` does, a
     Python bool that becomes an array starts as one, and a start varies over the `shard_map` axes over
     which the result does. Raises TypeError, leaf by leaf, where none would.
     """
@@ -145,7 +145,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
             "what is not an array must be returned as it came."
         )
     if any(isinstance(outcome, _Restart) for outcome in outcomes):
-        raise CarryMismatch(
+        raise CarryMismatchError(
             [o.leaf if isinstance(o, _Restart) else old for o, old in zip(outcomes, olds, strict=True)]
         )
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
@@ -153,9 +153,9 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class _Restart:
-    """The start that this leaf should have had."""
+    """How to convert the start of this leaf."""
 
-    leaf: Any
+    convert: Callable[[Any], Any]
 
 
 def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
@@ -163,7 +163,7 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     if isinstance(spec, Static):
         if spec.same(new):
             return spec
-        return _Restart(jnp.asarray(old)) if isinstance(old, bool) and _is_bool_scalar(new) else None
+        return _Restart(jnp.asarray) if isinstance(old, bool) and _is_bool_scalar(new) else None
     if is_static(new) and not isinstance(new, bool):
         return None
     array, described = to_array(new)
@@ -176,7 +176,7 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
         return _promoted(a, b, old)
     missing = b.mat.varying - a.mat.varying
     if missing:
-        return _Restart(spec.wrap(vary_like(to_array(old)[0], b)))
+        return _Restart(lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b)))
     return vary_like(array, a)
 
 
@@ -184,12 +184,12 @@ def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
     """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
     if getattr(a, "weak_type", False):
         dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
-        return _Restart(jax.lax.convert_element_type(old, dtype)) if dtype != a.dtype else None
+        return _Restart(lambda leaf: jax.lax.convert_element_type(leaf, dtype)) if dtype != a.dtype else None
     return None
 
 
 def _is_bool_scalar(x: Any) -> bool:
-    return not is_static(x) and jnp.shape(x) == () and jnp.result_type(x) == bool or isinstance(x, bool)
+    return (not is_static(x) and jnp.shape(x) == () and jnp.result_type(x) == jnp.bool_) or isinstance(x, bool)
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import trace_state
+from loopax._compat import trace_state, varying
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,18 @@ def settle(results: Any, checks: Sequence[Check]) -> Any:
     return results
 
 
+def _raise_if(arrays: Any, check: Check) -> Any:
+    """`equinox.error_if`, also where arrays vary over the axes of a `shard_map`.
+
+    It cannot return such arrays, since what its error branch returns does not vary. There it checks a
+    constant instead, on which the arrays are made to depend.
+    """
+    if not any(varying(x) for x in jax.tree.leaves(arrays)):
+        return eqx.error_if(arrays, check.failed, check.message)
+    token = eqx.error_if(jnp.zeros((), bool), check.failed, check.message)
+    return jax.tree.map(lambda x: jnp.where(token, jnp.zeros_like(x), x), arrays)
+
+
 def _error_if(results: Any, check: Check) -> Any:
     """Make every array of the results depend on the check."""
     arrays, rest = eqx.partition(results, eqx.is_array)
@@ -70,7 +82,7 @@ def _error_if(results: Any, check: Check) -> Any:
     keys, plain = eqx.partition(arrays, lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
     impls = [jax.random.key_impl(k) for k in jax.tree.leaves(keys)]
     data = jax.tree.map(jax.random.key_data, keys)
-    plain, data = eqx.error_if((plain, data), check.failed, check.message)
+    plain, data = _raise_if((plain, data), check)
     leaves, treedef = jax.tree.flatten(data)
     wrapped = [jax.random.wrap_key_data(d, impl=i) for d, i in zip(leaves, impls, strict=True)]
     return eqx.combine(plain, treedef.unflatten(wrapped), rest)

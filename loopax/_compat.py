@@ -48,10 +48,12 @@ __all__ = [
     "undifferentiable_effects",
     "unmapped_aval",
     "vary_like",
+    "varying",
     "zeros",
 ]
 
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
+
 
 def strong(aval: AbstractValue) -> AbstractValue:
     """The same type without JAX's "weak type" flag (`strip_weak_type` is not a public method)."""
@@ -60,7 +62,7 @@ def strong(aval: AbstractValue) -> AbstractValue:
 
 def to_weak(x: jax.Array) -> jax.Array:
     """Give an array a weak type again. Public JAX can only take weak types away."""
-    return _lax._convert_element_type(x, x.dtype, weak_type=True)
+    return _lax._convert_element_type(x, x.dtype, weak_type=True)  # pyright: ignore[reportReturnType]
 
 
 def zeros(aval: AbstractValue) -> jax.Array:
@@ -74,13 +76,18 @@ def zeros(aval: AbstractValue) -> jax.Array:
     return _vary(array, aval.mat.varying)
 
 
+def varying(x: jax.Array) -> bool:
+    """Whether an array may differ between the devices of a `shard_map`."""
+    return bool(jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
+
+
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
     return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
 
 
 def _vary(x: jax.Array, axes: Any) -> jax.Array:
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x  # pyright: ignore[reportReturnType]
 
 
 def is_nonzero(tangent: Any) -> bool:

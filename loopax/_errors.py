@@ -24,7 +24,7 @@ LINEAR_SAVED_HAS_COTANGENT = (
 def collective_message(axis_name: Any) -> str:
     """A batched loop whose lanes stop at different steps communicates over the batch."""
     return (
-        f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its lanes "
-        "take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes the same "
-        "number of steps and mask inside the body, or move the collective out of the loop."
+        f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its "
+        "lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
+        "the same number of steps and mask inside the body, or move the collective out of the loop."
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from loopax._arguments import MOST_STEPS, is_traced_int
 from loopax._checks import Check
@@ -26,7 +27,7 @@ class Extent:
 
 def known_int(value: Any) -> int | None:
     """The integer, where it is known now: also an array outside of `jit`."""
-    return None if value is None or isinstance(value, jax.core.Tracer) else int(value)
+    return None if value is None or isinstance(value, Tracer) else int(value)
 
 
 def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
@@ -110,9 +111,7 @@ def _scan_without_length(rows: int | None, max_steps: int | None, reverse: bool,
     if reverse:
         raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
     high = jnp.int32(MOST_STEPS if max_steps is None else max_steps)
-    return Extent(
-        jnp.int32(0), high, max_steps, fixed=False, over_limit=max_steps is not None, capacity=max_steps
-    )
+    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=max_steps is not None, capacity=max_steps)
 
 
 def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
@@ -154,4 +153,3 @@ def _length_message(rows: int | None) -> str:
         f"loopax.scan: `length` is negative, or more than there is ({most}). "
         "Give a length within the data, or throw=False to scan what there is."
     )
-

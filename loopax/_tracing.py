@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from loopax import core
-from loopax._carry import CarryMismatch, Spec, match_carry, pack, restore_weak
+from loopax._carry import CarryMismatchError, Spec, match_carry, pack, restore_weak
 from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, strong, trace_context
 from loopax._lengths import Extent
@@ -64,7 +65,9 @@ class Finished:
     checks: list[Check]
 
 
-def run(step: Step, walk: Walk, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None) -> Finished:
+def run(
+    step: Step, walk: Walk, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None
+) -> Finished:
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = walk.extent
     x_arrays, x_spec = pack(xs)
@@ -109,8 +112,9 @@ def _trace_promoting(
         arrays, spec = pack(init)
         try:
             return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
-        except CarryMismatch as mismatch:
-            init = jax.tree.structure(init).unflatten(mismatch.leaves)
+        except CarryMismatchError as mismatch:
+            leaves, treedef = jax.tree.flatten(init)
+            init = treedef.unflatten(convert(leaf) for convert, leaf in zip(mismatch.converts, leaves, strict=True))
 
 
 _cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
@@ -131,7 +135,7 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     except TypeError:  # a leaf that is not an array cannot be hashed
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     traced = _trace_now(step, extras, init, spec, x_rows, predicated)
-    if not any(isinstance(value, jax.core.Tracer) for value in traced.closed_over):
+    if not any(isinstance(value, Tracer) for value in traced.closed_over):
         entries[key] = traced
     return traced
 

@@ -1,13 +1,13 @@
 """Kinds of loops: what a gradient stores, and what it evaluates again."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from loopax import core
 
 
-class Kind:
+class Kind(ABC):
     """A strategy for reverse mode. Choose one of its subclasses."""
 
     @abstractmethod
@@ -26,6 +26,7 @@ class Lax(Kind):
 
     def storage(self, bound: int | None, fixed: bool) -> core.Storage:
         """See `Kind.storage`."""
+        del bound
         if fixed:
             return core.EveryResidual()
         return core.Nothing(

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core
 
 from loopax._compat import ClosedJaxpr, axis_arguments, batching, collective_over, jaxpr_as_fun
 from loopax._errors import collective_message
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import INDEX, Mask, select, split, stacked, trace, weakly_cached
+from loopax.core.jaxprs import Mask, select, split, stacked, trace, weakly_cached
 from loopax.core.lanes import lane_function, skip_idle_rows, step_lanes
 from loopax.core.loop import Loop, loop_p, run
 from loopax.core.replay import Replay, replay, replay_p
@@ -65,9 +64,7 @@ def _lane_avals(avals: Sequence[Any], batched: Sequence[bool], axis: Axis) -> li
 
 def _uniform(body: ClosedJaxpr, axis: Axis, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
     """The body for all lanes at once, where all take the same steps."""
-    mapped = jax.vmap(
-        jaxpr_as_fun(body), in_axes=(None, *_axes(inputs)), out_axes=_axes(outputs), **axis.arguments
-    )
+    mapped = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *_axes(inputs)), out_axes=_axes(outputs), **axis.arguments)
     return trace(mapped, [body.in_avals[0], *_lane_avals(body.in_avals[1:], inputs, axis)])
 
 
@@ -209,9 +206,7 @@ batching.fancy_primitive_batchers[loop_p] = _batch_loop
 
 
 @weakly_cached
-def _uniform_replay(
-    static: Replay, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask
-) -> Replay:
+def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> Replay:
     forward_inputs = (*consts, *state, *xs[: static.num_forward_xs])
     return static._replace(
         forward=_uniform(static.forward, axis, forward_inputs, state),
@@ -231,7 +226,9 @@ def _lanes_replay(static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: M
         [consts, state, xs[: static.num_forward_xs]],
         [forward_avals[0], forward_avals[1], forward_avals[2]],
     )
-    backward = _lanes_body(static.backward, axis, windows, [consts, carry, (*state, *xs)], [*avals[:2], avals[2] + avals[3]])
+    backward = _lanes_body(
+        static.backward, axis, windows, [consts, carry, (*state, *xs)], [*avals[:2], avals[2] + avals[3]]
+    )
     return static._replace(forward=forward, backward=backward, num_consts=static.num_consts + sum(windows))
 
 

@@ -14,7 +14,7 @@ from loopax.core.effects import without_effects
 from loopax.core.jaxprs import Mask, either, invert, merge, reject, select, split, trace, weakly_cached
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
-from loopax.core.storage import Blocks, EveryCarry, EveryResidual, Nothing
+from loopax.core.storage import Blocks, EveryResidual, Nothing
 from loopax.schedule import block_size
 
 
@@ -153,9 +153,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
     sizes = [consts.count(False), carry.count(False), xs.count(False)]
     residuals = [_classify(known, sizes, p) for p in range(num_outputs, len(known.out_avals))]
     rows = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
-    loop_body = replace_jaxpr(
-        known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)]
-    )
+    loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
     linear = LinearLoop(
         _linear_body(loop, later, residuals, (consts, carry, xs)),
@@ -205,7 +203,7 @@ def _classify(known: ClosedJaxpr, sizes: Sequence[int], position: int) -> _Resid
 
 
 def _hoisted(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> ClosedJaxpr | None:
-    """known consts -> residuals that depend on nothing else."""
+    """Known consts -> residuals that depend on nothing else."""
     if not positions:
         return None
     wanted = [p in positions for p in range(len(known.out_avals))]

@@ -10,6 +10,7 @@ from loopax._compat import ClosedJaxpr, Literal, Primitive, ad, batching, mlir
 from loopax.core.jaxprs import trace
 from loopax.core.loop import Loop, loop_p
 
+
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drop effectful equations without results (debug prints), so that a replay does not repeat them."""
     if not closed.effects:

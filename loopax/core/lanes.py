@@ -39,9 +39,7 @@ def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, An
         function = guarded(body)
         in_axes = (0, None, *(0 if b else None for b in batched))
         return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
-    plain = jax.vmap(
-        jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis
-    )
+    plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis)
     return lambda _, *operands: plain(*operands)
 
 
@@ -62,7 +60,9 @@ def step_lanes(
     ]
 
 
-def skip_idle_rows(step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]) -> list[Any]:
+def skip_idle_rows(
+    step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
+) -> list[Any]:
     """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
     idle = [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in y_avals)]
     return lax.cond(jnp.any(active), step, lambda: idle)

@@ -65,7 +65,13 @@ class LinearLoop(NamedTuple):
     @property
     def as_loop(self) -> Loop:
         """The whole loop, known part included."""
-        saved = tuple(merge(self.linear_carry, (False,) * self.linear_carry.count(False), self.saved or (False,) * sum(self.linear_carry)))
+        saved = tuple(
+            merge(
+                self.linear_carry,
+                (False,) * self.linear_carry.count(False),
+                self.saved or (False,) * sum(self.linear_carry),
+            )
+        )
         return Loop(
             self.body,
             num_consts=len(self.linear_consts),
@@ -131,7 +137,7 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
 
 
 _whole_compiled = jax.jit(_whole, static_argnames=LinearLoop._fields)
-linear_loop_p.def_impl(lambda *operands, **params: _whole_compiled(*operands, **params))
+linear_loop_p.def_impl(_whole_compiled)
 linear_loop_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_loop_p, mlir.lower_fun(_whole, multiple_results=True))
 batching.fancy_primitive_batchers[linear_loop_p] = batch_expanded(_whole)

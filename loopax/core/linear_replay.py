@@ -141,9 +141,9 @@ def sweep(static: LinearReplay, low: Any, high: Any, operands: Sequence[list[Any
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     static = LinearReplay(**params)
     given = Operands.of(static, flat)
-    groups = [merge(m, k, l) for m, k, l in zip(static.masks, given.known, given.linear, strict=True)]
-    carry, ys = sweep(static, given.low, given.high, groups)
-    return [*select(static.linear_carry, carry), *ys]
+    groups = [merge(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
+    carry, rows = sweep(static, given.low, given.high, groups)
+    return [*select(static.linear_carry, carry), *rows]
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
@@ -153,7 +153,7 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
 
 
 _whole_compiled = jax.jit(_whole, static_argnames=LinearReplay._fields)
-linear_replay_p.def_impl(lambda *operands, **params: _whole_compiled(*operands, **params))
+linear_replay_p.def_impl(_whole_compiled)
 linear_replay_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_replay_p, mlir.lower_fun(_whole, multiple_results=True))
 batching.fancy_primitive_batchers[linear_replay_p] = batch_expanded(_whole)
@@ -176,7 +176,8 @@ def _transposed_step(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
     inputs = [*known, linear[1], linear[2], select(nonzero_ys, ys)]
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        *values, ct_state, ct_carry, ct_y = split(operands, [len(group) for group in inputs])[:-1]
+        groups = split(operands, [len(group) for group in inputs])[:-1]
+        values, (ct_state, ct_carry, ct_y) = groups[:4], groups[4:]
 
         def linear_part(*dots: list[Any]) -> tuple[list[Any], ...]:
             pairs = zip(static.masks, values, dots, strict=True)

@@ -87,9 +87,7 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     """Bind the primitive; leaves of the carry that the body returns unchanged become constants."""
     fixed = _unchanged(loop)
     slim = _hoisted(loop, fixed) if any(fixed) else loop
-    outputs = loop_p.bind(
-        low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict()
-    )
+    outputs = loop_p.bind(low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict())
     (num_steps,), changed, ys, saved = split(outputs, [1, slim.num_carry, len(slim.output_avals[1])])
     return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved)
 

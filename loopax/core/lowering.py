@@ -139,9 +139,5 @@ def _run_saving(loop: Loop, walk: Walk, step: Step, progress: Progress, end: Any
 _run_compiled = jax.jit(_run, static_argnames=Loop._fields)
 
 
-@loop_p.def_impl
-def _impl(*operands: Any, **params: Any) -> list[Any]:
-    return _run_compiled(*operands, **params)
-
-
+loop_p.def_impl(_run_compiled)
 mlir.register_lowering(loop_p, mlir.lower_fun(_run, multiple_results=True))

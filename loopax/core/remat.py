@@ -5,7 +5,7 @@ from typing import Any
 
 from loopax._compat import Literal, pe
 from loopax.core.division import known_loop, prune, unknown_outputs
-from loopax.core.jaxprs import Mask, either, select, split, reject
+from loopax.core.jaxprs import Mask, either, reject, select, split
 from loopax.core.loop import Loop, loop_p
 from loopax.core.replay import Replay, replay_p
 from loopax.core.replay_jvp import reached
@@ -61,7 +61,7 @@ pe.partial_eval_jaxpr_custom_rules[replay_p] = _partial_eval_replay
 
 
 def _dce_loop(used: list[bool], *rest: Any) -> Any:
-    """Remove what the used results do not need. (From JAX 0.12 on a rule also takes live inputs.)"""
+    """Remove what the used results do not need; from JAX 0.12 on a rule also takes live inputs."""
     eqn = rest[-1]
     loop = Loop(**eqn.params)
     if not any(used) and not eqn.effects:

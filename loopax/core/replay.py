@@ -160,8 +160,10 @@ def _states_of_block(
 def _walk_back(
     static: Replay, ahead: Walk, backward: Any, start: Any, length: Any, states: list[Any], progress: Progress
 ) -> Progress:
-    """Walk one block backward. Positions count from the block's start: XLA then has one number less
-    to carry into every fused operation, which decides whether a tiny loop is compiled as one function.
+    """Walk one block backward.
+
+    Positions count from the block's start: XLA then has one number less to carry into every fused
+    operation, which decides whether a tiny loop is compiled as one function.
     """
 
     def row_of(position: Any) -> Any:
@@ -175,7 +177,7 @@ def _walk_back(
 
 
 _run_compiled = jax.jit(_run, static_argnames=Replay._fields)
-replay_p.def_impl(lambda *operands, **params: _run_compiled(*operands, **params))
+replay_p.def_impl(_run_compiled)
 mlir.register_lowering(replay_p, mlir.lower_fun(_run, multiple_results=True))
 
 

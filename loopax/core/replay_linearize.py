@@ -141,7 +141,8 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
     masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
     used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, division.uses, strict=True)]
     consts, init, carry, xs = (
-        merge(mask, [None] * mask.count(False), group) for mask, group in zip(used, (consts, init, carry, xs), strict=True)
+        merge(mask, [None] * mask.count(False), group)
+        for mask, group in zip(used, (consts, init, carry, xs), strict=True)
     )
     found = [*consts, *init, *(None for _ in init), *carry, *xs]
     return [None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]

@@ -1,0 +1,117 @@
+"""`shard_map`, collectives and shardings on eight virtual devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import loopax as lx
+from tests.problem import KINDS, WITH_LAX, name_of
+from tests.reference import assert_close
+
+STARTS = jnp.linspace(-0.9, 1.1, 16)
+SPEC = PartitionSpec("d")
+
+
+def mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+
+
+def sharded(f, check_vma):
+    return jax.shard_map(f, mesh=mesh(), in_specs=SPEC, out_specs=SPEC, check_vma=check_vma)
+
+
+def energy(kind):
+    """Elementwise, so that shards do not need each other."""
+    return lambda h: (lx.scan(lambda h, _: (jnp.sin(h) * 1.1, h), h, None, length=5, kind=kind)[0] ** 2).sum()
+
+
+def energy_expected(h):
+    return (lax.scan(lambda h, _: (jnp.sin(h) * 1.1, h), h, None, length=5)[0] ** 2).sum()
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_forward(kind, check_vma):
+    f = sharded(lambda h: energy(kind)(h)[None], check_vma)
+    assert_close(jax.jit(f)(STARTS).sum(), energy_expected(STARTS))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_gradients_inside_and_outside(kind, check_vma):
+    wanted = jax.grad(energy_expected)(STARTS)
+    inside = sharded(jax.grad(energy(kind)), check_vma)
+    outside = jax.grad(lambda h: sharded(lambda h: energy(kind)(h)[None], check_vma)(h).sum())
+    assert_close(jax.jit(inside)(STARTS), wanted)
+    assert_close(jax.jit(outside)(STARTS), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_hessian_inside(kind):
+    f = sharded(lambda h: jax.hessian(energy(kind))(h), True)
+    blocks = jax.jit(f)(STARTS).reshape(8, 2, 2)
+    wanted = jax.hessian(energy_expected)(STARTS)
+    assert_close(blocks, jnp.stack([wanted[i : i + 2, i : i + 2] for i in range(0, 16, 2)]))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_collective_in_the_body(kind, check_vma):
+    def shard(times):
+        def step(h):
+            return jnp.sin(h) + 0.1 * lax.psum(h.sum(), "d")
+
+        return lambda h: times(step, h)
+
+    loop = lambda step, h: lx.fori_loop(0, 4, lambda i, h: step(h), h, kind=kind)
+    plain = lambda step, h: lax.fori_loop(0, 4, lambda i, h: step(h), h)
+    actual = jax.jit(jax.grad(lambda h: (sharded(shard(loop), check_vma)(h) ** 2).sum()))(STARTS)
+    assert_close(actual, jax.grad(lambda h: (sharded(shard(plain), check_vma)(h) ** 2).sum())(STARTS))
+
+
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_counts_that_differ_between_devices(kind):
+    counts = jnp.arange(8, dtype=jnp.int32)
+
+    def shard(h, n):
+        return lx.fori_loop(0, n[0], lambda i, h: jnp.sin(h) * 1.1, h, max_steps=9, kind=kind)
+
+    f = jax.shard_map(shard, mesh=mesh(), in_specs=(SPEC, SPEC), out_specs=SPEC)
+    wanted = jnp.stack([lax.fori_loop(0, int(i) // 2, lambda i, h: jnp.sin(h) * 1.1, STARTS[i]) for i in range(16)])
+    assert_close(jax.jit(f)(STARTS, counts), wanted)
+
+
+def test_start_that_is_the_same_on_all_devices():
+    """The body mixes it with data that varies: the start is marked as varying, as a weak type is promoted."""
+    f = sharded(lambda x: lx.fori_loop(0, 3, lambda i, total: total + x.sum(), jnp.zeros(()))[None], True)
+    assert_close(jax.jit(f)(STARTS), 3 * STARTS.reshape(8, 2).sum(1))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_shardings_are_kept(kind, axis_type):
+    devices = mesh(axis_type)
+    with jax.set_mesh(devices):
+        h = jax.device_put(STARTS, NamedSharding(devices, SPEC))
+        gradient = jax.jit(jax.grad(energy(kind)))(h)
+    assert gradient.sharding.is_equivalent_to(NamedSharding(devices, SPEC), 1)
+    assert_close(jax.device_get(gradient), jax.device_get(jax.grad(energy_expected)(STARTS)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_collective_over_a_vmapped_axis(kind):
+    step = lambda h: jnp.sin(h) + lax.pmean(h, "i")
+    f = lambda h: lx.fori_loop(0, 3, lambda i, h: step(h), h, kind=kind)
+    expected = lambda h: lax.scan(lambda h, _: (step(h), None), h, None, length=3)[0]
+    assert_close(jax.vmap(f, axis_name="i")(STARTS), jax.vmap(expected, axis_name="i")(STARTS))
+    gradient = jax.jit(jax.vmap(jax.grad(f), axis_name="i"))
+    assert_close(gradient(STARTS), jax.vmap(jax.grad(expected), axis_name="i")(STARTS))
+
+
+def test_spmd_axis_name():
+    f = lambda h, n: lx.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h, max_steps=6)
+    counts = jnp.arange(16) % 5
+    lanes = jax.jit(jax.vmap(jax.grad(f), spmd_axis_name="d"))
+    assert_close(lanes(STARTS, counts), jax.vmap(jax.grad(f))(STARTS, counts))

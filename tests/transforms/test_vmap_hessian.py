@@ -1,0 +1,64 @@
+"""Second derivatives inside, outside and on both sides of `vmap`; two nested `vmap`s."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.problem import BOUND, KINDS, LOOPS, H, W, XS, name_of
+from tests.reference import assert_close
+
+STARTS = jnp.stack([H, H * 2, -H])
+COUNTS = jnp.array([3, 0, BOUND])
+
+
+def of_start(program):
+    return lambda h, n: program(W, h, XS, n)
+
+
+def expected_hessians(expected):
+    return jnp.stack([jax.hessian(lambda h, n=n: of_start(expected)(h, n))(h) for h, n in zip(STARTS, COUNTS, strict=True)])
+
+
+INSIDE = {
+    "forward over reverse": jax.hessian,
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+}
+OUTSIDE = {
+    "forward over reverse": lambda f: jax.jacfwd(jax.jacrev(f)),
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+}
+
+
+@pytest.mark.parametrize("order", INSIDE)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("loop", ["scan", "reverse_stop", "while"])
+def test_vmap_of_hessian(loop, kind, order):
+    program, expected = LOOPS[loop]
+    actual = jax.jit(jax.vmap(INSIDE[order](of_start(program(kind)))))(STARTS, COUNTS)
+    assert_close(actual, expected_hessians(expected))
+
+
+@pytest.mark.parametrize("order", OUTSIDE)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_hessian_of_vmap(loop, kind, order):
+    program, expected = LOOPS[loop]
+    summed = lambda starts: jax.vmap(of_start(program(kind)))(starts, COUNTS).sum()
+    hessian = jax.jit(OUTSIDE[order](summed))(STARTS)
+    assert_close(jnp.stack([hessian[i, :, i] for i in range(3)]), expected_hessians(expected))
+    assert_close(hessian[0, :, 1], jnp.zeros((3, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("loop", ["scan", "reverse_stop", "while"])
+def test_two_vmaps(loop, kind):
+    """Every start with every count: gradients inside, between and outside."""
+    program, expected = LOOPS[loop]
+    f = of_start(program(kind))
+    wanted = jnp.stack([jnp.stack([jax.grad(lambda h, n=n: of_start(expected)(h, n))(h) for n in COUNTS]) for h in STARTS])
+    inside = jax.vmap(jax.vmap(jax.grad(f), (None, 0)), (0, None))(STARTS, COUNTS)
+    between = jax.vmap(jax.grad(lambda h, n: jax.vmap(f, (None, 0))(h, n).sum()), (0, None))(STARTS, COUNTS)
+    outside = jax.grad(lambda h: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(h, COUNTS).sum())(STARTS)
+    assert_close(inside, wanted)
+    assert_close(between, wanted.sum(1))
+    assert_close(outside, wanted.sum(1))
