@@ -146,7 +146,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
         )
     if any(isinstance(outcome, _Restart) for outcome in outcomes):
         raise CarryMismatchError(
-            [o.leaf if isinstance(o, _Restart) else old for o, old in zip(outcomes, olds, strict=True)]
+            [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
         )
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 

@@ -146,7 +146,7 @@ def test_cond_fun_and_stop_see_what_is_not_an_array() -> None:
     assert x.tolist() == [16.0, 8.0]
 
 
-NOT_ARRAYS = [True, False, "name", None, jnp.tanh, abs, object(), Equal(), int, ...]
+NOT_ARRAYS = [True, False, "name", np.str_("name"), None, jnp.tanh, abs, object(), Equal(), int, ...]
 
 
 @pytest.mark.parametrize("leaf", NOT_ARRAYS, ids=lambda x: getattr(x, "__name__", type(x).__name__))
@@ -492,6 +492,13 @@ def test_values_and_types_are_those_of_lax(case: str, jit: Any) -> None:
     init, step = CASES[case]
     with jax.numpy_dtype_promotion("standard"):
         same(*(jax.tree.map(jnp.asarray, jit(partial(of_scan, module, step))(init)) for module in (lx, lax)))
+
+
+@pytest.mark.parametrize("case", ["int + float", "int + int64", "swap of weak and strong"])
+def test_types_are_those_of_lax_where_no_step_is_taken_outside_of_jit(case: str) -> None:
+    init, step = CASES[case]
+    with jax.numpy_dtype_promotion("standard"):
+        same(*(of_scan_without_steps(module, step, init) for module in (lx, lax)))
 
 
 @EACH_FORM

@@ -194,6 +194,20 @@ def test_scan_f_that_returns_no_pair(got: Any) -> None:
         lx.scan(lambda *_: got, 1.0, length=3)
 
 
+@pytest.mark.parametrize("bad", [None, 3, "f"])
+@pytest.mark.parametrize("argument", ["cond_fun", "body_fun", "body_fun of fori_loop", "f", "stop"])
+def test_function_that_is_not_callable(argument: str, bad: Any) -> None:
+    calls: Any = {
+        "cond_fun": lambda: lx.while_loop(bad, lambda x: x, 0),
+        "body_fun": lambda: lx.while_loop(lambda x: x < 3, bad, 0),
+        "body_fun of fori_loop": lambda: lx.fori_loop(0, 3, bad, 0),
+        "f": lambda: lx.scan(bad, 0, length=3),
+        "stop": lambda: lx.scan(lambda c, _: (c, None), 0, length=3, stop=bad or 3),
+    }
+    with raises(TypeError, argument, "callable"):
+        calls[argument]()
+
+
 # ---- predicates
 
 NOT_ONE_BOOL = [1, 1.0, None, "x", (), (True,), np.ones(1, bool), jnp.ones((2,), bool), jnp.ones((), jnp.int32)]
@@ -512,7 +526,14 @@ def test_bound_reached_in_an_inner_loop_raises_outside_of_jit() -> None:
 
 @pytest.mark.parametrize("outer", NESTED)
 def test_bound_reached_in_no_inner_loop_does_not_raise(outer: Any) -> None:
-    expected = {nested_fori: 6, nested_while: 3, nested_scan: 6, nested_thrice: 12, nested_in_cond_fun: 3, nested_in_stop: 3}
+    expected = {
+        nested_fori: 6,
+        nested_while: 3,
+        nested_scan: 6,
+        nested_thrice: 12,
+        nested_in_cond_fun: 3,
+        nested_in_stop: 3,
+    }
     assert jax.jit(outer)(jnp.int32(3)) == expected[outer]
 
 
@@ -638,7 +659,9 @@ def test_callback_where_something_can_fail(program: str) -> None:
 # ---- reverse mode where there is none
 
 UNBOUNDED: Any = {
-    "while_loop": lambda x, n, **o: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * c[1]), (0, x), **o)[1],
+    "while_loop": lambda x, n, **o: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * c[1]), (0, x), **o)[
+        1
+    ],
     "fori_loop": lambda x, n, **o: lx.fori_loop(0, n, lambda _, x: x * x, x, **o),
     "scan": lambda x, n, **o: lx.scan(lambda c, _: (c * c, None), x, None, n, **o)[0],
 }
@@ -721,7 +744,9 @@ def test_unroll_with_stop(unroll: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["lower", "upper"])
-@pytest.mark.parametrize("limit", [1.0, True, "3", None, np.float32(1), jnp.float32(1), jnp.asarray(True), jnp.ones(1, int)])
+@pytest.mark.parametrize(
+    "limit", [1.0, True, "3", None, np.float32(1), jnp.float32(1), jnp.asarray(True), jnp.ones(1, int)]
+)
 def test_limit_of_fori_loop_that_is_not_an_integer(name: str, limit: Any) -> None:
     limits: Any = {"lower": 0, "upper": 3, name: limit}
     with raises(TypeError, f"fori_loop({name}=...)", "got", "expected"):

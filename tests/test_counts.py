@@ -1,0 +1,164 @@
+"""Claims about cost that do not depend on the machine: body evaluations, traces, lanes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from tests.problem import KINDS, WITH_LAX, name_of
+
+
+class Counter:
+    """Counts evaluations of a body when the program runs, also in replays and derivatives.
+
+    A `pure_callback` in the primal part of a step is called whenever that part is evaluated.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x):
+        @jax.custom_jvp
+        def counted(x):
+            return jax.pure_callback(self._count, jax.ShapeDtypeStruct((), x.dtype), x, vmap_method="expand_dims")
+
+        @counted.defjvp
+        def _(primals, tangents):
+            value = counted(primals[0])
+            return value, tangents[0] * jnp.cos(value)
+
+        return counted(x)
+
+    def _count(self, x):
+        self.calls += 1
+        return x
+
+    def of(self, function, *args):
+        self.calls = 0
+        jax.block_until_ready(function(*args))
+        return self.calls
+
+
+def evaluations(kind, n, bound=100):
+    counter = Counter()
+
+    def loop(x, n):
+        return lx.fori_loop(0, n, lambda i, x: counter(x) * 0.9, x, max_steps=bound, kind=kind)
+
+    forward, gradient = jax.jit(loop), jax.jit(jax.grad(loop))
+    return counter.of(forward, 1.0, n), counter.of(gradient, 1.0, n)
+
+
+# For forward and gradient together. A replay does not evaluate the last step of a block.
+MOST = {"Checkpointed": 3.0, "Bounded": 2.0, "Residuals": 1.0}
+
+
+@pytest.mark.parametrize("n", [0, 1, 9, 10, 11, 99, 100])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_body_evaluations(kind, n):
+    forward, both = evaluations(kind, jnp.int32(n))
+    assert forward == n
+    assert both <= MOST[type(kind).__name__] * n
+
+
+def test_blocks_are_replayed_but_for_their_last_step():
+    """100 steps of an 8-byte carry: blocks of 10 (that many fit in a small loop's memory, but no fewer)."""
+    _, both = evaluations(lx.Checkpointed(), jnp.int32(100))
+    assert 200 < both < 300
+
+
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_one_trace_for_all_step_counts(kind):
+    traces = []
+
+    def body(carry, x):
+        traces.append(1)
+        return carry + x, carry
+
+    @jax.jit
+    def program(xs, n):
+        return lx.scan(body, jnp.zeros(()), xs, length=n, kind=kind)
+
+    for n in range(5):
+        program(jnp.arange(6.0), jnp.int32(n))
+    assert len(traces) == 1
+
+
+def test_gradients_and_batches_do_not_trace_again():
+    traces = []
+
+    def body(i, x):
+        traces.append(1)
+        return jnp.sin(x)
+
+    def program(x, n):
+        return lx.fori_loop(0, n, body, x, max_steps=9)
+
+    jax.jit(jax.vmap(jax.hessian(program)))(jnp.ones(3), jnp.arange(3))
+    assert len(traces) == 1
+
+
+def test_no_retracing_on_a_second_eager_call():
+    traces = []
+
+    def body(x):
+        traces.append(1)
+        return x * 2
+
+    def small(x):
+        return x < 10
+
+    for start in (1.0, 2.0, 3.0):
+        lx.while_loop(small, body, jnp.asarray(start), max_steps=10)
+    assert len(traces) == 1
+
+
+def test_another_configuration_traces_again():
+    dtypes = []
+
+    def body(i, x):
+        dtypes.append(jnp.zeros(()).dtype)
+        return x
+
+    lx.fori_loop(0, 2, body, jnp.float32(1))
+    with jax.enable_x64(False):
+        lx.fori_loop(0, 2, body, jnp.float32(1))
+    assert dtypes == [jnp.float64, jnp.float32]
+
+
+@pytest.mark.parametrize("transform", ["forward", "vmap of grad", "grad of vmap"])
+def test_nested_lanes(transform):
+    """Lanes (1 outer x 100 inner) and (100 x 1): in lockstep 199 inner iterations, in each direction."""
+    counter = Counter()
+    outer_counts, inner_counts, starts = jnp.array([1, 100]), jnp.array([100, 1]), jnp.array([0.1, 0.2])
+
+    def program(x, outer, inner):
+        def step(_, x):
+            return lx.fori_loop(0, inner, lambda i, x: counter(x), x, max_steps=100, kind="bounded")
+
+        return lx.fori_loop(0, outer, step, x, max_steps=100, kind="bounded")
+
+    lanes = jax.vmap(program)
+    programs = {
+        "forward": lanes,
+        "vmap of grad": jax.vmap(jax.grad(program)),
+        "grad of vmap": jax.grad(lambda x, outer, inner: lanes(x, outer, inner).sum()),
+    }
+    # Bounded nested in Bounded: the outer backward step runs the inner loop again, then backward.
+    passes = {"forward": 1, "vmap of grad": 3, "grad of vmap": 3}[transform]
+    calls = counter.of(jax.jit(programs[transform]), starts, outer_counts, inner_counts)
+    assert calls <= 230 * passes
+
+
+def test_a_finished_lane_does_not_hang():
+    """The inner loop of the first lane would never end from the state in which that lane has finished."""
+
+    def program(x, step):
+        def inner(x):
+            total, _ = lx.while_loop(lambda c: c[0] < 1.0, lambda c: (c[0] + c[1], c[1]), (jnp.zeros(()), step))
+            return x + total
+
+        return lx.while_loop(lambda x: x < 3.0, inner, x)
+
+    result = jax.jit(jax.vmap(program))(jnp.array([5.0, 0.0]), jnp.array([0.0, 1.0]))
+    assert result.tolist() == [5.0, 3.0]

@@ -1,0 +1,99 @@
+"""The structure of the package: imports only point down, and `__all__` is complete."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import loopax
+
+ROOT = Path(loopax.__file__).parent
+
+# From the bottom up. A module may import from those before it.
+LAYERS = [
+    "loopax._compat",
+    "loopax._errors",
+    "loopax._types",
+    "loopax.schedule.blocks",
+    "loopax.schedule.machine",
+    "loopax.schedule",
+    "loopax.core.storage",
+    "loopax.core.jaxprs",
+    "loopax.core.dependence",
+    "loopax.core.loop",
+    "loopax.core.lowering",
+    "loopax.core.effects",
+    "loopax.core.jvp",
+    "loopax.core.expansion",
+    "loopax.core.replay",
+    "loopax.core.linear_loop",
+    "loopax.core.division",
+    "loopax.core.linearize",
+    "loopax.core.replay_jvp",
+    "loopax.core.linear_replay",
+    "loopax.core.replay_linearize",
+    "loopax.core.lanes",
+    "loopax.core.batching",
+    "loopax.core.remat",
+    "loopax.core",
+    "loopax._carry",
+    "loopax._checks",
+    "loopax.kinds",
+    "loopax._arguments",
+    "loopax._lengths",
+    "loopax._tracing",
+    "loopax.loops",
+    "loopax",
+]
+
+
+def modules():
+    found = [info.name for info in pkgutil.walk_packages(loopax.__path__, "loopax.")]
+    return ["loopax", *found]
+
+
+def imported(name):
+    """The modules of loopax that a module imports."""
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "loopax":
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (full if full in LAYERS else node.module for full in inner)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "loopax")
+
+
+def test_every_module_has_a_layer():
+    assert sorted(modules()) == sorted(LAYERS)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_imports_point_down(name):
+    below = LAYERS[: LAYERS.index(name)]
+    assert [other for other in imported(name) if other not in below] == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_private_jax_stands_in_one_file(name):
+    if name == "loopax._compat":
+        return
+    source = Path(importlib.import_module(name).__file__ or "").read_text()
+    assert "jax._src" not in source
+
+
+def test_all_is_complete():
+    public = {name for name, value in vars(loopax).items() if not name.startswith("_") and not _is_module(value)}
+    assert public == set(loopax.__all__)
+    assert list(loopax.__all__) == sorted(loopax.__all__)
+
+
+def _is_module(value):
+    return type(value).__name__ == "module"
+
+
+def test_everything_public_says_where_it_lives():
+    for name in loopax.__all__:
+        assert getattr(loopax, name).__doc__

@@ -1,0 +1,51 @@
+"""The two-level schedule, carried out on a machine that checks every action."""
+
+from math import ceil, isqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopax.schedule import block_size, two_level
+from loopax.schedule.blocks import SMALL_STORE_BYTES, Action
+from loopax.schedule.machine import execute
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 20, 300])
+def test_every_length(block):
+    for n in range(200):
+        cost = execute(two_level(n, block), n)
+        assert cost.advances == n + (n - ceil(n / block))
+        assert cost.most_stored <= ceil(n / block) + min(block, n)
+
+
+@given(st.integers(1, 10**7), st.integers(1, 10**6))
+def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
+    block = block_size(bound, carry_bytes)
+    stored = ceil(bound / block) + block
+    assert 1 <= block
+    assert stored <= 2 * (isqrt(bound) + 1) or ceil(bound / block) * carry_bytes <= SMALL_STORE_BYTES
+
+
+def test_block_size_of_ordinary_carries_is_the_square_root():
+    assert block_size(10_000, 1_000) == 100
+    assert block_size(9_999, 1_000) == 100
+    assert block_size(1, 1_000) == 1
+    assert block_size(0, 1_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("actions", "problem"),
+    [
+        ([Action("restore", 0)], "restore"),
+        ([Action("advance", 1)], "advance"),
+        ([Action("keep", 0), Action("keep", 0)], "keep"),
+        ([Action("reverse", 0)], "reverse"),
+        ([Action("keep", 0), Action("reverse", 0)], "reverse"),
+        ([Action("drop", 0)], "drop"),
+        ([Action("keep", 0)], "at the end"),
+    ],
+)
+def test_the_machine_refuses_what_is_not_possible(actions, problem):
+    with pytest.raises(ValueError, match=problem):
+        execute(actions, 2)
