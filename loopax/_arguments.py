@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static
+from loopax._compat import is_reference
 from loopax.kinds import Kind, KindLike, to_kind
 
 MOST_STEPS = 2**31 - 1  # step counts are int32
@@ -66,10 +68,11 @@ def _check_lanes(lanes: Any) -> None:
 def _key(name: str, key: Any) -> tuple[Any, Any]:
     if key is None:
         return None, None
+    key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
     if isinstance(key, jax.Array):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
             return jax.random.key_data(key), jax.random.key_impl(key)
-        if key.dtype == jnp.uint32 and key.ndim == 1:
+        if key.dtype == jnp.uint32 and key.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape:
             return key, None
     raise TypeError(
         f"{name}(key=...): got {describe(key)}, expected one PRNG key. Make one with `jax.random.key(seed)`, "
@@ -90,6 +93,21 @@ def _max_steps(name: str, max_steps: Any) -> int | None:
     if steps < 0 or steps > MOST_STEPS:
         raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {MOST_STEPS}.")
     return steps
+
+
+def check_callable(what: str, function: Any) -> None:
+    """Refuse what cannot be called."""
+    if not callable(function):
+        raise TypeError(f"{what}: got {describe(function)}, expected a callable (a function).")
+
+
+def refuse_references(where: str, values: Sequence[Any]) -> None:
+    """Mutable arrays cannot be closed over."""
+    if any(is_reference(value) for value in values):
+        raise NotImplementedError(
+            f"{where} closes over a mutable array (`jax.new_ref`), which loopax's loops do not support: a replay would "
+            "write to it again. Pass its value through the carry instead."
+        )
 
 
 def static_int(what: str, value: Any) -> int:
@@ -130,10 +148,15 @@ def one_bool(what: str, value: Any) -> Any:
 
 def pair(result: Any) -> tuple[Any, Any]:
     """What `f` of a scan returned."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"{type(result).__name__}"
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        got = (
+            f"a {type(result).__name__} of {len(result)}"
+            if isinstance(result, tuple | list)
+            else f"{type(result).__name__}"
+        )
         raise TypeError(f"f of scan must return a pair (carry, y). Got {got}. Return (carry, None) for no outputs.")
-    return result
+    carry, y = result
+    return carry, y
 
 
 def no_rows(y: Any) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._compat import AbstractValue, to_weak, vary_like
+from loopax._compat import AbstractValue, mapped_aval, to_weak, vary_like
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def is_static(leaf: Any) -> bool:
     """Whether a leaf is not an array and not a number. A Python bool is a flag, not a number."""
     if isinstance(leaf, bool):
         return True
-    numeric = (jax.Array, np.ndarray, np.generic, int, float, complex)
-    return not isinstance(leaf, numeric) and not hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, np.ndarray | np.generic):
+        return not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
+    return not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__jax_array__")
 
 
 def to_array(leaf: Any) -> tuple[jax.Array, Dynamic]:
@@ -85,11 +87,7 @@ class Spec:
 
 
 def _row(leaf: Dynamic) -> Dynamic:
-    return replace(leaf, aval=jax.eval_shape(lambda x: x[0], _struct(leaf.aval)))
-
-
-def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return replace(leaf, aval=mapped_aval(leaf.aval.shape[0], 0, leaf.aval))
 
 
 def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
@@ -107,8 +105,11 @@ def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
 
 
 def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) -> list[jax.Array]:
-    """Give results the weak types that the body's results had."""
-    return [to_weak(x) if getattr(a, "weak_type", False) else x for x, a in zip(arrays, avals, strict=True)]
+    """Give results the weak types that the body's results had, and no others."""
+    return [
+        to_weak(x) if getattr(a, "weak_type", False) else lax.convert_element_type(x, x.dtype)
+        for x, a in zip(arrays, avals, strict=True)
+    ]
 
 
 class CarryMismatchError(Exception):
@@ -145,9 +146,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
             "what is not an array must be returned as it came."
         )
     if any(isinstance(outcome, _Restart) for outcome in outcomes):
-        raise CarryMismatchError(
-            [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
-        )
+        raise CarryMismatchError([o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes])
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 
 
@@ -184,7 +183,7 @@ def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
     """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
     if getattr(a, "weak_type", False):
         dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
-        return _Restart(lambda leaf: jax.lax.convert_element_type(leaf, dtype)) if dtype != a.dtype else None
+        return _Restart(lambda leaf: lax.convert_element_type(leaf, dtype)) if dtype != a.dtype else None
     return None
 
 

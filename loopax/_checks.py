@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import trace_state, varying
+from loopax._compat import to_weak, trace_state
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,26 @@ def settle(results: Any, checks: Sequence[Check]) -> Any:
     return results
 
 
-def _raise_if(arrays: Any, check: Check) -> Any:
-    """`equinox.error_if`, also where arrays vary over the axes of a `shard_map`.
-
-    It cannot return such arrays, since what its error branch returns does not vary. There it checks a
-    constant instead, on which the arrays are made to depend.
-    """
-    if not any(varying(x) for x in jax.tree.leaves(arrays)):
-        return eqx.error_if(arrays, check.failed, check.message)
-    token = eqx.error_if(jnp.zeros((), bool), check.failed, check.message)
-    return jax.tree.map(lambda x: jnp.where(token, jnp.zeros_like(x), x), arrays)
-
-
 def _error_if(results: Any, check: Check) -> Any:
-    """Make every array of the results depend on the check."""
-    arrays, rest = eqx.partition(results, eqx.is_array)
-    if not jax.tree.leaves(arrays):
-        # Nothing depends on the check then; a constant that nobody uses would be removed with it.
-        return results
-    keys, plain = eqx.partition(arrays, lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-    impls = [jax.random.key_impl(k) for k in jax.tree.leaves(keys)]
-    data = jax.tree.map(jax.random.key_data, keys)
-    plain, data = _raise_if((plain, data), check)
-    leaves, treedef = jax.tree.flatten(data)
-    wrapped = [jax.random.wrap_key_data(d, impl=i) for d, i in zip(leaves, impls, strict=True)]
-    return eqx.combine(plain, treedef.unflatten(wrapped), rest)
+    """Make every array of the results, and its derivatives, depend on the check.
+
+    `equinox.error_if` lets tangents pass unchecked, so that a gradient whose value nobody uses would
+    not raise, and it does not take arrays that vary over the axes of a `shard_map`. So it checks a
+    constant, which then selects the results.
+    """
+    failed = eqx.error_if(jnp.zeros((), bool), check.failed, check.message)
+    return jax.tree.map(lambda leaf: _invalid_if(failed, leaf) if isinstance(leaf, jax.Array) else leaf, results)
+
+
+def _invalid_if(failed: Any, array: jax.Array) -> jax.Array:
+    """The array, or what stands for an invalid one (under `EQX_ON_ERROR=nan`, which does not raise)."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _invalid_if(failed, jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    is_weak = array.weak_type
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        invalid = jnp.full_like(array, jnp.nan)
+    else:
+        invalid = jnp.full_like(array, True if array.dtype == jnp.bool_ else jnp.iinfo(array.dtype).max)
+    selected = jnp.where(failed, invalid, array)
+    return to_weak(selected) if is_weak else selected

@@ -13,6 +13,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
@@ -26,12 +27,14 @@ __all__ = [
     "Primitive",
     "ad",
     "axis_arguments",
+    "batched_outputs",
     "batching",
     "call_dce_rule",
     "collective_over",
     "dce",
     "is_known",
     "is_nonzero",
+    "is_reference",
     "jaxpr_as_fun",
     "known_value",
     "mapped_aval",
@@ -48,7 +51,6 @@ __all__ = [
     "undifferentiable_effects",
     "unmapped_aval",
     "vary_like",
-    "varying",
     "zeros",
 ]
 
@@ -76,11 +78,6 @@ def zeros(aval: AbstractValue) -> jax.Array:
     return _vary(array, aval.mat.varying)
 
 
-def varying(x: jax.Array) -> bool:
-    """Whether an array may differ between the devices of a `shard_map`."""
-    return bool(jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
-
-
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
     return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
@@ -92,7 +89,7 @@ def _vary(x: jax.Array, axes: Any) -> jax.Array:
 
 def is_nonzero(tangent: Any) -> bool:
     """Whether a tangent is more than a symbolic zero (integers have tangents of dtype float0)."""
-    return not isinstance(tangent, ad.Zero) and tangent.dtype != _dtypes.float0
+    return not isinstance(tangent, ad.Zero) and jax.typeof(tangent).dtype != _dtypes.float0
 
 
 def is_known(tracer: Any) -> bool:
@@ -179,6 +176,16 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
 def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis (`NamedAxisEffect` is not public)."""
     return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
+
+
+def batched_outputs(closed: ClosedJaxpr, axis_data: Any, batched: Sequence[bool]) -> list[bool]:
+    """Which outputs of a jaxpr are batched, exactly; the public `jax.vmap` wants to be told."""
+    return list(_batching.batch_jaxpr(closed, axis_data, list(batched), False)[1])
+
+
+def is_reference(x: Any) -> bool:
+    """Whether this is a mutable array (`jax.new_ref`), whose class is not public."""
+    return "Ref" in type(jax.typeof(x)).__name__
 
 
 def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:

@@ -34,12 +34,13 @@ def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
     """The steps of a `fori_loop`."""
     for name, value in (("lower", lower), ("upper", upper)):
         is_traced_int(f"fori_loop({name}=...)", value)
+    jnp.result_type(lower, upper)  # refuses types that do not go together, under strict promotion
     first, last = known_int(lower), known_int(upper)
     if first is not None and last is not None:
         return _fixed_extent("fori_loop", max(last - first, 0), max_steps)
-    length, too_long = _difference(lower, upper, cannot_wrap=first is not None and first >= 0)
+    length, too_long, longest = _difference(lower, upper, first)
     if max_steps is not None:
-        over = too_long | (length > max_steps)
+        over = longest > max_steps and (too_long | (length > max_steps))
         return Extent(jnp.int32(0), jnp.minimum(length, max_steps), max_steps, fixed=False, over_limit=over)
     checks = [] if too_long is False else [Check(too_long, _TOO_LONG)]
     return Extent(jnp.int32(0), length, None, fixed=False, checks=checks)
@@ -47,9 +48,12 @@ def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
 
 def first_index(lower: Any, upper: Any) -> tuple[jax.Array, bool]:
     """`lower` as an array of the index's dtype, and whether the index is weakly typed, as Python numbers are."""
+    if known_int(lower) is not None and known_int(upper) is not None:
+        return jnp.asarray(int(lower)), True  # as `jax.lax` has it, also where they are arrays
     dtype = jnp.result_type(lower, upper)
-    is_weak = all(jax.typeof(jnp.asarray(x)).weak_type for x in (lower, upper))
-    return lax.convert_element_type(lower, dtype), is_weak
+    start = jnp.asarray(lower)
+    is_weak = jax.typeof(start).weak_type and start.dtype == dtype
+    return lax.convert_element_type(start, dtype), is_weak
 
 
 _TOO_LONG = f"loopax.fori_loop: upper - lower is more than {MOST_STEPS}, to which step counts go."
@@ -62,20 +66,22 @@ def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
     return Extent(jnp.int32(0), jnp.int32(steps), steps, fixed=steps == length, over_limit=steps < length)
 
 
-def _difference(lower: Any, upper: Any, cannot_wrap: bool) -> tuple[Any, Any]:
-    """max(upper - lower, 0) as int32, and whether that is too small (False where it cannot be)."""
+def _difference(lower: Any, upper: Any, first: int | None) -> tuple[Any, Any, int]:
+    """max(upper - lower, 0) as int32, whether that is too small, and the longest that there can be.
+
+    Whether is False, not an array, where it cannot be. `first` is `lower` where it is known.
+    """
     dtype = jnp.result_type(lower, upper)
+    limits = jnp.iinfo(dtype)
+    longest = int(limits.max) - (int(limits.min) if first is None else first)
     dtype = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
     lower, upper = (lax.convert_element_type(x, dtype) for x in (lower, upper))
     ahead = upper > lower
     length = jnp.where(ahead, upper - lower, jnp.zeros((), dtype))
-    if dtype == jnp.int32:
-        if cannot_wrap:
-            return length, False
-        wrapped = length < 0
-        return jnp.where(wrapped, MOST_STEPS, length), wrapped
+    if longest <= MOST_STEPS:
+        return length.astype(jnp.int32), False, longest
     too_long = (length < 0) | (length > MOST_STEPS)
-    return jnp.where(too_long, MOST_STEPS, length).astype(jnp.int32), too_long
+    return jnp.where(too_long, MOST_STEPS, length).astype(jnp.int32), too_long, longest
 
 
 def scan_extent(length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
@@ -125,16 +131,14 @@ def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: 
 
 def _traced_scan(length: Any, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
     """A length known at run time: it may not be negative, nor beyond the rows of xs."""
+    most, top = int(jnp.iinfo(length.dtype).max), MOST_STEPS if rows is None else rows
     negative = jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
-    top = MOST_STEPS if rows is None else rows
-    beyond = False
-    if rows is not None or jnp.iinfo(length.dtype).max > MOST_STEPS:
-        beyond = length > min(top, jnp.iinfo(length.dtype).max)
+    beyond = most > top and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
         checks = [Check(wrong, _length_message(rows))]
-    length = jnp.clip(length, 0, min(top, jnp.iinfo(length.dtype).max)).astype(jnp.int32)
-    over = False if max_steps is None or (rows is not None and rows <= max_steps) else length > max_steps
+    length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
+    over = max_steps is not None and min(top, most) > max_steps and length > max_steps
     if max_steps is None:
         low, high, bound = jnp.int32(0), length, rows
     elif not reverse:

@@ -12,9 +12,10 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax import core
+from loopax._arguments import refuse_references
 from loopax._carry import CarryMismatchError, Spec, match_carry, pack, restore_weak
 from loopax._checks import Check, collecting
-from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, strong, trace_context
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context
 from loopax._lengths import Extent
 from loopax.core.jaxprs import INDEX, split, trace
 
@@ -156,12 +157,9 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
 
     raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     open_body, closed_over = open_constants(raw)
-    carry_avals = [
-        out if getattr(start, "weak_type", False) else strong(out)
-        for out, start in zip(found["carry_avals"], spec.avals, strict=True)
-    ]
+    refuse_references(step.where, closed_over)
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
-    return Traced(body, closed_over, carry_avals, found["y_spec"], found["messages"])
+    return Traced(body, closed_over, found["carry_avals"], found["y_spec"], found["messages"])
 
 
 def _as_body(
@@ -182,10 +180,16 @@ def _as_body(
         out = function(*closed, row, *given, *arrays, *x)
         new, new_flags, ys = split(out, [len(go) + len(carry), num_flags])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
-        return [lax.convert_element_type(x, x.dtype) for x in (*new, *flags, *ys)]
+        return [_strongly_typed(x) for x in (*new, *flags, *ys)]
 
     flag_avals = [jax.ShapeDtypeStruct((), bool)] * num_flags
     return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flag_avals, *xs])
+
+
+def _strongly_typed(x: Any) -> jax.Array:
+    """An array, also from a constant of a jaxpr, without the weak types that only a user's results have."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype)
 
 
 def _without_flags(y: Any) -> Any:

@@ -91,6 +91,8 @@ def while_loop(
 
     """
     options = arguments.options("while_loop", kind, lanes, key, progress, max_steps)
+    arguments.check_callable("cond_fun of while_loop", cond_fun)
+    arguments.check_callable("body_fun of while_loop", body_fun)
     bound = options.max_steps
 
     def goes_on(val: Any) -> Any:
@@ -171,6 +173,7 @@ def fori_loop(
 
     """
     options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps)
+    arguments.check_callable("body_fun of fori_loop", body_fun)
     extent = fori_extent(lower, upper, options.max_steps)
     unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
     first, is_weak = first_index(lower, upper)
@@ -265,6 +268,9 @@ def scan(
 
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps)
+    arguments.check_callable("f of scan", f)
+    if stop is not None:
+        arguments.check_callable("stop of scan", stop)
     extent = scan_extent(length, arguments.rows_of(xs), options.max_steps, reverse, stop is not None)
     fixed = extent.fixed and stop is None
     unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
@@ -293,6 +299,9 @@ def _finish(
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
     reached = over if goes_on is None or over is False else over & goes_on
     checks = list(done.checks)
+    if not throw:
+        for check in extent.checks:
+            reached = reached | check.failed
     if throw:
         checks += extent.checks
         if reached is not False:

@@ -76,7 +76,9 @@ def test_lanes_that_share_a_key_draw_the_same():
 
 
 def test_every_step_has_another_mask():
-    _, masks = lx.scan(lambda c, x, key: (c, jax.random.bernoulli(key, 0.5, (64,))), 0, length=20, key=jax.random.key(1))
+    _, masks = lx.scan(
+        lambda c, x, key: (c, jax.random.bernoulli(key, 0.5, (64,))), 0, length=20, key=jax.random.key(1)
+    )
     assert len({tuple(mask.tolist()) for mask in masks}) == 20
 
 

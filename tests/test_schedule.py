@@ -23,7 +23,7 @@ def test_every_length(block):
 def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
     block = block_size(bound, carry_bytes)
     stored = ceil(bound / block) + block
-    assert 1 <= block
+    assert block >= 1
     assert stored <= 2 * (isqrt(bound) + 1) or ceil(bound / block) * carry_bytes <= SMALL_STORE_BYTES
 
 

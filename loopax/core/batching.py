@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, axis_arguments, batching, collective_over, jaxpr_as_fun
+from loopax._compat import ClosedJaxpr, axis_arguments, batched_outputs, batching, collective_over, jaxpr_as_fun
 from loopax._errors import collective_message
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import Mask, select, split, stacked, trace, weakly_cached
+from loopax.core.jaxprs import Mask, either, select, split, stacked, trace, weakly_cached
 from loopax.core.lanes import lane_function, skip_idle_rows, step_lanes
 from loopax.core.loop import Loop, loop_p, run
 from loopax.core.replay import Replay, replay, replay_p
@@ -155,8 +155,7 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     consts = [_move(x, d, 0) for x, d in zip(consts, const_dims, strict=True)]
     xs = [_move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)]
     consts_mask, xs_mask, windows = _is_batched(const_dims), _is_batched(x_dims), _is_batched(window_dims)
-    flags = spread(loop.body, (False, *consts_mask, *_is_batched(carry_dims), *xs_mask), loop.carry_range)
-    carry_mask, ys_mask = (tuple(m) for m in split(flags, [loop.num_carry]))
+    carry_mask, ys_mask = _batched_results(loop, axis_data, consts_mask, _is_batched(carry_dims), xs_mask)
     if any(windows) or (loop.predicated and carry_mask[0]):
         carry = [_fill(axis, x, d) for x, d in zip(carry, carry_dims, strict=True)]
         return _batch_lanes(loop, axis, (low, high), windows, consts, carry, xs, (consts_mask, xs_mask))
@@ -171,6 +170,20 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         *_axes(select(loop.saved_mask, carry_mask), 1),
     ]
     return [out.num_steps, *out.carry, *out.ys, *out.saved], out_dims
+
+
+def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
+    """Which leaves of the carry and which ys are batched."""
+    if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
+        flags = spread(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
+        carry, ys = split(flags, [loop.num_carry])
+        return tuple(carry), tuple(ys)
+    while True:  # what has passed through a collective may be the same in all lanes again
+        flags = batched_outputs(loop.body, axis_data, [False, *consts, *carry, *xs])
+        new, ys = split(flags, [loop.num_carry])
+        if either(carry, new) == carry:
+            return carry, tuple(ys)
+        carry = either(carry, new)
 
 
 def _batch_lanes(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -87,15 +86,15 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def origin(closed: ClosedJaxpr, variable: Any) -> Any:
-    """The variable of which this one is a copy, looking through inner `jit`s."""
+    """The variable of which this one is a copy, looking through inner `jit`s and `jax.checkpoint`s."""
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name != "jit":
+        if eqn.primitive.name not in ("jit", "checkpoint", "remat2") or not any(out is variable for out in eqn.outvars):
             continue
-        for position, out in zip(count(), eqn.outvars):
-            if out is variable:
-                inner = eqn.params["jaxpr"]
-                inner_source = origin(inner, inner.jaxpr.outvars[position])
-                for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
-                    if argument is inner_source:
-                        return origin(closed, outer)
+        position = next(i for i, out in enumerate(eqn.outvars) if out is variable)
+        inner = eqn.params["jaxpr"]
+        inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+        source = origin(inner, inner.jaxpr.outvars[position])
+        for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+            if argument is source:
+                return origin(closed, outer)
     return variable

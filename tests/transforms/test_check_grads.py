@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.test_util import check_grads
 
-from tests.problem import KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import KINDS, LOOPS, XS, H, W, name_of
 
 # The difference quotients of this recurrence are off by 1e-5 with the default step of 1e-4.
 EPS = 1e-5

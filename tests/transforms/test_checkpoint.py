@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from tests.problem import KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import KINDS, LOOPS, XS, H, W, name_of
 from tests.reference import assert_close
 
 POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable]

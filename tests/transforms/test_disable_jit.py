@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.problem import KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import KINDS, LOOPS, XS, H, W, name_of
 from tests.reference import assert_close
 
 

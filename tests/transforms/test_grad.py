@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.problem import BOUND, KINDS, LOOPS, WITH_LAX, H, W, XS, name_of
+from tests.problem import BOUND, KINDS, LOOPS, WITH_LAX, XS, H, W, name_of
 from tests.reference import assert_close
 
 # A block has 4 steps: none, one, within, at and around the ends of blocks, and at the bound.

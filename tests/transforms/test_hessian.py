@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from tests.problem import KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import KINDS, LOOPS, XS, H, W, name_of
 from tests.reference import assert_close
 
 COMPOSITIONS = {

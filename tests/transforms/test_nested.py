@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from tests.problem import KINDS, LOOPS, WITH_LAX, H, W, XS, name_of
+from tests.problem import KINDS, LOOPS, WITH_LAX, XS, H, W, name_of
 from tests.reference import assert_close
 
 ROWS = jnp.arange(5.0)

@@ -50,7 +50,7 @@ def test_gradients_inside_and_outside(kind, check_vma):
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_hessian_inside(kind):
-    f = sharded(lambda h: jax.hessian(energy(kind))(h), True)
+    f = sharded(jax.hessian(energy(kind)), True)
     blocks = jax.jit(f)(STARTS).reshape(8, 2, 2)
     wanted = jax.hessian(energy_expected)(STARTS)
     assert_close(blocks, jnp.stack([wanted[i : i + 2, i : i + 2] for i in range(0, 16, 2)]))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.problem import BOUND, KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import BOUND, KINDS, LOOPS, XS, H, W, name_of
 from tests.reference import assert_close, for_each_lane
 
 COUNTS = jnp.array([3, 0, BOUND])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.problem import BOUND, KINDS, LOOPS, H, W, XS, name_of
+from tests.problem import BOUND, KINDS, LOOPS, XS, H, W, name_of
 from tests.reference import assert_close
 
 STARTS = jnp.stack([H, H * 2, -H])
@@ -16,7 +16,9 @@ def of_start(program):
 
 
 def expected_hessians(expected):
-    return jnp.stack([jax.hessian(lambda h, n=n: of_start(expected)(h, n))(h) for h, n in zip(STARTS, COUNTS, strict=True)])
+    return jnp.stack(
+        [jax.hessian(lambda h, n=n: of_start(expected)(h, n))(h) for h, n in zip(STARTS, COUNTS, strict=True)]
+    )
 
 
 INSIDE = {
@@ -55,7 +57,9 @@ def test_two_vmaps(loop, kind):
     """Every start with every count: gradients inside, between and outside."""
     program, expected = LOOPS[loop]
     f = of_start(program(kind))
-    wanted = jnp.stack([jnp.stack([jax.grad(lambda h, n=n: of_start(expected)(h, n))(h) for n in COUNTS]) for h in STARTS])
+    wanted = jnp.stack(
+        [jnp.stack([jax.grad(lambda h, n=n: of_start(expected)(h, n))(h) for n in COUNTS]) for h in STARTS]
+    )
     inside = jax.vmap(jax.vmap(jax.grad(f), (None, 0)), (0, None))(STARTS, COUNTS)
     between = jax.vmap(jax.grad(lambda h, n: jax.vmap(f, (None, 0))(h, n).sum()), (0, None))(STARTS, COUNTS)
     outside = jax.grad(lambda h: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(h, COUNTS).sum())(STARTS)

@@ -1,0 +1,1 @@
+"""The benchmark of loopax against its peers: `make bench`."""

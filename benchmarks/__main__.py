@@ -1,0 +1,204 @@
+"""Measure everything, print the tables, and write `benchmarks/results.md` and `benchmarks/results.json`."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import loopax as lx
+from benchmarks import lanes, workloads
+from benchmarks.measure import Case, Measurement, machine, measure
+
+HERE = Path(__file__).parent
+EQUINOX, EVERY_CARRY, LAX_SCAN = "Equinox checkpointed", "lax.scan of jax.checkpoint", "lax.scan"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on a ratio."""
+
+    quantity: str
+    of: str
+    to: str
+    bound: float
+    attribute: str = "milliseconds"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Programs that are compared with each other."""
+
+    title: str
+    cases: list[Case]
+    targets: list[Target]
+    rounds: int = 15
+    compilations: int = 1
+
+
+def gradients(workload: workloads.Workload, to_equinox: float, to_every_carry: float, memory: float) -> Group:
+    """Checkpointed() against Equinox and against saving every carry."""
+    name = "loopax Checkpointed()"
+    programs = {
+        name: workloads.with_loopax(workload, lx.Checkpointed()),
+        EQUINOX: workloads.with_equinox(workload),
+        EVERY_CARRY: workloads.with_lax_scan(workload, checkpoint=True),
+        LAX_SCAN: workloads.with_lax_scan(workload, checkpoint=False),
+        "loopax Bounded(), run-time n": workloads.with_loopax(workload, lx.Bounded()),
+        "loopax Residuals(), run-time n": workloads.with_loopax(workload, lx.Residuals()),
+    }
+    cases = [Case(key, workloads.gradient(workload, f), workload.arguments) for key, f in programs.items()]
+    return Group(
+        f"Gradient: {workload.name}",
+        cases,
+        [
+            Target("time", name, EQUINOX, to_equinox),
+            Target("time", name, EVERY_CARRY, to_every_carry),
+            Target("temporary memory", name, EQUINOX, memory, "temporary_mib"),
+            Target("trace and compile", name, EQUINOX, 1.0, "compile_seconds"),
+        ],
+        compilations=3,
+    )
+
+
+def static_kinds(workload: workloads.Workload) -> Group:
+    """Residuals() and Bounded() where the number of steps is static, against what JAX has for that."""
+    programs = {
+        "loopax Residuals()": workloads.with_loopax(workload, lx.Residuals(), static=True),
+        LAX_SCAN: workloads.with_lax_scan(workload, checkpoint=False),
+        "loopax Bounded()": workloads.with_loopax(workload, lx.Bounded(), static=True),
+        EVERY_CARRY: workloads.with_lax_scan(workload, checkpoint=True),
+    }
+    cases = [Case(key, workloads.gradient(workload, f), workload.arguments) for key, f in programs.items()]
+    targets = [
+        Target(quantity, ours, theirs, 1.05, attribute)
+        for ours, theirs in [("loopax Residuals()", LAX_SCAN), ("loopax Bounded()", EVERY_CARRY)]
+        for quantity, attribute in [("time", "milliseconds"), ("temporary memory", "temporary_mib")]
+    ]
+    return Group(f"Gradient, static n: {workload.name}", cases, targets)
+
+
+def forward(workload: workloads.Workload) -> Group:
+    """Every kind without a gradient, against `lax.while_loop` (run-time n) and `lax.scan` (static n)."""
+    kinds = [lx.Lax(), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+    programs: dict[str, Any] = {
+        "lax.while_loop": workloads.with_lax_while(workload),
+        LAX_SCAN: workloads.with_lax_scan(workload, checkpoint=False),
+    }
+    programs |= {f"loopax {kind}": workloads.with_loopax(workload, kind) for kind in kinds}
+    programs |= {f"loopax {kind}, static n": workloads.with_loopax(workload, kind, static=True) for kind in kinds}
+    targets = [Target("time", f"loopax {kind}", "lax.while_loop", 1.05) for kind in kinds]
+    targets += [Target("time", f"loopax {kind}, static n", LAX_SCAN, 1.05) for kind in kinds]
+    cases = [Case(name, program, workload.arguments) for name, program in programs.items()]
+    return Group(f"Forward: {workload.name}", cases, targets, rounds=31)
+
+
+def shared_lanes() -> Group:
+    """1024 lanes with log-normal counts."""
+    ours, theirs = "loopax, lockstep", "Equinox checkpointed under vmap"
+    cases = [
+        Case(ours, lanes.of_shared_weights(lanes.lane_with_loopax), lanes.shared_arguments()),
+        Case(theirs, lanes.of_shared_weights(lanes.lane_with_equinox), lanes.shared_arguments()),
+    ]
+    targets = [
+        Target("time", ours, theirs, 0.5),
+        Target("temporary memory", ours, theirs, 0.2, "temporary_mib"),
+        Target("trace and compile", ours, theirs, 1.0, "compile_seconds"),
+    ]
+    return Group("1024 lanes, log-normal counts: gradient of shared weights", cases, targets, 5, compilations=3)
+
+
+def borrowing() -> Group:
+    """What borrowing costs where every lane has weights of its own: no peer, and no target."""
+    forward = lambda weights, y, n: jax.vmap(lanes.lane_with_loopax)(weights, y, n)
+    gradient = jax.vmap(jax.grad(lanes.lane_with_loopax))
+    outside = jax.grad(lambda weights, y, n: forward(weights, y, n).sum())
+    programs = {"forward": forward, "vmap of grad": gradient, "grad of vmap": outside}
+    cases = []
+    for name, program in programs.items():
+        cases.append(Case(name, program, lanes.ensemble()))
+        cases.append(Case(f"{name}, not borrowing", lanes.without_borrowing(program), lanes.ensemble()))
+    return Group("64 lanes with weights of their own: what borrowing costs", cases, [])
+
+
+def groups() -> list[Group]:
+    """All tables."""
+    lorenz, by_indices = workloads.lorenz(), workloads.lorenz_indexed()
+    perceptron, recurrent = workloads.perceptron(), workloads.recurrent()
+    return [
+        gradients(lorenz, 0.08, 0.5, 1.0),
+        gradients(by_indices, 0.08, 0.5, 1.0),
+        gradients(perceptron, 0.82, 1.25, 1.0),
+        gradients(recurrent, 0.95, 1.22, 1.1),
+        static_kinds(perceptron),
+        static_kinds(recurrent),
+        forward(lorenz),
+        forward(perceptron),
+        forward(recurrent),
+        shared_lanes(),
+        borrowing(),
+    ]
+
+
+def ratio(target: Target, found: dict[str, Measurement]) -> float:
+    """What was measured for a target."""
+    return getattr(found[target.of], target.attribute) / getattr(found[target.to], target.attribute)
+
+
+def markdown(group: Group, found: dict[str, Measurement]) -> str:
+    """One group as tables."""
+    lines = [f"## {group.title}", "", "| program | median ms | temporary MiB | trace and compile s |", "|---|---|---|---|"]
+    for m in found.values():
+        lines.append(f"| {m.name} | {m.milliseconds:.3g} | {m.temporary_mib:.4g} | {m.compile_seconds:.2f} |")
+    if group.targets:
+        lines += ["", "| target | bound | measured | met |", "|---|---|---|---|"]
+    for target in group.targets:
+        measured = ratio(target, found)
+        met = "yes" if measured <= target.bound else "**no**"
+        lines.append(
+            f"| {target.quantity}: {target.of} / {target.to} | {target.bound:g} | {measured:.3g} | {met} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def show(console: Console, group: Group, found: dict[str, Measurement]) -> None:
+    """Print one group."""
+    table = Table("program", "median ms", "temporary MiB", "trace and compile s", title=group.title)
+    for m in found.values():
+        table.add_row(m.name, f"{m.milliseconds:.3g}", f"{m.temporary_mib:.4g}", f"{m.compile_seconds:.2f}")
+    console.print(table)
+    for target in group.targets:
+        measured = ratio(target, found)
+        mark = "[green]met[/]" if measured <= target.bound else "[red]not met[/]"
+        console.print(f"  {target.quantity}: {target.of} / {target.to} = {measured:.3g} (bound {target.bound:g}) {mark}")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    console = Console()
+    versions = f"jax {jax.__version__}, equinox {eqx.__version__}, {jax.default_backend()}, float32"
+    heading = [
+        "# Benchmark",
+        "",
+        f"Machine: {machine()}. {versions}. Written by `make bench`: peers are measured in the same run, in turn,",
+        "and the medians are compared. What is not met is explained in `docs/benchmark.md`.",
+        "",
+    ]
+    sections, records = [], []
+    for group in groups():
+        found = measure(group.cases, group.rounds, group.compilations)
+        show(console, group, found)
+        sections.append(markdown(group, found))
+        targets = [{**asdict(t), "measured": ratio(t, found)} for t in group.targets]
+        records.append({"title": group.title, "programs": [asdict(m) for m in found.values()], "targets": targets})
+    (HERE / "results.md").write_text("\n".join([*heading, *sections]))
+    report = {"machine": machine(), "versions": versions, "groups": records}
+    (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Batches of loops that stop at different steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import loopax as lx
+from loopax.core import lanes
+
+BOUND = 1000
+
+
+def log_normal_counts(size: int = 1024) -> Array:
+    """Log-normal trip counts: sigma 1.2, mean about 65."""
+    counts = np.random.RandomState(0).lognormal(np.log(65) - 1.2**2 / 2, 1.2, size)
+    return jnp.asarray(np.clip(counts, 1, BOUND), jnp.int32)
+
+
+def _weights(*lanes: int) -> list[Array]:
+    random = np.random.RandomState(0)
+    shapes = [(16, 64), (64, 64), (64, 16)]
+    return [jnp.asarray(0.1 * random.randn(*lanes, *shape), jnp.float32) for shape in shapes]
+
+
+def step(weights: Any, y: Array) -> Array:
+    """One step of a small network."""
+    a, b, c = weights
+    return y + 0.01 * (jnp.tanh(jnp.tanh(y @ a) @ b) @ c)
+
+
+def lane_with_loopax(weights: Any, y: Array, n: Array) -> Array:
+    """One lane."""
+    last = lx.fori_loop(0, n, lambda i, y: step(weights, y), y, max_steps=BOUND, throw=False)
+    return (last**2).sum()
+
+
+def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
+    """One lane."""
+    body = lambda c: (step(weights, c[0]), c[1] + 1)
+    last, _ = eqxi.while_loop(
+        lambda c: c[1] < n, body, (y, jnp.int32(0)), max_steps=BOUND, kind="checkpointed"
+    )
+    return (last**2).sum()
+
+
+def of_shared_weights(lane: Callable[..., Array]) -> Callable[..., Any]:
+    """The gradient of the sum over lanes with respect to the weights that they share."""
+    return jax.grad(lambda weights, y, n: jax.vmap(lane, (None, 0, 0))(weights, y, n).sum())
+
+
+def shared_arguments() -> tuple[Any, ...]:
+    """1024 lanes."""
+    starts = jnp.asarray(np.random.RandomState(1).randn(1024, 16), jnp.float32)
+    return _weights(), starts, log_normal_counts()
+
+
+def ensemble(size: int = 64) -> tuple[Any, ...]:
+    """Lanes with weights of their own, in which borrowing is most expensive."""
+    starts = jnp.asarray(np.random.RandomState(1).randn(size, 16), jnp.float32)
+    return _weights(size), starts, log_normal_counts(size)
+
+
+def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same program with finished lanes computing on their own state: what borrowing costs."""
+
+    def traced(*arguments: Any) -> Any:
+        borrow = lanes.borrow
+        lanes.borrow = lambda _, operands, __: list(operands)
+        try:
+            return function(*arguments)
+        finally:
+            lanes.borrow = borrow
+
+    return traced

@@ -1,0 +1,163 @@
+"""The programs that are measured: each as a step, its parameters, a start, rows of inputs and a bound."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import loopax as lx
+
+Step = Callable[[Any, Array, Any], Array]  # (parameters, state, row) -> state
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recurrence."""
+
+    name: str
+    step: Step
+    parameters: Any
+    start: Array
+    rows: Array | None
+    bound: int
+    differentiated: tuple[int, ...]  # which of (parameters, start) the gradient is taken of
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of every program below: the number of steps is a value, not a constant."""
+        return self.parameters, self.start, jnp.int32(self.bound)
+
+
+def runge_kutta(derivative: Callable[[Array], Array], y: Array, dt: float) -> Array:
+    """One classical Runge-Kutta step."""
+    k1 = derivative(y)
+    k2 = derivative(y + dt / 2 * k1)
+    k3 = derivative(y + dt / 2 * k2)
+    k4 = derivative(y + dt * k3)
+    return y + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+
+
+def _lorenz_unpacked(state: Array) -> Array:
+    x, y, z = state
+    return jnp.array([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z])
+
+
+def _lorenz_indexed(s: Array) -> Array:
+    return jnp.stack([10 * (s[1] - s[0]), s[0] * (28 - s[2]) - s[1], s[0] * s[1] - 8 / 3 * s[2]])
+
+
+def lorenz() -> Workload:
+    """The Lorenz system; XLA compiles its step, and that of its gradient, to one function each."""
+    step = lambda _, y, __: runge_kutta(_lorenz_unpacked, y, 1e-3)
+    return Workload("Lorenz, RK4, n = 20000", step, (), jnp.ones(3), None, 20_000, (1,))
+
+
+def lorenz_indexed() -> Workload:
+    """The same, written with indices: XLA does not compile the gradient's step to one function."""
+    step = lambda _, y, __: runge_kutta(_lorenz_indexed, y, 1e-3)
+    return Workload("Lorenz by indices, RK4, n = 20000", step, (), jnp.ones(3), None, 20_000, (1,))
+
+
+def _perceptron(weights: Any, y: Array) -> Array:
+    a, b, c = weights
+    return jnp.tanh(jnp.tanh(y @ a) @ b) @ c
+
+
+def _weights(*shapes: tuple[int, int], scale: float) -> list[Array]:
+    random = np.random.RandomState(0)
+    return [jnp.asarray(scale * random.randn(*shape), jnp.float32) for shape in shapes]
+
+
+def perceptron() -> Workload:
+    """A neural ODE."""
+    step = lambda weights, y, _: runge_kutta(lambda y: _perceptron(weights, y), y, 1e-2)
+    weights = _weights((16, 64), (64, 64), (64, 16), scale=0.1)
+    start = jnp.asarray(np.random.RandomState(1).randn(16, 16), jnp.float32)
+    return Workload("MLP 16-64-64-16, RK4, batch 16, n = 2000", step, weights, start, None, 2000, (0, 1))
+
+
+def gated_unit(weights: Any, h: Array, x: Array) -> Array:
+    """A GRU cell."""
+    size = h.shape[-1]
+    from_input, from_state = x @ weights[0], h @ weights[1]
+    reset = jax.nn.sigmoid(from_input[:, :size] + from_state[:, :size])
+    update = jax.nn.sigmoid(from_input[:, size : 2 * size] + from_state[:, size : 2 * size])
+    new = jnp.tanh(from_input[:, 2 * size :] + reset * from_state[:, 2 * size :])
+    return (1 - update) * new + update * h
+
+
+def recurrent() -> Workload:
+    """A recurrent network over rows of inputs."""
+    rows = jnp.asarray(np.random.RandomState(1).randn(1000, 32, 128), jnp.float32)
+    weights = _weights((128, 384), (128, 384), scale=0.05)
+    return Workload("GRU 128, batch 32, n = 1000", gated_unit, weights, jnp.zeros((32, 128)), rows, 1000, (0, 1))
+
+
+def with_loopax(workload: Workload, kind: Any, static: bool = False) -> Callable[..., Array]:
+    """The sum of squares of the last state; `static`: the number of steps is a constant."""
+
+    def program(parameters: Any, start: Array, n: Array) -> Array:
+        length = workload.bound if static else n
+        step = lambda y, x: (workload.step(parameters, y, x), None)
+        if workload.rows is None and not static:
+            body = lambda i, y: workload.step(parameters, y, None)
+            last = lx.fori_loop(0, n, body, start, max_steps=workload.bound, kind=kind, throw=False)
+        else:
+            last, _ = lx.scan(step, start, workload.rows, length=length, kind=kind, throw=False)
+        return (last**2).sum()
+
+    return program
+
+
+def with_equinox(workload: Workload, kind: str = "checkpointed") -> Callable[..., Array]:
+    """Equinox's internal loops with the same bound (its scan has no run-time length)."""
+
+    def program(parameters: Any, start: Array, n: Array) -> Array:
+        if workload.rows is not None:
+            step = lambda y, x: (workload.step(parameters, y, x), None)
+            last, _ = eqxi.scan(step, start, workload.rows, length=workload.bound, kind=kind)
+        else:
+            body = lambda c: (workload.step(parameters, c[0], None), c[1] + 1)
+            last, _ = eqxi.while_loop(
+                lambda c: c[1] < n, body, (start, jnp.int32(0)), max_steps=workload.bound, kind=kind
+            )
+        return (last**2).sum()
+
+    return program
+
+
+def with_lax_scan(workload: Workload, checkpoint: bool) -> Callable[..., Array]:
+    """`lax.scan` with a constant number of steps; with `checkpoint` it saves every carry, not residuals."""
+
+    def program(parameters: Any, start: Array, _: Array) -> Array:
+        step = lambda y, x: (workload.step(parameters, y, x), None)
+        step = jax.checkpoint(step) if checkpoint else step
+        last, _ = lax.scan(step, start, workload.rows, length=workload.bound)
+        return (last**2).sum()
+
+    return program
+
+
+def with_lax_while(workload: Workload) -> Callable[..., Array]:
+    """`lax.while_loop`, which has no reverse mode."""
+
+    def program(parameters: Any, start: Array, n: Array) -> Array:
+        def body(state: Any) -> Any:
+            y, i = state
+            x = None if workload.rows is None else workload.rows[i]
+            return workload.step(parameters, y, x), i + 1
+
+        last, _ = lax.while_loop(lambda state: state[1] < n, body, (start, jnp.int32(0)))
+        return (last**2).sum()
+
+    return program
+
+
+def gradient(workload: Workload, program: Callable[..., Array]) -> Callable[..., Any]:
+    """The gradient with respect to what the workload says."""
+    return jax.grad(program, workload.differentiated)
