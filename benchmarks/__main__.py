@@ -114,14 +114,12 @@ def shared_lanes() -> Group:
 
 def borrowing() -> Group:
     """What borrowing costs where every lane has weights of its own: no peer, and no target."""
-    forward = lambda weights, y, n: jax.vmap(lanes.lane_with_loopax)(weights, y, n)
+    forward = jax.vmap(lanes.lane_with_loopax)
     gradient = jax.vmap(jax.grad(lanes.lane_with_loopax))
     outside = jax.grad(lambda weights, y, n: forward(weights, y, n).sum())
     programs = {"forward": forward, "vmap of grad": gradient, "grad of vmap": outside}
-    cases = []
-    for name, program in programs.items():
-        cases.append(Case(name, program, lanes.ensemble()))
-        cases.append(Case(f"{name}, not borrowing", lanes.without_borrowing(program), lanes.ensemble()))
+    programs |= {f"{name}, not borrowing": lanes.without_borrowing(f) for name, f in programs.items()}
+    cases = [Case(name, program, lanes.ensemble()) for name, program in programs.items()]
     return Group("64 lanes with weights of their own: what borrowing costs", cases, [])
 
 
@@ -151,17 +149,17 @@ def ratio(target: Target, found: dict[str, Measurement]) -> float:
 
 def markdown(group: Group, found: dict[str, Measurement]) -> str:
     """One group as tables."""
-    lines = [f"## {group.title}", "", "| program | median ms | temporary MiB | trace and compile s |", "|---|---|---|---|"]
-    for m in found.values():
-        lines.append(f"| {m.name} | {m.milliseconds:.3g} | {m.temporary_mib:.4g} | {m.compile_seconds:.2f} |")
+    heading = "| program | median ms | temporary MiB | trace and compile s |"
+    lines = [f"## {group.title}", "", heading, "|---|---|---|---|"]
+    lines += [
+        f"| {m.name} | {m.milliseconds:.3g} | {m.temporary_mib:.4g} | {m.compile_seconds:.2f} |" for m in found.values()
+    ]
     if group.targets:
         lines += ["", "| target | bound | measured | met |", "|---|---|---|---|"]
     for target in group.targets:
         measured = ratio(target, found)
         met = "yes" if measured <= target.bound else "**no**"
-        lines.append(
-            f"| {target.quantity}: {target.of} / {target.to} | {target.bound:g} | {measured:.3g} | {met} |"
-        )
+        lines.append(f"| {target.quantity}: {target.of} / {target.to} | {target.bound:g} | {measured:.3g} | {met} |")
     return "\n".join([*lines, ""])
 
 
@@ -174,7 +172,8 @@ def show(console: Console, group: Group, found: dict[str, Measurement]) -> None:
     for target in group.targets:
         measured = ratio(target, found)
         mark = "[green]met[/]" if measured <= target.bound else "[red]not met[/]"
-        console.print(f"  {target.quantity}: {target.of} / {target.to} = {measured:.3g} (bound {target.bound:g}) {mark}")
+        what = f"{target.quantity}: {target.of} / {target.to}"
+        console.print(f"  {what} = {measured:.3g} (bound {target.bound:g}) {mark}")
 
 
 def main() -> None:

@@ -42,9 +42,7 @@ def lane_with_loopax(weights: Any, y: Array, n: Array) -> Array:
 def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
     """One lane."""
     body = lambda c: (step(weights, c[0]), c[1] + 1)
-    last, _ = eqxi.while_loop(
-        lambda c: c[1] < n, body, (y, jnp.int32(0)), max_steps=BOUND, kind="checkpointed"
-    )
+    last, _ = eqxi.while_loop(lambda c: c[1] < n, body, (y, jnp.int32(0)), max_steps=BOUND, kind="checkpointed")
     return (last**2).sum()
 
 

@@ -114,17 +114,17 @@ def with_loopax(workload: Workload, kind: Any, static: bool = False) -> Callable
     return program
 
 
-def with_equinox(workload: Workload, kind: str = "checkpointed") -> Callable[..., Array]:
+def with_equinox(workload: Workload) -> Callable[..., Array]:
     """Equinox's internal loops with the same bound (its scan has no run-time length)."""
 
     def program(parameters: Any, start: Array, n: Array) -> Array:
         if workload.rows is not None:
             step = lambda y, x: (workload.step(parameters, y, x), None)
-            last, _ = eqxi.scan(step, start, workload.rows, length=workload.bound, kind=kind)
+            last, _ = eqxi.scan(step, start, workload.rows, length=workload.bound, kind="checkpointed")
         else:
             body = lambda c: (workload.step(parameters, c[0], None), c[1] + 1)
             last, _ = eqxi.while_loop(
-                lambda c: c[1] < n, body, (start, jnp.int32(0)), max_steps=workload.bound, kind=kind
+                lambda c: c[1] < n, body, (start, jnp.int32(0)), max_steps=workload.bound, kind="checkpointed"
             )
         return (last**2).sum()
 
@@ -135,8 +135,8 @@ def with_lax_scan(workload: Workload, checkpoint: bool) -> Callable[..., Array]:
     """`lax.scan` with a constant number of steps; with `checkpoint` it saves every carry, not residuals."""
 
     def program(parameters: Any, start: Array, _: Array) -> Array:
-        step = lambda y, x: (workload.step(parameters, y, x), None)
-        step = jax.checkpoint(step) if checkpoint else step
+        plain = lambda y, x: (workload.step(parameters, y, x), None)
+        step: Any = jax.checkpoint(plain) if checkpoint else plain
         last, _ = lax.scan(step, start, workload.rows, length=workload.bound)
         return (last**2).sum()
 
@@ -149,8 +149,8 @@ def with_lax_while(workload: Workload) -> Callable[..., Array]:
     def program(parameters: Any, start: Array, n: Array) -> Array:
         def body(state: Any) -> Any:
             y, i = state
-            x = None if workload.rows is None else workload.rows[i]
-            return workload.step(parameters, y, x), i + 1
+            row: Any = None if workload.rows is None else workload.rows[i]
+            return workload.step(parameters, y, row), i + 1
 
         last, _ = lax.while_loop(lambda state: state[1] < n, body, (start, jnp.int32(0)))
         return (last**2).sum()

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 DATA = HERE / "data" / "japanesevowels.npz"
 FIGURE = HERE / "japanese_vowels.png"
 
-# Chosen on held-out thirds of the training utterances; the test utterances chose nothing.
+# Chosen by the accuracy on held-out thirds of the training utterances.
 SPEAKERS = 9
 HIDDEN = 64
 DROPOUT = 0.3
@@ -100,7 +100,11 @@ def ragged_scan(step: Callable[..., Any], init: Any, frames: Array, length: Any,
 
 
 def masked_scan(step: Callable[..., Any], init: Any, frames: Array, length: Any, reverse: bool, key: Any) -> Any:
-    """The same without loopax: compute all frames, and keep the old carry where they are not the utterance's."""
+    """The same without loopax: compute all frames, and keep the old carry where they are not the utterance's.
+
+    The usual form, which stores what every step computes. With `jax.checkpoint` around `masked_step` its
+    gradient takes about a sixth of the memory, which is still twice that of `ragged_scan`.
+    """
 
     def masked_step(carry: Any, row: Any) -> tuple[Any, None]:
         i, frame = row

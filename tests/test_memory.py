@@ -13,7 +13,9 @@ STATE = jnp.ones(WIDTH)
 
 
 def temporary(function, *args):
-    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(function).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def rnn(w, h, kind, steps):
@@ -75,6 +77,7 @@ def test_no_batched_weight_in_the_program(kind):
     counts, states = jnp.arange(16), jnp.ones((16, WIDTH))
     lanes = lambda w, h, n: jax.vmap(in_the_carry, (None, 0, 0, None))(w, h, n, kind).sum()
     text = jax.jit(jax.grad(lanes, (0, 1))).lower(WEIGHTS, states, counts).compile().as_text()
+    assert text is not None
     assert f"f64[16,{WIDTH}]" in text
     assert f"f64[16,{WIDTH},{WIDTH}]" not in text
 

@@ -176,8 +176,8 @@ def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: 
     """Which leaves of the carry and which ys are batched."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
         flags = spread(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
-        carry, ys = split(flags, [loop.num_carry])
-        return tuple(carry), tuple(ys)
+        reached, ys = split(flags, [loop.num_carry])
+        return tuple(reached), tuple(ys)
     while True:  # what has passed through a collective may be the same in all lanes again
         flags = batched_outputs(loop.body, axis_data, [False, *consts, *carry, *xs])
         new, ys = split(flags, [loop.num_carry])

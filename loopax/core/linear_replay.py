@@ -148,7 +148,7 @@ def _whole(*flat: Any, **params: Any) -> list[Any]:
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearReplay(**params)
-    _, _, carry, _, ys = static.avals
+    carry, ys = static.avals[2], static.avals[4]
     return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
 
 
