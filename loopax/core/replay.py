@@ -123,7 +123,7 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     states = [zeros(stacked(aval, static.block)) for aval in static.forward_avals[1]]
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
     last_block = (num_steps + (static.block - 1)) // static.block - 1
-    sweep = Sweep(last_block, states, Progress(low, carry, ys))
+    sweep = Sweep(last_block, states, Progress(carry, ys, low))
     sweep = lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep)
     return [*sweep.progress.carry, *sweep.progress.ys]
 
@@ -152,7 +152,7 @@ def _states_of_block(
     def step(position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
         return forward(ahead.advance(start, position), state)
 
-    progress = Progress(jnp.int32(0), state, states)
+    progress = Progress(state, states, jnp.int32(0))
     progress = Walk(reverse=False, unroll=ahead.unroll).run(step, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
 
