@@ -7,10 +7,10 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 import loopax as lx
-from loopax.core import lanes
+from loopax.core import batching, lanes
 
 BOUND = 1000
 
@@ -46,6 +46,17 @@ def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
     return (last**2).sum()
 
 
+def all_lanes_to_the_longest(weights: Any, y: Array, n: Array) -> Any:
+    """The gradient of as many steps as the longest lane has, in all lanes, without masks: the arithmetic of lockstep."""
+    longest = int(log_normal_counts().max())
+
+    def total(weights: Any, y: Array) -> Array:
+        last, _ = lax.scan(jax.checkpoint(lambda y, _: (step(weights, y), None)), y, None, length=longest)
+        return (last**2).sum()
+
+    return jax.grad(total)(weights, y)
+
+
 def of_shared_weights(lane: Callable[..., Array]) -> Callable[..., Any]:
     """The gradient of the sum over lanes with respect to the weights that they share."""
     return jax.grad(lambda weights, y, n: jax.vmap(lane, (None, 0, 0))(weights, y, n).sum())
@@ -67,11 +78,12 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same program with finished lanes computing on their own state: what borrowing costs."""
 
     def traced(*arguments: Any) -> Any:
-        borrow = lanes.borrow
+        saved = lanes.borrow, batching.large_constants
         lanes.borrow = lambda _, operands, __: list(operands)
+        batching.large_constants = lambda _, batched: (False,) * len(batched)
         try:
             return function(*arguments)
         finally:
-            lanes.borrow = borrow
+            lanes.borrow, batching.large_constants = saved
 
     return traced

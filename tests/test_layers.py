@@ -22,6 +22,7 @@ LAYERS = [
     "loopax.core.storage",
     "loopax.core.jaxprs",
     "loopax.core.dependence",
+    "loopax.core.lending",
     "loopax.core.loop",
     "loopax.core.lowering",
     "loopax.core.effects",

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from loopax._compat import ClosedJaxpr, axis_arguments, batched_outputs, batching, collective_over, jaxpr_as_fun
 from loopax._errors import collective_message
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import Mask, either, select, split, stacked, trace, weakly_cached
-from loopax.core.lanes import lane_function, skip_idle_rows, step_lanes
-from loopax.core.loop import Loop, loop_p, run
-from loopax.core.replay import Replay, replay, replay_p
+from loopax.core.jaxprs import Mask, either, invert, select, split, stacked, trace, weakly_cached
+from loopax.core.lanes import accumulators, lane_function, skip_idle_rows, step_lanes
+from loopax.core.lending import Lent, large_constants
+from loopax.core.loop import Loop, lending, loop_p, run
+from loopax.core.replay import Replay, lending_replay, replay, replay_p
 from loopax.core.replay_jvp import reached
 
 
@@ -83,19 +84,28 @@ def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -
         raise NotImplementedError(collective_message(axis.arguments["axis_name"]))
     batched = (*consts, *(True,) * loop.num_carry, *xs)
     function = lane_function(loop.body, batched, axis.arguments)
+    const_avals = _lane_avals(loop.input_avals[0], consts, axis)
+    large = large_constants(const_avals, consts)
+    borrowed = _borrowed(loop.body, consts, large, loop.num_carry, xs)
     num_windows, num_extra = sum(windows), 2 if loop.predicated else 0
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
     y_avals = [stacked(a, axis.size) for a in loop.output_avals[1]]
 
+    def active_at(row: Any, window: Sequence[Any], carry: Sequence[Any]) -> Any:
+        active = _in_window(row, window, windows, axis)
+        return active & carry[0] if loop.predicated else active
+
+    def activity(row: Any, *operands: Any) -> list[Any]:
+        window, _, _, carry = split(operands, [num_windows, loop.num_consts, num_extra])
+        return [active_at(row, window, carry)]
+
     def body(row: Any, *operands: Any) -> list[Any]:
         window, consts, extra, carry, xs = split(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
-        active = _in_window(row, window, windows, axis)
-        if loop.predicated:
-            active &= carry[0]
+        active = active_at(row, window, carry)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *xs], batched, carry)
+            return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry)
 
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
         if loop.predicated:
@@ -105,23 +115,26 @@ def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -
 
     carry_avals, xs_avals = loop.input_avals[1:]
     extra_avals = [jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((axis.size,), jnp.int32)][:num_extra]
-    traced = trace(
-        body,
-        [
-            loop.body.in_avals[0],
-            *[jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * num_windows,
-            *_lane_avals(loop.input_avals[0], consts, axis),
-            *extra_avals,
-            *_lane_avals(carry_avals, [True] * loop.num_carry, axis),
-            *_lane_avals(xs_avals, xs, axis),
-        ],
-    )
+    avals = [
+        loop.body.in_avals[0],
+        *[jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * num_windows,
+        *const_avals,
+        *extra_avals,
+        *_lane_avals(carry_avals, [True] * loop.num_carry, axis),
+    ]
     return loop._replace(
-        body=traced,
+        body=trace(body, [*avals, *_lane_avals(xs_avals, xs, axis)]),
+        lent=Lent(trace(activity, avals), (False,) * num_windows + large) if any(large) else None,
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
     )
+
+
+def _borrowed(body: ClosedJaxpr, consts: Mask, lent: Mask, num_carry: int, rest: Mask) -> Mask:
+    """Which operands of a body finished lanes borrow in each step."""
+    own = accumulators(body, range(1 + len(consts), 1 + len(consts) + num_carry))
+    return (*(b and not large for b, large in zip(consts, lent, strict=True)), *invert(own), *rest)
 
 
 def _in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
@@ -130,7 +143,7 @@ def _in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> An
     if windows[0]:
         active &= window[0] <= row
     if windows[1]:
-        active &= row < window[-1]
+        active &= row < window[sum(windows) - 1]
     return active
 
 
@@ -147,7 +160,7 @@ def _goes_on(row: Any, window: Sequence[Any], windows: Mask, reverse: bool) -> A
 
 
 def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    loop, axis = Loop(**params), Axis(axis_data)
+    loop, axis = lending(Loop(**params)), Axis(axis_data)
     (low, high), *groups = split(operands, [2, *loop.sizes])
     window_dims, *group_dims = split(dims, [2, *loop.sizes])
     consts, carry, xs = groups
@@ -230,28 +243,36 @@ def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry
 @weakly_cached
 def _lanes_replay(static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -> Replay:
     """Both bodies for lanes with windows of their own: consts are [lows], [highs], *consts."""
-    state, carry = (True,) * static.num_state, (True,) * static.num_carry
     avals, forward_avals = static.backward_avals, static.forward_avals
-    forward = _lanes_body(
-        static.forward,
-        axis,
-        windows,
-        [consts, state, xs[: static.num_forward_xs]],
-        [forward_avals[0], forward_avals[1], forward_avals[2]],
-    )
-    backward = _lanes_body(
-        static.backward, axis, windows, [consts, carry, (*state, *xs)], [*avals[:2], avals[2] + avals[3]]
-    )
-    return static._replace(forward=forward, backward=backward, num_consts=static.num_consts + sum(windows))
+    state, carry = (True,) * static.num_state, (True,) * static.num_carry
+    front = xs[: static.num_forward_xs]
+    const_avals = _lane_avals(avals[0], consts, axis)
+    large = large_constants(const_avals, consts)
+    groups = [(consts, avals[0]), (state, forward_avals[1]), (front, forward_avals[2])]
+    forward = _lanes_body(static.forward, axis, windows, large, groups)
+    groups = [(consts, avals[0]), (carry, avals[1]), ((*state, *xs), avals[2] + avals[3])]
+    backward = _lanes_body(static.backward, axis, windows, large, groups)
+
+    def activity(row: Any, *consts: Any) -> list[Any]:
+        return [_in_window(row, consts, windows, axis)]
+
+    window_avals = [jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * sum(windows)
+    lent = None
+    if any(large):
+        traced = trace(activity, [static.forward.in_avals[0], *window_avals, *const_avals])
+        lent = Lent(traced, (False,) * len(window_avals) + large)
+    num_consts = static.num_consts + len(window_avals)
+    return static._replace(forward=forward, backward=backward, num_consts=num_consts, lent=lent)
 
 
 def _lanes_body(
-    closed: ClosedJaxpr, axis: Axis, windows: Mask, masks: Sequence[Mask], avals: Sequence[Sequence[Any]]
+    closed: ClosedJaxpr, axis: Axis, windows: Mask, lent: Mask, groups: Sequence[tuple[Mask, Sequence[Any]]]
 ) -> ClosedJaxpr:
     """A body (row, *consts, *carry, *rest) -> (*carry, *y) for lanes with windows of their own."""
-    batched = [flag for mask in masks for flag in mask]
+    batched = [flag for mask, _ in groups for flag in mask]
     function = lane_function(closed, batched, axis.arguments)
-    num_consts, num_carry = len(masks[0]), len(masks[1])
+    num_consts, num_carry = len(groups[0][0]), len(groups[1][0])
+    borrowed = _borrowed(closed, groups[0][0], lent, num_carry, groups[2][0])
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
 
     def body(row: Any, *operands: Any) -> list[Any]:
@@ -259,17 +280,17 @@ def _lanes_body(
         active = _in_window(row, window, windows, axis)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *rest], batched, carry)
+            return step_lanes(function, active, row, [*consts, *carry, *rest], borrowed, carry)
 
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 
-    lanes = [a for group, mask in zip(avals, masks, strict=True) for a in _lane_avals(group, mask, axis)]
+    lanes = [aval for mask, group in groups for aval in _lane_avals(group, mask, axis)]
     window_avals = [jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * sum(windows)
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])
 
 
 def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    static, axis = Replay(**params), Axis(axis_data)
+    static, axis = lending_replay(Replay(**params)), Axis(axis_data)
     (low, high), consts, init, saved, carry, xs = split(operands, [2, *static.sizes])
     window_dims, const_dims, init_dims, saved_dims, carry_dims, x_dims = split(dims, [2, *static.sizes])
     consts_mask, xs_mask, windows = _is_batched(const_dims), _is_batched(x_dims), _is_batched(window_dims)

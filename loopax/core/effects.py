@@ -8,7 +8,7 @@ from jax import lax
 
 from loopax._compat import ClosedJaxpr, Literal, Primitive, ad, batching, mlir
 from loopax.core.jaxprs import trace
-from loopax.core.loop import Loop, loop_p
+from loopax.core.loop import Loop, lending, loop_p
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -139,7 +139,7 @@ def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    loop = Loop(**eqn.params)
+    loop = lending(Loop(**eqn.params))
     loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 

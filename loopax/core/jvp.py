@@ -10,7 +10,7 @@ from loopax._compat import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferen
 from loopax._errors import effects_message
 from loopax.core.dependence import spread
 from loopax.core.jaxprs import Mask, merge, reject, select, split, trace, weakly_cached
-from loopax.core.loop import Loop, loop_p, run
+from loopax.core.loop import Loop, lending, loop_p, run
 
 
 def tangents_or_zeros(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -110,7 +110,7 @@ def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Lo
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    loop = Loop(**params)
+    loop = lending(Loop(**params))
     if refused := undifferentiable_effects(loop.body):
         raise NotImplementedError(effects_message(refused))
     low, high, *operands = primals

@@ -5,6 +5,7 @@ harmless: it *borrows* all that it reads from a lane that is still active. The b
 evaluated outside its domain, and a loop inside the body never spins for a lane that is done.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,23 +15,8 @@ from jax import lax
 
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun
 from loopax.core.effects import guarded
-from loopax.core.jaxprs import split
-
-
-def pick(active: Any, a: Any, b: Any) -> Any:
-    """Rows of `a` for active lanes, rows of `b` for the others."""
-    return jnp.where(active.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-
-def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-    """Give finished lanes what the first active lane reads."""
-    if active.size == 0:
-        return list(operands)
-    lender = jnp.argmax(active)
-    return [
-        pick(active, x, lax.stop_gradient(x[lender])[None]) if is_batched else x
-        for x, is_batched in zip(operands, batched, strict=True)
-    ]
+from loopax.core.jaxprs import Mask, split
+from loopax.core.lending import borrow, pick
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
@@ -41,6 +27,23 @@ def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, An
         return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
     plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis)
     return lambda _, *operands: plain(*operands)
+
+
+def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
+    """Which leaves of the carry are only added to: a lane may keep its own, for sums have no domain to leave.
+
+    Such are the cotangents of a lane's own weights, which are as large as the weights.
+    """
+    uses = Counter(id(atom) for eqn in body.jaxpr.eqns for atom in eqn.invars)
+    uses.update(id(atom) for atom in body.jaxpr.outvars)
+    sums = {id(eqn.outvars[0]): eqn for eqn in body.jaxpr.eqns if eqn.primitive.name in ("add", "add_any")}
+
+    def only_added_to(leaf: Any, out: Any) -> bool:
+        total = sums.get(id(out))
+        return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
+
+    leaves = [body.jaxpr.invars[i] for i in carry]
+    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, body.jaxpr.outvars, strict=False))
 
 
 def step_lanes(

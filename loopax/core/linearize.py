@@ -12,7 +12,7 @@ from loopax._compat import ad, is_known, jaxpr_as_fun, known_value, pe, stage_un
 from loopax.core.division import Division, divide
 from loopax.core.jaxprs import merge, reject, select, split
 from loopax.core.linear_loop import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
-from loopax.core.loop import Loop, Outcome, loop_p, run
+from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 
 
 def run_known(
@@ -73,13 +73,13 @@ def _assemble(loop: Loop, division: Division, known: Outcome, linear: Sequence[A
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    loop = Loop(**params)
+    loop = lending(Loop(**params))
     unknown = tuple(not is_known(t) for t in tracers)
     if unknown[0] or unknown[1] or not any(unknown):
-        return stage_unknown(trace, loop_p, tracers, params)
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
     division = divide(loop, unknown[2:])
     if loop.predicated and division.unknown_carry[0]:
-        return stage_unknown(trace, loop_p, tracers, params)
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
     known, rest = run_known(loop, division, unknown[2:], low, high, operands)
     # A leaf of the carry that becomes unknown on the way enters the rest with its known start.
@@ -93,7 +93,7 @@ pe.custom_partial_eval_rules[loop_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a loop that is linear in some operands, where JAX transposes without linearising first."""
-    loop = Loop(**params)
+    loop = lending(Loop(**params))
     unknown = tuple(map(ad.is_undefined_primal, operands))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))

@@ -22,6 +22,7 @@ from jax import core
 from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
+from loopax.core.lending import Lent, lend_in_body
 from loopax.core.storage import Storage
 
 
@@ -38,6 +39,7 @@ class Loop(NamedTuple):
     storage: Storage  # what reverse mode stores
     block: int = 0  # a loop that saves: steps per block
     saved: Mask = ()  # a loop that saves: which leaves of the carry
+    lent: Lent | None = None  # a batch: constants that the body expects to be lent already
 
     @property
     def carry_range(self) -> range:
@@ -85,11 +87,22 @@ loop_p.multiple_results = True
 
 def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
     """Bind the primitive; leaves of the carry that the body returns unchanged become constants."""
-    fixed = _unchanged(loop)
+    fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
     slim = _hoisted(loop, fixed) if any(fixed) else loop
     outputs = loop_p.bind(low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict())
     (num_steps,), changed, ys, saved = split(outputs, [1, slim.num_carry, len(slim.output_avals[1])])
     return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved)
+
+
+@weakly_cached
+def _lending(loop: Loop) -> Loop:
+    assert loop.lent is not None
+    return loop._replace(body=lend_in_body(loop.body, loop.lent), lent=None)
+
+
+def lending(loop: Loop) -> Loop:
+    """The loop with a body that does its own lending."""
+    return loop if loop.lent is None else _lending(loop)
 
 
 @weakly_cached
@@ -140,7 +153,7 @@ loop_p.def_effectful_abstract_eval(_abstract)
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that the primal part of a loop inside another loop's body stays known."""
-    loop = Loop(**eqn.params)
+    loop = lending(Loop(**eqn.params))
     low, high, *inputs = (1 << i for i in range(len(eqn.invars)))
     inputs = [0, *inputs]
     needed = dependence(loop.body)

@@ -1,6 +1,6 @@
 """How a loop runs: `lax.while_loop` over rows, or over blocks of rows where the loop saves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ from jax import lax
 
 from loopax._compat import jaxpr_as_fun, mlir, zeros
 from loopax.core.jaxprs import select, split, stacked
+from loopax.core.lending import in_stretches
 from loopax.core.loop import Loop, loop_p, result_avals
 
 MOST_STEPS = 2**31 - 1  # where the count of a loop without a bound stays
@@ -26,6 +27,17 @@ class Progress(NamedTuple):
     carry: list[Any]
     ys: list[Any]  # rows already walked are written, others zero
     position: Any  # of the next step, while there is one: a row number, or one counted from elsewhere
+
+
+class Steps(NamedTuple):
+    """The step of a loop, given its constants."""
+
+    make: Callable[[Sequence[Any]], Step]
+    consts: Sequence[Any]
+    row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
+    # Where constants are lent: from the state at the start of a stretch of steps to the constants as
+    # lent there, and to whether a later state still belongs to the stretch.
+    lend: Callable[[Progress], tuple[list[Any], Callable[[Progress], Any]]] | None = None
 
 
 class Walk(NamedTuple):
@@ -48,15 +60,25 @@ class Walk(NamedTuple):
         """Steps from one position to another."""
         return start - position if self.reverse else position - start
 
-    def run(self, step: Step, progress: Progress, end: Any, row_of: Callable[[Any], Any] = lambda p: p) -> Progress:
-        """Walk until the position is `end` (the first that is not walked), or the predicate is False.
-
-        `row_of` tells to which row of ys a position belongs.
-        """
-        sizes = [self.unroll, 1] if self.unroll > 1 else [1]
-        for size in sizes:
-            progress = lax.while_loop(self._enough(end, size), self._several(step, size, row_of), progress)
+    def run(self, steps: Steps, progress: Progress, end: Any) -> Progress:
+        """Walk until the position is `end` (the first that is not walked), or the predicate is False."""
+        if steps.lend is not None:
+            return self._run_stretches(steps, steps.lend, progress, end)
+        step = steps.make(steps.consts)
+        for size in [self.unroll, 1] if self.unroll > 1 else [1]:
+            progress = lax.while_loop(self._enough(end, size), self._several(step, size, steps.row_of), progress)
         return progress
+
+    def _run_stretches(self, steps: Steps, lend: Any, progress: Progress, end: Any) -> Progress:
+        """The same with constants that are lent anew for each stretch."""
+        enough = self._enough(end, 1)
+
+        def stretch(progress: Progress) -> Progress:
+            consts, belongs = lend(progress)
+            one = self._several(steps.make(consts), 1, steps.row_of)
+            return lax.while_loop(lambda later: enough(later) & belongs(later), one, progress)
+
+        return lax.while_loop(enough, stretch, progress)
 
     def _enough(self, end: Any, size: int) -> Callable[[Progress], Any]:
         """Whether `size` steps remain, and the predicate holds."""
@@ -102,9 +124,17 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
         return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
     body = jaxpr_as_fun(loop.body)
 
-    def step(row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
-        return carry, y
+    def with_consts(consts: Sequence[Any]) -> Step:
+        def step(row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            carry, y = split(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
+            return carry, y
+
+        return step
+
+    def active_at(progress: Progress) -> Any:
+        return loop.lent and jaxpr_as_fun(loop.lent.activity)(progress.position, *consts, *progress.carry)[0]
+
+    steps = Steps(with_consts, consts, lend=loop.lent and in_stretches(loop.lent, consts, active_at))
 
     walk = Walk(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
@@ -112,13 +142,13 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     progress = Progress(carry, ys, start)
     end = low - 1 if loop.reverse else high
     if loop.block:
-        progress, saved = _run_saving(loop, walk, step, progress, end)
+        progress, saved = _run_saving(loop, walk, steps, progress, end)
     else:
-        progress, saved = walk.run(step, progress, end), []
+        progress, saved = walk.run(steps, progress, end), []
     return [walk.distance(start, progress.position), *progress.carry, *progress.ys, *saved]
 
 
-def _run_saving(loop: Loop, walk: Walk, step: Step, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
+def _run_saving(loop: Loop, walk: Walk, steps: Steps, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
     """Walk block by block, saving the carry at the start of each."""
     kept = select(loop.saved_mask, loop.output_avals[0])
     saved = [zeros(stacked(aval, loop.num_blocks)) for aval in kept]
@@ -134,7 +164,7 @@ def _run_saving(loop: Loop, walk: Walk, step: Step, progress: Progress, end: Any
         saved = [write(buffer, block, value) for buffer, value in zip(saved, values, strict=True)]
         limit = jnp.maximum if loop.reverse else jnp.minimum
         block_end = limit(walk.advance(progress.position, loop.block), end)
-        return block + 1, walk.run(step, progress, block_end), saved
+        return block + 1, walk.run(steps, progress, block_end), saved
 
     _, progress, saved = lax.while_loop(goes_on, one_block, (jnp.int32(0), progress, saved))
     return progress, saved

@@ -6,8 +6,8 @@ from typing import Any
 from loopax._compat import Literal, pe
 from loopax.core.division import known_loop, prune, unknown_outputs
 from loopax.core.jaxprs import Mask, either, reject, select, split
-from loopax.core.loop import Loop, loop_p
-from loopax.core.replay import Replay, replay_p
+from loopax.core.loop import Loop, lending, loop_p
+from loopax.core.replay import Replay, lending_replay, replay_p
 from loopax.core.replay_jvp import reached
 from loopax.core.replay_linearize import bodies, known_replay, needs
 
@@ -23,7 +23,7 @@ def _staged(
 
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
-    loop = Loop(**eqn.params)
+    loop = lending(Loop(**eqn.params))
     consts, _init, xs = (tuple(m) for m in split(unknown[2:], loop.sizes))
     carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
     if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
@@ -36,7 +36,7 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
 
 def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
-    static = Replay(**eqn.params)
+    static = lending_replay(Replay(**eqn.params))
     if unknown[0] or unknown[1]:
         return _staged(eqn, instantiated)
     consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[2:], static.sizes))
@@ -66,7 +66,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     loop = Loop(**eqn.params)
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
-    if loop.body.effects:
+    if loop.body.effects or loop.lent:
         return [True] * len(eqn.invars), eqn
     _, carry, ys, saved = split(used, [1, loop.num_carry, len(loop.output_avals[1])])
     saved_mask = _spread_saved(loop, saved)
@@ -101,6 +101,8 @@ def _dce_replay(used: list[bool], *rest: Any) -> Any:
     static = Replay(**eqn.params)
     if not any(used):
         return [False] * len(eqn.invars), None
+    if static.lent:
+        return [True] * len(eqn.invars), eqn
     carry, ys = (tuple(m) for m in split(used, [static.num_carry]))
     keep = needs(static, carry, ys)
     consts, state, carry, xs = keep

@@ -27,8 +27,9 @@ from jax import lax
 
 from loopax._compat import ClosedJaxpr, Primitive, jaxpr_as_fun, mlir, zeros
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
-from loopax.core.jaxprs import split, stacked
-from loopax.core.lowering import Progress, Step, Walk, read, write
+from loopax.core.jaxprs import split, stacked, weakly_cached
+from loopax.core.lending import Lent, in_stretches, lend_in_body
+from loopax.core.lowering import Progress, Step, Steps, Walk, read, write
 from loopax.core.storage import Storage
 
 
@@ -46,6 +47,7 @@ class Replay(NamedTuple):
     reverse: bool  # the direction of `forward`
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
+    lent: Lent | None = None  # a batch: constants that both bodies expect to be lent already
 
     @property
     def sizes(self) -> list[int]:
@@ -70,6 +72,18 @@ class Replay(NamedTuple):
 
 replay_p = Primitive("loop_replay")
 replay_p.multiple_results = True
+
+
+@weakly_cached
+def _lending(static: Replay) -> Replay:
+    assert static.lent is not None
+    forward, backward = (lend_in_body(body, static.lent) for body in (static.forward, static.backward))
+    return static._replace(forward=forward, backward=backward, lent=None)
+
+
+def lending_replay(static: Replay) -> Replay:
+    """The sweep with bodies that do their own lending."""
+    return static if static.lent is None else _lending(static)
 
 
 def replay(
@@ -110,14 +124,14 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     consts, _, saved, carry, xs = split(operands, static.sizes)
     ahead = Walk(static.reverse, static.unroll)
     first, num_steps = ahead.first(low, high), jnp.maximum(high - low, 0)
-    forward, backward = _steps(static, consts, xs)
+    bodies = _bodies(static, consts, xs)
 
     def one_block(sweep: Sweep) -> Sweep:
         start = ahead.advance(first, sweep.block * static.block)
         length = jnp.minimum(num_steps - sweep.block * static.block, static.block)
         state = [read(s, sweep.block) for s in saved]
-        states = _states_of_block(ahead, forward, start, length, state, sweep.states)
-        progress = _walk_back(static, ahead, backward, start, length, states, sweep.progress)
+        states = _states_of_block(ahead, bodies, start, length, state, sweep.states)
+        progress = _walk_back(ahead, bodies, start, length, states, sweep.progress)
         return Sweep(sweep.block - 1, states, progress)
 
     states = [zeros(stacked(aval, static.block)) for aval in static.forward_avals[1]]
@@ -128,38 +142,55 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     return [*sweep.progress.carry, *sweep.progress.ys]
 
 
-def _steps(static: Replay, consts: list[Any], xs: list[Any]) -> tuple[Step, Any]:
-    """The two bodies with their constants and rows filled in."""
+class Bodies(NamedTuple):
+    """Both bodies as functions of row, constants and state; the rows of xs are inside."""
+
+    forward: Any  # (row, consts, state) -> state
+    backward: Any  # (row, consts, carry, state) -> (carry, y)
+    consts: list[Any]
+    lent: Lent | None
+
+    def lend_at(self, row_of: Any) -> Any:
+        """How constants are lent, if they are; which lanes are active depends on the row alone."""
+        if self.lent is None:
+            return None
+        activity = jaxpr_as_fun(self.lent.activity)
+        return in_stretches(self.lent, self.consts, lambda p: activity(row_of(p.position), *self.consts)[0])
+
+
+def _bodies(static: Replay, consts: list[Any], xs: list[Any]) -> Bodies:
     forward_body, backward_body = jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward)
     forward_xs = xs[: static.num_forward_xs]
 
-    def forward(row: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-        return forward_body(row, *consts, *state, *(read(x, row) for x in forward_xs)), state
+    def forward(row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
+        return forward_body(row, *consts, *state, *(read(x, row) for x in forward_xs))
 
-    def backward(row: Any, carry: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+    def backward(row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]) -> Any:
         out = backward_body(row, *consts, *carry, *state, *(read(x, row) for x in xs))
         carry, y = split(out, [static.num_carry])
         return carry, y
 
-    return forward, backward
+    return Bodies(forward, backward, consts, static.lent)
 
 
 def _states_of_block(
-    ahead: Walk, forward: Step, start: Any, length: Any, state: list[Any], states: list[Any]
+    ahead: Walk, bodies: Bodies, start: Any, length: Any, state: list[Any], states: list[Any]
 ) -> list[Any]:
     """Evaluate the states of one block again, into `states`; the last state needs no step after it."""
 
-    def step(position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-        return forward(ahead.advance(start, position), state)
+    def row_of(position: Any) -> Any:
+        return ahead.advance(start, position)
 
+    def with_consts(consts: Sequence[Any]) -> Step:
+        return lambda position, state: (bodies.forward(row_of(position), consts, state), state)
+
+    steps = Steps(with_consts, bodies.consts, lend=bodies.lend_at(row_of))
     progress = Progress(state, states, jnp.int32(0))
-    progress = Walk(reverse=False, unroll=ahead.unroll).run(step, progress, length - 1)
+    progress = Walk(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
 
 
-def _walk_back(
-    static: Replay, ahead: Walk, backward: Any, start: Any, length: Any, states: list[Any], progress: Progress
-) -> Progress:
+def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: Progress) -> Progress:
     """Walk one block backward.
 
     Positions count from the block's start: XLA then has one number less to carry into every fused
@@ -169,11 +200,15 @@ def _walk_back(
     def row_of(position: Any) -> Any:
         return ahead.advance(start, position)
 
-    def step(position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        return backward(row_of(position), carry, [read(s, position) for s in states])
+    def with_consts(consts: Sequence[Any]) -> Step:
+        def step(position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return bodies.backward(row_of(position), consts, carry, [read(s, position) for s in states])
 
+        return step
+
+    steps = Steps(with_consts, bodies.consts, row_of, bodies.lend_at(row_of))
     progress = progress._replace(position=length - 1)
-    return Walk(reverse=True, unroll=static.unroll).run(step, progress, -1, row_of)
+    return Walk(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))
 
 
 _run_compiled = jax.jit(_run, static_argnames=Replay._fields)
@@ -183,7 +218,7 @@ mlir.register_lowering(replay_p, mlir.lower_fun(_run, multiple_results=True))
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that a primal sweep inside another loop's body stays known."""
-    static = Replay(**eqn.params)
+    static = lending_replay(Replay(**eqn.params))
     bits = [1 << i for i in range(len(eqn.invars))]
     window, rest = bits[0] | bits[1], bits[2:]
     consts, init, saved, carry, xs = split(rest, static.sizes)

@@ -7,7 +7,7 @@ from loopax._compat import ad
 from loopax.core.dependence import spread
 from loopax.core.jaxprs import Mask, either, select, split, weakly_cached
 from loopax.core.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
-from loopax.core.replay import Replay, replay, replay_p
+from loopax.core.replay import Replay, lending_replay, replay, replay_p
 
 
 def reached(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool) -> tuple[Mask, Mask, Mask]:
@@ -52,7 +52,7 @@ def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Ma
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    static = Replay(**params)
+    static = lending_replay(Replay(**params))
     low, high, *operands = primals
     consts, init, saved, carry, xs = split(operands, static.sizes)
     const_dots, init_dots, saved_dots, carry_dots, x_dots = split(tangents[2:], static.sizes)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from loopax._compat import ad, dce, is_known, known_value, pe, stage_unknown
 from loopax.core.jaxprs import Mask, either, invert, merge, reject, select, split, weakly_cached
 from loopax.core.linear_replay import LinearReplay, Operands, linear_replay_p, transpose_linear_replay
-from loopax.core.replay import Replay, replay, replay_p
+from loopax.core.replay import Replay, lending_replay, replay, replay_p
 from loopax.core.replay_jvp import reached
 
 
@@ -109,10 +109,10 @@ def _divide(static: Replay, unknown: Sequence[Mask]) -> Division:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    static = Replay(**params)
+    static = lending_replay(Replay(**params))
     flags = [not is_known(t) for t in tracers]
     if flags[0] or flags[1] or not any(flags):
-        return stage_unknown(trace, replay_p, tracers, params)
+        return stage_unknown(trace, replay_p, tracers, static._asdict())
     unknown = [tuple(mask) for mask in split(flags[2:], static.sizes)]
     division = _divide(static, unknown)
     low, high, *operands = map(known_value, tracers)
@@ -129,7 +129,7 @@ pe.custom_partial_eval_rules[replay_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
-    static = Replay(**params)
+    static = lending_replay(Replay(**params))
     flags = list(map(ad.is_undefined_primal, operands))
     unknown = [tuple(mask) for mask in split(flags, static.sizes)]
     division = _divide(static, unknown)

@@ -1,0 +1,76 @@
+"""Borrowing: what finished lanes of a batch read instead of their own.
+
+A finished lane computes something harmless when it reads everything from a lane that is still active.
+For states that is one `where` in each step. Large constants of each lane's own (the weights of an
+ensemble) would be copied in each step, though what is lent changes only when a lane finishes. So a
+loop can say which constants its body expects to be lent already; it is then compiled as stretches of
+steps in which the same lanes are active.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax.core.jaxprs import Mask, split, trace
+
+# Constants of all lanes together from which on lending them in stretches pays (measured in
+# docs/benchmark.md); below it the additional loop costs more than the copies.
+LARGE_CONSTANTS_BYTES = 64 * 1024
+
+
+class Lent(NamedTuple):
+    """Constants that a body expects to be lent already."""
+
+    activity: ClosedJaxpr  # (row, *consts, *carry) -> bool[lanes]: which lanes are active at this step
+    consts: Mask
+
+
+def pick(active: Any, a: Any, b: Any) -> Any:
+    """Rows of `a` for active lanes, rows of `b` for the others."""
+    return jnp.where(active.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+
+def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+    """Give finished lanes what the first active lane reads."""
+    if active.size == 0:
+        return list(operands)
+    lender = jnp.argmax(active)
+    return [
+        pick(active, x, lax.stop_gradient(x[lender])[None]) if is_batched else x
+        for x, is_batched in zip(operands, batched, strict=True)
+    ]
+
+
+def large_constants(avals: Sequence[Any], batched: Sequence[bool]) -> Mask:
+    """The constants to lend in stretches: all that lanes have of their own, if that is much."""
+    size = sum(prod(a.shape) * a.dtype.itemsize for a, b in zip(avals, batched, strict=True) if b)
+    return tuple(b and size >= LARGE_CONSTANTS_BYTES for b in batched)
+
+
+def lend_in_body(body: ClosedJaxpr, lent: Lent) -> ClosedJaxpr:
+    """A body that does its own lending, as every rule but the lowering has it."""
+    function, activity = jaxpr_as_fun(body), jaxpr_as_fun(lent.activity)
+    num_consts, num_carry = len(lent.consts), len(lent.activity.in_avals) - 1 - len(lent.consts)
+
+    def lending(row: Any, *operands: Any) -> list[Any]:
+        consts, carry, rest = split(operands, [num_consts, num_carry])
+        (active,) = activity(row, *consts, *carry)
+        return function(row, *borrow(active, consts, lent.consts), *carry, *rest)
+
+    return trace(lending, body.in_avals)
+
+
+def in_stretches(
+    lent: Lent, consts: Sequence[Any], active_at: Callable[[Any], Any]
+) -> Callable[[Any], tuple[list[Any], Callable[[Any], Any]]]:
+    """At the start of a stretch: the constants as lent, and whether a later state still belongs to it."""
+
+    def start(state: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+        active = active_at(state)
+        return borrow(active, consts, lent.consts), lambda later: jnp.all(active_at(later) == active)
+
+    return start
