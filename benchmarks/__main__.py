@@ -103,7 +103,7 @@ def shared_lanes() -> Group:
     cases = [
         Case(ours, lanes.of_shared_weights(lanes.lane_with_loopax), lanes.shared_arguments()),
         Case(theirs, lanes.of_shared_weights(lanes.lane_with_equinox), lanes.shared_arguments()),
-        Case("all lanes to the longest, no masks", lanes.all_lanes_to_the_longest, lanes.shared_arguments()),
+        Case("all lanes to the longest, no masks", lanes.all_lanes_to_the_longest(), lanes.shared_arguments()),
     ]
     targets = [
         Target("time", ours, theirs, 0.5),

@@ -46,15 +46,15 @@ def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
     return (last**2).sum()
 
 
-def all_lanes_to_the_longest(weights: Any, y: Array, n: Array) -> Any:
-    """The gradient of as many steps as the longest lane has, in all lanes, without masks: the arithmetic of lockstep."""
+def all_lanes_to_the_longest() -> Callable[..., Any]:
+    """The gradient of as many steps in all lanes as the longest has, without masks: the arithmetic of lockstep."""
     longest = int(log_normal_counts().max())
 
-    def total(weights: Any, y: Array) -> Array:
+    def total(weights: Any, y: Array, _: Array) -> Array:
         last, _ = lax.scan(jax.checkpoint(lambda y, _: (step(weights, y), None)), y, None, length=longest)
         return (last**2).sum()
 
-    return jax.grad(total)(weights, y)
+    return jax.grad(total)
 
 
 def of_shared_weights(lane: Callable[..., Array]) -> Callable[..., Any]:
