@@ -14,7 +14,7 @@ import jax
 
 from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, strong, zeros
 from loopax._errors import LINEAR_SAVED_HAS_COTANGENT
-from loopax.core.expansion import batch_expanded, jvp_linear
+from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
@@ -140,10 +140,8 @@ _whole_compiled = jax.jit(_whole, static_argnames=LinearLoop._fields)
 linear_loop_p.def_impl(_whole_compiled)
 linear_loop_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_loop_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_loop_p] = batch_expanded(_whole)
-ad.primitive_jvps[linear_loop_p] = jvp_linear(
-    linear_loop_p, _whole, lambda params: sum(LinearLoop(**params).linear_sizes)
-)
+batching.fancy_primitive_batchers[linear_loop_p] = batch_expanded(linear_loop_p, _whole)
+ad.primitive_jvps[linear_loop_p] = jvp_expanded(_whole)
 
 
 @weakly_cached

@@ -21,7 +21,7 @@ import jax
 
 from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, replace_jaxpr, strong, zeros
 from loopax.core.dependence import dependence, to_bits
-from loopax.core.expansion import batch_expanded, jvp_linear
+from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
 from loopax.core.linear_loop import written_out
 from loopax.core.loop import Loop, run
@@ -156,10 +156,8 @@ _whole_compiled = jax.jit(_whole, static_argnames=LinearReplay._fields)
 linear_replay_p.def_impl(_whole_compiled)
 linear_replay_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_replay_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_replay_p] = batch_expanded(_whole)
-ad.primitive_jvps[linear_replay_p] = jvp_linear(
-    linear_replay_p, _whole, lambda params: sum(sum(mask) for mask in LinearReplay(**params).masks)
-)
+batching.fancy_primitive_batchers[linear_replay_p] = batch_expanded(linear_replay_p, _whole)
+ad.primitive_jvps[linear_replay_p] = jvp_expanded(_whole)
 
 
 @weakly_cached

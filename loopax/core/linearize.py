@@ -78,7 +78,8 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if unknown[0] or unknown[1] or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     division = divide(loop, unknown[2:])
-    if loop.predicated and division.unknown_carry[0]:
+    nothing_known = all(division.unknown_carry) and all(division.unknown_ys)
+    if nothing_known or (loop.predicated and division.unknown_carry[0]):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
     known, rest = run_known(loop, division, unknown[2:], low, high, operands)

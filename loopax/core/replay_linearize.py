@@ -115,6 +115,8 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         return stage_unknown(trace, replay_p, tracers, static._asdict())
     unknown = [tuple(mask) for mask in split(flags[2:], static.sizes)]
     division = _divide(static, unknown)
+    if all(division.unknown_carry) and all(division.unknown_ys):
+        return stage_unknown(trace, replay_p, tracers, static._asdict())
     low, high, *operands = map(known_value, tracers)
     carry, ys = _run_known(division, unknown, low, high, split(operands, static.sizes))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.

@@ -127,3 +127,53 @@ def test_lax_loops_in_the_body(kind):
     f = lambda h: lx.fori_loop(0, 3, body, h, kind=kind).sum()
     expected = lambda h: jax.lax.fori_loop(0, 6, lambda i, h: jnp.sin(W @ h), h).sum()
     assert_close(jax.jit(jax.value_and_grad(f))(H), jax.value_and_grad(expected)(H))
+
+
+def sine_steps(kind):
+    """The whole carry of the loop is the carry of what stands around it."""
+    return lambda h: lx.fori_loop(0, 3, lambda i, h: jnp.sin(W @ h), h, kind=kind)
+
+
+def counting_steps(kind):
+    """The same with a part of the carry that depends on nothing around."""
+
+    def steps(h):
+        body = lambda c: (jnp.sin(W @ c[0]) * (1.0 + 0.1 * c[1]), c[1] + 1.0)
+        return lx.while_loop(lambda c: c[1] < 3, body, (h, 0.0), max_steps=5, kind=kind)[0]
+
+    return steps
+
+
+def expected_steps(counting):
+    def steps(h):
+        for i in range(3):
+            h = jnp.sin(W @ h) * (1.0 + 0.1 * i if counting else 1.0)
+        return h
+
+    return steps
+
+
+AROUND = {
+    "lax.scan": lambda f: lambda h: jax.lax.scan(lambda h, _: (f(h), h), h, None, length=2)[0],
+    "lax.scan of lanes": lambda f: (
+        lambda h: jax.lax.scan(lambda h, _: (jax.vmap(f)(h), None), jnp.stack([h, -h]), None, length=2)[0]
+    ),
+    "lax.cond": lambda f: lambda h: jax.lax.cond(h[0] > 0, lambda h: f(f(h)), lambda h: h, h),
+    "jit": lambda f: lambda h: jax.jit(f)(jax.jit(f)(h)),
+    "checkpoint": lambda f: lambda h: jax.checkpoint(f)(jax.checkpoint(f)(h)),
+    "lax.map": lambda f: lambda h: jax.lax.map(f, jnp.stack([h, f(h)])),
+}
+
+
+@pytest.mark.parametrize("steps", [sine_steps, counting_steps], ids=name_of)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_every_derivative_inside_other_control_flow(kind, around, steps):
+    """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
+    f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
+    expected = lambda h: (AROUND[around](expected_steps(steps is counting_steps))(h) ** 2).sum()
+    assert_close(jax.jit(jax.grad(f))(H), jax.grad(expected)(H))
+    wanted = jax.hessian(expected)(H)
+    for first in (jax.jacfwd, jax.jacrev):
+        for second in (jax.jacfwd, jax.jacrev):
+            assert_close(jax.jit(second(first(f)))(H), wanted)

@@ -66,3 +66,24 @@ def test_two_vmaps(loop, kind):
     assert_close(inside, wanted)
     assert_close(between, wanted.sum(1))
     assert_close(outside, wanted.sum(1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_forward_over_reverse_of_lanes_inside_lax_scan(kind):
+    """The primal gradient stays unbatched under the `vmap` over tangents."""
+    program, expected = LOOPS["while"]
+
+    def chained(f):
+        def lane(h, n):
+            return jax.lax.scan(lambda s, _: (jnp.sin(s * f(W, h, XS, n)), None), jnp.ones(()), None, length=2)[0]
+
+        return lane
+
+    def by_hand(h, n):
+        s = jnp.ones(())
+        for _ in range(2):
+            s = jnp.sin(s * expected(W, h, XS, n))
+        return s
+
+    summed = lambda h: jax.vmap(chained(program(kind)), (None, 0))(h, COUNTS).sum()
+    assert_close(jax.jit(jax.hessian(summed))(H), jax.hessian(lambda h: sum(by_hand(h, n) for n in COUNTS))(H))
