@@ -162,3 +162,20 @@ def test_a_finished_lane_does_not_hang():
 
     result = jax.jit(jax.vmap(program))(jnp.array([5.0, 0.0]), jnp.array([0.0, 1.0]))
     assert result.tolist() == [5.0, 3.0]
+
+
+def test_the_same_body_under_every_kind():
+    """Programs that share a traced body do not share what their kinds store."""
+    counter = Counter()
+
+    def body(i, x):
+        return counter(x) * 0.9
+
+    found = {}
+    for kind in [*KINDS, *reversed(KINDS)]:
+        gradient = jax.jit(jax.grad(lambda x, kind=kind: lx.fori_loop(0, 100, body, x, kind=kind)))
+        found.setdefault(type(kind).__name__, set()).add(counter.of(gradient, 1.0))
+    assert found["Residuals"] == {100}
+    assert found["Bounded"] == {200}
+    assert len(found["Checkpointed"]) == 1
+    assert found["Checkpointed"].pop() > 200

@@ -1,21 +1,27 @@
 """What reverse mode stores of a loop: the part of a kind that the core needs to know."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+
+# Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """The carry at the start of every block of about sqrt(bound) steps; a block is replayed."""
 
 
-class EveryCarry(NamedTuple):
+@dataclass(frozen=True)
+class EveryCarry:
     """The carry before every step; a step is evaluated again for its derivative."""
 
 
-class EveryResidual(NamedTuple):
+@dataclass(frozen=True)
+class EveryResidual:
     """What the derivative of every step needs; nothing is evaluated again."""
 
 
-class Nothing(NamedTuple):
+@dataclass(frozen=True)
+class Nothing:
     """Reverse mode is refused with this error."""
 
     error: type[Exception]
