@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax.core.axes import Axis
 from loopax.core.effects import guarded
-from loopax.core.jaxprs import Mask, split
+from loopax.core.jaxprs import Mask, invert, split
 from loopax.core.lending import borrow, pick
 
 
@@ -69,3 +70,25 @@ def skip_idle_rows(
     """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
     idle = [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in y_avals)]
     return lax.cond(jnp.any(active), step, lambda: idle)
+
+
+def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
+    """Which lanes have this row in their window; a bound that all share needs no test."""
+    active = jnp.ones(axis.size, bool)
+    if windows[0]:
+        active &= window[0] <= row
+    if windows[1]:
+        active &= row < window[sum(windows) - 1]
+    return active
+
+
+def hull(low: Any, high: Any) -> tuple[Any, Any]:
+    """The window that holds those of all lanes; empty where there are no lanes."""
+    empty = jnp.zeros((), jnp.int32)
+    return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
+
+
+def borrowed_operands(body: ClosedJaxpr, consts: Mask, lent: Mask, num_carry: int, rest: Mask) -> Mask:
+    """Which operands of a body finished lanes borrow in each step."""
+    own = accumulators(body, range(1 + len(consts), 1 + len(consts) + num_carry))
+    return (*(b and not large for b, large in zip(consts, lent, strict=True)), *invert(own), *rest)
