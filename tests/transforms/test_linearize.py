@@ -76,8 +76,8 @@ def test_transpose_of_a_linear_loop(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_jax_linearization_rule_by_jvp_and_partial_evaluation_agree(kind):
-    """JAX linearises directly where it can; loopax's rules must not depend on which way is taken."""
+def test_the_linear_function_agrees_with_jvp(kind):
+    """For tangents of everything at once."""
     f = at_n(LOOPS["scan"][0](kind))
     dots = (W * 0.0 + 1.0, H, XS)
     _, linear = jax.linearize(f, *ARGS)
