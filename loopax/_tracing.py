@@ -15,7 +15,7 @@ from loopax import core
 from loopax._arguments import refuse_references
 from loopax._carry import CarryMismatchError, Spec, match_carry, pack, restore_weak
 from loopax._checks import Check, collecting
-from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
 from loopax.core.jaxprs import INDEX, split, trace
 
@@ -73,8 +73,9 @@ def run(
     extent = walk.extent
     x_arrays, x_spec = pack(xs)
     traced, arrays, spec = _trace_promoting(step, extras, init, x_spec.rows(), goes_on is not None)
-    flags = [jnp.zeros((), bool)] * len(traced.messages)
-    start = [] if goes_on is None else [goes_on(spec.unpack(arrays))]
+    first_flag = int(goes_on is not None) + len(arrays)
+    flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
+    start = [] if goes_on is None else [vary_like(goes_on(spec.unpack(arrays)), traced.body.out_avals[0])]
     loop = core.Loop(
         traced.body,
         num_consts=len(traced.closed_over) + len(extras),
@@ -172,7 +173,8 @@ def _as_body(
     predicated: bool,
 ) -> ClosedJaxpr:
     """Give a traced step the core's form: the condition and the flags join the carry."""
-    function, go = jaxpr_as_fun(raw), [jax.ShapeDtypeStruct((), bool)] * predicated
+    function, num_go = jaxpr_as_fun(raw), int(predicated)
+    go, flags = raw.out_avals[:num_go], raw.out_avals[num_go + len(carry) :][:num_flags]
     sizes = [len(closed_over), len(extras), len(go), len(carry), num_flags]
 
     def body(row: Any, *operands: Any) -> list[Any]:
@@ -182,8 +184,7 @@ def _as_body(
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
         return [_strongly_typed(x) for x in (*new, *flags, *ys)]
 
-    flag_avals = [jax.ShapeDtypeStruct((), bool)] * num_flags
-    return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flag_avals, *xs])
+    return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flags, *xs])
 
 
 def _strongly_typed(x: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import axis_arguments, batched_outputs, batching, collective_over
+from loopax._compat import axis_arguments, batched_outputs, batching, collective_over, vary_like
 from loopax._errors import collective_message
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, lane_avals, move, uniform_body
 from loopax.core.dependence import spread
@@ -26,7 +26,9 @@ def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, y
 
 
 @weakly_cached
-def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -> Loop:
+def _lanes_loop(
+    loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...], extra: tuple[Any, ...]
+) -> Loop:
     """Lanes with windows or predicates of their own.
 
     consts: [lows], [highs], *consts; carry: [any lane goes on, steps of each lane], *carry.
@@ -38,7 +40,7 @@ def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -
     const_avals = lane_avals(loop.input_avals[0], consts, axis)
     large = large_constants(const_avals, consts)
     borrowed = borrowed_operands(loop.body, consts, large, loop.num_carry, xs)
-    num_windows, num_extra = sum(windows), 2 if loop.predicated else 0
+    num_windows, num_extra = len(window_avals), len(extra)
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
     y_avals = [stacked(a, axis.size) for a in loop.output_avals[1]]
@@ -52,7 +54,7 @@ def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -
         return [active_at(row, window, carry)]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        window, consts, extra, carry, xs = split(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
+        window, consts, counts, carry, xs = split(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
         active = active_at(row, window, carry)
 
         def step() -> list[Any]:
@@ -61,16 +63,15 @@ def _lanes_loop(loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
         if loop.predicated:
             ahead = _goes_on(row - 1 if loop.reverse else row + 1, window, windows, loop.reverse)
-            extra = [jnp.any(out[0] & ahead), extra[1] + active.astype(jnp.int32)]
-        return [*extra, *out]
+            counts = [jnp.any(out[0] & ahead), counts[1] + active.astype(jnp.int32)]
+        return [*counts, *out]
 
     carry_avals, xs_avals = loop.input_avals[1:]
-    extra_avals = [jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((axis.size,), jnp.int32)][:num_extra]
     avals = [
         loop.body.in_avals[0],
-        *[jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * num_windows,
+        *window_avals,
         *const_avals,
-        *extra_avals,
+        *extra,
         *lane_avals(carry_avals, [True] * loop.num_carry, axis),
     ]
     return loop._replace(
@@ -144,13 +145,15 @@ def _batch_lanes(
     xs: Sequence[Any],
     masks: tuple[Mask, Mask],
 ) -> Any:
-    lanes = _lanes_loop(loop, axis, *masks, windows)
     low, high = window
+    own = select(windows, (low, high))
     extra = []
     if loop.predicated:
         some = jnp.any(carry[0] & (low < high))
-        extra = [some, jnp.zeros(axis.size, jnp.int32)]
-    out = run(lanes, *hull(low, high), [*select(windows, (low, high)), *consts], [*extra, *carry], xs)
+        extra = [some, vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(some))]
+    avals = (tuple(jax.typeof(x) for x in group) for group in (own, extra))
+    lanes = _lanes_loop(loop, axis, *masks, windows, *avals)
+    out = run(lanes, *hull(low, high), [*own, *consts], [*extra, *carry], xs)
     extra, new_carry = split(out.carry, [len(extra)])
     num_steps = extra[1] if loop.predicated else jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     results = [num_steps, *new_carry, *out.ys, *out.saved]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun, zeros
 from loopax.core.axes import Axis
 from loopax.core.effects import guarded
 from loopax.core.jaxprs import Mask, invert, split
@@ -68,7 +68,7 @@ def skip_idle_rows(
     step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
 ) -> list[Any]:
     """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
-    idle = [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in y_avals)]
+    idle = [*carry, *map(zeros, y_avals)]
     return lax.cond(jnp.any(active), step, lambda: idle)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from loopax._compat import ClosedJaxpr, batching
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, lane_avals, move, uniform_body
@@ -25,7 +24,9 @@ def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry
 
 
 @weakly_cached
-def _lanes_replay(static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: Mask) -> Replay:
+def _lanes_replay(
+    static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
+) -> Replay:
     """Both bodies for lanes with windows of their own: consts are [lows], [highs], *consts."""
     avals, forward_avals = static.backward_avals, static.forward_avals
     state, carry = (True,) * static.num_state, (True,) * static.num_carry
@@ -33,14 +34,13 @@ def _lanes_replay(static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: M
     const_avals = lane_avals(avals[0], consts, axis)
     large = large_constants(const_avals, consts)
     groups = [(consts, avals[0]), (state, forward_avals[1]), (front, forward_avals[2])]
-    forward = _lanes_body(static.forward, axis, windows, large, groups)
+    forward = _lanes_body(static.forward, axis, windows, window_avals, large, groups)
     groups = [(consts, avals[0]), (carry, avals[1]), ((*state, *xs), avals[2] + avals[3])]
-    backward = _lanes_body(static.backward, axis, windows, large, groups)
+    backward = _lanes_body(static.backward, axis, windows, window_avals, large, groups)
 
     def activity(row: Any, *consts: Any) -> list[Any]:
         return [in_window(row, consts, windows, axis)]
 
-    window_avals = [jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * sum(windows)
     lent = None
     if any(large):
         traced = trace(activity, [static.forward.in_avals[0], *window_avals, *const_avals])
@@ -50,7 +50,12 @@ def _lanes_replay(static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: M
 
 
 def _lanes_body(
-    closed: ClosedJaxpr, axis: Axis, windows: Mask, lent: Mask, groups: Sequence[tuple[Mask, Sequence[Any]]]
+    closed: ClosedJaxpr,
+    axis: Axis,
+    windows: Mask,
+    window_avals: tuple[Any, ...],
+    lent: Mask,
+    groups: Sequence[tuple[Mask, Sequence[Any]]],
 ) -> ClosedJaxpr:
     """A body (row, *consts, *carry, *rest) -> (*carry, *y) for lanes with windows of their own."""
     batched = [flag for mask, _ in groups for flag in mask]
@@ -69,7 +74,6 @@ def _lanes_body(
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 
     lanes = [aval for mask, group in groups for aval in lane_avals(group, mask, axis)]
-    window_avals = [jax.ShapeDtypeStruct((axis.size,), jnp.int32)] * sum(windows)
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])
 
 
@@ -96,8 +100,10 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
         [move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)],
     ]
     if any(windows):
-        lanes = _lanes_replay(static, axis, consts_mask, xs_mask, windows)
-        arguments[0] = [*select(windows, (low, high)), *arguments[0]]
+        own = select(windows, (low, high))
+        window_avals = tuple(jax.typeof(x) for x in own)
+        lanes = _lanes_replay(static, axis, consts_mask, xs_mask, windows, window_avals)
+        arguments[0] = [*own, *arguments[0]]
         low, high = hull(low, high)
     else:
         lanes = _uniform_replay(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)

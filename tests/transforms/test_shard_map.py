@@ -115,3 +115,25 @@ def test_spmd_axis_name():
     counts = jnp.arange(16) % 5
     lanes = jax.jit(jax.vmap(jax.grad(f), spmd_axis_name="d"))
     assert_close(lanes(STARTS, counts), jax.vmap(jax.grad(f))(STARTS, counts))
+
+
+VARYING = {
+    "stop": lambda x: lx.scan(lambda c, _: (c * 1.2, c), x, length=6, stop=lambda c, y: c.sum() > 1.5)[0],
+    "inner check": lambda x: lx.fori_loop(
+        0, 2, lambda _, c: lx.while_loop(lambda c: c.sum() < 1.5, lambda c: c * 1.2, c, max_steps=30), x
+    ),
+    "lanes": jax.vmap(lambda x: lx.while_loop(lambda c: c < 1.5, lambda c: c * 1.2, x, max_steps=60)),
+    "lanes that stop": jax.vmap(
+        lambda x: lx.scan(lambda c, _: (c * 1.2, c), x, length=6, stop=lambda c, y: c > 1.5)[1].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("program", VARYING)
+def test_conditions_that_vary_between_devices(program):
+    """Flags and conditions start as varying where what they come to depend on does."""
+    f, starts = VARYING[program], jnp.abs(STARTS) + 0.1
+    gradient = jax.grad(lambda x: f(x).sum())
+    shards = starts.reshape(8, 2)
+    assert_close(jax.jit(sharded(f, True))(starts), jnp.concatenate([f(shard) for shard in shards]))
+    assert_close(jax.jit(sharded(gradient, True))(starts), jnp.concatenate([gradient(shard) for shard in shards]))
