@@ -1,14 +1,10 @@
-"""Aliases for types at the public boundary."""
+"""Types at the public boundary."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
-Carry = PyTree[Any]
-Rows = PyTree[Any]
 Predicate = Bool[Array, ""]
-BodyFun = Callable[..., Any]
 
 
 class LoopInfo(NamedTuple):

@@ -26,6 +26,7 @@ from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stack
 from loopax.core.linear_loop import written_out
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
+from loopax.core.storage import Storage
 
 
 class LinearReplay(NamedTuple):
@@ -42,7 +43,7 @@ class LinearReplay(NamedTuple):
     block: int
     reverse: bool
     unroll: int
-    storage: Any
+    storage: Storage
 
     @property
     def masks(self) -> list[Mask]:
