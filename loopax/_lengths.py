@@ -23,6 +23,7 @@ class Extent:
     over_limit: Any = False  # bool or bool[]: max_steps is less than the length
     checks: list[Check] = field(default_factory=list)
     capacity: int | None = None  # rows of ys, where there are any
+    is_precaution: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
 
 
 def known_int(value: Any) -> int | None:
@@ -41,7 +42,8 @@ def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
     length, too_long, longest = _difference(lower, upper, first)
     if max_steps is not None:
         over = longest > max_steps and (too_long | (length > max_steps))
-        return Extent(jnp.int32(0), jnp.minimum(length, max_steps), max_steps, fixed=False, over_limit=over)
+        high = jnp.minimum(length, max_steps)
+        return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, is_precaution=True)
     checks = [] if too_long is False else [Check(too_long, _TOO_LONG)]
     return Extent(jnp.int32(0), length, None, fixed=False, checks=checks)
 
@@ -117,7 +119,8 @@ def _scan_without_length(rows: int | None, max_steps: int | None, reverse: bool,
     if reverse:
         raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
     high = jnp.int32(MOST_STEPS if max_steps is None else max_steps)
-    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=max_steps is not None, capacity=max_steps)
+    over = max_steps is not None
+    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, capacity=max_steps, is_precaution=True)
 
 
 def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
@@ -148,7 +151,16 @@ def _traced_scan(length: Any, rows: int | None, max_steps: int | None, reverse: 
     else:  # without rows of xs, max_steps is the capacity: the last row that there can be is the first walked
         low, high, bound = jnp.int32(0), jnp.minimum(length, max_steps), max_steps
     capacity = rows if rows is not None else max_steps
-    return Extent(low, high, bound, fixed=False, over_limit=over, checks=checks, capacity=capacity)
+    return Extent(
+        low,
+        high,
+        bound,
+        fixed=False,
+        over_limit=over,
+        checks=checks,
+        capacity=capacity,
+        is_precaution=rows is None,
+    )
 
 
 def _length_message(rows: int | None) -> str:

@@ -2,17 +2,26 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
+import jax
+
 from loopax import core
+from loopax._carry import describe
+
+DEFAULT_MEMORY = 256 * 2**20
 
 
 class Kind(ABC):
     """A strategy for reverse mode. Choose one of its subclasses."""
 
     @abstractmethod
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
-        """What the core stores for a loop of at most `bound` steps; `fixed`: always as many, known when traced."""
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+        """What the core stores for a loop of at most `bound` steps.
+
+        `fixed`: always as many, known when traced; `is_precaution`: perhaps far fewer.
+        """
 
 
 @dataclass(frozen=True)
@@ -24,52 +33,62 @@ class Lax(Kind):
     Body evaluations for forward and gradient: n. Bound: not needed.
     """
 
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del bound
+        del bound, is_precaution
         if fixed:
             return core.EveryResidual()
         return core.Nothing(
             ValueError,
             "reverse mode through a loop of kind `Lax()` whose number of steps is not fixed when it is traced. "
-            "Choose a kind that has it: `Checkpointed()` (about 2 sqrt(N) carries for a bound of N steps), "
-            "`Bounded()` (every carry) or `Residuals()` (what `jax.lax.scan` stores), each with a static bound "
-            "such as `max_steps=`.",
+            "Choose a kind that has it: `Checkpointed()` (some carries), or, with a static bound such as `max_steps=`, "
+            "`Bounded()` (every carry) or `Residuals()` (what `jax.lax.scan` stores).",
         )
 
 
 @dataclass(frozen=True)
 class Checkpointed(Kind):
-    """Store the carry at the start of every block of steps, and evaluate the blocks again.
+    """Store some carries, and evaluate the steps between them again.
 
-    With a bound of N steps about 2 sqrt(N) carries are stored (more where carries are so tiny that
-    8 KiB hold them), at most 3n body evaluations are needed for forward and gradient. N is
-    `max_steps`, the rows of `xs`, or a static length.
+    With a bound of N steps and without `checkpoints`, the carries at the start of blocks of steps and
+    those of one block are stored: about 2 sqrt(N) in all (more where carries are so tiny that 8 KiB hold
+    them). Forward and gradient evaluate the body at most 3 n times. N is `max_steps`, the rows of
+    `xs`, or a static length.
+
+    With `checkpoints` as many carries are stored, at most, those of a replayed block included. A loop
+    that knows its length when it starts (`fori_loop`, `scan` without `stop`) needs as few evaluations as
+    possible (Griewank & Walther 2000). One that does not (`while_loop`, `scan` with `stop`) needs at most
+    1.15 times as many (an online schedule after Stumm & Walther 2010), and no bound.
+
+    Without a bound and without `checkpoints`, 64 carries are stored. docs/kinds.md has the
+    evaluations of every case.
 
     Parameters
     ----------
     checkpoints
-        The number of stored carries. Not implemented yet: leave it None.
+        The number of stored carries, an int from 1 on, or None. A loop with fewer steps stores fewer.
+
+    Raises
+    ------
+    TypeError
+        `checkpoints` is not an int, or is traced.
+    ValueError
+        `checkpoints` is less than 1.
 
     """
 
     checkpoints: int | None = None
 
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del fixed
+    def __post_init__(self) -> None:
+        """Refuse what is not a number of carries."""
         if self.checkpoints is not None:
-            raise NotImplementedError(
-                f"Checkpointed(checkpoints={self.checkpoints!r}): a budget of checkpoints is not implemented yet. "
-                "Without it, about 2 sqrt(N) carries are stored for a bound of N steps."
-            )
-        if bound is None:
-            return core.Nothing(
-                NotImplementedError,
-                "the gradient of a loop without a static bound is not implemented yet under `Checkpointed()` and "
-                "`Auto()`. Give a bound: `max_steps=`, rows of `xs`, or a static length.",
-            )
-        return core.Blocks()
+            what = "Checkpointed(checkpoints=...)"
+            object.__setattr__(self, "checkpoints", _positive_int(what, self.checkpoints, "stored carries"))
+
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+        """See `Kind.storage`."""
+        del bound, fixed, is_precaution
+        return core.Checkpoints(self.checkpoints)
 
 
 @dataclass(frozen=True)
@@ -80,9 +99,9 @@ class Bounded(Kind):
     or a static length.
     """
 
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del fixed
+        del fixed, is_precaution
         _need_bound(self, bound)
         return core.EveryCarry()
 
@@ -95,34 +114,70 @@ class Residuals(Kind):
     or a static length.
     """
 
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del fixed
+        del fixed, is_precaution
         _need_bound(self, bound)
         return core.EveryResidual()
 
 
 @dataclass(frozen=True)
 class Auto(Kind):
-    """The default: `Checkpointed()` where a gradient is taken, `Lax()` where none is.
+    """The default: the fastest of the other kinds that fits in so much memory.
+
+    The choice is made where a gradient is taken, from the bound, the types in the carry, what the derivative
+    of a step needs, and an estimate of what a step costs. It takes `Residuals()`, `Bounded()` or
+    `Checkpointed()`, the last with as many checkpoints as fit; without a bound, `Checkpointed()` with up to
+    64. Where the bound is `max_steps` and the length known only at run time, it may be far above the
+    steps that are taken: then `Residuals()` and `Bounded()`, which need room for all of them, get an
+    eighth of the memory. Only shapes that are visible there count: a `jax.vmap` outside of the
+    gradient multiplies them.
+
+    Where no gradient is taken, this is `Lax()`.
 
     Parameters
     ----------
     memory
-        Bytes that a gradient may use. Not implemented yet: leave it None.
+        Bytes that the gradient of one loop may store: 256 MiB unless given. Never read from the device.
+
+    Raises
+    ------
+    TypeError
+        `memory` is not an int, or is traced.
+    ValueError
+        `memory` is less than 1; or, where a gradient is taken, less than one carry (the message says how
+        much that is).
 
     """
 
-    memory: int | None = None
+    memory: int = DEFAULT_MEMORY
 
-    def storage(self, bound: int | None, fixed: bool) -> core.Storage:
+    def __post_init__(self) -> None:
+        """Refuse what is not a number of bytes."""
+        object.__setattr__(self, "memory", _positive_int("Auto(memory=...)", self.memory, "bytes"))
+
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
-        if self.memory is not None:
-            raise NotImplementedError(
-                f"Auto(memory={self.memory!r}): the choice by memory is not implemented yet. "
-                "Without it, Auto() is Checkpointed()."
-            )
-        return Checkpointed().storage(bound, fixed)
+        del bound, fixed
+        return core.Fastest(self.memory, is_precaution)
+
+
+def _positive_int(what: str, value: Any, unit: str) -> int:
+    """A number of something, known when the loop is traced."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{what}: got {describe(value)}, expected a Python int: how much a gradient stores is decided when it is "
+            "compiled, not when it runs."
+        )
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{what}: got {describe(value)}, expected an int, the number of {unit}.")
+    if number < 1:
+        raise ValueError(f"{what}: got {number}, expected at least 1, the number of {unit}.")
+    return number
 
 
 def _need_bound(kind: Kind, bound: int | None) -> None:

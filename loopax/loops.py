@@ -12,7 +12,8 @@ from loopax._checks import Check, settle
 from loopax._compat import to_weak
 from loopax._lengths import Extent, first_index, fori_extent, scan_extent
 from loopax._types import LoopInfo
-from loopax.kinds import KindLike
+from loopax.core import Storage
+from loopax.kinds import Kind, KindLike
 
 Lanes = Literal["lockstep"]
 
@@ -104,8 +105,9 @@ def while_loop(
 
     step = tracing.Step(call, "body_fun of while_loop", (body_fun, cond_fun), ("while_loop", options.key_spec))
     high = arguments.MOST_STEPS if bound is None else bound
-    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=bound is not None)
-    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=options.kind.storage(bound, fixed=False))
+    over = bound is not None
+    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
+    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent))
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
     return (result, loop_info) if info else result
@@ -184,7 +186,7 @@ def fori_loop(
         return body_fun(i, val, **options.step_key(i, extras)), None, None
 
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
-    walk = tracing.Walk(extent, reverse=False, unroll=unroll, storage=options.kind.storage(extent.bound, extent.fixed))
+    walk = tracing.Walk(extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent))
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
     return (result, loop_info) if info else result
@@ -272,7 +274,6 @@ def scan(
     if stop is not None:
         arguments.check_callable("stop of scan", stop)
     extent = scan_extent(length, arguments.rows_of(xs), options.max_steps, reverse, stop is not None)
-    fixed = extent.fixed and stop is None
     unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
 
     def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
@@ -283,11 +284,16 @@ def scan(
 
     functions = (f,) if stop is None else (f, stop)
     step = tracing.Step(call, "f of scan", functions, ("scan", extent.capacity is None, options.key_spec))
-    walk = tracing.Walk(extent, reverse, unroll, options.kind.storage(extent.bound, fixed))
+    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None))
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
     result, loop_info = _finish(options, throw, extent, done, (done.carry, done.ys))
     return (result, loop_info) if info else result
+
+
+def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
+    """What a loop of this kind and extent stores for its gradient."""
+    return kind.storage(extent.bound, extent.fixed and not stops, extent.is_precaution)
 
 
 def _finish(

@@ -1,7 +1,7 @@
 """One small recurrence in the form of each loop, for the tests of derivatives and transformations.
 
 All take `(w, h, xs, n)`: weights float64[3, 3], a start float64[3], rows float64[11, 3], and a number of
-steps; all return a scalar that depends on everything. `BOUND` is 11, so a block has 4 steps.
+steps; all return a scalar that depends on everything. `BOUND` is 11, so a block has 4 steps; 3 checkpoints are too few for blocks.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ W = jnp.asarray(np.random.RandomState(0).randn(3, 3)) * 0.5
 H = jnp.array([0.3, -0.2, 0.5])
 XS = jnp.asarray(np.random.RandomState(1).randn(BOUND, 3))
 
-KINDS = [lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+KINDS = [lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
 WITH_LAX = [*KINDS, lx.Lax()]
 
 Program = Callable[..., Array]
@@ -28,7 +28,9 @@ Program = Callable[..., Array]
 
 def name_of(value: Any) -> str | None:
     """A short name for pytest's parameters."""
-    return type(value).__name__ if isinstance(value, lx.Kind) else getattr(value, "__name__", None)
+    if isinstance(value, lx.Kind):
+        return type(value).__name__ + str(getattr(value, "checkpoints", None) or "")
+    return getattr(value, "__name__", None)
 
 
 def mixed(outputs: Any) -> Array:

@@ -60,8 +60,6 @@ def test_option_that_the_kind_does_not_use(kind: Any, option: str) -> None:
     [
         ({"lanes": "compact"}, "lanes='compact'"),
         ({"progress": True}, "progress=True"),
-        ({"kind": lx.Checkpointed(checkpoints=3)}, "Checkpointed(checkpoints=3)"),
-        ({"kind": lx.Auto(memory=1)}, "Auto(memory=1)"),
     ],
 )
 def test_what_is_planned_says_that_it_is_not_implemented(loop: Any, options: Any, named: str) -> None:
@@ -293,11 +291,35 @@ def test_reverse_mode_through_lax_names_the_kinds_that_have_it(loop: str, option
         jax.jit(jax.grad(lambda x, n: UNBOUNDED[loop](x, n, kind="lax", **options)))(2.0, 3)
 
 
-@pytest.mark.parametrize("kind", ["auto", "checkpointed"])
+BUDGETS = [(lx.Checkpointed, "checkpoints", "number of stored carries"), (lx.Auto, "memory", "number of bytes")]
+
+
+@pytest.mark.parametrize(("kind", "name", "unit"), BUDGETS)
+@pytest.mark.parametrize("value", [0, -1, np.int32(0)])
+def test_budget_below_one(kind: Any, name: str, unit: str, value: Any) -> None:
+    with raises(ValueError, f"{kind.__name__}({name}=...)", f"got {value}", "at least 1", unit):
+        kind(value)
+
+
+@pytest.mark.parametrize(("kind", "name", "unit"), BUDGETS)
+@pytest.mark.parametrize("value", [1.5, 2.0, "3", True, (1,)])
+def test_budget_that_is_not_an_integer(kind: Any, name: str, unit: str, value: Any) -> None:
+    with raises(TypeError, f"{kind.__name__}({name}=...)", "expected an int", unit):
+        kind(value)
+
+
+@pytest.mark.parametrize(("kind", "name", "unit"), BUDGETS)
+def test_traced_budget(kind: Any, name: str, unit: str) -> None:
+    with raises(TypeError, f"{kind.__name__}({name}=...)", "got int", "expected a Python int", "compiled"):
+        jax.jit(kind)(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 3}])
 @pytest.mark.parametrize("loop", UNBOUNDED)
-def test_reverse_mode_without_a_bound_is_not_implemented(loop: str, kind: Any) -> None:
-    with raises(NotImplementedError, "without a static bound", "max_steps="):
-        jax.jit(jax.grad(lambda x, n: UNBOUNDED[loop](x, n, kind=kind)))(2.0, 3)
+def test_memory_below_one_carry_says_how_much_the_least_is(loop: str, options: Any) -> None:
+    gradient = jax.grad(lambda x, n: UNBOUNDED[loop](x, n, kind=lx.Auto(memory=7), **options))
+    with raises(ValueError, "Auto(memory=7)", "at least one carry", "8 bytes", "Give memory=8 or more"):
+        jax.jit(gradient)(2.0, 3)
 
 
 @pytest.mark.parametrize("kind", ["bounded", "residuals"])

@@ -9,14 +9,17 @@ from loopax.core import (
     replay_batching,
     replay_jvp,
     replay_linearize,
+    replay_lowering,
 )
 from loopax.core.loop import Loop, Outcome, run
-from loopax.core.storage import Blocks, EveryCarry, EveryResidual, Nothing, Storage
+from loopax.core.storage import DEFAULT_SLOTS, Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
 __all__ = [
-    "Blocks",
+    "DEFAULT_SLOTS",
+    "Checkpoints",
     "EveryCarry",
     "EveryResidual",
+    "Fastest",
     "Loop",
     "Nothing",
     "Outcome",
@@ -29,5 +32,6 @@ __all__ = [
     "replay_batching",
     "replay_jvp",
     "replay_linearize",
+    "replay_lowering",
     "run",
 ]

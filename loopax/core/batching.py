@@ -117,8 +117,9 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         *axes_of(carry_mask),
         *axes_of(ys_mask, 1),
         *axes_of(select(loop.saved_mask, carry_mask), 1),
+        *(None for _ in out.marks),
     ]
-    return [out.num_steps, *out.carry, *out.ys, *out.saved], out_dims
+    return [out.num_steps, *out.carry, *out.ys, *out.saved, *out.marks], out_dims
 
 
 def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
@@ -156,8 +157,9 @@ def _batch_lanes(
     out = run(lanes, *hull(low, high), [*own, *consts], [*extra, *carry], xs)
     extra, new_carry = split(out.carry, [len(extra)])
     num_steps = extra[1] if loop.predicated else jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    results = [num_steps, *new_carry, *out.ys, *out.saved]
-    return results, [0, *(0 for _ in new_carry), *(1 for _ in out.ys), *(1 for _ in out.saved)]
+    results = [num_steps, *new_carry, *out.ys, *out.saved, *out.marks]
+    dims = [0, *(0 for _ in new_carry), *(1 for _ in out.ys), *(1 for _ in out.saved), *(None for _ in out.marks)]
+    return results, dims
 
 
 batching.fancy_primitive_batchers[loop_p] = _batch_loop

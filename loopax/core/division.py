@@ -1,21 +1,20 @@
 """Divide a loop by what is known of its operands: a known loop, and the linear rest of it.
 
-How the known loop hands over what the rest needs of its carry is the loop's `storage`: the states at
-block starts, the state before every step, or the residuals of every step.
+How the known loop hands over what the rest needs of its carry is the loop's `storage`: the states before
+some steps, the state before every step, or the residuals of every step.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from loopax._compat import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+from loopax.core.cost import size_in_bytes
 from loopax.core.dependence import dependence, members, spread
 from loopax.core.effects import without_effects
 from loopax.core.jaxprs import Mask, either, invert, merge, reject, select, split, trace, weakly_cached
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
-from loopax.core.storage import Blocks, EveryResidual, Nothing
-from loopax.schedule import block_size
+from loopax.core.storage import Checkpoints, EveryResidual, Nothing, Saving, saving_for
 
 
 class Division(NamedTuple):
@@ -56,17 +55,17 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         reverse=loop.reverse,
         unroll=loop.unroll,
         storage=loop.storage,
-        block=loop.block,
-        saved=tuple(select(carry, loop.saved_mask)) if loop.block else (),
+        saving=loop.saving,
+        saved=tuple(select(carry, loop.saved_mask)) if loop.saving else (),
     )
     division = Division(known, linear, carry, ys, uses)
     if isinstance(loop.storage, Nothing) or not any(division.states):
         return division
-    if isinstance(loop.storage, Blocks):
-        state = select(division.states, known.output_avals[0])
-        block = loop.block or block_size(loop.bound or 0, sum(prod(a.shape) * a.dtype.itemsize for a in state))
-        if block > 1:
-            return _keep_block_starts(division, block)
+    if isinstance(loop.storage, Checkpoints):
+        states = select(division.states, known.output_avals[0])
+        saving = loop.saving or saving_for(loop.storage, loop.bound, size_in_bytes(states), not loop.predicated)
+        if saving:
+            return _keep_some_carries(division, saving)
     return _keep_every_carry(division)
 
 
@@ -105,12 +104,12 @@ def prune(
         carry = either(carry, needed)
 
 
-def _keep_block_starts(division: Division, block: int) -> Division:
+def _keep_some_carries(division: Division, saving: Saving) -> Division:
     """The known loop saves the states that the rest needs, with those it saves already."""
     known = division.known
     saved = either(known.saved_mask, division.states)
     return division._replace(
-        known=known._replace(block=block, saved=saved), linear=division.linear._replace(block=block)
+        known=known._replace(saving=saving, saved=saved), linear=division.linear._replace(saving=saving)
     )
 
 

@@ -131,8 +131,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     new_carry, new_carry_dots = split(out.carry, [loop.num_carry])
     ys, y_dots = split(out.ys, [len(ys_mask)])
     saved, saved_dots = split(out.saved, [len(saved_mask)])
-    results = [out.num_steps, *new_carry, *ys, *saved]
-    mask = [False, *carry_mask, *ys_mask, *saved_mask]
+    results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
+    mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])
 
 

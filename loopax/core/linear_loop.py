@@ -1,6 +1,6 @@
 """The linear rest of a loop whose other part has been run: what reverse mode transposes.
 
-Operands are `low, high, *known consts, *known init, *saved, *known xs, *linear consts, *linear init,
+Operands are `low, high, *known consts, *known init, *saved, marks, *known xs, *linear consts, *linear init,
 *linear xs`, results the linear part of the carry, the ys (all linear) and linear saved carries. Run
 as it stands (by `jax.linearize`), it is the whole loop, known part included. Transposed, it is a loop
 over the same rows in the other direction, which needs the known carry before every step: it has none
@@ -18,7 +18,7 @@ from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
-from loopax.core.storage import Nothing, Storage
+from loopax.core.storage import Nothing, Saving, Storage
 
 
 class LinearLoop(NamedTuple):
@@ -32,7 +32,7 @@ class LinearLoop(NamedTuple):
     reverse: bool
     unroll: int
     storage: Storage
-    block: int = 0
+    saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
 
     @property
@@ -42,9 +42,10 @@ class LinearLoop(NamedTuple):
 
     @property
     def known_sizes(self) -> list[int]:
-        """Lengths of known consts, known init, saved and known xs among the operands."""
+        """Lengths of known consts, known init, saved, marks and known xs among the operands."""
         consts, carry, xs = (mask.count(False) for mask in self.masks)
-        return [consts, carry, carry if self.block else 0, xs]
+        replays = carry > 0 and self.saving is not None
+        return [consts, carry, carry if replays else 0, int(replays), xs]
 
     @property
     def linear_sizes(self) -> list[int]:
@@ -81,7 +82,7 @@ class LinearLoop(NamedTuple):
             predicated=False,
             unroll=self.unroll,
             storage=self.storage,
-            block=self.block if any(saved) else 0,
+            saving=self.saving if any(saved) else None,
             saved=saved if any(saved) else (),
         )
 
@@ -94,6 +95,7 @@ class Operands(NamedTuple):
     known_consts: list[Any]
     known_init: list[Any]
     saved: list[Any]
+    marks: list[Any]
     known_xs: list[Any]
     consts: list[Any]
     init: list[Any]
@@ -133,7 +135,7 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     carry, ys = linear.output_avals
     saved = select(linear.saved or (False,) * len(carry), carry)
     loop = linear.as_loop
-    return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.num_blocks) for a in saved)]
+    return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.saved_rows) for a in saved)]
 
 
 _whole_compiled = jax.jit(_whole, static_argnames=LinearLoop._fields)
@@ -213,13 +215,14 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             num_carry=len(carry),
             num_forward_xs=len(given.known_xs),
             bound=linear.bound,
-            block=linear.block,
+            saving=linear.saving,
             reverse=linear.reverse,
             unroll=linear.unroll,
             storage=linear.storage,
         )
+        (marks,) = given.marks
         out_carry, ct_xs = replay(
-            backward, given.low, given.high, given.known_consts, given.known_init, given.saved, carry, xs
+            backward, given.low, given.high, marks, given.known_consts, given.known_init, given.saved, carry, xs
         )
     else:
         loop = Loop(
@@ -232,7 +235,8 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             unroll=linear.unroll,
             storage=linear.storage,
         )
-        _, out_carry, ct_xs, _ = run(loop, given.low, given.high, given.known_consts, carry, xs)
+        out = run(loop, given.low, given.high, given.known_consts, carry, xs)
+        out_carry, ct_xs = out.carry, out.ys
     ct_carry, ct_consts = split(out_carry, [num_carry])
     return [*ct_consts, *ct_carry, *ct_xs]
 

@@ -24,9 +24,9 @@ from loopax.core.dependence import dependence, to_bits
 from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
 from loopax.core.linear_loop import written_out
-from loopax.core.loop import Loop, run
-from loopax.core.replay import Replay, replay
-from loopax.core.storage import Storage
+from loopax.core.loop import run
+from loopax.core.replay import Replay, replay, saving_loop, walk_and_replay
+from loopax.core.storage import Saving, Storage
 
 
 class LinearReplay(NamedTuple):
@@ -40,7 +40,7 @@ class LinearReplay(NamedTuple):
     linear_xs: Mask
     num_forward_xs: int
     bound: int | None
-    block: int
+    saving: Saving
     reverse: bool
     unroll: int
     storage: Storage
@@ -68,7 +68,7 @@ class LinearReplay(NamedTuple):
             num_carry=len(self.linear_carry),
             num_forward_xs=self.num_forward_xs,
             bound=self.bound,
-            block=self.block,
+            saving=self.saving,
             reverse=self.reverse,
             unroll=self.unroll,
             storage=self.storage,
@@ -115,35 +115,11 @@ linear_replay_p = Primitive("loop_linear_replay")
 linear_replay_p.multiple_results = True
 
 
-def saving_loop(static: LinearReplay, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
-    """A loop in the direction of `forward` that saves its whole carry at block starts."""
-    return Loop(
-        body,
-        num_consts=num_consts,
-        num_carry=num_state,
-        bound=static.bound,
-        reverse=static.reverse,
-        predicated=False,
-        unroll=static.unroll,
-        storage=static.storage,
-        block=static.block,
-        saved=(True,) * num_state,
-    )
-
-
-def sweep(static: LinearReplay, low: Any, high: Any, operands: Sequence[list[Any]]) -> tuple[list[Any], list[Any]]:
-    """Run a whole sweep from the start of its states: walk forward saving, then back."""
-    consts, init, carry, xs = operands
-    loop = saving_loop(static, static.forward, len(consts), len(init))
-    saved = run(loop, low, high, consts, init, xs[: static.num_forward_xs]).saved
-    return replay(static.as_replay, low, high, consts, init, saved, carry, xs)
-
-
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     static = LinearReplay(**params)
     given = Operands.of(static, flat)
     groups = [merge(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
-    carry, rows = sweep(static, given.low, given.high, groups)
+    carry, rows = walk_and_replay(static.as_replay, given.low, given.high, *groups)
     return [*select(static.linear_carry, carry), *rows]
 
 
@@ -258,7 +234,7 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
     rows = [*xs, *select(nonzero_ys, ct_ys), *extra]
 
     forward = _forward_pair(static, nonzero_ys)
-    loop = saving_loop(static, forward, len(consts), len(init) + len(p))
+    loop = saving_loop(static.as_replay, forward, len(consts), len(init) + len(p))
     out = run(loop, given.low, given.high, consts, [*init, *map(written_out, p)], rows)
 
     avals = [select(mask, group) for mask, group in zip(static.masks, static.avals[:4], strict=True)]
@@ -271,13 +247,14 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
         num_carry=len(start),
         num_forward_xs=len(rows),
         bound=static.bound,
-        block=static.block,
+        saving=static.saving,
         reverse=static.reverse,
         unroll=static.unroll,
         storage=static.storage,
     )
     states = [*init, *map(written_out, p)]
-    final, ct_xs = replay(back, given.low, given.high, consts, states, out.saved, start, rows)
+    (marks,) = out.marks
+    final, ct_xs = replay(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split(final, [len(carry), len(avals[1])])
     return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
 
@@ -288,8 +265,8 @@ def _every_carry(static: LinearReplay, given: Operands) -> list[Any]:
     inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
     first = 1 + len(known.linear_consts)
     body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
-    _, rows = sweep(known._replace(backward=body), given.low, given.high, given.known)
-    return rows
+    whole = known._replace(backward=body).as_replay
+    return walk_and_replay(whole, given.low, given.high, *given.known)[1]
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:

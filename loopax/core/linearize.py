@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from loopax._compat import ad, is_known, jaxpr_as_fun, known_value, pe, stage_unknown
+from loopax.core.choice import resolved
 from loopax.core.division import Division, divide
 from loopax.core.jaxprs import merge, reject, select, split
 from loopax.core.linear_loop import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
@@ -30,16 +31,18 @@ def run_known(
     used_xs = reject(unknown_xs, division.uses[2])
     saved = dict(zip(select(division.known.saved_mask, range(len(init))), out.saved, strict=True))
     replayed = [] if all(division.linear.linear_carry) else select(division.states, range(len(init)))
+    saves = bool(replayed) and division.linear.saving is not None
     rest = [
         *_window(loop, low, high, out.num_steps),
         *(jaxpr_as_fun(division.hoisted)(*consts) if division.hoisted else select(used_consts, consts)),
         *(init[i] for i in replayed),
-        *(saved[i] for i in replayed if division.linear.block),
+        *(saved[i] for i in replayed if saves),
+        *(out.marks if saves else []),
         *select(used_xs, xs),
         *residual_rows,
     ]
     wanted = [i for i, keep in enumerate(reject(division.unknown_carry, loop.saved_mask)) if keep]
-    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted]), rest
+    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
 
 
 def _window(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
@@ -69,6 +72,7 @@ def _assemble(loop: Loop, division: Division, known: Outcome, linear: Sequence[A
         *merge(division.unknown_carry, known.carry, carry),
         *merge(division.unknown_ys, known.ys, ys),
         *merge(unknown_saved, known.saved, saved),
+        *known.marks,
     ]
 
 
@@ -77,6 +81,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     unknown = tuple(not is_known(t) for t in tracers)
     if unknown[0] or unknown[1] or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
+    loop = resolved(loop, unknown[2:])
     division = divide(loop, unknown[2:])
     nothing_known = all(division.unknown_carry) and all(division.unknown_ys)
     if nothing_known or (loop.predicated and division.unknown_carry[0]):
@@ -98,10 +103,12 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
     unknown = tuple(map(ad.is_undefined_primal, operands))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))
+    loop = resolved(loop, unknown)
     division = divide(loop, unknown)
     _, rest = run_known(loop, division, unknown, low, high, operands)
     linear = _linear_operands(loop, division, unknown, operands)
-    _, ct_carry, ct_ys, ct_saved = split(cts, [1, loop.num_carry, len(loop.output_avals[1])])
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    _, ct_carry, ct_ys, ct_saved, _ = split(cts, sizes)
     linear_cts = [
         *select(division.unknown_carry, ct_carry),
         *select(division.unknown_ys, ct_ys),

@@ -9,9 +9,10 @@ Meaning, for a loop that walks forward (`reverse` walks the same rows from the l
         row += 1
     return row - low, carry, ys
 
-Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys, *saved`. A loop that
-saves also returns the carry at the start of every block of steps, which is what reverse mode replays
-from. A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`. A loop that saves also
+returns `*saved, marks`: the carry before some of the steps, from which reverse mode replays the others,
+and the rows of these steps in the order in which they were taken, `UNUSED` where there were fewer. A
+condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
-from loopax.core.storage import Storage
+from loopax.core.storage import Saving, Storage
+
+UNUSED = -1  # among marks
 
 
 class Loop(NamedTuple):
@@ -37,7 +40,7 @@ class Loop(NamedTuple):
     predicated: bool  # carry[0] is a bool scalar: go on while it is True
     unroll: int
     storage: Storage  # what reverse mode stores
-    block: int = 0  # a loop that saves: steps per block
+    saving: Saving | None = None  # a loop that saves: when
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lent: Lent | None = None  # a batch: constants that the body expects to be lent already
 
@@ -67,9 +70,9 @@ class Loop(NamedTuple):
         return self.saved or (False,) * self.num_carry
 
     @property
-    def num_blocks(self) -> int:
-        """The most blocks there can be."""
-        return -(-(self.bound or 0) // self.block) if self.block else 0
+    def saved_rows(self) -> int:
+        """The most carries that are saved."""
+        return self.saving.rows(self.bound) if self.saving else 0
 
 
 class Outcome(NamedTuple):
@@ -79,6 +82,7 @@ class Outcome(NamedTuple):
     carry: list[Any]
     ys: list[Any]
     saved: list[Any]
+    marks: list[Any]  # one array; none where the loop does not save
 
 
 loop_p = Primitive("loop")
@@ -90,8 +94,9 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
     slim = _hoisted(loop, fixed) if any(fixed) else loop
     outputs = loop_p.bind(low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict())
-    (num_steps,), changed, ys, saved = split(outputs, [1, slim.num_carry, len(slim.output_avals[1])])
-    return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved)
+    sizes = [1, slim.num_carry, len(slim.output_avals[1]), sum(slim.saved_mask)]
+    (num_steps,), changed, ys, saved, marks = split(outputs, sizes)
+    return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved, marks)
 
 
 @weakly_cached
@@ -136,11 +141,12 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
 
 
 def result_avals(loop: Loop) -> list[Any]:
-    """The types of the results: number of steps, carry, ys, saved."""
+    """The types of the results: number of steps, carry, ys, saved, marks."""
     carry, rows = loop.output_avals
-    saved = [stacked(aval, loop.num_blocks) for aval in select(loop.saved_mask, carry)]
+    index = core.ShapedArray(INDEX.shape, INDEX.dtype)
+    saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
     ys = [stacked(aval, loop.bound or 0) for aval in rows]
-    return [core.ShapedArray(INDEX.shape, INDEX.dtype), *carry, *ys, *saved]
+    return [index, *carry, *ys, *saved, *([stacked(index, loop.saved_rows)] if loop.saving else [])]
 
 
 def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:
@@ -161,7 +167,8 @@ def _dependence(eqn: Any) -> list[int]:
     inputs[loop.carry_range.start : loop.carry_range.stop] = carry
     everywhere = low | high | (carry[0] if loop.predicated else 0)
     ys = [union(inputs, bits) for bits in needed[loop.num_carry :]]
-    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry))]
+    marks = [0] if loop.saving else []
+    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry), *marks)]
 
 
 dependence_rules[loop_p] = _dependence

@@ -30,19 +30,20 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
         return _staged(eqn, instantiated)
     known = known_loop(loop, consts, carry, xs, ys)
     unknown_in = [False, False, *consts, *carry, *xs]
-    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry)]
+    marks = [False] if loop.saving else []
+    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *marks]
     return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
     static = lending_replay(Replay(**eqn.params))
-    if unknown[0] or unknown[1]:
+    if any(unknown[:3]):
         return _staged(eqn, instantiated)
-    consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[2:], static.sizes))
+    consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[3:], static.sizes))
     state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
     known = known_replay(static, (consts, state, carry, xs), ys)
-    unknown_in = [False, False, *consts, *state, *state, *carry, *xs]
+    unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
     unknown_out = [*carry, *ys]
     return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
@@ -68,24 +69,25 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
         return [False] * len(eqn.invars), None
     if loop.body.effects or loop.lent:
         return [True] * len(eqn.invars), eqn
-    _, carry, ys, saved = split(used, [1, loop.num_carry, len(loop.output_avals[1])])
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    _, carry, ys, saved, marks = split(used, sizes)
     saved_mask = _spread_saved(loop, saved)
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
     body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
-    block = loop.block if any(saved) else 0
+    saving = loop.saving if any(saved) or any(marks) else None
     slim = loop._replace(
         body=body,
         num_consts=sum(consts),
         num_carry=sum(kept),
-        block=block,
-        saved=tuple(select(kept, saved_mask)) if block else (),
+        saving=saving,
+        saved=tuple(select(kept, saved_mask)) if saving else (),
     )
     used_in = [True, True, *consts, *kept, *xs]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),
-        outvars=select([True, *kept, *ys, *saved], eqn.outvars),
+        outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in marks)], eqn.outvars),
         params=slim._asdict(),
     )
 
@@ -115,7 +117,7 @@ def _dce_replay(used: list[bool], *rest: Any) -> Any:
         num_carry=sum(carry),
         num_forward_xs=sum(xs[: static.num_forward_xs]),
     )
-    used_in = [True, True, *consts, *state, *state, *carry, *xs]
+    used_in = [True, True, True, *consts, *state, *state, *carry, *xs]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),
         outvars=select([*carry, *ys], eqn.outvars),

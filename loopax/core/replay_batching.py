@@ -7,10 +7,11 @@ import jax
 
 from loopax._compat import ClosedJaxpr, batching
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, lane_avals, move, uniform_body
+from loopax.core.expansion import batch_expanded
 from loopax.core.jaxprs import Mask, select, split, stacked, trace, weakly_cached
 from loopax.core.lanes import borrowed_operands, hull, in_window, lane_function, skip_idle_rows, step_lanes
 from loopax.core.lending import Lent, large_constants
-from loopax.core.replay import Replay, lending_replay, replay, replay_p
+from loopax.core.replay import Replay, lending_replay, replay, replay_p, walk_and_replay
 from loopax.core.replay_jvp import reached
 
 
@@ -77,10 +78,24 @@ def _lanes_body(
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])
 
 
+def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+    """A sweep that does not rely on what the forward loop saved."""
+    static = Replay(**params)
+    consts, init, _, carry, xs = split(operands, static.sizes)
+    carry, ys = walk_and_replay(static, low, high, consts, init, carry, xs)
+    return [*carry, *ys]
+
+
+# Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
+_save_again = batch_expanded(replay_p, _without_saved)
+
+
 def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     static, axis = lending_replay(Replay(**params)), Axis(axis_data)
-    (low, high), consts, init, saved, carry, xs = split(operands, [2, *static.sizes])
-    window_dims, const_dims, init_dims, saved_dims, carry_dims, x_dims = split(dims, [2, *static.sizes])
+    (low, high, marks), consts, init, saved, carry, xs = split(operands, [3, *static.sizes])
+    (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split(dims, [3, *static.sizes])
+    if marks_dim is not None:
+        return _save_again(axis_data, operands, dims, **params)
     consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
     started = tuple(a is not None or b is not None for a, b in zip(init_dims, saved_dims, strict=True))
     state_mask, carry_mask, ys_mask = reached(
@@ -107,7 +122,7 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
         low, high = hull(low, high)
     else:
         lanes = _uniform_replay(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
-    new_carry, ys = replay(lanes, low, high, *arguments)
+    new_carry, ys = replay(lanes, low, high, marks, *arguments)
     return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
 
 

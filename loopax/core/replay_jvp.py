@@ -53,9 +53,9 @@ def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Ma
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     static = lending_replay(Replay(**params))
-    low, high, *operands = primals
+    low, high, marks, *operands = primals
     consts, init, saved, carry, xs = split(operands, static.sizes)
-    const_dots, init_dots, saved_dots, carry_dots, x_dots = split(tangents[2:], static.sizes)
+    const_dots, init_dots, saved_dots, carry_dots, x_dots = split(tangents[3:], static.sizes)
     consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
     started = either(nonzero_mask(init_dots), nonzero_mask(saved_dots))
     state_mask, carry_mask, ys_mask = reached(
@@ -67,6 +67,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         pair,
         low,
         high,
+        marks,
         [*consts, *select(consts_mask, const_dots)],
         [*init, *tangents_or_zeros(state_mask, init, init_dots)],
         [*saved, *tangents_or_zeros(state_mask, saved, saved_dots)],

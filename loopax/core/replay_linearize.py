@@ -33,7 +33,7 @@ def divide_replay(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: 
         *(tuple(select(used, mask)) for used, mask in zip(uses, unknown, strict=True)),
         num_forward_xs=sum(uses[3][: static.num_forward_xs]),
         bound=static.bound,
-        block=static.block,
+        saving=static.saving,
         reverse=static.reverse,
         unroll=static.unroll,
         storage=static.storage,
@@ -84,11 +84,12 @@ def needs(static: Replay, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask
     return either(consts, forward_consts), tuple(state), carry, either(xs, padded)
 
 
-def _run_known(division: Division, unknown: Sequence[Mask], low: Any, high: Any, groups: Sequence[list[Any]]) -> Any:
+def _run_known(division: Division, unknown: Sequence[Mask], window: Sequence[Any], groups: Sequence[list[Any]]) -> Any:
     consts, xs = reject(unknown[0], groups[0]), reject(unknown[4], groups[4])
     init, saved = (reject(division.unknown_state, group) for group in groups[1:3])
     carry = reject(division.unknown_carry, groups[3])
-    return replay(division.known, low, high, consts, init, saved, carry, xs)
+    low, high, marks = window
+    return replay(division.known, low, high, marks, consts, init, saved, carry, xs)
 
 
 def _rest(division: Division, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
@@ -111,17 +112,17 @@ def _divide(static: Replay, unknown: Sequence[Mask]) -> Division:
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     static = lending_replay(Replay(**params))
     flags = [not is_known(t) for t in tracers]
-    if flags[0] or flags[1] or not any(flags):
+    if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
-    unknown = [tuple(mask) for mask in split(flags[2:], static.sizes)]
+    unknown = [tuple(mask) for mask in split(flags[3:], static.sizes)]
     division = _divide(static, unknown)
     if all(division.unknown_carry) and all(division.unknown_ys):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
-    low, high, *operands = map(known_value, tracers)
-    carry, ys = _run_known(division, unknown, low, high, split(operands, static.sizes))
+    window, operands = split(map(known_value, tracers), [3])
+    carry, ys = _run_known(division, unknown, window, split(operands, static.sizes))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
-    rest = _rest(division, unknown, split(tracers[2:], static.sizes))
-    out = stage_unknown(trace, linear_replay_p, [low, high, *rest], division.linear._asdict())
+    rest = _rest(division, unknown, split(tracers[3:], static.sizes))
+    out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], division.linear._asdict())
     linear_carry, linear_ys = split(out, [sum(division.unknown_carry)])
     return [*merge(division.unknown_carry, carry, linear_carry), *merge(division.unknown_ys, ys, linear_ys)]
 
@@ -129,7 +130,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 pe.custom_partial_eval_rules[replay_p] = _partial_eval
 
 
-def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
     static = lending_replay(Replay(**params))
     flags = list(map(ad.is_undefined_primal, operands))
@@ -147,7 +148,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
         for mask, group in zip(used, (consts, init, carry, xs), strict=True)
     )
     found = [*consts, *init, *(None for _ in init), *carry, *xs]
-    return [None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
+    return [None, None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
 
 
 ad.primitive_transposes[replay_p] = _transpose

@@ -2,24 +2,14 @@
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import Literal, NamedTuple
+
+from loopax.schedule.actions import Action
 
 # XLA's CPU backend compiles a loop whose whole state is smaller than this to one function, without a
 # call per operation: tiny loops run several times faster (measured in docs/how-it-works.md).
 SMALL_LOOP_BYTES = 512
 # Blocks may be shorter than sqrt(N) for the sake of such loops as long as the kept carries stay below:
 SMALL_STORE_BYTES = 8 * 1024
-
-
-class Action(NamedTuple):
-    """One action of a schedule on a machine with a forward step and a reverse step.
-
-    `keep` stores the carry before `step`; `restore` makes it the current one; `advance` evaluates the
-    step; `reverse` differentiates it, for which the carry before it must be stored; `drop` frees it.
-    """
-
-    name: Literal["keep", "restore", "advance", "reverse", "drop"]
-    step: int
 
 
 def block_size(bound: int, carry_bytes: int) -> int:
@@ -35,8 +25,19 @@ def block_size(bound: int, carry_bytes: int) -> int:
     return balanced
 
 
+def shortest_block(bound: int, checkpoints: int) -> int | None:
+    """The fewest steps per block with which two levels store at most so many carries; None: there are too few.
+
+    The shorter a block, the fewer steps are evaluated again: all but the last one of each block are.
+    """
+    if checkpoints >= bound:
+        return 1
+    sizes = (size for size in range(2, isqrt(bound) + 2) if -(-bound // size) + size <= checkpoints)
+    return next(sizes, None)
+
+
 def two_level(num_steps: int, block: int) -> Iterator[Action]:
-    """The schedule for a loop that took `num_steps` steps: the meaning of what `core.replay` compiles.
+    """The schedule for a loop that took `num_steps` steps: the meaning of what `core.block_sweep` compiles.
 
     At most `ceil(num_steps / block) + block` carries are stored, and no step is advanced more than twice.
     """
@@ -51,5 +52,6 @@ def two_level(num_steps: int, block: int) -> Iterator[Action]:
             yield Action("advance", step)
             yield Action("keep", step + 1)
         for step in reversed(range(start, end)):
+            yield Action("restore", step)
             yield Action("reverse", step)
             yield Action("drop", step)

@@ -1,9 +1,10 @@
 """A machine that carries out a schedule without computing anything, and checks every action."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from loopax.schedule.blocks import Action
+from loopax.schedule.actions import Action
 
 
 class Cost(NamedTuple):
@@ -11,6 +12,7 @@ class Cost(NamedTuple):
 
     advances: int
     most_stored: int
+    repetitions: int  # the most that one step is advanced
 
 
 def execute(actions: Iterable[Action], num_steps: int) -> Cost:
@@ -21,7 +23,7 @@ def execute(actions: Iterable[Action], num_steps: int) -> Cost:
     """
     stored: set[int] = set()
     current, to_reverse = 0, num_steps
-    advances = most_stored = 0
+    advances, most_stored = Counter[int](), 0
     for action in actions:
         _check(action, stored, current, to_reverse)
         match action.name:
@@ -31,14 +33,15 @@ def execute(actions: Iterable[Action], num_steps: int) -> Cost:
             case "restore":
                 current = action.step
             case "advance":
-                current, advances = current + 1, advances + 1
+                current += 1
+                advances[action.step] += 1
             case "reverse":
                 to_reverse -= 1
             case "drop":
                 stored.remove(action.step)
     if to_reverse or stored:
         raise ValueError(f"at the end {to_reverse} steps are not differentiated, and {sorted(stored)} still stored")
-    return Cost(advances, most_stored)
+    return Cost(advances.total(), most_stored, max(advances.values(), default=0))
 
 
 def _check(action: Action, stored: set[int], current: int, to_reverse: int) -> None:
@@ -47,7 +50,7 @@ def _check(action: Action, stored: set[int], current: int, to_reverse: int) -> N
         "keep": action.step == current and action.step not in stored,
         "restore": action.step in stored,
         "advance": action.step == current,
-        "reverse": action.step in stored and action.step == to_reverse - 1,
+        "reverse": action.step == current == to_reverse - 1,
         "drop": action.step in stored,
     }
     if not possible[action.name]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax.schedule import block_size, two_level
-from loopax.schedule.blocks import SMALL_STORE_BYTES, Action
+from loopax.schedule import block_size, shortest_block, two_level
+from loopax.schedule.blocks import SMALL_STORE_BYTES
 from loopax.schedule.machine import execute
 
 
@@ -34,18 +34,12 @@ def test_block_size_of_ordinary_carries_is_the_square_root():
     assert block_size(0, 1_000) == 1
 
 
-@pytest.mark.parametrize(
-    ("actions", "problem"),
-    [
-        ([Action("restore", 0)], "restore"),
-        ([Action("advance", 1)], "advance"),
-        ([Action("keep", 0), Action("keep", 0)], "keep"),
-        ([Action("reverse", 0)], "reverse"),
-        ([Action("keep", 0), Action("reverse", 0)], "reverse"),
-        ([Action("drop", 0)], "drop"),
-        ([Action("keep", 0)], "at the end"),
-    ],
-)
-def test_the_machine_refuses_what_is_not_possible(actions, problem):
-    with pytest.raises(ValueError, match=problem):
-        execute(actions, 2)
+@given(st.integers(1, 10**5), st.integers(1, 10**5))
+def test_shortest_block_stores_at_most_so_many(bound, checkpoints):
+    block = shortest_block(bound, checkpoints)
+    if block is None:
+        assert checkpoints < 2 * isqrt(bound) + 1
+    elif block > 1:
+        assert ceil(bound / block) + block <= checkpoints
+    else:
+        assert checkpoints >= bound

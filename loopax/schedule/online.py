@@ -1,0 +1,123 @@
+"""The online schedule: which carries to store while nobody knows how many steps there will be.
+
+All slots are in use soon. From then on, storing a carry means to drop another. One may be dropped if
+the steps between its neighbours, which become one segment, can still be reversed with r - 1 repetitions
+with the slots that will be free when their turn comes: if they are at most C(c + r - 1, c), where c are these
+slots. When none can be dropped, r grows by one. For r = 2 the earliest is dropped, and the number
+of evaluations is the least possible one; from r = 3 on the latest is.
+
+That is Algorithm I of Stumm & Walther (2010) for r = 2, and the rule of their Algorithm II for r = 3,
+continued for all r. From r = 3 on not every step is considered, but one in `stride`, about a quarter of the
+square root of the steps so far: so many steps in front of the end, which may have to be reversed with
+one slot, cost about n / 32 evaluations.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NEVER = 2**31 - 1
+
+
+class Online(NamedTuple):
+    """What the schedule remembers, for c slots: int32 arrays."""
+
+    stored: Any  # [c] the steps whose carries are stored, ascending; -1 at the front for unused slots
+    slots: Any  # [c] in which slot each of them is
+    limits: Any  # [c] the most steps from each of them to the next: C(f + r - 1, f) for f = c, ..., 1
+    repetitions: Any  # [] r
+    stride: Any  # [] steps from one decision to the next, if possible
+
+
+def start(slots: int) -> Online:
+    """Before the first step."""
+    ids = jnp.arange(slots, dtype=jnp.int32)
+    one = jnp.ones((), jnp.int32)
+    return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.ones(slots, jnp.int32), one, one)
+
+
+def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
+    """Store the carry before `step`: returns the state, the slot, and the number of steps to the next call.
+
+    The first call is for step 0.
+    """
+    if state.stored.size == 1:
+        return state._replace(stored=state.stored * 0), jnp.zeros((), jnp.int32), jnp.int32(NEVER)
+    state = _raised(state, step)
+    slot, state = _replaced(state, step, _dropped(state, step))
+    grows = 16 * (state.stride + 1) ** 2 <= step
+    state = state._replace(stride=state.stride + (grows & (state.repetitions > 2)).astype(jnp.int32))
+    # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows.
+    possible = _is_unused(state) | jnp.any(_droppable(state, step + state.stride))
+    return state, slot, jnp.where(possible, state.stride, jnp.maximum(state.stride, state.repetitions))
+
+
+def online(slots: int) -> Iterator[tuple[int, ...]]:
+    """The schedule in Python: step by step, which carries are stored before the step is taken."""
+    state, step, stop = start(slots), 0, 0
+    stored: tuple[int, ...] = ()
+    while True:
+        if step == stop:
+            state, _, length = _store(state, jnp.int32(step))
+            stop += int(length)
+            stored = tuple(s for s in state.stored.tolist() if s >= 0)
+        yield stored
+        step += 1
+
+
+def _is_unused(state: Online) -> Any:
+    return state.stored[0] < 0
+
+
+def _droppable(state: Online, step: Any) -> Any:
+    """Which stored carries may be dropped to store that before `step`; never the first."""
+    following = jnp.concatenate([state.stored[2:], step[None]])
+    return jnp.pad(following - state.stored[:-1] <= state.limits[:-1], (1, 0))
+
+
+def _dropped(state: Online, step: Any) -> Any:
+    """The one to drop."""
+    droppable = _droppable(state, step)
+    earliest = jnp.argmax(droppable)
+    latest = droppable.size - 1 - jnp.argmax(droppable[::-1])
+    chosen = jnp.where(state.repetitions <= 2, earliest, latest)
+    return jnp.where(_is_unused(state), 0, chosen).astype(jnp.int32)
+
+
+def _raised(state: Online, step: Any) -> Online:
+    """With as many repetitions as it takes to drop one."""
+    free = jnp.arange(state.stored.size, 0, -1, dtype=jnp.int32)
+
+    def stuck(state: Online) -> Any:
+        return ~_is_unused(state) & ~jnp.any(_droppable(state, step))
+
+    def with_one_more(state: Online) -> Online:
+        limits = _grown(state.limits, free, state.repetitions)
+        return state._replace(limits=limits, repetitions=state.repetitions + 1)
+
+    return lax.while_loop(stuck, with_one_more, state)
+
+
+def _grown(limits: Any, free: Any, repetitions: Any) -> Any:
+    """From C(f + r - 1, f) to C(f + r, f), or to `NEVER` where int32 ends."""
+    whole, rest = limits // repetitions, limits % repetitions
+    too_large = whole >= NEVER // (free + repetitions)
+    product = jnp.where(too_large, 0, whole) * (free + repetitions) + rest * (free + repetitions) // repetitions
+    return jnp.where(too_large, NEVER, product)
+
+
+def _replaced(state: Online, step: Any, dropped: Any) -> tuple[Any, Online]:
+    """The slot that becomes free, and the state with it in use for `step`."""
+    positions = jnp.arange(state.stored.size, dtype=jnp.int32)
+    slot = state.slots[dropped]
+
+    def moved(values: Any, last: Any) -> Any:
+        return jnp.where(positions < dropped, values, jnp.concatenate([values[1:], last[None]]))
+
+    return slot, state._replace(stored=moved(state.stored, step), slots=moved(state.slots, slot))
+
+
+_store = jax.jit(store)

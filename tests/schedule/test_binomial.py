@@ -1,0 +1,63 @@
+"""The binomial schedule against the optimum of a dynamic program, on a machine that checks every action."""
+
+from functools import cache
+from math import comb
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopax.schedule import advance, binomial, evaluations
+from loopax.schedule.machine import execute
+
+STEPS, SLOTS = 200, 20
+
+
+@cache
+def fewest_evaluations():
+    """For n steps (rows) and c slots (columns), without any theory: try every place for the next stored carry.
+
+    `replayed` are the advances that reverse a segment which starts with a stored carry.
+    """
+    replayed = np.zeros((STEPS + 1, SLOTS + 1), np.int64)
+    walked = np.zeros_like(replayed)
+    for c in range(1, SLOTS + 1):
+        for n in range(1, STEPS + 1):
+            m = np.arange(1, n)
+            replayed[n, c] = n * (n - 1) // 2
+            if c > 1 and n > 1:
+                replayed[n, c] = (m + replayed[n - m, c - 1] + replayed[m, c]).min()
+            walked[n, c] = replayed[n, c]
+            if c > 1 and n > 1:
+                walked[n, c] = min(walked[n, c], (replayed[m, c] + walked[n - m, c - 1]).min())
+    return walked + 2 * np.arange(STEPS + 1)[:, None]
+
+
+@pytest.mark.parametrize("slots", range(1, SLOTS + 1))
+def test_as_few_evaluations_as_possible(slots):
+    for n in range(STEPS + 1):
+        cost = execute(binomial(n, slots), n)
+        assert cost.advances + n == evaluations(n, slots) == fewest_evaluations()[n, slots]
+        assert cost.most_stored <= min(n, slots)
+
+
+@pytest.mark.parametrize(("slots", "most"), [(3, 13.16), (10, 4.64), (20, 3.75), (44, 2.96)])
+def test_a_thousand_steps(slots, most):
+    """Within 5 % of the binomial optimum with the last step turned round on the way, r n - C(c + r, r - 1) + n."""
+    repetitions = next(r for r in range(100) if comb(slots + r, slots) >= 1000)
+    optimum = repetitions * 1000 - comb(slots + repetitions, repetitions - 1) + 1000
+    assert most - 0.01 < optimum / 1000 <= most
+    assert optimum < evaluations(1000, slots) <= 1.05 * optimum
+
+
+def test_compiled_as_in_python():
+    n, c = np.meshgrid(np.arange(2, STEPS + 1), np.arange(1, SLOTS + 1))
+    compiled = jax.jit(jax.vmap(jax.vmap(advance)))(jnp.asarray(n, jnp.int32), jnp.asarray(c, jnp.int32))
+    assert compiled.tolist() == np.vectorize(advance)(n, c).tolist()
+
+
+@pytest.mark.parametrize("num_steps", [10**5, 2**31 - 1])
+@pytest.mark.parametrize("slots", [1, 3, 7, 50, 10_000])
+def test_compiled_for_many_steps(num_steps, slots):
+    assert int(advance(jnp.int32(num_steps), jnp.int32(slots))) == advance(num_steps, slots)

@@ -1,0 +1,88 @@
+"""The online schedules on a machine that checks every action, against their bounds and the known-length optimum."""
+
+from itertools import islice
+from math import comb
+
+import pytest
+
+from loopax.schedule import (
+    evaluations,
+    evaluations_from,
+    forward,
+    online,
+    replay,
+    stumm_walther_1,
+    stumm_walther_2,
+    wang_moin_iaccarino,
+)
+from loopax.schedule.machine import execute
+
+STEPS, SLOTS = 200, 20
+EACH = pytest.mark.parametrize("slots", range(1, SLOTS + 1))
+
+
+def costs(history, slots, num_steps=STEPS):
+    """What every number of steps costs, carried out."""
+    history = list(islice(history, num_steps))
+    for n in range(len(history) + 1):
+        actions = [*forward(history[:n]), *replay(history[n - 1] if n else (), n, slots)]
+        yield n, execute(actions, n)
+
+
+@EACH
+@pytest.mark.parametrize("schedule", [online, wang_moin_iaccarino], ids=lambda f: f.__name__)
+def test_every_length(schedule, slots):
+    for n, cost in costs(schedule(slots), slots):
+        assert cost.most_stored <= min(n, slots)
+        assert cost.advances + n <= 1.5 * evaluations(n, slots)
+
+
+@EACH
+def test_two_repetitions_are_optimal(slots):
+    """Stumm & Walther (2010): as few evaluations as with a known length, while two repetitions are enough."""
+    for n, stored in enumerate(islice(online(slots), comb(slots + 2, 2) - 1), 1):
+        assert evaluations_from(stored, n, slots) == evaluations(n, slots)
+
+
+@EACH
+def test_their_algorithm_1_is_optimal(slots):
+    """But for the last step of some lengths: they count what is current at the end as stored."""
+    for n, stored in enumerate(stumm_walther_1(slots), 1):
+        assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 1
+    assert n == comb(slots + 2, 2) - 2
+
+
+@pytest.mark.parametrize("slots", range(2, SLOTS + 1))
+def test_their_algorithm_2_is_nearly_optimal(slots):
+    for n, stored in enumerate(stumm_walther_2(slots), comb(slots + 2, 2) - 1):
+        assert len(stored) == slots
+        assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 3
+    assert n == comb(slots + 3, 3) - 3
+
+
+@EACH
+def test_as_few_repetitions_as_possible(slots):
+    """Wang, Moin & Iaccarino (2009): a step is replayed at most r times if n <= C(c + r, c)."""
+    for n, stored in enumerate(islice(wang_moin_iaccarino(slots), STEPS), 1):
+        repetitions = next(r for r in range(n + 1) if comb(slots + r, r) >= n)
+        history = (stored for _ in range(n))  # only the replay counts
+        cost = execute([*forward(history), *replay(stored, n, slots)], n)
+        assert cost.repetitions <= 1 + repetitions
+
+
+# The worst ratios to the optimum of a known length, as docs/kinds.md has them; at most 1.5 is promised.
+WORST = [(1, 1.0), (2, 1.11), (3, 1.15), (4, 1.08), (5, 1.06), (10, 1.05), (20, 1.07), (44, 1.07), (64, 1.08)]
+
+
+@pytest.mark.parametrize(("slots", "most"), WORST)
+def test_many_steps(slots, most):
+    steps = {*range(1, 3000), *range(3000, 100_000, 83), 100_000}
+    history = islice(online(slots), max(steps))
+    ratios = [
+        evaluations_from(stored, n, slots) / evaluations(n, slots) for n, stored in enumerate(history, 1) if n in steps
+    ]
+    assert most - 0.02 < max(ratios) <= most
+
+
+def test_the_first_carry_is_never_dropped():
+    assert all(stored[0] == 0 for stored in islice(online(4), 5000))
