@@ -1,7 +1,7 @@
 """Measure everything, print the tables, and write `benchmarks/results.md` and `benchmarks/results.json`."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import lanes, workloads
+from benchmarks import budgets, evaluations, lanes, workloads
+from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
 HERE = Path(__file__).parent
-EQUINOX, EVERY_CARRY, LAX_SCAN = "Equinox checkpointed", "lax.scan of jax.checkpoint", "lax.scan"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound on a ratio."""
-
-    quantity: str
-    of: str
-    to: str
-    bound: float
-    attribute: str = "milliseconds"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Programs that are compared with each other."""
-
-    title: str
-    cases: list[Case]
-    targets: list[Target]
-    rounds: int = 15
-    compilations: int = 1
 
 
 def gradients(workload: workloads.Workload, to_equinox: float, to_every_carry: float, memory: float) -> Group:
@@ -140,12 +118,8 @@ def groups() -> list[Group]:
         forward(recurrent),
         shared_lanes(),
         borrowing(),
+        *budgets.groups(),
     ]
-
-
-def ratio(target: Target, found: dict[str, Measurement]) -> float:
-    """What was measured for a target."""
-    return getattr(found[target.of], target.attribute) / getattr(found[target.to], target.attribute)
 
 
 def markdown(group: Group, found: dict[str, Measurement]) -> str:
@@ -160,7 +134,7 @@ def markdown(group: Group, found: dict[str, Measurement]) -> str:
     for target in group.targets:
         measured = ratio(target, found)
         met = "yes" if measured <= target.bound else "**no**"
-        lines.append(f"| {target.quantity}: {target.of} / {target.to} | {target.bound:g} | {measured:.3g} | {met} |")
+        lines.append(f"| {target.title} | {target.bound:g} | {measured:.3g} | {met} |")
     return "\n".join([*lines, ""])
 
 
@@ -173,7 +147,7 @@ def show(console: Console, group: Group, found: dict[str, Measurement]) -> None:
     for target in group.targets:
         measured = ratio(target, found)
         mark = "[green]met[/]" if measured <= target.bound else "[red]not met[/]"
-        what = f"{target.quantity}: {target.of} / {target.to}"
+        what = f"{target.title}"
         console.print(f"  {what} = {measured:.3g} (bound {target.bound:g}) {mark}")
 
 
@@ -195,8 +169,11 @@ def main() -> None:
         sections.append(markdown(group, found))
         targets = [{**asdict(t), "measured": ratio(t, found)} for t in group.targets]
         records.append({"title": group.title, "programs": [asdict(m) for m in found.values()], "targets": targets})
+    counted = evaluations.counted()
+    console.print(evaluations.markdown(counted))
+    sections.append(evaluations.markdown(counted))
     (HERE / "results.md").write_text("\n".join([*heading, *sections]))
-    report = {"machine": machine(), "versions": versions, "groups": records}
+    report = {"machine": machine(), "versions": versions, "groups": records, "evaluations": counted}
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

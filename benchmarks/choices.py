@@ -1,15 +1,12 @@
-"""Eight varied programs, each under every kind of gradient: does `Auto` take the fastest one that fits?"""
+"""Eight varied programs, to see whether `Auto` takes the fastest kind of gradient that fits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import loopax as lx
 from benchmarks import workloads
 from benchmarks.workloads import Workload
-
-KINDS = [lx.Residuals(), lx.Bounded(), lx.Checkpointed()]
 
 
 def random(*shape: int, scale: float = 1.0) -> Array:

@@ -1,7 +1,8 @@
 """One small recurrence in the form of each loop, for the tests of derivatives and transformations.
 
 All take `(w, h, xs, n)`: weights float64[3, 3], a start float64[3], rows float64[11, 3], and a number of
-steps; all return a scalar that depends on everything. `BOUND` is 11, so a block has 4 steps; 3 checkpoints are too few for blocks.
+steps; all return a scalar that depends on everything. `BOUND` is 11, so a block has 4 steps; 3 checkpoints
+are too few for blocks.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ WITH_LAX = [*KINDS, lx.Lax()]
 Program = Callable[..., Array]
 
 
-def name_of(value: Any) -> str | None:
+def name_of(value: Any) -> str:
     """A short name for pytest's parameters."""
     if isinstance(value, lx.Kind):
         return type(value).__name__ + str(getattr(value, "checkpoints", None) or "")
-    return getattr(value, "__name__", None)
+    return getattr(value, "__name__", str(value))
 
 
 def mixed(outputs: Any) -> Array:

@@ -207,6 +207,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
     carry = [*map(written_out, ct_carry), *ct_consts]
     xs = [*given.known_xs, *select(nonzero_ys, ct_ys)]
     if given.known_init:
+        assert linear.saving is not None
         backward = Replay(
             known_recurrence(linear),
             step,

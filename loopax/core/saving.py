@@ -30,6 +30,7 @@ Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 def run_saving(loop: Loop, walk: Walk, steps: Steps, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and the marks."""
     start = progress.position
+    assert loop.saving is not None
     if isinstance(loop.saving, Blocks):
         decide, plan = _at_block_starts(loop.saving.size), jnp.int32(0)
     elif loop.saving.length_known:

@@ -1,0 +1,101 @@
+"""Evaluations of the body for forward and gradient: loopax, Equinox, and the optimum of a known length."""
+
+from collections.abc import Callable
+from itertools import islice
+from math import comb
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+
+from loopax import schedule
+
+CHECKPOINTS = (3, 10, 20, 44)
+LENGTHS = (10, 30, 60, 100, 200, 400, 700, 1000, 2000)
+LONG = 100_000
+
+
+class Counter:
+    """Counts the evaluations of a body while a compiled program runs."""
+
+    def __init__(self) -> None:
+        """Nothing counted."""
+        self.calls = 0
+
+    def __call__(self, x: Any) -> Any:
+        """The identity."""
+
+        @jax.custom_jvp
+        def counted(x: Any) -> Any:
+            return jax.pure_callback(self._count, jax.ShapeDtypeStruct((), x.dtype), x)
+
+        @counted.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            value = counted(*primals)
+            return value, tangents[0] * jnp.cos(value)
+
+        return counted(x)
+
+    def _count(self, x: Any) -> Any:
+        self.calls += 1
+        return x
+
+
+def of_equinox(checkpoints: int) -> Callable[[int], int]:
+    """Evaluations for a number of steps."""
+    counter = Counter()
+
+    def loop(x: Any, n: Any) -> Any:
+        body = lambda state: (0.9 * counter(state[0]), state[1] + 1)
+        go = lambda state: state[1] < n
+        return eqxi.while_loop(go, body, (x, 0), kind="checkpointed", checkpoints=checkpoints)[0]
+
+    gradient = jax.jit(jax.grad(loop))
+
+    def count(n: int) -> int:
+        counter.calls = 0
+        jax.block_until_ready(gradient(jnp.float32(0.5), n))
+        return counter.calls
+
+    return count
+
+
+def optimum(n: int, checkpoints: int) -> int:
+    """The published optimum, r n - C(c + r, r - 1) + n: the last step is turned round without leaving the loop."""
+    repetitions = next(r for r in range(n) if comb(checkpoints + r, r) >= n)
+    return (repetitions + 1) * n - comb(checkpoints + repetitions, repetitions - 1)
+
+
+def counted() -> list[dict[str, Any]]:
+    """A row for each number of checkpoints; the tests hold the compiled loops to the schedules' counts."""
+    rows = []
+    for c in CHECKPOINTS:
+        history = list(islice(schedule.online(c), LONG))
+        online = {n: schedule.evaluations_from(history[n - 1], n, c) for n in (*LENGTHS, *range(1, LONG + 1, 37))}
+        best = {n: schedule.evaluations(n, c) for n in online}
+        equinox = of_equinox(c)
+        rows.append(
+            {
+                "checkpoints": c,
+                "optimum": optimum(1000, c) / 1000,
+                "known length": best[1000] / 1000,
+                "online": online[1000] / 1000,
+                "Equinox": equinox(1000) / 1000,
+                "online / optimum, worst to 100000": max(online[n] / best[n] for n in online),
+                "online / Equinox, worst": max(online[n] / equinox(n) for n in LENGTHS),
+            }
+        )
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """As a table."""
+    lines = [
+        "## Evaluations per step, n = 1000",
+        "",
+        "| " + " | ".join(rows[0]) + " |",
+        "|" + "---|" * len(rows[0]),
+        *("| " + " | ".join(f"{value:.4g}" for value in row.values()) + " |" for row in rows),
+    ]
+    return "\n".join([*lines, ""])
