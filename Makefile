@@ -23,6 +23,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
 
 docs: $(VENV)/.installed
+	$(BIN)/python docs/pictures.py
 	$(BIN)/mkdocs build --strict
 
 # The stamp is made last, so that an interrupted installation is done again.

@@ -51,7 +51,7 @@ def while_loop(
         The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools) stay
         what they are. Leaves that the body returns unchanged cost nothing.
     max_steps
-        A static bound on the number of steps, which reverse mode needs (and `jax.lax` has not).
+        A static bound on the number of steps. Reverse mode works without one, but can be faster with it.
     kind
         What a gradient stores: `Auto()`, `Lax()`, `Checkpointed()`, `Bounded()` or `Residuals()`, or
         the lower-case name of one.
@@ -85,10 +85,11 @@ def while_loop(
 
     Notes
     -----
-    Cost: `cond_fun` n + 1 times, `body_fun` n times; forward and gradient together at most 3n under
-    `Checkpointed()`, which stores about 2 sqrt(max_steps) carries. Derivatives: all, in every order;
-    reverse mode needs `max_steps`. Source: the two-level form of Griewank & Walther (2000), see
-    docs/references.md.
+    Cost: `cond_fun` n + 1 times, `body_fun` n times; for forward and gradient together, and for what is
+    stored, see the `kind` (docs/kinds.md has a table). With the default and no bound, 64 carries are
+    stored, and the body is evaluated at most 3n times up to 2187 steps, 4n up to 35594. Derivatives: all,
+    in every order; reverse mode up to 2147483647 steps, and NaN beyond. Sources: Griewank & Walther
+    (2000), Stumm & Walther (2010), see docs/references.md.
 
     """
     options = arguments.options("while_loop", kind, lanes, key, progress, max_steps)
@@ -150,7 +151,7 @@ def fori_loop(
         Steps per iteration of the compiled loop; a remainder is taken one by one. True, where the
         number of steps is static: all of them.
     max_steps
-        A static bound on the number of steps. Reverse mode needs it where a limit is traced.
+        A static bound on the number of steps, with which reverse mode can be faster where a limit is traced.
     kind, lanes, key, throw, info, progress
         As in `while_loop`; step i gets the key `jax.random.fold_in(key, i)`.
 
@@ -265,8 +266,8 @@ def scan(
 
     Notes
     -----
-    Cost: `f` n times; forward and gradient together at most 3n under `Checkpointed()`. A step costs the
-    same however many rows there are. Derivatives: all, in every order, also with respect to `xs`.
+    Cost: `f` n times; for forward and gradient together see the `kind`. A step costs the same however
+    many rows there are. Derivatives: all, in every order, also with respect to `xs`.
 
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps)
