@@ -12,9 +12,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static
 from loopax._compat import is_reference
+from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
-
-MOST_STEPS = 2**31 - 1  # step counts are int32
 
 
 @dataclass(frozen=True)

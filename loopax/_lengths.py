@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from loopax._arguments import MOST_STEPS, is_traced_int
+from loopax._arguments import is_traced_int
 from loopax._checks import Check
+from loopax.core.jaxprs import MOST_STEPS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from loopax._compat import to_weak
 from loopax._lengths import Extent, first_index, fori_extent, scan_extent
 from loopax._types import LoopInfo
 from loopax.core import Storage
+from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike
 
 Lanes = Literal["lockstep"]
@@ -88,7 +89,7 @@ def while_loop(
     Cost: `cond_fun` n + 1 times, `body_fun` n times; for forward and gradient together, and for what is
     stored, see the `kind` (docs/kinds.md has a table). With the default and no bound, 64 carries are
     stored, and the body is evaluated at most 3n times up to 2187 steps, 4n up to 35594. Derivatives: all,
-    in every order; reverse mode up to 2147483647 steps, and NaN beyond. Sources: Griewank & Walther
+    in every order; reverse mode up to 2147483646 steps, and NaN beyond. Sources: Griewank & Walther
     (2000), Stumm & Walther (2010), see docs/references.md.
 
     """
@@ -105,7 +106,7 @@ def while_loop(
         return val, None, goes_on(val)
 
     step = tracing.Step(call, "body_fun of while_loop", (body_fun, cond_fun), ("while_loop", options.key_spec))
-    high = arguments.MOST_STEPS if bound is None else bound
+    high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
     walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent))
@@ -314,5 +315,5 @@ def _finish(
         if reached is not False:
             checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))
         if options.key_data is not None and extent.bound is None:
-            checks.append(Check(done.num_steps >= arguments.MOST_STEPS, arguments.out_of_keys_message(options.name)))
+            checks.append(Check(done.num_steps >= MOST_STEPS, arguments.out_of_keys_message(options.name)))
     return settle((result, LoopInfo(done.num_steps, jnp.asarray(reached))), checks)

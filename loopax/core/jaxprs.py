@@ -14,6 +14,7 @@ T = TypeVar("T")
 Mask = tuple[bool, ...]
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)  # the type of row numbers and step counts
+MOST_STEPS = 2**31 - 1  # the largest; the count of a loop without a bound stays there
 
 
 def split(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from loopax._compat import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._errors import effects_message
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import Mask, merge, reject, select, split, trace, weakly_cached
+from loopax.core.jaxprs import MOST_STEPS, Mask, merge, reject, select, split, trace, weakly_cached
 from loopax.core.loop import Loop, lending, loop_p, run
 
 
@@ -109,6 +109,13 @@ def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Lo
     )
 
 
+def _if_counted(loop: Loop, num_steps: Any, tangent: Any) -> Any:
+    """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
+    if loop.bound is not None or not loop.predicated:
+        return tangent
+    return jnp.where(num_steps < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     loop = lending(Loop(**params))
     if refused := undifferentiable_effects(loop.body):
@@ -131,6 +138,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     new_carry, new_carry_dots = split(out.carry, [loop.num_carry])
     ys, y_dots = split(out.ys, [len(ys_mask)])
     saved, saved_dots = split(out.saved, [len(saved_mask)])
+    new_carry_dots = [_if_counted(loop, out.num_steps, dot) for dot in new_carry_dots]
     results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
     mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])

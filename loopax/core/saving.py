@@ -8,10 +8,10 @@ from jax import lax
 
 from loopax import schedule
 from loopax._compat import zeros
-from loopax.core.jaxprs import select, stacked
+from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
 from loopax.core.storage import Blocks
-from loopax.core.walk import MOST_STEPS, Progress, Steps, Walk, read, write
+from loopax.core.walk import Progress, Steps, Walk, read, write
 
 
 class Saver(NamedTuple):
@@ -130,7 +130,7 @@ def _in_order(plan: schedule.Online, saved: list[Any], marks: Any) -> tuple[list
 
 
 def _poisoned(progress: Progress) -> Progress:
-    """NaN where a loop without a bound is not done after all steps that can be counted: its derivative is unknown."""
+    """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
     cut = (progress.position == MOST_STEPS) & progress.carry[0]
 
     def nan_if_cut(x: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-MOST_STEPS = 2**31 - 1  # where the count of a loop without a bound stays
+from loopax.core.jaxprs import MOST_STEPS
 
 # (position, carry) -> (carry, y); the constants and the rows of xs are inside.
 Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
