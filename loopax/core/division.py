@@ -5,13 +5,12 @@ block starts, the state before every step, or the residuals of every step.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from loopax._compat import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 from loopax.core.dependence import dependence, members, spread
 from loopax.core.effects import without_effects
-from loopax.core.jaxprs import Mask, either, invert, merge, reject, select, split, trace, weakly_cached
+from loopax.core.jaxprs import Mask, either, invert, merge, num_bytes, reject, select, split, trace, weakly_cached
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
 from loopax.core.storage import Blocks, EveryResidual, Nothing
@@ -64,7 +63,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         return division
     if isinstance(loop.storage, Blocks):
         state = select(division.states, known.output_avals[0])
-        block = loop.block or block_size(loop.bound or 0, sum(prod(a.shape) * a.dtype.itemsize for a in state))
+        block = loop.block or block_size(loop.bound or 0, num_bytes(state))
         if block > 1:
             return _keep_block_starts(division, block)
     return _keep_every_carry(division)
