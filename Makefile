@@ -1,16 +1,33 @@
-# `make demo` and `make test` need Python (3.11 or later) and pip, and nothing else.
+# `make demo` and `make test` need Python (3.11 or later) and pip, and nothing else. `make test-all` needs Python 3.11
+# and 3.12: where it does not find them, name them with PYTHON311= and PYTHON312=.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOCK ?= requirements.lock
 
-.PHONY: demo test lint types bench docs clean
+# The other versions that `make test-all` tests on, each with a lock file: requirements-NAME.lock.
+OTHERS := .envs/lowest .envs/newest
+PYTHON311 ?= $(shell .ci/find-python 3.11)
+PYTHON312 ?= $(shell .ci/find-python 3.12)
+
+PYTEST := -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-all lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
 
 test: lint types $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python $(PYTEST)
+
+# All versions are tested, also after a failure on one of them.
+test-all: $(VENV)/.installed $(OTHERS:=/.installed)
+	@failed=; \
+	for env in $(VENV) $(OTHERS); do \
+		echo "== $$env: $$($$env/bin/python --version), $$($$env/bin/python -m pip freeze | grep ^jax== )"; \
+		$$env/bin/python $(PYTEST) || failed="$$failed $$env"; \
+	done; \
+	test -z "$$failed" || { echo "Tests fail in$$failed"; exit 1; }
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -26,12 +43,25 @@ docs: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py
 	$(BIN)/mkdocs build --strict
 
-# The stamp is made last, so that an interrupted installation is done again.
+# An environment with exactly the versions of a lock file: $(call install,python,environment,lock). The stamp is made
+# last, so that an interrupted installation is done again.
+define install
+	@test -n "$(1)"
+	$(1) -m venv $(2)
+	$(2)/bin/python -m pip install --quiet --requirement $(3)
+	$(2)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(2)/bin/python -m pip check
+	touch $(2)/.installed
+endef
+
 $(VENV)/.installed: $(LOCK) pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement $(LOCK)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+	$(call install,$(PYTHON),$(VENV),$(LOCK))
+
+.envs/lowest/.installed: requirements-lowest.lock pyproject.toml
+	$(call install,$(PYTHON311),.envs/lowest,$<)
+
+.envs/newest/.installed: requirements-newest.lock pyproject.toml
+	$(call install,$(PYTHON312),.envs/newest,$<)
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) .envs site

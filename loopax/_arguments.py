@@ -182,7 +182,21 @@ def rows_of(xs: Any) -> int | None:
             "scan needs as many rows in every array of xs. Got:\n"
             + "\n".join(f"  {path}: {jnp.shape(leaf)[0]} rows ({describe(leaf)})" for path, leaf in leaves)
         )
-    return counts.pop() if counts else None
+    if not counts:
+        return None
+    (rows,) = counts
+    return _known_rows(rows)
+
+
+def _known_rows(rows: Any) -> int:
+    """The number of rows, which a symbolic dimension (of `jax.export`) does not tell."""
+    if isinstance(rows, int):
+        return rows
+    raise NotImplementedError(
+        f"scan: xs has {rows} rows, a symbolic dimension. How much a gradient stores depends on the number of rows, so "
+        "it has to be known when the scan is traced. Pad xs to as many rows as there may be, and give the length at "
+        "run time as length=."
+    )
 
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:

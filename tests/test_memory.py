@@ -42,8 +42,10 @@ def test_second_derivatives_store_a_few_times_what_first_ones_do():
     first = temporary(jax.grad(energy), STATE)
     forward_over_reverse = temporary(lambda h: jax.jvp(jax.grad(energy), (h,), (h,))[1], STATE)
     reverse_over_reverse = temporary(jax.grad(lambda h: jax.grad(energy)(h) @ h), STATE)
-    assert forward_over_reverse <= 3 * first
-    assert reverse_over_reverse <= 3 * first
+    # Before 0.10.2 all of them were smaller, the first the most: 64, 126 and 216 carries, and 128, 190 and 252 since.
+    most = 3 if jax.__version_info__ >= (0, 10, 2) else 3.5
+    assert forward_over_reverse <= most * first
+    assert reverse_over_reverse <= most * first
 
 
 def closed_over(w, h, n, kind):

@@ -1,10 +1,11 @@
 """The fastest way to store that fits in so much memory, chosen when a gradient is taken."""
 
+from sys import maxsize
 from typing import Any, NamedTuple
 
-from loopax.core.cost import IN_CACHE, arithmetic, size_in_bytes, storing
+from loopax.core.cost import IN_CACHE, arithmetic, storing
 from loopax.core.division import divide
-from loopax.core.jaxprs import Mask, select, weakly_cached
+from loopax.core.jaxprs import Mask, num_bytes, select, weakly_cached
 from loopax.core.loop import Loop
 from loopax.core.storage import DEFAULT_SLOTS, Checkpoints, EveryCarry, EveryResidual, Fastest, Storage, saved_carries
 
@@ -31,6 +32,8 @@ def resolved(loop: Loop, unknown: Mask) -> Loop:
 def choose(loop: Loop, unknown: Mask) -> Storage:
     """The storage for a loop of storage `Fastest`, with the reason."""
     assert isinstance(loop.storage, Fastest)
+    if num_bytes(loop.body.in_avals) == maxsize:
+        return Checkpoints(None, "sizes are not known when the loop is traced")
     memory, step = loop.storage.memory, _step(loop, unknown)
     if step.carry > memory:
         raise ValueError(
@@ -47,11 +50,11 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
 def _step(loop: Loop, unknown: Mask) -> Step:
     """Measure one step by dividing the loop in both ways."""
     by_carry = divide(loop._replace(storage=EveryCarry()), unknown)
-    carry = size_in_bytes(select(by_carry.states, by_carry.known.output_avals[0]))
+    carry = num_bytes(select(by_carry.states, by_carry.known.output_avals[0]))
     by_residual = divide(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals[1][by_residual.num_known_ys :]
-    read = size_in_bytes(by_carry.known.input_avals[2])
-    return Step(carry, size_in_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
+    read = num_bytes(by_carry.known.input_avals[2])
+    return Step(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
 
 
 def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:

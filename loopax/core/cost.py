@@ -25,11 +25,6 @@ _FUNCTIONS |= {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "ra
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step that has no bound
 
 
-def size_in_bytes(avals: Any) -> int:
-    """Of arrays of these types together."""
-    return sum(prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-
-
 def storing(num_bytes: float, in_all: float) -> float:
     """Storing so many bytes per step and reading them again, if there are so many in all."""
     return num_bytes * (IN_CACHE if in_all <= CACHE_BYTES else IN_MEMORY)

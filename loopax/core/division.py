@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._compat import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
-from loopax.core.cost import size_in_bytes
 from loopax.core.dependence import dependence, members, spread
 from loopax.core.effects import without_effects
-from loopax.core.jaxprs import Mask, either, invert, merge, reject, select, split, trace, weakly_cached
+from loopax.core.jaxprs import Mask, either, invert, merge, num_bytes, reject, select, split, trace, weakly_cached
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
 from loopax.core.storage import Checkpoints, EveryResidual, Nothing, Saving, saving_for
@@ -63,7 +62,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         return division
     if isinstance(loop.storage, Checkpoints):
         states = select(division.states, known.output_avals[0])
-        saving = loop.saving or saving_for(loop.storage, loop.bound, size_in_bytes(states), not loop.predicated)
+        saving = loop.saving or saving_for(loop.storage, loop.bound, num_bytes(states), not loop.predicated)
         if saving:
             return _keep_some_carries(division, saving)
     return _keep_every_carry(division)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from math import prod
+from sys import maxsize
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -58,6 +60,15 @@ def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
 def stacked(aval: AbstractValue, rows: int, axis: int = 0) -> AbstractValue:
     """The type of `rows` such arrays stacked along a new axis."""
     return unmapped_aval(rows, axis, aval)
+
+
+def num_bytes(avals: Iterable[AbstractValue]) -> int:
+    """The size of these arrays together; one with a symbolic dimension (of `jax.export`) counts as large.
+
+    What is chosen by size, a schedule say, is chosen when a loop is traced.
+    """
+    size = sum(prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    return size if isinstance(size, int) else maxsize
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:

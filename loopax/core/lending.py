@@ -8,14 +8,13 @@ steps in which the same lanes are active.
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun
-from loopax.core.jaxprs import Mask, split, trace
+from loopax.core.jaxprs import Mask, num_bytes, select, split, trace
 
 # Constants of all lanes together from which on lending them in stretches pays (measured in
 # docs/benchmark.md); below it the additional loop costs more than the copies.
@@ -47,8 +46,8 @@ def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> lis
 
 def large_constants(avals: Sequence[Any], batched: Sequence[bool]) -> Mask:
     """The constants to lend in stretches: all that lanes have of their own, if that is much."""
-    size = sum(prod(a.shape) * a.dtype.itemsize for a, b in zip(avals, batched, strict=True) if b)
-    return tuple(b and size >= LARGE_CONSTANTS_BYTES for b in batched)
+    large = num_bytes(select(batched, avals)) >= LARGE_CONSTANTS_BYTES
+    return tuple(b and large for b in batched)
 
 
 def lend_in_body(body: ClosedJaxpr, lent: Lent) -> ClosedJaxpr:
