@@ -87,8 +87,8 @@ class Checkpointed(Kind):
 
     def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del bound, fixed, is_precaution
-        return core.Checkpoints(self.checkpoints)
+        del bound, is_precaution
+        return core.Checkpoints(self.checkpoints, always_to_bound=fixed)
 
 
 @dataclass(frozen=True)

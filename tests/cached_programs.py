@@ -38,6 +38,7 @@ X, N = jnp.float32(2.0), jnp.int32(7)
 PROGRAMS: dict[str, Any] = {
     "while_loop": (unchecked, X),
     "gradient": (jax.grad(unchecked), X),
+    "gradient without a bound": (jax.grad(root), X),
     "batch of second derivatives": (jax.vmap(jax.grad(jax.grad(unchecked))), jnp.stack([X, X + 1])),
     **{
         f"gradient of a scan, {kind}": (jax.grad(lambda x, n, kind=kind: rows(x, n, kind)), X, N)

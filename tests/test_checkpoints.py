@@ -64,8 +64,15 @@ def test_any_number_of_steps(n, checkpoints):
 
 def test_two_levels_where_the_checkpoints_allow_for_them():
     """64 checkpoints for 1000 steps: 32 blocks of 32 steps, within 2 % of the optimum."""
-    evaluated = count_evaluations(lambda count, x, n: known(count, x, n, 64, bound=1000), 1000)
+    evaluated = count_evaluations(lambda count, x: known(count, x, 1000, 64))
     assert schedule.evaluations(1000, 64) < evaluated <= 1.02 * schedule.evaluations(1000, 64)
+
+
+@pytest.mark.parametrize("n", [50, 100, 1000])
+def test_but_not_where_the_bound_may_be_far_above_the_steps_that_are_taken(n):
+    best = schedule.evaluations(n, 64)
+    assert count_evaluations(lambda count, x, n: known(count, x, n, 64, bound=1000), n) == best
+    assert count_evaluations(lambda count, x, n: unknown(count, x, n, 64, bound=1000), n) == best
 
 
 @pytest.mark.parametrize("steps", [7, 8])
@@ -308,3 +315,14 @@ def test_stacked_pullbacks(kind, reverse):
     pullbacks = lax.map(lambda args: jax.vjp(lambda h: program(h, args[1]), args[0])[1], (STARTS, COUNTS))
     actual = jax.vmap(lambda pullback: pullback(1.0)[0])(pullbacks)
     close(actual, lax.map(lambda args: jax.grad(program)(*args), (STARTS, COUNTS)))
+
+
+@pytest.mark.slow
+def test_more_steps_than_can_be_counted():
+    """The value is right, since nothing else is needed for it; the derivative is not known, and NaN."""
+    with jax.enable_x64(True):
+        body = lambda c: (c[0] * 0.5 + 1.0, c[1] + 1)
+        loop = lambda x: lx.while_loop(lambda c: c[1] < 2**31 + 5, body, (x, jnp.int64(0)))[0]
+        value, tangent = jax.jit(lambda x: jax.jvp(loop, (x,), (1.0,)))(1.0)
+    assert value == 2.0
+    assert jnp.isnan(tangent)

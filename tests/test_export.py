@@ -14,7 +14,7 @@ import loopax as lx
 from tests.limited_loops import EACH_LIMITED, raises
 from tests.problem import BOUND, XS, H, W, mixed, name_of, scan_step, while_body
 
-KINDS = [lx.Auto(), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
 STEPS = jnp.int32(7)
 
 # The loops of `tests.problem`, each with throw=False: what else would be checked at run time cannot be exported.

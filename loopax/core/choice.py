@@ -33,7 +33,7 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
     """The storage for a loop of storage `Fastest`, with the reason."""
     assert isinstance(loop.storage, Fastest)
     if num_bytes(loop.body.in_avals) == maxsize:
-        return Checkpoints(None, "sizes are not known when the loop is traced")
+        return Checkpoints(reason="sizes are not known when the loop is traced")
     memory, step = loop.storage.memory, _step(loop, unknown)
     if step.carry > memory:
         raise ValueError(
@@ -43,7 +43,7 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
         )
     if loop.bound is None:
         slots = DEFAULT_SLOTS if step.carry == 0 else min(DEFAULT_SLOTS, memory // step.carry)
-        return Checkpoints(slots, f"no static bound: {_carries(slots, step)}, of at most {memory} bytes")
+        return Checkpoints(slots, reason=f"no static bound: {_carries(slots, step)}, of at most {memory} bytes")
     return _fastest(loop.storage, loop.bound, step)
 
 
@@ -74,9 +74,9 @@ def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
         return best(reason=reason)
     default = saved_carries(bound, step.carry)
     if default * step.carry <= asked.memory:
-        return Checkpoints(None, f"{_carries(default, step)}, {reason}")
+        return Checkpoints(reason=f"{_carries(default, step)}, {reason}")
     count = asked.memory // step.carry
-    return Checkpoints(count, f"{_carries(count, step)}, {reason}")
+    return Checkpoints(count, reason=f"{_carries(count, step)}, {reason}")
 
 
 _NAMES = {EveryResidual: "Residuals", EveryCarry: "Bounded", Checkpoints: "Checkpointed"}

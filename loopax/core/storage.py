@@ -16,6 +16,7 @@ class Checkpoints:
     """Some carries, from which the others are found again: this many, or about 2 sqrt(bound)."""
 
     count: int | None = None
+    always_to_bound: bool = False  # the loop takes as many steps as its bound, always
     reason: str = ""  # why it was chosen
 
 
@@ -82,16 +83,18 @@ Saving = Blocks | Slots
 def saving_for(storage: Checkpoints, bound: int | None, carry_bytes: int, length_known: bool) -> Saving | None:
     """How a loop saves what the storage asks for; None: the carry before every step.
 
-    Two levels of blocks need no schedule while the loop runs, so they are taken where the number of
-    checkpoints allows for them: at least about 2 sqrt(bound). They then need hardly more evaluations than
-    the binomial schedule (at most 2 % more for a bound of 1000).
+    Two levels of blocks need no schedule while the loop runs. With at least about 2 sqrt(bound) checkpoints, and
+    as many steps as the bound, they need hardly more evaluations than the binomial schedule (at most 2 %
+    for a bound of 1000), so they are taken there.
     """
     if bound is None:
         return Slots(storage.count or DEFAULT_SLOTS, length_known)
     if storage.count is None:
         return _blocks(block_size(bound, carry_bytes))
-    size = shortest_block(bound, storage.count)
-    return _blocks(size) if size else Slots(storage.count, length_known)
+    if storage.count >= bound:
+        return None
+    size = shortest_block(bound, storage.count) if storage.always_to_bound else None
+    return Blocks(size) if size else Slots(storage.count, length_known)
 
 
 def saved_carries(bound: int, carry_bytes: int) -> int:

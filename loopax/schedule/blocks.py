@@ -30,8 +30,6 @@ def shortest_block(bound: int, checkpoints: int) -> int | None:
 
     The shorter a block, the fewer steps are evaluated again: all but the last one of each block are.
     """
-    if checkpoints >= bound:
-        return 1
     sizes = (size for size in range(2, isqrt(bound) + 2) if -(-bound // size) + size <= checkpoints)
     return next(sizes, None)
 

@@ -39,7 +39,5 @@ def test_shortest_block_stores_at_most_so_many(bound, checkpoints):
     block = shortest_block(bound, checkpoints)
     if block is None:
         assert checkpoints < 2 * isqrt(bound) + 1
-    elif block > 1:
-        assert ceil(bound / block) + block <= checkpoints
     else:
-        assert checkpoints >= bound
+        assert ceil(bound / block) + block <= checkpoints
