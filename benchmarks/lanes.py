@@ -35,7 +35,7 @@ def step(weights: Any, y: Array) -> Array:
 
 def lane_with_loopax(weights: Any, y: Array, n: Array) -> Array:
     """One lane."""
-    last = lx.fori_loop(0, n, lambda i, y: step(weights, y), y, max_steps=BOUND, throw=False)
+    last = lx.fori_loop(0, n, lambda i, y: step(weights, y), y, max_steps=BOUND, throw=False, kind=lx.Checkpointed())
     return (last**2).sum()
 
 

@@ -10,7 +10,7 @@ from loopax import schedule
 from loopax._compat import zeros
 from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
-from loopax.core.storage import Blocks
+from loopax.core.storage import Blocks, Saving
 from loopax.core.walk import Progress, Steps, Walk, read, write
 
 
@@ -29,17 +29,8 @@ Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 def run_saving(loop: Loop, walk: Walk, steps: Steps, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and the marks."""
-    start = progress.position
     assert loop.saving is not None
-    if isinstance(loop.saving, Blocks):
-        decide, plan = _at_block_starts(loop.saving.size), jnp.int32(0)
-    elif loop.saving.length_known:
-        decide, plan = _binomially(loop.saving.count), jnp.int32(0)
-    else:
-        decide, plan = (
-            _online(lambda progress: walk.distance(start, progress.position)),
-            schedule.start(loop.saving.count),
-        )
+    decide, plan = _decision(loop.saving, walk, progress.position)
     kept = select(loop.saved_mask, loop.output_avals[0])
     saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
     saver = Saver(progress, saved, jnp.full(loop.saved_rows, UNUSED, jnp.int32), plan)
@@ -68,6 +59,15 @@ def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: 
         return Saver(walk.run(steps, progress, next_stop), saved, marks, plan)
 
     return lax.while_loop(goes_on, stretch, saver)
+
+
+def _decision(saving: Saving, walk: Walk, start: Any) -> tuple[Decision, Any]:
+    """How to decide, and what to remember at first."""
+    if isinstance(saving, Blocks):
+        return _at_block_starts(saving.size), jnp.int32(0)
+    if saving.length_known:
+        return _binomially(saving.count), jnp.int32(0)
+    return _online(lambda progress: walk.distance(start, progress.position)), schedule.start(saving.count)
 
 
 def _at_block_starts(size: int) -> Decision:

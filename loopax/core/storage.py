@@ -7,7 +7,7 @@ from loopax.schedule import block_size, shortest_block
 # Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 
 # Slots of a loop without a bound. Forward and gradient evaluate the body at most three times per step up to
-# 2143 steps, four times up to about 47 900 (docs/kinds.md has the table).
+# 2187 steps, four times up to 35 594 (docs/kinds.md).
 DEFAULT_SLOTS = 64
 
 
