@@ -15,12 +15,6 @@ def effects_message(effects: Sequence[Any]) -> str:
     )
 
 
-LINEAR_SAVED_HAS_COTANGENT = (
-    "internal error of loopax: a cotangent reached the saved carries of a loop, where only a replay may use them. "
-    "Please report this with the program that shows it."
-)
-
-
 def collective_message(axis_name: Any) -> str:
     """A batched loop whose lanes stop at different steps communicates over the batch."""
     return (
