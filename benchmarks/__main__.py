@@ -72,7 +72,7 @@ def forward(workload: workloads.Workload) -> Group:
     targets = [Target("time", f"loopax {kind}", "lax.while_loop", 1.05) for kind in kinds]
     targets += [Target("time", f"loopax {kind}, static n", LAX_SCAN, 1.05) for kind in kinds]
     cases = [Case(name, program, workload.arguments) for name, program in programs.items()]
-    return Group(f"Forward: {workload.name}", cases, targets, rounds=31)
+    return Group(f"Forward: {workload.name}", cases, targets, rounds=21)
 
 
 def shared_lanes() -> Group:

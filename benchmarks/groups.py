@@ -31,7 +31,7 @@ class Group:
     title: str
     cases: list[Case]
     targets: list[Target]
-    rounds: int = 15
+    rounds: int = 11
     compilations: int = 1
 
 

@@ -83,7 +83,8 @@ def test_without_a_bound(carries, slots):
 def test_a_bound_that_is_a_precaution_gets_an_eighth_of_the_memory():
     memory = 1600 * STATE.nbytes
     for share, kind in [(4, Checkpoints), (16, EveryCarry)]:
-        gradient = jax.grad(loop(many_functions, lx.Auto(memory=memory), max_steps=1600 // share * 2))
+        costly = lambda h: many_functions(many_functions(h))
+        gradient = jax.grad(loop(costly, lx.Auto(memory=memory), max_steps=1600 // share * 2))
         assert isinstance(chosen(gradient, STATE, 3), kind)
 
 

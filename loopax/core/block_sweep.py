@@ -11,7 +11,6 @@ from jax import lax
 
 from loopax._compat import zeros
 from loopax.core.jaxprs import stacked
-from loopax.core.loop import UNUSED
 from loopax.core.replay import Replay
 from loopax.core.sweep import Bodies, Track
 from loopax.core.walk import Progress, Step, Steps, Walk, read, write
@@ -26,20 +25,21 @@ class Sweep(NamedTuple):
 
 
 def sweep_blocks(
-    static: Replay, track: Track, bodies: Bodies, size: int, marks: Any, saved: list[Any], progress: Progress
+    static: Replay, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: Progress
 ) -> Progress:
     """Walk back through all blocks."""
 
     def one_block(sweep: Sweep) -> Sweep:
-        start = marks[sweep.block]
-        length = jnp.minimum(track.num_steps - track.step(start), size)
+        start = track.row(sweep.block * size)
+        length = jnp.minimum(track.num_steps - sweep.block * size, size)
         state = [read(s, sweep.block) for s in saved]
         states = _states_of_block(track.ahead, bodies, start, length, state, sweep.states)
         progress = _walk_back(track.ahead, bodies, start, length, states, sweep.progress)
         return Sweep(sweep.block - 1, states, progress)
 
     states = [zeros(stacked(aval, size)) for aval in static.forward_avals[1]]
-    sweep = Sweep(jnp.sum(marks != UNUSED, dtype=jnp.int32) - 1, states, progress)
+    last_block = (track.num_steps + (size - 1)) // size - 1
+    sweep = Sweep(last_block, states, progress)
     return lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep).progress
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from loopax._compat import ClosedJaxpr
 
 IN_MEMORY = 1.0  # per byte stored and read again
-IN_CACHE = 0.3
-CACHE_BYTES = 8 * 2**20
+IN_CACHE = 0.45
+CACHE_BYTES = 32 * 2**20
 PRODUCT = 0.02  # per multiplication or addition of a matrix product or a convolution
 ELEMENTWISE = 0.15  # per element
 FUNCTION = 1.5

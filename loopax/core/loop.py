@@ -10,9 +10,9 @@ Meaning, for a loop that walks forward (`reverse` walks the same rows from the l
     return row - low, carry, ys
 
 Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`. A loop that saves also
-returns `*saved, marks`: the carry before some of the steps, from which reverse mode replays the others,
-and the rows of these steps in the order in which they were taken, `UNUSED` where there were fewer. A
-condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+returns `*saved, marks`: the carry before some of the steps, from which reverse mode replays the others, and
+the rows of these steps in the order in which they were taken, `UNUSED` where there were fewer (for
+blocks, the row of the first). A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def result_avals(loop: Loop) -> list[Any]:
     index = core.ShapedArray(INDEX.shape, INDEX.dtype)
     saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
     ys = [stacked(aval, loop.bound or 0) for aval in rows]
-    return [index, *carry, *ys, *saved, *([stacked(index, loop.saved_rows)] if loop.saving else [])]
+    return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_marks())] if loop.saving else [])]
 
 
 def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:

@@ -18,12 +18,12 @@ def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list
     static = Replay(**params)
     consts, _, saved, carry, xs = split(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
-    if marks.size == 0:  # no step is possible
+    if static.bound == 0:  # there are no rows, and no marks
         return [*carry, *ys]
     track = Track.of(static, low, high, marks)
     bodies, progress = bodies_of(static, consts, xs), Progress(carry, ys, low)
     if isinstance(static.saving, Blocks):
-        progress = sweep_blocks(static, track, bodies, static.saving.size, marks, saved, progress)
+        progress = sweep_blocks(static, track, bodies, static.saving.size, saved, progress)
     else:
         progress = sweep_slots(track, bodies, marks, saved, progress)
     return [*progress.carry, *progress.ys]

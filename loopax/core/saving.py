@@ -19,7 +19,7 @@ class Saver(NamedTuple):
 
     progress: Progress
     saved: list[Any]  # room for the carries
-    marks: Any  # int32[rooms]: the rows before which they were saved, or `UNUSED`
+    marks: Any  # int32[slots]: the rows before which they were saved, or `UNUSED`; for blocks the first row
     plan: Any  # what the schedule remembers
 
 
@@ -33,7 +33,8 @@ def run_saving(loop: Loop, walk: Walk, steps: Steps, progress: Progress, end: An
     decide, plan = _decision(loop.saving, walk, progress.position)
     kept = select(loop.saved_mask, loop.output_avals[0])
     saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
-    saver = Saver(progress, saved, jnp.full(loop.saved_rows, UNUSED, jnp.int32), plan)
+    marks = progress.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, UNUSED, jnp.int32)
+    saver = Saver(progress, saved, marks, plan)
     saver = _walk_saving(loop, walk._replace(limited=True), steps, decide, saver, end)
     if not walk.limited:
         saver = saver._replace(progress=_poisoned(saver.progress))
@@ -54,7 +55,7 @@ def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: 
         room, length, plan = decide(saver, remain)
         values = select(loop.saved_mask, progress.carry)
         saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
-        marks = write(marks, room, progress.position)
+        marks = marks if isinstance(loop.saving, Blocks) else write(marks, room, progress.position)
         next_stop = walk.advance(progress.position, jnp.minimum(length, remain))
         return Saver(walk.run(steps, progress, next_stop), saved, marks, plan)
 

@@ -63,6 +63,10 @@ class Blocks:
         """The most carries that are saved."""
         return -(-(bound or 0) // self.size)
 
+    def num_marks(self) -> int:
+        """Rows to remember: the first, from which the starts of all blocks follow."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -74,6 +78,10 @@ class Slots:
     def rows(self, bound: int | None) -> int:
         """The most carries that are saved."""
         del bound
+        return self.count
+
+    def num_marks(self) -> int:
+        """Rows to remember: of each slot."""
         return self.count
 
 
