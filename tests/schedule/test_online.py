@@ -1,6 +1,6 @@
 """The online schedules on a machine that checks every action, against their bounds and the known-length optimum."""
 
-from itertools import islice
+from itertools import chain, islice
 from math import comb
 
 import pytest
@@ -35,6 +35,14 @@ def test_every_length(schedule, slots):
     for n, cost in costs(schedule(slots), slots):
         assert cost.most_stored <= min(n, slots)
         assert cost.advances + n <= 1.5 * evaluations(n, slots)
+
+
+@pytest.mark.parametrize("slots", range(2, SLOTS + 1))
+def test_every_length_that_stumm_and_walther_allow(slots):
+    """Algorithm I, and II after it."""
+    for n, cost in costs(chain(stumm_walther_1(slots), stumm_walther_2(slots)), slots):
+        assert cost.most_stored <= min(n, slots)
+        assert cost.advances + n <= evaluations(n, slots) + 3
 
 
 @EACH
