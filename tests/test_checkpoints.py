@@ -55,11 +55,13 @@ def test_as_many_evaluations_as_the_schedule_says(checkpoints):
 
 
 @pytest.mark.parametrize("checkpoints", [1, 2, 5, 30])
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 29, 30, 31, 32, 100])
-def test_any_number_of_steps(n, checkpoints):
-    assert count_evaluations(lambda c, x, n: known(c, x, n, checkpoints), n) == schedule.evaluations(n, checkpoints)
-    online = online_evaluations(n, checkpoints) if n else 0
-    assert count_evaluations(lambda c, x, n: unknown(c, x, n, checkpoints), n) == online
+def test_any_number_of_steps(checkpoints):
+    counter = Counter()
+    with_known = jax.jit(jax.grad(lambda x, n: known(counter, x, n, checkpoints)))
+    with_unknown = jax.jit(jax.grad(lambda x, n: unknown(counter, x, n, checkpoints)))
+    for n in (0, 1, 2, 3, 29, 30, 31, 32, 100):
+        assert counter.of(with_known, 1.0, n) == schedule.evaluations(n, checkpoints)
+        assert counter.of(with_unknown, 1.0, n) == (online_evaluations(n, checkpoints) if n else 0)
 
 
 def test_two_levels_where_the_checkpoints_allow_for_them():
@@ -162,6 +164,7 @@ def expected(w, h, xs, n):
 
 UNBOUNDED = [fori, while_, scan, stop]
 EACH_LOOP = pytest.mark.parametrize("loop", UNBOUNDED, ids=lambda f: f.__name__)
+EACH_SCHEDULE = pytest.mark.parametrize("loop", [fori, while_], ids=lambda f: f.__name__)  # binomial, online
 EACH_KIND = pytest.mark.parametrize("kind", [lx.Checkpointed(1), lx.Checkpointed(3), lx.Checkpointed(), lx.Auto()])
 COUNTS = jnp.array([4, 1, 11, 7])
 STARTS = jnp.stack([H, H + 0.1, H - 0.2, 2 * H])
@@ -179,7 +182,7 @@ def test_gradient_without_a_bound(loop, kind):
         close(gradient(W, H, XS, n), jax.grad(expected, (0, 1, 2))(W, H, XS, n))
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
 def test_hessian_without_a_bound(loop, outer, inner):
@@ -201,7 +204,7 @@ def test_lanes_without_a_bound(loop, order):
     close(jax.jit(gradient)(W, STARTS, XS, COUNTS), jnp.stack(wanted))
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 def test_lanes_of_hessians_without_a_bound(loop):
     f = partial(loop, lx.Checkpointed(2))
     wanted = [jax.hessian(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)]
@@ -215,14 +218,14 @@ def test_lanes_of_hessians_without_a_bound(loop):
     close(twice, jnp.stack(products) + jnp.stack(direct))
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
 def test_jax_checkpoint_without_a_bound(loop, policy):
     f = jax.checkpoint(partial(loop, lx.Checkpointed(3)), policy=policy)
     close(jax.jit(jax.grad(f, (0, 1)))(W, H, XS, 9), jax.grad(expected, (0, 1))(W, H, XS, 9))
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 def test_linearize_without_a_bound(loop):
     value, tangent_map = jax.linearize(lambda h: loop(lx.Checkpointed(3), W, h, XS, 9), H)
     close(value, expected(W, H, XS, 9))
@@ -231,7 +234,7 @@ def test_linearize_without_a_bound(loop):
     close(jax.linear_transpose(tangent_map, H)(1.0)[0], gradient)
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 def test_linearized_gradient_without_a_bound(loop):
     """The linear rest of a loop that saves, and of its sweep, run as they are and transposed."""
     _, product = jax.linearize(jax.grad(lambda h: loop(lx.Checkpointed(2), W, h, XS, 9)), H)
@@ -240,19 +243,19 @@ def test_linearized_gradient_without_a_bound(loop):
     close(jax.vmap(lambda v: jax.linear_transpose(product, H)(v)[0])(jnp.eye(3)), hessian)
 
 
-@EACH_LOOP
+@EACH_SCHEDULE
 def test_without_jit(loop):
     with jax.disable_jit():
         actual = jax.grad(partial(loop, lx.Checkpointed(2)), 1)(W, H, XS, 5)
     close(actual, jax.grad(expected, 1)(W, H, XS, 5))
 
 
-@pytest.mark.parametrize("inner", [fori, while_], ids=lambda f: f.__name__)
-def test_nested_without_a_bound(inner):
+@EACH_SCHEDULE
+def test_nested_without_a_bound(loop):
     """A loop without a bound in a loop without a bound, in lanes, with the derivative of both."""
 
     def program(h, n):
-        body = lambda i, h: h * 0.5 + 0.1 * inner(lx.Checkpointed(2), W, h, XS, i)
+        body = lambda i, h: h * 0.5 + 0.1 * loop(lx.Checkpointed(2), W, h, XS, i)
         return lx.fori_loop(0, n, body, h, kind=lx.Checkpointed(2)).sum()
 
     def reference(h, n):

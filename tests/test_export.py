@@ -72,8 +72,10 @@ def test_round_trip(loop: Any) -> None:
     assert_same_after_a_round_trip(partial(loop, kind=lx.Auto()))
 
 
-@EACH_LOOP
-@EACH_KIND
+CASES = [(scan, kind) for kind in KINDS] + [(loop, lx.Checkpointed(3)) for loop in (while_loop, fori_loop)]
+
+
+@pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
 def test_round_trip_of_a_gradient(loop: Any, kind: Any) -> None:
     assert_same_after_a_round_trip(jax.grad(partial(loop, kind=kind), (0, 1, 2)))
 

@@ -29,7 +29,7 @@ def costs(history, slots, num_steps=STEPS):
         yield n, execute(actions, n)
 
 
-@EACH
+@pytest.mark.parametrize("slots", range(2, SLOTS + 1))  # with one, there is only one schedule
 @pytest.mark.parametrize("schedule", [online, wang_moin_iaccarino], ids=lambda f: f.__name__)
 def test_every_length(schedule, slots):
     for n, cost in costs(schedule(slots), slots):
@@ -86,7 +86,7 @@ WORST = [(1, 1.0), (2, 1.11), (3, 1.15), (4, 1.08), (5, 1.06), (10, 1.05), (20, 
 
 @pytest.mark.parametrize(("slots", "most"), WORST)
 def test_many_steps(slots, most):
-    steps = {*range(1, 3000), *range(3000, 100_000, 83), 100_000}
+    steps = {*range(1, 3000), *range(3000, 100_000, 211), 100_000}
     history = islice(online(slots), max(steps))
     ratios = [
         evaluations_from(stored, n, slots) / evaluations(n, slots) for n, stored in enumerate(history, 1) if n in steps
