@@ -9,37 +9,12 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 
+from benchmarks.counter import Counter
 from loopax import schedule
 
 CHECKPOINTS = (3, 10, 20, 44)
 LENGTHS = (10, 30, 60, 100, 200, 400, 700, 1000, 2000)
 LONG = 100_000
-
-
-class Counter:
-    """Counts the evaluations of a body while a compiled program runs."""
-
-    def __init__(self) -> None:
-        """Nothing counted."""
-        self.calls = 0
-
-    def __call__(self, x: Any) -> Any:
-        """The identity."""
-
-        @jax.custom_jvp
-        def counted(x: Any) -> Any:
-            return jax.pure_callback(self._count, jax.ShapeDtypeStruct((), x.dtype), x)
-
-        @counted.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            value = counted(*primals)
-            return value, tangents[0] * jnp.cos(value)
-
-        return counted(x)
-
-    def _count(self, x: Any) -> Any:
-        self.calls += 1
-        return x
 
 
 def of_equinox(checkpoints: int) -> Callable[[int], int]:
@@ -53,12 +28,7 @@ def of_equinox(checkpoints: int) -> Callable[[int], int]:
 
     gradient = jax.jit(jax.grad(loop))
 
-    def count(n: int) -> int:
-        counter.calls = 0
-        jax.block_until_ready(gradient(jnp.float32(0.5), n))
-        return counter.calls
-
-    return count
+    return lambda n: counter.of(gradient, jnp.float32(0.5), n)
 
 
 def optimum(n: int, checkpoints: int) -> int:

@@ -10,10 +10,10 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from benchmarks.counter import Counter
 from loopax import schedule
 from tests.problem import BOUND, XS, H, W, below_half, mixed, scan_step, while_body
 from tests.reference import scan_reference, while_reference
-from tests.test_counts import Counter
 from tests.test_memory import STATE, carries, temporary
 
 STEPS = 1000

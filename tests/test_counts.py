@@ -5,39 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
+from benchmarks.counter import Counter
 from loopax import schedule
 from tests.problem import KINDS, WITH_LAX, name_of
-
-
-class Counter:
-    """Counts evaluations of a body when the program runs, also in replays and derivatives.
-
-    A `pure_callback` in the primal part of a step is called whenever that part is evaluated.
-    """
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, x):
-        @jax.custom_jvp
-        def counted(x):
-            return jax.pure_callback(self._count, jax.ShapeDtypeStruct((), x.dtype), x, vmap_method="expand_dims")
-
-        @counted.defjvp
-        def _(primals, tangents):
-            value = counted(primals[0])
-            return value, tangents[0] * jnp.cos(value)
-
-        return counted(x)
-
-    def _count(self, x):
-        self.calls += 1
-        return x
-
-    def of(self, function, *args):
-        self.calls = 0
-        jax.block_until_ready(function(*args))
-        return self.calls
 
 
 def evaluations(kind, n, bound=100):

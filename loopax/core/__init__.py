@@ -12,10 +12,9 @@ from loopax.core import (
     replay_lowering,
 )
 from loopax.core.loop import Loop, Outcome, run
-from loopax.core.storage import DEFAULT_SLOTS, Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
+from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
 __all__ = [
-    "DEFAULT_SLOTS",
     "Checkpoints",
     "EveryCarry",
     "EveryResidual",
