@@ -2,14 +2,18 @@
 
 from loopax._types import LoopInfo
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
+from loopax.lanes import Compact, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
 
 __all__ = [
     "Auto",
     "Bounded",
     "Checkpointed",
+    "Compact",
     "Kind",
+    "Lanes",
     "Lax",
+    "Lockstep",
     "LoopInfo",
     "Residuals",
     "fori_loop",

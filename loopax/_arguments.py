@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 import jax
@@ -12,8 +11,10 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static
 from loopax._compat import is_reference
+from loopax._static import static_int
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
+from loopax.lanes import Lanes, LanesLike, to_lanes
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Options:
 
     name: str
     kind: Kind
+    lanes: Lanes
     max_steps: int | None
     key_data: Any
     key_impl: Any
@@ -46,22 +48,14 @@ class Options:
         return {"key": jax.random.fold_in(key, number)}
 
 
-def options(name: str, kind: KindLike, lanes: Any, key: Any, progress: Any, max_steps: Any) -> Options:
+def options(name: str, kind: KindLike, lanes: LanesLike, key: Any, progress: Any, max_steps: Any) -> Options:
     """Validate the options that all loops share."""
-    _check_lanes(lanes)
     if progress is not None:
         raise NotImplementedError(
             f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None."
         )
     data, impl = _key(name, key)
-    return Options(name, to_kind(kind), _max_steps(name, max_steps), data, impl)
-
-
-def _check_lanes(lanes: Any) -> None:
-    if lanes in ("compact", "free"):
-        raise NotImplementedError(f"lanes={lanes!r} is not implemented yet. Use lanes='lockstep'.")
-    if lanes != "lockstep":
-        raise ValueError(f"lanes={lanes!r} is not a way to run lanes. Choose 'lockstep'.")
+    return Options(name, to_kind(kind), to_lanes(lanes), _max_steps(name, max_steps), data, impl)
 
 
 def _key(name: str, key: Any) -> tuple[Any, Any]:
@@ -107,16 +101,6 @@ def refuse_references(where: str, values: Sequence[Any]) -> None:
             f"{where} closes over a mutable array (`jax.new_ref`), which loopax's loops do not support: a replay would "
             "write to it again. Pass its value through the carry instead."
         )
-
-
-def static_int(what: str, value: Any) -> int:
-    """A number known when the loop is traced."""
-    if not isinstance(value, bool):
-        try:
-            return index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{what}: got {describe(value)}, expected an int.")
 
 
 def is_traced_int(what: str, value: Any) -> bool:

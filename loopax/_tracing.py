@@ -18,6 +18,7 @@ from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
 from loopax.core.jaxprs import INDEX, split, trace
+from loopax.schedule import Stages
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Walk:
     reverse: bool
     unroll: int
     storage: core.Storage
+    stages: Stages | None  # of a batch of such loops
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def run(
         predicated=goes_on is not None,
         unroll=walk.unroll,
         storage=walk.storage,
+        stages=walk.stages,
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
     out = core.run(loop, extent.low, extent.high, consts, carry, [x[: extent.bound] for x in x_arrays])

@@ -2,15 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Literal
 
-import jax
-
 from loopax import core
-from loopax._carry import describe
+from loopax._static import positive_int
 
 DEFAULT_MEMORY = 256 * 2**20
+_DECIDED = "how much a gradient stores is decided"
 
 
 class Kind(ABC):
@@ -83,7 +81,7 @@ class Checkpointed(Kind):
         """Refuse what is not a number of carries."""
         if self.checkpoints is not None:
             what = "Checkpointed(checkpoints=...)"
-            object.__setattr__(self, "checkpoints", _positive_int(what, self.checkpoints, "stored carries"))
+            object.__setattr__(self, "checkpoints", positive_int(what, self.checkpoints, "stored carries", _DECIDED))
 
     def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
@@ -154,30 +152,12 @@ class Auto(Kind):
 
     def __post_init__(self) -> None:
         """Refuse what is not a number of bytes."""
-        object.__setattr__(self, "memory", _positive_int("Auto(memory=...)", self.memory, "bytes"))
+        object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _DECIDED))
 
     def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
         del bound, fixed
         return core.Fastest(self.memory, is_precaution)
-
-
-def _positive_int(what: str, value: Any, unit: str) -> int:
-    """A number of something, known when the loop is traced."""
-    if isinstance(value, jax.Array):
-        raise TypeError(
-            f"{what}: got {describe(value)}, expected a Python int: how much a gradient stores is decided when it is "
-            "compiled, not when it runs."
-        )
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{what}: got {describe(value)}, expected an int, the number of {unit}.")
-    if number < 1:
-        raise ValueError(f"{what}: got {number}, expected at least 1, the number of {unit}.")
-    return number
 
 
 def _need_bound(kind: Kind, bound: int | None) -> None:

@@ -1,7 +1,7 @@
 """The three loops."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
@@ -15,8 +15,7 @@ from loopax._types import LoopInfo
 from loopax.core import Storage
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike
-
-Lanes = Literal["lockstep"]
+from loopax.lanes import LanesLike
 
 
 def while_loop(
@@ -26,7 +25,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     kind: KindLike = "auto",
-    lanes: Lanes = "lockstep",
+    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -109,7 +108,9 @@ def while_loop(
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
-    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent))
+    walk = tracing.Walk(
+        extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), stages=options.lanes.stages
+    )
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
     return (result, loop_info) if info else result
@@ -124,7 +125,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
-    lanes: Lanes = "lockstep",
+    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -188,7 +189,9 @@ def fori_loop(
         return body_fun(i, val, **options.step_key(i, extras)), None, None
 
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
-    walk = tracing.Walk(extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent))
+    walk = tracing.Walk(
+        extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), stages=options.lanes.stages
+    )
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
     return (result, loop_info) if info else result
@@ -205,7 +208,7 @@ def scan(
     stop: Callable[[Any, Any], Any] | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
-    lanes: Lanes = "lockstep",
+    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -286,7 +289,7 @@ def scan(
 
     functions = (f,) if stop is None else (f, stop)
     step = tracing.Step(call, "f of scan", functions, ("scan", extent.capacity is None, options.key_spec))
-    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None))
+    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes.stages)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
     result, loop_info = _finish(options, throw, extent, done, (done.carry, done.ys))

@@ -1,6 +1,7 @@
 """The mapped axis of a batching rule: where it stands in operands, and bodies that are mapped over it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,22 +11,28 @@ from loopax._compat import ClosedJaxpr, axis_arguments, jaxpr_as_fun
 from loopax.core.jaxprs import Mask, stacked, trace
 
 
+@dataclass(frozen=True)
 class Axis:
     """A mapped axis in a form that can key a cache."""
 
-    def __init__(self, data: Any) -> None:
-        """Take what matters from JAX's description of the axis."""
-        self.arguments = axis_arguments(data)
-        self.size: int = self.arguments["axis_size"]
-        self._key = tuple(self.arguments.items())
+    size: int
+    name: Any
+    spmd_name: Any
 
-    def __hash__(self) -> int:
-        """By value."""
-        return hash(self._key)
+    @classmethod
+    def of(cls, data: Any) -> "Axis":
+        """What matters of JAX's description of the axis."""
+        arguments = axis_arguments(data)
+        return cls(arguments["axis_size"], arguments["axis_name"], arguments["spmd_axis_name"])
 
-    def __eq__(self, other: object) -> bool:
-        """By value."""
-        return isinstance(other, Axis) and self._key == other._key
+    def resized(self, size: int) -> "Axis":
+        """The same with other lanes."""
+        return replace(self, size=size)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `jax.vmap`."""
+        return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
 
 
 def move(x: Any, dim: Any, to: int) -> Any:

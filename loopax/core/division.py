@@ -56,6 +56,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         storage=loop.storage,
         saving=loop.saving,
         saved=tuple(select(carry, loop.saved_mask)) if loop.saving else (),
+        stages=loop.stages,
     )
     division = Division(known, linear, carry, ys, uses)
     if isinstance(loop.storage, Nothing) or not any(division.states):
@@ -162,6 +163,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
         reverse=loop.reverse,
         unroll=loop.unroll,
         storage=loop.storage,
+        stages=loop.stages,
     )
     return Division(
         loop._replace(

@@ -100,8 +100,8 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.effects and not eqn.outvars:
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
-    if eqn.effects and eqn.primitive.name in _guards:
-        return _guards[eqn.primitive.name](eqn, active, operands)
+    if eqn.effects and eqn.primitive.name in guards:
+        return guards[eqn.primitive.name](eqn, active, operands)
     outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return outputs if eqn.primitive.multiple_results else [outputs]
 
@@ -144,7 +144,8 @@ def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
-_guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
+# By the name of a primitive: (equation, active, operands) -> results.
+guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
     "jit": _guard_jit,
     "cond": _guard_cond,
     "scan": _guard_scan,

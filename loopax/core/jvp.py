@@ -109,11 +109,11 @@ def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Lo
     )
 
 
-def _if_counted(loop: Loop, num_steps: Any, tangent: Any) -> Any:
+def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
     if loop.bound is not None or not loop.predicated:
         return tangent
-    return jnp.where(num_steps < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
+    return jnp.where(row < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
@@ -138,7 +138,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     new_carry, new_carry_dots = split(out.carry, [loop.num_carry])
     ys, y_dots = split(out.ys, [len(ys_mask)])
     saved, saved_dots = split(out.saved, [len(saved_mask)])
-    new_carry_dots = [_if_counted(loop, out.num_steps, dot) for dot in new_carry_dots]
+    new_carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in new_carry_dots]
     results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
     mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])

@@ -18,6 +18,7 @@ from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stack
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
 from loopax.core.storage import Nothing, Saving, Storage
+from loopax.schedule import Stages
 
 
 class LinearLoop(NamedTuple):
@@ -33,6 +34,7 @@ class LinearLoop(NamedTuple):
     storage: Storage
     saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
+    stages: Stages | None = None  # as in `Loop`
 
     @property
     def masks(self) -> list[Mask]:
@@ -83,6 +85,7 @@ class LinearLoop(NamedTuple):
             storage=self.storage,
             saving=self.saving if any(saved) else None,
             saved=saved if any(saved) else (),
+            stages=self.stages,
         )
 
 
@@ -219,6 +222,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             reverse=linear.reverse,
             unroll=linear.unroll,
             storage=linear.storage,
+            stages=linear.stages,
         )
         (marks,) = given.marks
         out_carry, ct_xs = replay(
@@ -234,6 +238,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             predicated=False,
             unroll=linear.unroll,
             storage=linear.storage,
+            stages=linear.stages,
         )
         out = run(loop, given.low, given.high, given.known_consts, carry, xs)
         out_carry, ct_xs = out.carry, out.ys

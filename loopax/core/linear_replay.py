@@ -27,6 +27,7 @@ from loopax.core.linear_loop import written_out
 from loopax.core.loop import run
 from loopax.core.replay import Replay, replay, saving_loop, walk_and_replay
 from loopax.core.storage import Saving, Storage
+from loopax.schedule import Stages
 
 
 class LinearReplay(NamedTuple):
@@ -44,6 +45,7 @@ class LinearReplay(NamedTuple):
     reverse: bool
     unroll: int
     storage: Storage
+    stages: Stages | None = None  # as in `Loop`
 
     @property
     def masks(self) -> list[Mask]:
@@ -72,6 +74,7 @@ class LinearReplay(NamedTuple):
             reverse=self.reverse,
             unroll=self.unroll,
             storage=self.storage,
+            stages=self.stages,
         )
 
     @property
@@ -251,6 +254,7 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
         reverse=static.reverse,
         unroll=static.unroll,
         storage=static.storage,
+        stages=static.stages,
     )
     states = [*init, *map(written_out, p)]
     (marks,) = out.marks

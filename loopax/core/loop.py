@@ -25,6 +25,7 @@ from loopax.core.dependence import close_over_carry, dependence, dependence_rule
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.storage import Saving, Storage
+from loopax.schedule import Stages
 
 UNUSED = -1  # among marks
 
@@ -43,6 +44,7 @@ class Loop(NamedTuple):
     saving: Saving | None = None  # a loop that saves: when
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lent: Lent | None = None  # a batch: constants that the body expects to be lent already
+    stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
 
     @property
     def carry_range(self) -> range:

@@ -28,6 +28,7 @@ from loopax.core.jaxprs import split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.loop import Loop, run
 from loopax.core.storage import Saving, Storage, length_known
+from loopax.schedule import Stages
 
 
 class Replay(NamedTuple):
@@ -45,6 +46,7 @@ class Replay(NamedTuple):
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
     lent: Lent | None = None  # a batch: constants that both bodies expect to be lent already
+    stages: Stages | None = None  # as in `Loop`
 
     @property
     def sizes(self) -> list[int]:
@@ -122,6 +124,7 @@ def saving_loop(static: Replay, body: ClosedJaxpr, num_consts: int, num_state: i
         storage=static.storage,
         saving=length_known(static.saving),
         saved=(True,) * num_state,
+        stages=static.stages,
     )
 
 

@@ -37,6 +37,7 @@ def divide_replay(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: 
         reverse=static.reverse,
         unroll=static.unroll,
         storage=static.storage,
+        stages=static.stages,
     )
     return Division(known, linear, state, carry, ys, uses)
 

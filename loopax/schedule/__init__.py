@@ -5,10 +5,12 @@ from loopax.schedule.binomial import advance, binomial, evaluations, evaluations
 from loopax.schedule.blocks import block_size, shortest_block, two_level
 from loopax.schedule.online import Online, online, start, store
 from loopax.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
+from loopax.schedule.stages import Stages
 
 __all__ = [
     "Action",
     "Online",
+    "Stages",
     "advance",
     "binomial",
     "block_size",
