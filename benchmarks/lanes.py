@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 import loopax as lx
-from loopax.core import batching, lanes, replay_batching
+from loopax.core import lanes, lanes_loop, lanes_replay
 
 BOUND = 1000
 
@@ -78,13 +78,13 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same program with finished lanes computing on their own state: what borrowing costs."""
 
     def traced(*arguments: Any) -> Any:
-        borrow, large_constants = lanes.borrow, batching.large_constants
+        borrow, large_constants = lanes.borrow, lanes_loop.large_constants
         lanes.borrow = lambda _, operands, __: list(operands)
-        batching.large_constants = replay_batching.large_constants = lambda _, batched: (False,) * len(batched)
+        lanes_loop.large_constants = lanes_replay.large_constants = lambda _, batched: (False,) * len(batched)
         try:
             return function(*arguments)
         finally:
             lanes.borrow = borrow
-            batching.large_constants = replay_batching.large_constants = large_constants
+            lanes_loop.large_constants = lanes_replay.large_constants = large_constants
 
     return traced

@@ -86,7 +86,7 @@ def _check_shrink(shrink: object) -> None:
             f"Compact(shrink=...): got {describe(shrink)}, expected a number from 2 on, the size of a stage over that "
             "of the next. It is static: stages are decided when the loop is compiled, not when it runs."
         )
-    if not shrink >= 2:
+    if not float(shrink) >= 2:
         raise ValueError(
             f"Compact(shrink=...): got {shrink}, expected at least 2, the size of a stage over that of the next. "
             "Smaller steps cost more gathering and compiling than they save."

@@ -37,10 +37,23 @@ def sweep_blocks(
         progress = _walk_back(track.ahead, bodies, start, length, states, sweep.progress)
         return Sweep(sweep.block - 1, states, progress)
 
-    states = [zeros(stacked(aval, size)) for aval in static.forward_avals[1]]
+    states = [_room(stacked(aval, size), progress.carry) for aval in static.forward_avals[1]]
     last_block = (track.num_steps + (size - 1)) // size - 1
     sweep = Sweep(last_block, states, progress)
     return lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep).progress
+
+
+def _room(aval: Any, carry: list[Any]) -> Any:
+    """An array that is written before it is read.
+
+    It is made from the carry, so that it cannot be made before its sweep begins: sweeps that run one after another
+    (the stages of a batch) then use the same memory. Of a constant, XLA makes all of them at the start.
+    """
+    sources = [x for x in carry if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
+    if not sources:
+        return zeros(aval)
+    first = lax.index_in_dim(sources[0].ravel(), 0, keepdims=False)
+    return zeros(aval) + (first - first).astype(aval.dtype)
 
 
 def _states_of_block(

@@ -1,5 +1,6 @@
 """The fastest way to store that fits in so much memory, chosen when a gradient is taken."""
 
+from math import ceil
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -34,11 +35,13 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
     assert isinstance(loop.storage, Fastest)
     if num_bytes(loop.body.in_avals) == maxsize:
         return Checkpoints(reason="sizes are not known when the loop is traced")
-    memory, step = loop.storage.memory, _step(loop, unknown)
+    asked, step = loop.storage, _step(loop, unknown)
+    memory = asked.budget
     if step.carry > memory:
+        least = ceil(step.carry / asked.share)
         raise ValueError(
-            f"Auto(memory={memory}): the gradient of this loop stores at least one carry, which has {step.carry} bytes "
-            f"(what the derivative needs of it). Give memory={step.carry} or more; for n steps, about 2 sqrt(n) times "
+            f"Auto(memory={asked.memory}): the gradient of this loop stores at least one carry, which has {least} "
+            f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
             "as much makes it three to four times as fast."
         )
     if loop.bound is None:
@@ -59,7 +62,7 @@ def _step(loop: Loop, unknown: Mask) -> Step:
 
 def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
     """Compare the kinds by what they cost beyond one forward pass and the derivative, per step."""
-    memory = asked.memory * (PRECAUTION_MEMORY if asked.is_precaution else 1)
+    memory = asked.budget * (PRECAUTION_MEMORY if asked.is_precaution else 1)
     share = PRECAUTION_STEPS if asked.is_precaution else 1
     costs = {}
     for storage, size, evaluations in [(EveryResidual, step.residuals, 0), (EveryCarry, step.carry, 1)]:
@@ -67,15 +70,15 @@ def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
             costs[storage] = storing(size, bound * size) / share + evaluations * step.cost
     costs[Checkpoints] = 2 * step.cost
     best: Any = min(costs, key=costs.__getitem__)
-    reason = f"at most {asked.memory} bytes for {bound} steps; costs: " + ", ".join(
+    reason = f"at most {asked.budget} bytes for {bound} steps; costs: " + ", ".join(
         f"{_NAMES[storage]} {cost:.3g}" for storage, cost in costs.items()
     )
     if best is not Checkpoints:
         return best(reason=reason)
     default = saved_carries(bound, step.carry)
-    if default * step.carry <= asked.memory:
-        return Checkpoints(reason=f"{_carries(default, step)}, {reason}")
-    count = asked.memory // step.carry
+    if default * step.carry <= asked.budget:
+        return Checkpoints(longer=asked.longer, reason=f"{_carries(default, step)}, {reason}")
+    count = asked.budget // step.carry
     return Checkpoints(count, reason=f"{_carries(count, step)}, {reason}")
 
 

@@ -1,8 +1,10 @@
-"""A batch of loops whose finished lanes leave it.
+"""A batch of loops that does not wait for its slowest lane.
 
-A batch runs until few enough lanes are left; those are gathered into a smaller batch, which goes on; in the end
-results are put back in their places. Every stage is a batch in lockstep on rows of its own, so derivatives are
-those of the stages.
+Lanes whose numbers of steps are known at the start are dealt into groups of lanes that take similar numbers, and one
+group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
+those are gathered into a smaller batch, which goes on; in the end results are put back in their places.
+
+Every group and every stage is a batch in lockstep, so derivatives are those of such batches.
 """
 
 from collections.abc import Sequence
@@ -13,11 +15,14 @@ import jax.numpy as jnp
 from loopax._compat import zeros
 from loopax.core.axes import Axis
 from loopax.core.batch import Rules
-from loopax.core.compact import head, heads, put, put_head, stages_of, take, take_mapped, with_rows
+from loopax.core.gather import take, take_mapped, with_rows
+from loopax.core.groups import Batch, in_groups
 from loopax.core.jaxprs import Mask, select, split, stacked
 from loopax.core.lanes import hull
 from loopax.core.lanes_loop import Lanes, goes_on, own_limits, run_lanes
 from loopax.core.loop import UNUSED, Loop
+from loopax.core.storage import part_of
+from loopax.schedule import Stages
 
 
 class Results(NamedTuple):
@@ -27,23 +32,38 @@ class Results(NamedTuple):
     carry: list[Any]
     ys: list[Any]
 
+    def take(self, order: Any) -> "Results":
+        """These lanes, in this order."""
+        carry, ys = [take(x, order, 0) for x in self.carry], [take(y, order, 1) for y in self.ys]
+        return Results(take(self.num_steps, order, 0), carry, ys)
+
+    def part(self, start: int, end: int) -> "Results":
+        """Some lanes."""
+        return Results(
+            self.num_steps[start:end], [x[start:end] for x in self.carry], [y[:, start:end] for y in self.ys]
+        )
+
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch."""
     assert loop.stages is not None
-    (low, high), consts, carry, xs = split(operands, [2, *loop.sizes])
-    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split(mapped, [2, *loop.sizes]))
-    lanes = Lanes(windows, own_limits(windows, low, high), mapped_consts, mapped_xs, consts, carry, xs)
     if loop.predicated:
-        sizes = loop.stages.sizes(axis.size)
-        results = _until_few_are_left(loop, axis, sizes, *hull(low, high), lanes)
+        low, high, lanes = _lanes(loop, mapped, operands)
+        results = _in_stages(loop, loop.stages, axis, *hull(low, high), lanes)
     else:
-        results = _on_known_rows(loop, axis, low, high, lanes)
+        results = _in_groups(loop, loop.stages, axis, mapped, operands)
     return [results.num_steps, *results.carry, *results.ys, *_nothing_saved(loop, axis)]
 
 
+def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, Lanes]:
+    (low, high), consts, carry, xs = split(operands, [2, *loop.sizes])
+    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split(mapped, [2, *loop.sizes]))
+    own = own_limits(windows, low, high)
+    return low, high, Lanes(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
+
+
 def _nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
-    """What a loop saves is for a sweep, and a batch of sweeps in stages saves anew (`core/compact_replay.py`)."""
+    """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/compact_replay.py`)."""
     if not loop.saving:
         return []
     avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals[0])]
@@ -51,63 +71,101 @@ def _nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), marks]
 
 
-def _until_few_are_left(loop: Loop, axis: Axis, sizes: Sequence[int], low: Any, high: Any, lanes: Lanes) -> Results:
-    """Lanes whose predicates stop them: which go on is known only then."""
-    smaller = sizes[1:]
-    out, num_steps = run_lanes(loop, axis, low, high, lanes, smaller[0] if smaller else 0)
-    if not smaller:
-        return Results(num_steps, out.carry, out.ys)
-    low, high = (low, high - out.num_steps) if loop.reverse else (low + out.num_steps, high)
-    first = high - 1 if loop.reverse else low
-    active = out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse)
-    order = jnp.argsort(~active, stable=True)[: smaller[0]].astype(jnp.int32)
-    left = Lanes(
-        lanes.windows,
-        [take(x, order, 0) for x in lanes.own],
-        lanes.mapped_consts,
-        lanes.mapped_xs,
-        take_mapped(lanes.consts, lanes.mapped_consts, order, 0),
-        [take(x, order, 0) for x in out.carry],
-        take_mapped(lanes.xs, lanes.mapped_xs, order, 1),
-    )
-    rest = _until_few_are_left(loop, axis.resized(smaller[0]), smaller, low, high, left)
-    rows = [with_rows(take(old, order, 1), new, low, high) for old, new in zip(out.ys, rest.ys, strict=True)]
-    return Results(
-        num_steps.at[order].add(rest.num_steps, mode="promise_in_bounds", unique_indices=True),
-        [put(x, order, new, 0) for x, new in zip(out.carry, rest.carry, strict=True)],
-        [put(y, order, new, 1) for y, new in zip(out.ys, rows, strict=True)],
-    )
-
-
-def _on_known_rows(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Results:
-    """Lanes whose windows are all that stops them: all stages are known at the start."""
-    assert loop.stages is not None
-    order, stages = stages_of(loop.stages, axis.size, low, high, lanes.windows, loop.reverse)
-    sizes = [stage.size for stage in stages]
-    own = heads([take(x, order, 0) for x in lanes.own], [True] * len(lanes.own), sizes, 0)
-    consts = heads(take_mapped(lanes.consts, lanes.mapped_consts, order, 0), lanes.mapped_consts, sizes, 0)
-    xs = heads(take_mapped(lanes.xs, lanes.mapped_xs, order, 1), lanes.mapped_xs, sizes, 1)
-    carry = [take(x, order, 0) for x in lanes.carry]
-    ys = [zeros(stacked(stacked(aval, axis.size), loop.bound or 0)) for aval in loop.output_avals[1]]
-    for size, first, end in stages:
-        part = lanes._replace(own=own[size], consts=consts[size], xs=xs[size], carry=[head(x, size, 0) for x in carry])
-        out, _ = run_lanes(loop, axis.resized(size), first, end, part)
-        carry = [put_head(x, new, 0) for x, new in zip(carry, out.carry, strict=True)]
-        rows = [with_rows(head(y, size, 1), new, first, end) for y, new in zip(ys, out.ys, strict=True)]
-        ys = [put_head(y, new, 1) for y, new in zip(ys, rows, strict=True)]
-    back = jnp.argsort(order).astype(jnp.int32)
+def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
+    """Lanes whose windows are all that stops them."""
+    low, high, _ = _lanes(loop, mapped, operands)
     num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    return Results(num_steps, [take(x, back, 0) for x in carry], [take(y, back, 1) for y in ys])
+    loop = loop._replace(saving=None, saved=())
+
+    def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
+        part = loop._replace(storage=part_of(loop.storage, lanes / axis.size))
+        carry, ys = _in_lockstep(part, axis.resized(lanes), mapped, operands)
+        return [*carry, *ys]
+
+    batch = Batch(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
+    results = in_groups(batch, stages, num_steps, operands)
+    return Results(num_steps, *split(results, [loop.num_carry]))
 
 
-def _operand_axes(loop: Loop) -> list[int]:
+def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    low, high, lanes = _lanes(loop, mapped, operands)
+    out, _ = run_lanes(loop, axis, *hull(low, high), lanes)
+    return out.carry, out.ys
+
+
+def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Results:
+    """Lanes whose predicates stop them: which go on is known only then."""
+    sizes = stages.sizes(axis.size)
+    places, left, finished = jnp.arange(axis.size, dtype=jnp.int32), Results(jnp.int32(0), lanes.carry, []), []
+    for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
+        stage = _stage(loop, sizes, index)
+        out, num_steps = run_lanes(stage, axis.resized(size), low, high, lanes, leave=smaller)
+        reached = high - out.num_steps if loop.reverse else low + out.num_steps
+        walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
+        ys = [with_rows(old, new, *walked) for old, new in zip(left.ys, out.ys, strict=True)] if index else out.ys
+        left = Results(left.num_steps + num_steps, out.carry, ys)
+        low, high = rest
+        if smaller:
+            first = high - 1 if loop.reverse else low
+            order = _active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
+            left, places = left.take(order), take(places, order, 0)
+            finished.append((left.part(smaller, size), places[smaller:]))
+            left, places = left.part(0, smaller), places[:smaller]
+            lanes = _lanes_left(lanes, order[:smaller], left.carry)
+    return _in_place([(left, places), *reversed(finished)])
+
+
+def _active_first(active: Any) -> Any:
+    """The numbers of active lanes, and then those of the others; sorting numbers is faster than `argsort`."""
+    size = len(active)
+    ranks = jnp.sort(jnp.arange(size, dtype=jnp.int32) + jnp.where(active, 0, size).astype(jnp.int32), stable=False)
+    return jnp.where(ranks < size, ranks, ranks - size)
+
+
+def _lanes_left(lanes: Lanes, order: Any, carry: list[Any]) -> Lanes:
+    """The operands of the lanes that are left."""
+    return lanes._replace(
+        own=[take(x, order, 0) for x in lanes.own],
+        consts=take_mapped(lanes.consts, lanes.mapped_consts, order, 0),
+        carry=carry,
+        xs=take_mapped(lanes.xs, lanes.mapped_xs, order, 1),
+    )
+
+
+def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
+    """The results of all lanes, each where it was at the start."""
+    if len(parts) == 1:
+        return parts[0][0]
+    results, places = zip(*parts, strict=True)
+    back = jnp.argsort(jnp.concatenate(places)).astype(jnp.int32)
+    joined = Results(
+        jnp.concatenate([r.num_steps for r in results]),
+        [jnp.concatenate(leaves) for leaves in zip(*(r.carry for r in results), strict=True)],
+        [jnp.concatenate(rows, 1) for rows in zip(*(r.ys for r in results), strict=True)],
+    )
+    return joined.take(back)
+
+
+def _stage(loop: Loop, sizes: Sequence[int], index: int) -> Loop:
+    """The loop of one stage, which shares the memory for a gradient with the others.
+
+    Blocks are the longer the fewer lanes there are: what all stages save is 4/3 of what the first one does, not
+    twice as much, and the states of a block take as much room in each of them.
+    """
+    share, longer = sizes[index] / sum(sizes), sizes[0] / sizes[index]
+    return loop._replace(storage=part_of(loop.storage, share, longer), saving=None, saved=())
+
+
+def operand_axes(loop: Loop) -> list[int]:
+    """Where operands have their lanes."""
     carry, xs = loop.input_avals[1:]
     return [0, 0, *(0,) * loop.num_consts, *(0 for _ in carry), *(1 for _ in xs)]
 
 
-def _result_axes(loop: Loop) -> list[int]:
+def result_axes(loop: Loop) -> list[int]:
+    """Where results have their lanes."""
     marks = [0] if loop.saving else []
     return [0, *(0,) * loop.num_carry, *(1 for _ in loop.output_avals[1]), *(1,) * sum(loop.saved_mask), *marks]
 
 
-LOOPS = Rules(_run, _operand_axes, _result_axes)
+LOOPS = Rules(_run, operand_axes, result_axes)

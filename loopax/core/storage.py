@@ -17,6 +17,7 @@ class Checkpoints:
 
     count: int | None = None
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
+    longer: float = 1.0  # blocks so many times as long as those of a loop alone
     reason: str = ""  # why it was chosen
 
 
@@ -40,6 +41,13 @@ class Fastest:
 
     memory: int
     is_precaution: bool  # the bound on the steps may be far above what is taken
+    share: float = 1.0  # the part of the memory that is for this loop
+    longer: float = 1.0  # as in `Checkpoints`
+
+    @property
+    def budget(self) -> int:
+        """Bytes for this loop."""
+        return int(self.memory * self.share)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,13 @@ class Nothing:
 
     error: type[Exception]
     message: str
+
+
+def part_of(storage: "Storage", share: float, longer: float = 1.0) -> "Storage":
+    """For one of several loops that together store what one would."""
+    if isinstance(storage, Fastest):
+        return replace(storage, share=storage.share * share, longer=longer)
+    return replace(storage, longer=longer) if isinstance(storage, Checkpoints) else storage
 
 
 Storage = Checkpoints | EveryCarry | EveryResidual | Fastest | Nothing
@@ -98,7 +113,7 @@ def saving_for(storage: Checkpoints, bound: int | None, carry_bytes: int, length
     if bound is None:
         return Slots(storage.count or DEFAULT_SLOTS, length_known)
     if storage.count is None:
-        return _blocks(block_size(bound, carry_bytes))
+        return _blocks(min(round(block_size(bound, carry_bytes) * storage.longer), bound))
     if storage.count >= bound:
         return None
     size = shortest_block(bound, storage.count) if storage.always_to_bound else None

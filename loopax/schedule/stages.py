@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+# Measured on a CPU (docs/benchmark.md): the part of the lanes that is in the smallest groups, and how much larger the
+# others are.
+LONGEST = 1 / 8
+LARGER = 4
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -16,3 +21,16 @@ class Stages:
         while (smaller := -int(-sizes[-1] // self.shrink)) >= self.min_lanes and smaller < sizes[-1]:
             sizes.append(smaller)
         return sizes
+
+    def groups(self, lanes: int) -> list[tuple[int, int]]:
+        """How many groups, and of how many lanes, a batch is dealt into whose lanes are sorted by their steps.
+
+        The lanes with the most steps differ most, so these are in smaller groups than the others. Together groups
+        may have a few places more than there are lanes.
+        """
+        if lanes < 2 * self.min_lanes:
+            return [(1, lanes)]
+        few = max(int(lanes * LONGEST) // self.min_lanes, 1)
+        others = lanes - few * self.min_lanes
+        number = max(round(others / (LARGER * self.min_lanes)), 1)
+        return [(few, self.min_lanes), (number, -(-others // number))]

@@ -1,0 +1,23 @@
+"""Take lanes out of a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def take(x: Any, order: Any, axis: int) -> Any:
+    """These lanes, in this order; none twice."""
+    return x.at[(*(slice(None),) * axis, order)].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def take_mapped(values: Sequence[Any], mapped: Sequence[bool], order: Any, axis: int) -> list[Any]:
+    """These lanes of values that lanes have of their own."""
+    return [take(x, order, axis) if m else x for x, m in zip(values, mapped, strict=True)]
+
+
+def with_rows(old: Any, new: Any, low: Any, high: Any) -> Any:
+    """The rows `low ... high - 1` of `new`, the others of `old`."""
+    rows = jnp.arange(old.shape[0], dtype=jnp.int32)
+    chosen = (low <= rows) & (rows < high)
+    return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
