@@ -2,7 +2,7 @@
 
 from loopax._types import LoopInfo
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
-from loopax.lanes import Compact, Lanes, Lockstep
+from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Bounded",
     "Checkpointed",
     "Compact",
+    "Free",
     "Kind",
     "Lanes",
     "Lax",

@@ -141,14 +141,16 @@ def call_dce_rule(rule: Callable[..., Any], used: list[bool], eqn: Any) -> list[
         return rule(used, [True] * len(eqn.invars), eqn)[0]
 
 
-def replace_jaxpr(closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> ClosedJaxpr:
-    """The same equations with other inputs and outputs (so the names of arguments no longer apply)."""
+def replace_jaxpr(
+    closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None
+) -> ClosedJaxpr:
+    """The same equations, or some of them, with other inputs and outputs; names of arguments no longer apply."""
     jaxpr = closed.jaxpr
     debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
-    return ClosedJaxpr(
-        jaxpr.replace(invars=list(invars), outvars=list(outvars), debug_info=debug_info),  # type: ignore[attr-defined]
-        closed.consts,
-    )
+    changes: dict[str, Any] = {"invars": list(invars), "outvars": list(outvars), "debug_info": debug_info}
+    if eqns is not None:
+        changes |= {"eqns": list(eqns), "effects": set().union(*(eqn.effects for eqn in eqns))}
+    return ClosedJaxpr(jaxpr.replace(**changes), closed.consts)  # type: ignore[attr-defined]
 
 
 def open_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

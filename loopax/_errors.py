@@ -22,3 +22,20 @@ def collective_message(axis_name: Any) -> str:
         "lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
         "the same number of steps and mask inside the body, or move the collective out of the loop."
     )
+
+
+def free_form_message(loops: int) -> str:
+    """A loop with free lanes has no inner loop, or several."""
+    found = "none" if loops == 0 else str(loops)
+    return (
+        f"lanes='free' is for a loop whose body holds one inner loop, and this body holds {found}. The form it needs: "
+        "in the body, outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, "
+        "`loopax.fori_loop` or `loopax.scan` that is not batched itself; before and after it, anything. "
+        "Make one loop of several, or leave lanes='lockstep'."
+    )
+
+
+FREE_NEEDS_BOUNDS = (
+    "lanes='free' makes one loop of two, and this kind stores something for every step of it, so it needs a static "
+    "bound on the steps of both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
+)

@@ -18,7 +18,7 @@ from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
 from loopax.core.jaxprs import INDEX, split, trace
-from loopax.schedule import Stages
+from loopax.lanes import Lanes
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Walk:
     reverse: bool
     unroll: int
     storage: core.Storage
-    stages: Stages | None  # of a batch of such loops
+    lanes: Lanes
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,11 @@ def run(
         predicated=goes_on is not None,
         unroll=walk.unroll,
         storage=walk.storage,
-        stages=walk.stages,
+        stages=walk.lanes.stages,
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
-    out = core.run(loop, extent.low, extent.high, consts, carry, [x[: extent.bound] for x in x_arrays])
+    run_loop = core.run_free if walk.lanes.is_free else core.run
+    out = run_loop(loop, extent.low, extent.high, consts, carry, [x[: extent.bound] for x in x_arrays])
     last, carry, flags = split(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
+import jax
+
 from loopax._carry import describe
 from loopax._static import positive_int
 from loopax.schedule import Stages
+
+# Lanes that keep a device busy: the first measured (docs/benchmark.md), the second a guess.
+CPU_LANES, OTHER_LANES = 32, 4096
 
 
 class Lanes(ABC):
@@ -17,6 +22,11 @@ class Lanes(ABC):
     @abstractmethod
     def stages(self) -> Stages | None:
         """The smaller batches in which the lanes that are left go on; None: there are none."""
+
+    @property
+    @abstractmethod
+    def is_free(self) -> bool:
+        """Whether a loop in the body of this one is made part of it."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +41,26 @@ class Lockstep(Lanes):
     def stages(self) -> None:
         """See `Lanes.stages`."""
 
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
 
 @dataclass(frozen=True)
 class Compact(Lanes):
     """Finished lanes leave the batch.
 
-    When no more than 1 / `shrink` of the lanes are left, they are gathered into a smaller batch, which goes on,
-    and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same order; so are derivatives,
-    whose loops run in the same stages. Where the number of steps is known at the start (`fori_loop`, `scan` with
-    `length`), lanes are sorted by it once; else they are gathered at the end of every stage.
+    Where the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by them
+    and run in groups, one after another: the eighth with the most steps in groups of `min_lanes`, the others in
+    groups of about four times as many. Where they are not (`while_loop`, `scan` with `stop`), all lanes start
+    together; when no more than 1 / `shrink` of them are left, these are gathered into a smaller batch, which goes
+    on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same order, and derivatives run
+    in the same groups or stages.
 
-    Every stage is a program of its own, so compilation takes longer the more of them there are. A batch in which all
-    take the same steps gains nothing, and a loop that is not batched is as it is without.
+    Two sizes of groups take about 2.5 times as long to compile as lockstep does; stages take as many times as long as
+    there are of them. A batch in which all lanes take the same steps gains nothing, and a loop that is not batched
+    is as it is without.
 
     A second `jax.vmap` joins the same batch, unless what only one of both maps (weights, say) would have to be
     repeated for so many lanes that the operands of the loop take more than twice the memory.
@@ -50,9 +68,11 @@ class Compact(Lanes):
     Parameters
     ----------
     shrink
-        The size of a stage over that of the next, a number from 2 on.
+        The size of a stage over that of the next, a number from 2 on. 2 is about a tenth faster than 3, and has
+        half as many stages again to compile.
     min_lanes
-        No stage has fewer lanes, from 1 on.
+        No group or stage has fewer lanes (a batch that is smaller itself apart), from 1 on. As many as keep the
+        device busy: None is 32 on a CPU, and 4096 elsewhere (not measured).
 
     Raises
     ------
@@ -65,19 +85,62 @@ class Compact(Lanes):
 
     """
 
-    shrink: float = 2
-    min_lanes: int = 32
+    shrink: float = 3
+    min_lanes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse stages that do not get smaller."""
         _check_shrink(self.shrink)
-        lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", "stages are decided")
-        object.__setattr__(self, "min_lanes", lanes)
+        if self.min_lanes is not None:
+            lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", "stages are decided")
+            object.__setattr__(self, "min_lanes", lanes)
 
     @property
     def stages(self) -> Stages:
         """See `Lanes.stages`."""
-        return Stages(self.shrink, self.min_lanes)
+        if self.min_lanes is not None:
+            return Stages(self.shrink, self.min_lanes)
+        return Stages(self.shrink, CPU_LANES if jax.default_backend() == "cpu" else OTHER_LANES)
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
+
+@dataclass(frozen=True)
+class Free(Lanes):
+    """For a loop whose body holds one inner loop: lanes do not wait for each other between outer steps.
+
+    In lockstep a batch of nested loops waits at every outer step for the lane with the most inner steps. Here a lane
+    that has finished its inner loop goes on with its next outer step while others are still inside theirs.
+    Batched iterations: at most the largest sum of a lane's inner steps, and one for each outer step without any.
+
+    What stands before and after the inner loop runs whenever any lane needs it, for all lanes: in nearly every
+    iteration of a large batch, where lockstep runs it once per outer step. So free lanes are slower where that part
+    costs more than the inner steps that they save; `lane_report` says how often it runs. They are slower as well
+    for a loop that is not batched.
+
+    The body must hold exactly one call of a loop of loopax, which is not batched itself, outside of `cond`, `scan`,
+    `jax.checkpoint` and other loops. Rows of `xs` of both loops are gathered for each lane, and rows of `ys` written
+    into the lanes' own arrays: both cost time that grows with their number of rows.
+
+    Raises
+    ------
+    ValueError
+        In a loop: the body holds no inner loop, or several; or the kind stores every step and one of the loops has no
+        static bound.
+
+    """
+
+    @property
+    def stages(self) -> None:
+        """See `Lanes.stages`."""
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return True
 
 
 def _check_shrink(shrink: object) -> None:
@@ -93,8 +156,8 @@ def _check_shrink(shrink: object) -> None:
         )
 
 
-LanesLike = Lanes | Literal["lockstep", "compact"]
-_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact}
+LanesLike = Lanes | Literal["lockstep", "compact", "free"]
+_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "free": Free}
 
 
 def to_lanes(lanes: LanesLike) -> Lanes:

@@ -108,9 +108,7 @@ def while_loop(
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
-    walk = tracing.Walk(
-        extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), stages=options.lanes.stages
-    )
+    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), lanes=options.lanes)
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
     return (result, loop_info) if info else result
@@ -190,7 +188,7 @@ def fori_loop(
 
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
     walk = tracing.Walk(
-        extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), stages=options.lanes.stages
+        extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), lanes=options.lanes
     )
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
     result, loop_info = _finish(options, throw, extent, done, done.carry)
@@ -289,7 +287,7 @@ def scan(
 
     functions = (f,) if stop is None else (f, stop)
     step = tracing.Step(call, "f of scan", functions, ("scan", extent.capacity is None, options.key_spec))
-    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes.stages)
+    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
     result, loop_info = _finish(options, throw, extent, done, (done.carry, done.ys))

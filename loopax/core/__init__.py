@@ -11,6 +11,7 @@ from loopax.core import (
     replay_linearize,
     replay_lowering,
 )
+from loopax.core.free import run_free
 from loopax.core.loop import Loop, Outcome, run
 from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
@@ -33,4 +34,5 @@ __all__ = [
     "replay_linearize",
     "replay_lowering",
     "run",
+    "run_free",
 ]
