@@ -4,6 +4,8 @@ from loopax._types import LoopInfo
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
+from loopax.mapping import lanes_map
+from loopax.report import LaneReport, lane_report
 
 __all__ = [
     "Auto",
@@ -12,12 +14,15 @@ __all__ = [
     "Compact",
     "Free",
     "Kind",
+    "LaneReport",
     "Lanes",
     "Lax",
     "Lockstep",
     "LoopInfo",
     "Residuals",
     "fori_loop",
+    "lane_report",
+    "lanes_map",
     "scan",
     "while_loop",
 ]

@@ -39,3 +39,14 @@ FREE_NEEDS_BOUNDS = (
     "lanes='free' makes one loop of two, and this kind stores something for every step of it, so it needs a static "
     "bound on the steps of both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
 )
+
+
+def lanes_map_message(loops: int) -> str:
+    """The function of `lanes_map` has no loop, or several."""
+    found = "none" if loops == 0 else str(loops)
+    return (
+        f"lanes_map(f, ...): f must hold exactly one loop of loopax, and holds {found}. The form it needs: outside of "
+        "`cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, `loopax.fori_loop` or "
+        "`loopax.scan`; before and after it, anything. Make one loop of several, or use `jax.lax.map(f, xs, "
+        "batch_size=...)`, which needs no loop."
+    )

@@ -6,6 +6,7 @@ are too few for blocks.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,11 +51,11 @@ def scan_step(w: Array) -> Callable[[Any, Any], Any]:
     return step
 
 
-def scan_program(kind: lx.Kind, reverse: bool = False, stop: Any = None) -> Program:
+def scan_program(kind: lx.Kind, reverse: bool = False, stop: Any = None, lanes: Any = "lockstep") -> Program:
     """A scan of n of the rows."""
 
     def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
-        (h, _), ys = lx.scan(scan_step(w), (h, 0), xs, length=n, reverse=reverse, stop=stop, kind=kind)
+        (h, _), ys = lx.scan(scan_step(w), (h, 0), xs, length=n, reverse=reverse, stop=stop, kind=kind, lanes=lanes)
         return mixed((h, ys))
 
     return program
@@ -85,11 +86,11 @@ def while_body(w: Array, xs: Array) -> Callable[[Any], Any]:
     return body
 
 
-def while_program(kind: lx.Kind) -> Program:
+def while_program(kind: lx.Kind, lanes: Any = "lockstep") -> Program:
     """A while loop of n steps."""
 
     def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
-        h, _ = lx.while_loop(lambda c: c[1] < n, while_body(w, xs), (h, 0), max_steps=BOUND, kind=kind)
+        h, _ = lx.while_loop(lambda c: c[1] < n, while_body(w, xs), (h, 0), max_steps=BOUND, kind=kind, lanes=lanes)
         return mixed(h)
 
     return program
@@ -105,12 +106,12 @@ def while_expected() -> Program:
     return program
 
 
-def fori_program(kind: lx.Kind) -> Program:
+def fori_program(kind: lx.Kind, lanes: Any = "lockstep") -> Program:
     """A for loop from 1 to n + 1 over the rows from the second on."""
 
     def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
         body = lambda i, h: while_body(w, xs)((h, i - 1))[0] * 1.1
-        return mixed(lx.fori_loop(1, n + 1, body, h, max_steps=BOUND, kind=kind))
+        return mixed(lx.fori_loop(1, n + 1, body, h, max_steps=BOUND, kind=kind, lanes=lanes))
 
     return program
 
@@ -126,10 +127,10 @@ def fori_expected() -> Program:
 
 LOOPS = {
     "scan": (scan_program, scan_expected()),
-    "reverse": (lambda kind: scan_program(kind, reverse=True), scan_expected(reverse=True)),
-    "stop": (lambda kind: scan_program(kind, stop=below_half), scan_expected(stop=below_half)),
+    "reverse": (partial(scan_program, reverse=True), scan_expected(reverse=True)),
+    "stop": (partial(scan_program, stop=below_half), scan_expected(stop=below_half)),
     "reverse_stop": (
-        lambda kind: scan_program(kind, reverse=True, stop=below_half),
+        partial(scan_program, reverse=True, stop=below_half),
         scan_expected(reverse=True, stop=below_half),
     ),
     "while": (while_program, while_expected()),

@@ -13,6 +13,7 @@ from loopax.core import (
 )
 from loopax.core.free import run_free
 from loopax.core.loop import Loop, Outcome, run
+from loopax.core.queue import run_queue
 from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "replay_lowering",
     "run",
     "run_free",
+    "run_queue",
 ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from loopax._compat import zeros
 from loopax.core.axes import Axis
 from loopax.core.batch import Rules
-from loopax.core.gather import take, take_mapped, with_rows
+from loopax.core.gather import active_first, take, take_mapped, with_rows
 from loopax.core.groups import Batch, in_groups
 from loopax.core.jaxprs import Mask, select, split, stacked
 from loopax.core.lanes import hull
@@ -107,19 +107,12 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
         low, high = rest
         if smaller:
             first = high - 1 if loop.reverse else low
-            order = _active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
+            order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
             left, places = left.take(order), take(places, order, 0)
             finished.append((left.part(smaller, size), places[smaller:]))
             left, places = left.part(0, smaller), places[:smaller]
             lanes = _lanes_left(lanes, order[:smaller], left.carry)
     return _in_place([(left, places), *reversed(finished)])
-
-
-def _active_first(active: Any) -> Any:
-    """The numbers of active lanes, and then those of the others; sorting numbers is faster than `argsort`."""
-    size = len(active)
-    ranks = jnp.sort(jnp.arange(size, dtype=jnp.int32) + jnp.where(active, 0, size).astype(jnp.int32), stable=False)
-    return jnp.where(ranks < size, ranks, ranks - size)
 
 
 def _lanes_left(lanes: Lanes, order: Any, carry: list[Any]) -> Lanes:
