@@ -78,7 +78,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
     loop = loop._replace(saving=None, saved=())
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
-        part = loop._replace(storage=part_of(loop.storage, lanes / axis.size))
+        part = loop._replace(storage=part_of(loop.storage, lanes / max(axis.size, 1)))
         carry, ys = _in_lockstep(part, axis.resized(lanes), mapped, operands)
         return [*carry, *ys]
 
@@ -145,7 +145,7 @@ def _stage(loop: Loop, sizes: Sequence[int], index: int) -> Loop:
     Blocks are the longer the fewer lanes there are: what all stages save is 4/3 of what the first one does, not
     twice as much, and the states of a block take as much room in each of them.
     """
-    share, longer = sizes[index] / sum(sizes), sizes[0] / sizes[index]
+    share, longer = sizes[index] / max(sum(sizes), 1), sizes[0] / max(sizes[index], 1)
     return loop._replace(storage=part_of(loop.storage, share, longer), saving=None, saved=())
 
 

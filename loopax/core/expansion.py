@@ -12,7 +12,7 @@ from loopax.core.jaxprs import merge, reject, select
 def batch_expanded(primitive: Primitive, function: Callable[..., list[Any]]) -> Callable[..., Any]:
     """A batching rule: `jax.vmap` of the expansion."""
 
-    def rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    def rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
         if all(d is None for d in dims):  # JAX asks inside batched control flow
             outputs = primitive.bind(*operands, **params)
             return outputs, [None] * len(outputs)
@@ -32,7 +32,7 @@ def jvp_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
     to rely on, which only ever sees tangents, not for this rule.
     """
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
         perturbed = list(map(is_nonzero, tangents))
 
         def of_perturbed(*values: Any) -> list[Any]:

@@ -1,0 +1,76 @@
+"""`lane_report`: what a batch computes for nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+
+
+def halvings(x):
+    return lx.while_loop(lambda x: x >= 1.0, lambda x: x / 2.0, x, info=True)
+
+
+def test_report_of_a_batch():
+    _, info = jax.vmap(halvings)(jnp.array([0.5, 1.0, 3.0, 200.0]))
+    report = lx.lane_report(info, lanes=lx.Compact(2, 1))
+    assert report.steps.tolist() == [0, 1, 2, 8]
+    assert report.useful == 11
+    assert report.share(report.lockstep) == 11 / 32
+    assert [(s.lanes, s.active.tolist()) for s in report.stages] == [(4, [3]), (2, [2]), (1, [1] * 6)]
+    table = str(report).split("\n")
+    assert table[0] == "4 lanes, 11 steps: mean 2.75, most 8"
+    assert table[2].split() == ["lockstep", "8", "32", "34%"]
+    assert table[4].split() == ["compact,", "steps", "not", "known", "8", "12", "92%"]
+
+
+def test_all_axes_are_axes_of_lanes():
+    _, info = jax.vmap(jax.vmap(halvings))(jnp.ones((2, 3)))
+    assert lx.lane_report(info).steps.tolist() == [1] * 6
+
+
+def test_report_of_nested_loops():
+    report = lx.lane_report(jnp.array([3, 2]), np.array([[3, 0, 1], [1, 4, 99]]))
+    assert report.nested is not None
+    assert report.free is not None
+    assert (report.nested.iterations, report.free.iterations) == (8, 5)
+    assert [line.split() for line in str(report).split("\n")[-2:]] == [["lockstep", "8", "3"], ["free", "5", "4"]]
+
+
+@pytest.mark.parametrize("steps", [[], [0], [0, 0, 0], [7]])
+def test_small_batches(steps):
+    report = lx.lane_report(np.array(steps, int))
+    assert report.share(report.lockstep) == 1.0
+    assert str(report)
+    report.plot()
+
+
+def test_plot_draws_what_is_computed_and_what_is_useful():
+    report = lx.lane_report(jnp.array([1, 2, 8, 3]), lanes=lx.Compact(2, 1))
+    axes = report.plot(report.groups)
+    computed, useful = (patch.get_data().values for patch in axes.patches)
+    assert computed.sum() == sum(s.lane_steps for s in report.groups)
+    assert useful.sum() == 14
+    assert axes.get_title() == f"{report.share(report.groups):.0%} useful"
+
+
+@pytest.mark.parametrize(
+    ("info", "inner", "error", "message"),
+    [
+        (3.0, None, TypeError, "lane_report(info=...): got float 3.0"),
+        (jnp.ones(3), None, TypeError, "expected a `LoopInfo` or an array of numbers of steps"),
+        (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
+        (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
+        (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
+    ],
+)
+def test_bad_arguments(info, inner, error, message):
+    with pytest.raises(error) as raised:
+        lx.lane_report(info, inner)
+    assert message in str(raised.value)
+
+
+def test_a_traced_report_is_refused():
+    with pytest.raises(TypeError, match="outside of `jit`"):
+        jax.jit(lambda n: lx.lane_report(n).useful)(jnp.arange(3))
