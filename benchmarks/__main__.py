@@ -1,6 +1,7 @@
 """Measure everything, print the tables, and write `benchmarks/results.md` and `benchmarks/results.json`."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import budgets, evaluations, lanes, workloads
+from benchmarks import budgets, evaluations, lanes, ragged, workloads
 from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
@@ -75,22 +76,6 @@ def forward(workload: workloads.Workload) -> Group:
     return Group(f"Forward: {workload.name}", cases, targets, rounds=21)
 
 
-def shared_lanes() -> Group:
-    """1024 lanes with log-normal counts."""
-    ours, theirs = "loopax, lockstep", "Equinox checkpointed under vmap"
-    cases = [
-        Case(ours, lanes.of_shared_weights(lanes.lane_with_loopax), lanes.shared_arguments()),
-        Case(theirs, lanes.of_shared_weights(lanes.lane_with_equinox), lanes.shared_arguments()),
-        Case("all lanes to the longest, no masks", lanes.all_lanes_to_the_longest(), lanes.shared_arguments()),
-    ]
-    targets = [
-        Target("time", ours, theirs, 0.5),
-        Target("temporary memory", ours, theirs, 0.2, "temporary_mib"),
-        Target("trace and compile", ours, theirs, 1.0, "compile_seconds"),
-    ]
-    return Group("1024 lanes, log-normal counts: gradient of shared weights", cases, targets, 5, compilations=3)
-
-
 def borrowing() -> Group:
     """What borrowing costs where every lane has weights of its own: no peer, and no target."""
     forward = jax.vmap(lanes.lane_with_loopax)
@@ -116,8 +101,8 @@ def groups() -> list[Group]:
         forward(lorenz),
         forward(perceptron),
         forward(recurrent),
-        shared_lanes(),
         borrowing(),
+        *ragged.groups(),
         *budgets.groups(),
     ]
 
@@ -151,6 +136,11 @@ def show(console: Console, group: Group, found: dict[str, Measurement]) -> None:
         console.print(f"  {what} = {measured:.3g} (bound {target.bound:g}) {mark}")
 
 
+def _counts_table(title: str, found: dict[str, Any]) -> str:
+    rows = [f"| {name} | {value:.4g} |" for name, value in found.items()]
+    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *rows, ""])
+
+
 def main() -> None:
     """Measure, print and write."""
     console = Console()
@@ -163,17 +153,31 @@ def main() -> None:
         "",
     ]
     sections, records = [], []
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""  # part of a title, to measure some groups without writing them
     for group in groups():
+        if chosen not in group.title:
+            continue
         found = measure(group.cases, group.rounds, group.compilations)
         show(console, group, found)
         sections.append(markdown(group, found))
         targets = [{**asdict(t), "measured": ratio(t, found)} for t in group.targets]
         records.append({"title": group.title, "programs": [asdict(m) for m in found.values()], "targets": targets})
+    if chosen:
+        return
     counted = evaluations.counted()
     console.print(evaluations.markdown(counted))
     sections.append(evaluations.markdown(counted))
+    iterations = ragged.nested_iterations()
+    console.print(iterations)
+    sections.append(_counts_table("256 chains of slice sampling: batched iterations", iterations))
     (HERE / "results.md").write_text("\n".join([*heading, *sections]))
-    report = {"machine": machine(), "versions": versions, "groups": records, "evaluations": counted}
+    report = {
+        "machine": machine(),
+        "versions": versions,
+        "groups": records,
+        "evaluations": counted,
+        "nested": iterations,
+    }
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

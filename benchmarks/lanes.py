@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox.internal as eqxi
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import loopax as lx
 from loopax.core import lanes, lanes_loop, lanes_replay
@@ -21,7 +20,7 @@ def log_normal_counts(size: int = 1024) -> Array:
     return jnp.asarray(np.clip(counts, 1, BOUND), jnp.int32)
 
 
-def _weights(*lanes: int) -> list[Array]:
+def weights(*lanes: int) -> list[Array]:
     random = np.random.RandomState(0)
     shapes = [(16, 64), (64, 64), (64, 16)]
     return [jnp.asarray(0.1 * random.randn(*lanes, *shape), jnp.float32) for shape in shapes]
@@ -46,32 +45,10 @@ def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
     return (last**2).sum()
 
 
-def all_lanes_to_the_longest() -> Callable[..., Any]:
-    """The gradient of as many steps in all lanes as the longest has, without masks: the arithmetic of lockstep."""
-    longest = int(log_normal_counts().max())
-
-    def total(weights: Any, y: Array, _: Array) -> Array:
-        last, _ = lax.scan(jax.checkpoint(lambda y, _: (step(weights, y), None)), y, None, length=longest)
-        return (last**2).sum()
-
-    return jax.grad(total)
-
-
-def of_shared_weights(lane: Callable[..., Array]) -> Callable[..., Any]:
-    """The gradient of the sum over lanes with respect to the weights that they share."""
-    return jax.grad(lambda weights, y, n: jax.vmap(lane, (None, 0, 0))(weights, y, n).sum())
-
-
-def shared_arguments() -> tuple[Any, ...]:
-    """1024 lanes."""
-    starts = jnp.asarray(np.random.RandomState(1).randn(1024, 16), jnp.float32)
-    return _weights(), starts, log_normal_counts()
-
-
 def ensemble(size: int = 64) -> tuple[Any, ...]:
     """Lanes with weights of their own, in which borrowing is most expensive."""
     starts = jnp.asarray(np.random.RandomState(1).randn(size, 16), jnp.float32)
-    return _weights(size), starts, log_normal_counts(size)
+    return weights(size), starts, log_normal_counts(size)
 
 
 def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:

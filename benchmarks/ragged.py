@@ -1,0 +1,272 @@
+"""Lanes that take different numbers of steps: counts, real series, nested loops, and a queue of items."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import loopax as lx
+from benchmarks import lanes
+from benchmarks.groups import EQUINOX, Group, Target
+from benchmarks.measure import Case
+from benchmarks.workloads import gated_unit
+
+PLAID = Path(__file__).parent.parent / "examples" / "data" / "plaid.npz"
+
+LAX, ONE_BY_ONE = "vmapped lax.while_loop", "lax.map, one lane at a time"
+LOCKSTEP, GROUPS, STAGES = "loopax lockstep", "loopax compact, fori_loop", "loopax compact, while_loop"
+STAGES_2, QUEUE = "loopax Compact(shrink=2), while_loop", "loopax lanes_map, 128 lanes"
+VMAPPED_EQUINOX = f"{EQUINOX} under vmap"
+
+
+def counts() -> dict[str, Array]:
+    """The numbers of steps of 1024 lanes."""
+    random = np.random.RandomState(0)
+    exponential = np.clip(np.ceil(random.exponential(100, 1024)), 1, lanes.BOUND)
+    return {
+        "log-normal counts": lanes.log_normal_counts(),
+        "exponential counts": jnp.asarray(exponential, jnp.int32),
+        "uniform counts": jnp.asarray(random.randint(1, 401, 1024), jnp.int32),
+        "equal counts": jnp.full(1024, 100, jnp.int32),
+    }
+
+
+def lane_with_fori(how: lx.Lanes) -> Callable[..., Array]:
+    """One lane whose number of steps is known at the start."""
+
+    def lane(weights: Any, y: Array, n: Array) -> Array:
+        body = lambda _, y: lanes.step(weights, y)
+        kind = lx.Checkpointed()
+        last = lx.fori_loop(0, n, body, y, max_steps=lanes.BOUND, throw=False, kind=kind, lanes=how)
+        return (last**2).sum()
+
+    return lane
+
+
+def lane_with_while(how: lx.Lanes) -> Callable[..., Array]:
+    """One lane whose number of steps is not known at the start."""
+
+    def lane(weights: Any, y: Array, n: Array) -> Array:
+        body = lambda c: (lanes.step(weights, c[0]), c[1] + 1)
+        goes_on, start, kind = lambda c: c[1] < n, (y, jnp.int32(0)), lx.Checkpointed()
+        last, _ = lx.while_loop(goes_on, body, start, max_steps=lanes.BOUND, throw=False, kind=kind, lanes=how)
+        return (last**2).sum()
+
+    return lane
+
+
+def lane_with_lax(weights: Any, y: Array, n: Array) -> Array:
+    """One lane, without reverse mode."""
+    body = lambda c: (lanes.step(weights, c[0]), c[1] + 1)
+    last, _ = lax.while_loop(lambda c: c[1] < n, body, (y, jnp.int32(0)))
+    return (last**2).sum()
+
+
+def vmapped(lane: Callable[..., Array]) -> Callable[..., Array]:
+    """All lanes."""
+    return jax.vmap(lane, (None, 0, 0))
+
+
+def queued(weights: Any, y: Array, n: Array) -> Array:
+    """All lanes through 128."""
+    lane = lane_with_fori(lx.Lockstep())
+    return lx.lanes_map(lambda item: lane(weights, *item), (y, n), lanes=128)
+
+
+def one_by_one(weights: Any, y: Array, n: Array) -> Array:
+    """All lanes, one after the other."""
+    return lax.map(lambda item: lane_with_lax(weights, *item), (y, n))
+
+
+LANES: dict[str, Callable[..., Array]] = {
+    LOCKSTEP: lane_with_fori(lx.Lockstep()),
+    GROUPS: lane_with_fori(lx.Compact()),
+    STAGES: lane_with_while(lx.Compact()),
+    STAGES_2: lane_with_while(lx.Compact(shrink=2)),
+}
+
+
+def of_counts(name: str, n: Array, forward: float, gradient: float) -> list[Group]:
+    """Forward and the gradient of shared weights."""
+    starts = jnp.asarray(np.random.RandomState(1).randn(1024, 16), jnp.float32)
+    arguments = (lanes.weights(), starts, n)
+    programs = {LAX: vmapped(lane_with_lax), ONE_BY_ONE: one_by_one, QUEUE: queued}
+    programs |= {key: vmapped(lane) for key, lane in LANES.items()}
+    values = Group(
+        f"1024 lanes, {name}: forward",
+        [Case(key, program, arguments) for key, program in programs.items()],
+        [Target("time", GROUPS, LAX, forward), Target("time", STAGES_2, LAX, forward)],
+        rounds=9,
+    )
+    differentiated = {VMAPPED_EQUINOX: vmapped(lanes.lane_with_equinox), QUEUE: queued}
+    differentiated |= {key: vmapped(lane) for key, lane in LANES.items()}
+    gradients = Group(
+        f"1024 lanes, {name}: gradient of shared weights",
+        [Case(key, gradient_of(program), arguments) for key, program in differentiated.items()],
+        [
+            *(Target("time", key, VMAPPED_EQUINOX, gradient) for key in (GROUPS, STAGES_2)),
+            *(Target("temporary memory", key, VMAPPED_EQUINOX, 0.2, "temporary_mib") for key in (GROUPS, STAGES)),
+            *(Target("trace and compile", key, LOCKSTEP, 4.5, "compile_seconds") for key in (GROUPS, STAGES)),
+            Target("time", LOCKSTEP, VMAPPED_EQUINOX, 0.5),
+            Target("temporary memory", LOCKSTEP, VMAPPED_EQUINOX, 0.2, "temporary_mib"),
+            Target("trace and compile", LOCKSTEP, VMAPPED_EQUINOX, 1.0, "compile_seconds"),
+        ],
+        rounds=5,
+        compilations=2,
+    )
+    return [values, gradients]
+
+
+def gradient_of(program: Callable[..., Array]) -> Callable[..., Any]:
+    """With respect to the weights that all lanes share."""
+    return jax.grad(lambda weights, y, n: program(weights, y, n).sum())
+
+
+HIDDEN, BATCH = 32, 128
+
+
+def recordings() -> tuple[Array, Array, Array]:
+    """The recordings in batches, filled up with zeros to the longest of all; their lengths and kinds."""
+    with np.load(PLAID) as file:
+        values, lengths, labels = file["values"], file["lengths"], file["labels"]
+    rows = np.zeros((len(lengths), lengths.max(), 1), np.float32)
+    rows[np.arange(lengths.max()) < lengths[:, None]] = values / values.std()
+    chosen = np.random.RandomState(0).permutation(len(lengths))
+    chosen = np.concatenate([chosen, chosen[: -len(chosen) % BATCH]]).reshape(-1, BATCH)
+    return jnp.asarray(rows[chosen]), jnp.asarray(lengths[chosen]), jnp.asarray(labels[chosen] - labels.min())
+
+
+def epoch(scan: Callable[..., Array]) -> Callable[..., Any]:
+    """One epoch of gradient steps of a recurrent classifier."""
+
+    def loss(weights: Any, rows: Array, lengths: Array, labels: Array) -> Array:
+        states = jax.vmap(scan, (None, 0, 0))(weights[:2], rows, lengths)
+        scores = jax.nn.log_softmax(states @ weights[2])
+        return -jnp.take_along_axis(scores, labels[:, None], 1).mean()
+
+    def step(weights: Any, batch: Any) -> Any:
+        gradient = jax.grad(loss)(weights, *batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), None
+
+    return lambda weights, *batches: lax.scan(step, weights, batches)[0]
+
+
+def _cell(weights: Any, h: Array, x: Array) -> Array:
+    return gated_unit(weights, h[None], x[None])[0]
+
+
+def masked_scan(weights: Any, rows: Array, length: Array) -> Array:
+    """All rows, and the old state where they are not the recording's own."""
+
+    def step(h: Array, row: Any) -> Any:
+        i, x = row
+        return jnp.where(i < length, _cell(weights, h, x), h), None
+
+    return lax.scan(step, jnp.zeros(HIDDEN), (jnp.arange(len(rows)), rows))[0]
+
+
+def masked_scan_of_checkpoints(weights: Any, rows: Array, length: Array) -> Array:
+    """The same, storing every state and not what every step computes."""
+
+    @jax.checkpoint
+    def step(h: Array, row: Any) -> Any:
+        i, x = row
+        return jnp.where(i < length, _cell(weights, h, x), h), None
+
+    return lax.scan(step, jnp.zeros(HIDDEN), (jnp.arange(len(rows)), rows))[0]
+
+
+def ragged_scan(how: lx.Lanes) -> Callable[..., Array]:
+    """The recording's own rows."""
+    step = lambda weights: lambda h, x: (_cell(weights, h, x), None)
+    return lambda weights, rows, n: lx.scan(step(weights), jnp.zeros(HIDDEN), rows, n, lanes=how, throw=False)[0]
+
+
+def real_series() -> Group:
+    """Appliance recordings of 100 to 1344 samples."""
+    random = np.random.RandomState(0)
+    shapes = [(1, 3 * HIDDEN), (HIDDEN, 3 * HIDDEN), (HIDDEN, 11)]
+    weights = [jnp.asarray(0.2 * random.randn(*shape), jnp.float32) for shape in shapes]
+    programs = {
+        "padded and masked lax.scan": masked_scan,
+        "padded and masked lax.scan of jax.checkpoint": masked_scan_of_checkpoints,
+        "loopax lockstep": ragged_scan(lx.Lockstep()),
+        "loopax compact": ragged_scan(lx.Compact()),
+    }
+    cases = [Case(key, epoch(scan), (weights, *recordings())) for key, scan in programs.items()]
+    best = ("padded and masked lax.scan", "padded and masked lax.scan of jax.checkpoint")
+    targets = [Target("time", "loopax compact", best, 1 / 3), Target("time", "loopax compact", best[0], 1 / 3)]
+    return Group("PLAID: one epoch of a GRU, 1074 recordings in batches of 128", cases, targets, rounds=3)
+
+
+SAMPLES = 50
+
+
+def slice_sampler(how: lx.Lanes) -> Callable[..., Any]:
+    """A chain of slice sampling: an interval shrinks until a point in it is likely enough (Neal 2003)."""
+
+    def chain(key: Array, x: Array) -> Any:
+        log_density = lambda x: -0.5 * (x**2).sum() - 0.5 * (10 * (x[1] - x[0] ** 2)) ** 2
+
+        def shrink(state: Any, key: Array) -> Any:
+            low, high, origin, direction, level, _, _ = state
+            at = jax.random.uniform(key, minval=low, maxval=high)
+            low, high = jnp.where(at < 0, at, low), jnp.where(at < 0, high, at)
+            return low, high, origin, direction, level, at, log_density(origin + at * direction) > level
+
+        def sample(x: Array, _: Any, key: Array) -> Any:
+            keys = jax.random.split(key, 4)
+            direction = jax.random.normal(keys[0], x.shape)
+            level = log_density(x) + jnp.log(jax.random.uniform(keys[1], minval=1e-7))
+            low = -20.0 * jax.random.uniform(keys[2])
+            start = (low, low + 20.0, x, direction, level, jnp.float32(0), jnp.zeros((), bool))
+            state, info = lx.while_loop(lambda s: ~s[-1], shrink, start, key=keys[3], info=True)
+            return x + state[5] * direction, (x, info.num_steps)
+
+        return lx.scan(sample, x, None, SAMPLES, key=key, lanes=how)
+
+    return chain
+
+
+def sampler_arguments() -> tuple[Any, ...]:
+    """256 chains."""
+    keys = jax.random.split(jax.random.key(0), 256)
+    return keys, jnp.asarray(np.random.RandomState(0).randn(256, 2), jnp.float32)
+
+
+def nested() -> Group:
+    """256 chains of slice sampling."""
+    ways = {"loopax lockstep": lx.Lockstep(), "loopax free": lx.Free()}
+    cases = [Case(key, jax.vmap(slice_sampler(how)), sampler_arguments()) for key, how in ways.items()]
+    target = Target("time", "loopax free", "loopax lockstep", 1 / 1.5)
+    return Group(f"256 chains of slice sampling, {SAMPLES} samples", cases, [target], rounds=9)
+
+
+def nested_iterations() -> dict[str, Any]:
+    """Batched iterations of the same."""
+    _, (_, steps) = jax.jit(jax.vmap(slice_sampler(lx.Lockstep())))(*sampler_arguments())
+    report = lx.lane_report(np.full(256, SAMPLES), steps)
+    assert report.nested is not None
+    assert report.free is not None
+    return {
+        "lockstep": report.nested.iterations,
+        "free": report.free.iterations,
+        "outer part, free": report.free.outer_evaluations,
+        "most inner steps of a chain": int(steps.sum(1).max()),
+        "lockstep / free": report.nested.iterations / report.free.iterations,
+    }
+
+
+def groups() -> list[Group]:
+    """All tables."""
+    bounds = {"log-normal counts": (1 / 9, 1 / 16), "exponential counts": (1 / 6, 1 / 8)}
+    bounds |= {"uniform counts": (0.65, 0.42), "equal counts": (1.05, 0.6)}
+    return [
+        *(group for name, n in counts().items() for group in of_counts(name, n, *bounds[name])),
+        real_series(),
+        nested(),
+    ]
