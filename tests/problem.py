@@ -5,6 +5,7 @@ steps; all return a scalar that depends on everything. `BOUND` is 11, so a block
 are too few for blocks.
 """
 
+import functools as ft
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -136,3 +137,18 @@ LOOPS = {
     "while": (while_program, while_expected()),
     "fori": (fori_program, fori_expected()),
 }
+
+
+# What Python loops give is computed once for each loop and number of steps, not again for each kind.
+
+
+@ft.cache
+def expected_gradient(loop: str, n: int) -> Any:
+    """The value, and its gradient with respect to weights, start and rows."""
+    return jax.value_and_grad(LOOPS[loop][1], (0, 1, 2))(W, H, XS, n)
+
+
+@ft.cache
+def expected_hessian(loop: str, n: int) -> Array:
+    """With respect to the start."""
+    return jax.hessian(LOOPS[loop][1], 1)(W, H, XS, n)

@@ -1,6 +1,6 @@
 """Budgets of checkpoints, and loops without a bound: evaluations, memory, and every transformation."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import jax
@@ -171,12 +171,34 @@ def close(actual, wanted):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), actual, wanted)
 
 
+@cache
+def expected_gradient(n):
+    """With respect to weights, start and rows, the same for all loops and kinds."""
+    return jax.grad(expected, (0, 1, 2))(W, H, XS, n)
+
+
+@cache
+def expected_hessian(n):
+    return jax.hessian(expected, 1)(W, H, XS, n)
+
+
+@cache
+def expected_lanes():
+    """The gradient of each start with its number of steps."""
+    return jnp.stack([jax.grad(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)])
+
+
+@cache
+def expected_hessians():
+    return jnp.stack([jax.hessian(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)])
+
+
 @EACH_KIND
 @EACH_LOOP
 def test_gradient_without_a_bound(loop, kind):
     gradient = jax.jit(jax.grad(partial(loop, kind), (0, 1, 2)))
     for n in (1, 2, 3, 4, 8, 11):
-        close(gradient(W, H, XS, n), jax.grad(expected, (0, 1, 2))(W, H, XS, n))
+        close(gradient(W, H, XS, n), expected_gradient(n))
 
 
 @EACH_SCHEDULE
@@ -185,7 +207,7 @@ def test_gradient_without_a_bound(loop, kind):
 def test_hessian_without_a_bound(loop, outer, inner):
     hessian = jax.jit(outer(inner(partial(loop, lx.Checkpointed(3)), 1), 1))
     for n in (1, 9):
-        close(hessian(W, H, XS, n), jax.hessian(expected, 1)(W, H, XS, n))
+        close(hessian(W, H, XS, n), expected_hessian(n))
 
 
 @EACH_LOOP
@@ -197,36 +219,32 @@ def test_lanes_without_a_bound(loop, order):
         gradient = jax.vmap(jax.grad(f, 1), (None, 0, None, 0))
     else:
         gradient = jax.grad(lambda *args: jax.vmap(f, (None, 0, None, 0))(*args).sum(), 1)
-    wanted = [jax.grad(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)]
-    close(jax.jit(gradient)(W, STARTS, XS, COUNTS), jnp.stack(wanted))
+    close(jax.jit(gradient)(W, STARTS, XS, COUNTS), expected_lanes())
 
 
 @EACH_SCHEDULE
 def test_lanes_of_hessians_without_a_bound(loop):
     f = partial(loop, lx.Checkpointed(2))
-    wanted = [jax.hessian(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)]
     hessians = jax.jit(jax.vmap(jax.hessian(f, 1), (None, 0, None, 0)))(W, STARTS, XS, COUNTS)
-    close(hessians, jnp.stack(wanted))
+    close(hessians, expected_hessians())
     outside = lambda starts: jax.vmap(f, (None, 0, None, 0))(W, starts, XS, COUNTS).sum()
     twice = jax.jit(jax.grad(lambda s: jnp.vdot(jax.grad(outside)(s), jnp.sin(s))))(STARTS)
-    products = [h @ jnp.sin(s) for h, s in zip(wanted, STARTS, strict=True)]
-    gradients = [jax.grad(expected, 1)(W, h, XS, int(n)) for h, n in zip(STARTS, COUNTS, strict=True)]
-    direct = [g * jnp.cos(s) for g, s in zip(gradients, STARTS, strict=True)]
-    close(twice, jnp.stack(products) + jnp.stack(direct))
+    products = jnp.stack([h @ jnp.sin(s) for h, s in zip(expected_hessians(), STARTS, strict=True)])
+    close(twice, products + expected_lanes() * jnp.cos(STARTS))
 
 
 @EACH_SCHEDULE
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
 def test_jax_checkpoint_without_a_bound(loop, policy):
     f = jax.checkpoint(partial(loop, lx.Checkpointed(3)), policy=policy)
-    close(jax.jit(jax.grad(f, (0, 1)))(W, H, XS, 9), jax.grad(expected, (0, 1))(W, H, XS, 9))
+    close(jax.jit(jax.grad(f, (0, 1)))(W, H, XS, 9), expected_gradient(9)[:2])
 
 
 @EACH_SCHEDULE
 def test_linearize_without_a_bound(loop):
     value, tangent_map = jax.linearize(lambda h: loop(lx.Checkpointed(3), W, h, XS, 9), H)
     close(value, expected(W, H, XS, 9))
-    gradient = jax.grad(expected, 1)(W, H, XS, 9)
+    _, gradient, _ = expected_gradient(9)
     close(jax.vmap(tangent_map)(jnp.eye(3)), gradient)
     close(jax.linear_transpose(tangent_map, H)(1.0)[0], gradient)
 
@@ -235,7 +253,7 @@ def test_linearize_without_a_bound(loop):
 def test_linearized_gradient_without_a_bound(loop):
     """The linear rest of a loop that saves, and of its sweep, run as they are and transposed."""
     _, product = jax.linearize(jax.grad(lambda h: loop(lx.Checkpointed(2), W, h, XS, 9)), H)
-    hessian = jax.hessian(expected, 1)(W, H, XS, 9)
+    hessian = expected_hessian(9)
     close(jax.vmap(product)(jnp.eye(3)), hessian)
     close(jax.vmap(lambda v: jax.linear_transpose(product, H)(v)[0])(jnp.eye(3)), hessian)
 
@@ -244,7 +262,7 @@ def test_linearized_gradient_without_a_bound(loop):
 def test_without_jit(loop):
     with jax.disable_jit():
         actual = jax.grad(partial(loop, lx.Checkpointed(2)), 1)(W, H, XS, 5)
-    close(actual, jax.grad(expected, 1)(W, H, XS, 5))
+    close(actual, expected_gradient(5)[1])
 
 
 @EACH_SCHEDULE

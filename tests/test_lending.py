@@ -3,6 +3,8 @@
 What decides is the size of the constants; here all that lanes have of their own counts as large.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -26,22 +28,40 @@ def stretches(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("lent=Lent(")
 
 
+@ft.cache
+def expected_lanes(loop):
+    """Values and gradients, the same for all kinds."""
+    return for_each_lane(jax.value_and_grad(LOOPS[loop][1], (0, 1, 2)), EVERY_AXIS, *LANES)
+
+
+@ft.cache
+def expected_hessians():
+    return for_each_lane(jax.hessian(LOOPS["scan"][1], 1), EVERY_AXIS, *LANES)
+
+
+@ft.cache
+def expected_gradients():
+    """Of every lane (rows) with every length (columns)."""
+    lengths = (None, None, None, 0)
+    gradient = jax.grad(LOOPS["scan"][1])
+    return jnp.stack([for_each_lane(gradient, lengths, *lane, LANES[3]) for lane in zip(*LANES[:3], strict=True)])
+
+
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_forward(loop, kind):
-    program, expected = LOOPS[loop]
-    lanes = jax.vmap(program(kind))
+    lanes = jax.vmap(LOOPS[loop][0](kind))
     assert stretches(lanes, *LANES) == 1
-    assert_close(jax.jit(lanes)(*LANES), for_each_lane(expected, EVERY_AXIS, *LANES))
+    assert_close(jax.jit(lanes)(*LANES), expected_lanes(loop)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", ["scan", "reverse_stop", "while"])
 def test_gradients(loop, kind):
-    program, expected = LOOPS[loop]
+    program, _ = LOOPS[loop]
     inside = jax.vmap(jax.grad(program(kind), (0, 1, 2)))
     outside = jax.grad(lambda w, h, xs: jax.vmap(program(kind))(w, h, xs, LANES[3]).sum(), (0, 1, 2))
-    wanted = for_each_lane(jax.grad(expected, (0, 1, 2)), EVERY_AXIS, *LANES)
+    _, wanted = expected_lanes(loop)
     assert stretches(inside, *LANES) == 2
     assert_close(jax.jit(inside)(*LANES), wanted)
     assert_close(jax.jit(outside)(*LANES[:3]), wanted)
@@ -49,18 +69,12 @@ def test_gradients(loop, kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_second_derivatives_and_two_vmaps(kind):
-    program, expected = LOOPS["scan"]
-    hessian = lambda f: jax.hessian(f, 1)
-    wanted = for_each_lane(hessian(expected), EVERY_AXIS, *LANES)
-    assert_close(jax.jit(jax.vmap(hessian(program(kind))))(*LANES), wanted)
+    program, _ = LOOPS["scan"]
+    assert_close(jax.jit(jax.vmap(jax.hessian(program(kind), 1)))(*LANES), expected_hessians())
     twice = jax.vmap(jax.vmap(jax.grad(program(kind)), (None, None, None, 0)), (0, 0, 0, None))
-    alone = [
-        for_each_lane(jax.grad(expected), (None, None, None, 0), w, h, x, LANES[3])
-        for w, h, x in zip(*LANES[:3], strict=True)
-    ]
-    assert_close(jax.jit(twice)(*LANES), jnp.stack(alone))
+    assert_close(jax.jit(twice)(*LANES), expected_gradients())
     checkpointed = jax.vmap(jax.grad(jax.checkpoint(program(kind))))
-    assert_close(jax.jit(checkpointed)(*LANES), for_each_lane(jax.grad(expected), EVERY_AXIS, *LANES))
+    assert_close(jax.jit(checkpointed)(*LANES), expected_lanes("scan")[1][0])
 
 
 def test_forward_mode_outside_of_the_batch():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from tests.problem import KINDS, LOOPS, XS, H, W, name_of
+from tests.problem import KINDS, LOOPS, XS, H, W, expected_gradient, expected_hessian, name_of
 from tests.reference import assert_close
 
 POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable]
@@ -15,19 +15,17 @@ POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", ["scan", "reverse_stop", "while"])
 def test_gradient(loop, kind, policy):
-    program, expected = LOOPS[loop]
-    f = jax.checkpoint(program(kind), policy=policy)
+    f = jax.checkpoint(LOOPS[loop][0](kind), policy=policy)
     actual = jax.jit(jax.grad(f, (0, 1, 2)))(W, H, XS, jnp.int32(6))
-    assert_close(actual, jax.grad(expected, (0, 1, 2))(W, H, XS, 6))
+    assert_close(actual, expected_gradient(loop, 6)[1])
 
 
 @pytest.mark.parametrize("order", ["forward over reverse", "reverse over reverse"])
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_hessian(kind, order):
-    program, expected = LOOPS["scan"]
-    f = jax.checkpoint(lambda h: program(kind)(W, h, XS, jnp.int32(6)))
+    f = jax.checkpoint(lambda h: LOOPS["scan"][0](kind)(W, h, XS, jnp.int32(6)))
     hessian = jax.hessian(f) if order == "forward over reverse" else jax.jacrev(jax.jacrev(f))
-    assert_close(jax.jit(hessian)(H), jax.hessian(lambda h: expected(W, h, XS, 6))(H))
+    assert_close(jax.jit(hessian)(H), expected_hessian("scan", 6))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)

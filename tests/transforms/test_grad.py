@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.problem import BOUND, KINDS, LOOPS, WITH_LAX, XS, H, W, name_of
+from tests.problem import BOUND, KINDS, LOOPS, WITH_LAX, XS, H, W, expected_gradient, name_of
 from tests.reference import assert_close
 
 # A block has 4 steps: none, one, within, at and around the ends of blocks, and at the bound.
@@ -18,23 +18,18 @@ def compiled(loop, kind):
     return jax.jit(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
 
 
-@ft.lru_cache
-def expected(loop, n):
-    return jax.value_and_grad(LOOPS[loop][1], (0, 1, 2))(W, H, XS, n)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_values_and_gradients(loop, kind):
     for n in COUNTS:
-        assert_close(compiled(loop, kind)(W, H, XS, jnp.int32(n)), expected(loop, n))
+        assert_close(compiled(loop, kind)(W, H, XS, jnp.int32(n)), expected_gradient(loop, n))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_without_jit(loop, kind):
     gradient = jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2))
-    assert_close(gradient(W, H, XS, jnp.int32(6)), expected(loop, 6))
+    assert_close(gradient(W, H, XS, jnp.int32(6)), expected_gradient(loop, 6))
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -50,7 +45,7 @@ def test_forward_mode(loop, kind):
 def test_static_length(kind):
     gradient = jax.jit(jax.value_and_grad(LOOPS["scan"][0](kind), (0, 1, 2)), static_argnums=3)
     for n in (0, 1, 6, BOUND):
-        assert_close(gradient(W, H, XS, n), expected("scan", n))
+        assert_close(gradient(W, H, XS, n), expected_gradient("scan", n))
 
 
 @pytest.mark.parametrize("unroll", [2, 3, 16])
@@ -66,7 +61,7 @@ def test_unroll(kind, unroll):
         return mixed((h, ys))
 
     for n in (0, 1, 5, BOUND):
-        value, (dw, _, _) = expected("scan", n)
+        value, (dw, _, _) = expected_gradient("scan", n)
         assert_close(gradient(W, jnp.int32(n)), (value, dw))
 
 
@@ -82,5 +77,5 @@ def test_bound_below_the_rows(kind):
         return mixed((h, ys))
 
     for n in (0, 4, 6):
-        value, (_, _, dxs) = expected("scan", n)
+        value, (_, _, dxs) = expected_gradient("scan", n)
         assert_close(gradient(XS, jnp.int32(n)), (value, dxs))

@@ -1,5 +1,7 @@
 """Loops in loops, to any depth, and in JAX's own control flow."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -178,6 +180,13 @@ AROUND = {
 }
 
 
+@ft.cache
+def expected_around(around, counting):
+    """Gradient and Hessian, the same for all kinds."""
+    f = lambda h: (AROUND[around](expected_steps(counting))(h) ** 2).sum()
+    return jax.grad(f)(H), jax.hessian(f)(H)
+
+
 # These take long. The second kind of steps has all that the first has, and slots with both schedules.
 STEPS = [(sine_steps, lx.Checkpointed()), *((counting_steps, kind) for kind in KINDS)]
 
@@ -187,9 +196,8 @@ STEPS = [(sine_steps, lx.Checkpointed()), *((counting_steps, kind) for kind in K
 def test_every_derivative_inside_other_control_flow(kind, around, steps):
     """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
     f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
-    expected = lambda h: (AROUND[around](expected_steps(steps is counting_steps))(h) ** 2).sum()
-    assert_close(jax.jit(jax.grad(f))(H), jax.grad(expected)(H))
-    wanted = jax.hessian(expected)(H)
+    gradient, hessian = expected_around(around, steps is counting_steps)
+    assert_close(jax.jit(jax.grad(f))(H), gradient)
     for first in (jax.jacfwd, jax.jacrev):
         for second in (jax.jacfwd, jax.jacrev):
-            assert_close(jax.jit(second(first(f)))(H), wanted)
+            assert_close(jax.jit(second(first(f)))(H), hessian)

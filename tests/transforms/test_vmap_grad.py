@@ -1,5 +1,7 @@
 """`vmap` of gradients and gradients of `vmap`, with any operands batched and a count for each lane."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,18 +30,23 @@ def arguments(axes):
     return tuple(lane if axis is not None else one for lane, one, axis in zip(LANES, SHARED, axes, strict=True))
 
 
+@ft.cache
+def expected_lanes(loop, axes):
+    """Values and gradients, the same for all kinds and both orders of `vmap` and `grad`."""
+    return for_each_lane(jax.value_and_grad(LOOPS[loop][1], (0, 1, 2)), axes, *arguments(axes))
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize(("loop", "axes"), CASES)
 def test_vmap_of_grad(loop, axes, kind):
-    program, expected = LOOPS[loop]
-    actual = jax.jit(jax.vmap(jax.value_and_grad(program(kind), (0, 1, 2)), axes))(*arguments(axes))
-    assert_close(actual, for_each_lane(jax.value_and_grad(expected, (0, 1, 2)), axes, *arguments(axes)))
+    gradient = jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2))
+    assert_close(jax.jit(jax.vmap(gradient, axes))(*arguments(axes)), expected_lanes(loop, axes))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize(("loop", "axes"), CASES)
 def test_grad_of_vmap(loop, axes, kind):
-    program, expected = LOOPS[loop]
+    program, _ = LOOPS[loop]
     *args, n = arguments(axes)
     weights = jnp.array([1.0, 2.0, 3.0])
 
@@ -47,7 +54,7 @@ def test_grad_of_vmap(loop, axes, kind):
     def gradient(*args):
         return jax.grad(lambda *args: weights @ jax.vmap(program(kind), axes)(*args, n), (0, 1, 2))(*args)
 
-    lanes = for_each_lane(jax.grad(expected, (0, 1, 2)), axes, *args, n)
+    _, lanes = expected_lanes(loop, axes)
     wanted = [
         jnp.einsum("l,l...->l..." if axis is not None else "l,l...->...", weights, g)
         for g, axis in zip(lanes, axes, strict=False)
@@ -55,27 +62,29 @@ def test_grad_of_vmap(loop, axes, kind):
     assert_close(list(gradient(*args)), wanted)
 
 
+def directional(program):
+    return lambda w, h, xs, n: jax.jvp(lambda h: jax.grad(program, 1)(w, h, xs, n), (h,), (h + 1.0,))[1]
+
+
+@ft.cache
+def expected_directional():
+    return for_each_lane(directional(LOOPS["scan"][1]), (0, 0, 0, 0), *LANES)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_jvp_of_vmap_of_grad(kind):
     """Forward over batched reverse, with a count for each lane."""
-    program, expected = LOOPS["scan"]
-    axes = (0, 0, 0, 0)
-
-    def directional(program):
-        return lambda w, h, xs, n: jax.jvp(lambda h: jax.grad(program, 1)(w, h, xs, n), (h,), (h + 1.0,))[1]
-
-    actual = jax.jit(jax.vmap(directional(program(kind)), axes))(*LANES)
-    assert_close(actual, for_each_lane(directional(expected), axes, *LANES))
+    actual = jax.jit(jax.vmap(directional(LOOPS["scan"][0](kind))))(*LANES)
+    assert_close(actual, expected_directional())
 
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", ["scan", "while"])
 def test_batches_of_none_and_one(loop, kind, size):
-    program, expected = LOOPS[loop]
     args = tuple(x[:size] for x in LANES)
-    actual = jax.jit(jax.vmap(jax.value_and_grad(program(kind), (0, 1, 2))))(*args)
+    actual = jax.jit(jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2))))(*args)
     if size:
-        assert_close(actual, for_each_lane(jax.value_and_grad(expected, (0, 1, 2)), (0, 0, 0, 0), *args))
+        assert_close(actual, jax.tree.map(lambda x: x[:size], expected_lanes(loop, (0, 0, 0, 0))))
     else:
         assert [x.shape for x in jax.tree.leaves(actual)] == [(0,), (0, 3, 3), (0, 3), (0, BOUND, 3)]

@@ -1,5 +1,7 @@
 """Second derivatives inside, outside and on both sides of `vmap`; two nested `vmap`s."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,9 +18,18 @@ def of_start(program):
     return lambda h, n: program(W, h, XS, n)
 
 
+@ft.cache
 def expected_hessians(expected):
     return jnp.stack(
         [jax.hessian(lambda h, n=n: of_start(expected)(h, n))(h) for h, n in zip(STARTS, COUNTS, strict=True)]
+    )
+
+
+@ft.cache
+def expected_gradients(expected):
+    """Of every start (rows) with every count (columns)."""
+    return jnp.stack(
+        [jnp.stack([jax.grad(lambda h, n=n: of_start(expected)(h, n))(h) for n in COUNTS]) for h in STARTS]
     )
 
 
@@ -61,9 +72,7 @@ def test_two_vmaps(loop, kind):
     """Every start with every count: gradients inside, between and outside."""
     program, expected = LOOPS[loop]
     f = of_start(program(kind))
-    wanted = jnp.stack(
-        [jnp.stack([jax.grad(lambda h, n=n: of_start(expected)(h, n))(h) for n in COUNTS]) for h in STARTS]
-    )
+    wanted = expected_gradients(expected)
     inside = jax.vmap(jax.vmap(jax.grad(f), (None, 0)), (0, None))(STARTS, COUNTS)
     between = jax.vmap(jax.grad(lambda h, n: jax.vmap(f, (None, 0))(h, n).sum()), (0, None))(STARTS, COUNTS)
     outside = jax.grad(lambda h: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(h, COUNTS).sum())(STARTS)
