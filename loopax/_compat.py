@@ -34,6 +34,7 @@ __all__ = [
     "dce",
     "is_known",
     "is_nonzero",
+    "is_on_one_device",
     "is_reference",
     "jaxpr_as_fun",
     "known_value",
@@ -81,6 +82,12 @@ def zeros(aval: AbstractValue) -> jax.Array:
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
     return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
+
+
+def is_on_one_device(x: jax.Array) -> bool:
+    """Whether the type of `x` says nothing of meshes: neither sharded explicitly nor varying in a `shard_map`."""
+    aval = jax.typeof(x)
+    return aval.sharding.mesh.empty and not aval.mat.varying  # type: ignore[attr-defined]
 
 
 def _vary(x: jax.Array, axes: Any) -> jax.Array:

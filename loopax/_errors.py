@@ -50,3 +50,12 @@ def lanes_map_message(loops: int) -> str:
         "`loopax.scan`; before and after it, anything. Make one loop of several, or use `jax.lax.map(f, xs, "
         "batch_size=...)`, which needs no loop."
     )
+
+
+def symbolic_lanes_message(size: Any) -> str:
+    """A compact batch whose size is a symbolic dimension of `jax.export`."""
+    return (
+        f"lanes='compact': the batch has {size} lanes, a symbolic dimension. The smaller batches in which lanes go on are "
+        "decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
+        "lanes='lockstep'."
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._compat import axis_arguments, batched_outputs, batching, collective_over
+from loopax._errors import symbolic_lanes_message
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, uniform_body
 from loopax.core.batch import batch
 from loopax.core.compact_loop import LOOPS
@@ -70,6 +71,8 @@ def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: 
 def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Any:
     """Lanes that stop at different steps."""
     if loop.stages:
+        if not isinstance(axis.size, int):
+            raise NotImplementedError(symbolic_lanes_message(axis.size))
         operands = [low, high, *lanes.consts, *lanes.carry, *lanes.xs]
         mapped = (*lanes.windows, *lanes.mapped_consts, *(True,) * loop.num_carry, *lanes.mapped_xs)
         return batch(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._compat import zeros
+from loopax._compat import is_on_one_device, zeros
 from loopax.core.jaxprs import stacked
 from loopax.core.replay import Replay
 from loopax.core.sweep import Bodies, Track
@@ -49,7 +49,7 @@ def _room(aval: Any, carry: list[Any]) -> Any:
     It is made from the carry, so that it cannot be made before its sweep begins: sweeps that run one after another
     (the stages of a batch) then use the same memory. Of a constant, XLA makes all of them at the start.
     """
-    sources = [x for x in carry if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
+    sources = [x for x in carry if x.size and jnp.issubdtype(x.dtype, jnp.floating) and is_on_one_device(x)]
     if not sources:
         return zeros(aval)
     first = lax.index_in_dim(sources[0].ravel(), 0, keepdims=False)

@@ -40,6 +40,8 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     end = low - 1 if loop.reverse else high
     if loop.saving:
         progress, saved = run_saving(loop, walk, steps, progress, end)
+    elif loop.bound == 1 and loop.lent is None:
+        progress, saved = walk.run_at_most_once(steps, progress, end), []
     else:
         progress, saved = walk.run(steps, progress, end), []
     return [walk.distance(start, progress.position), *progress.carry, *progress.ys, *saved]

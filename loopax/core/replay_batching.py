@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from loopax._compat import batching
+from loopax._errors import symbolic_lanes_message
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, uniform_body
 from loopax.core.batch import batch
 from loopax.core.compact_replay import SWEEPS
@@ -61,6 +62,8 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
     xs = [move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)]
     own = own_limits(windows, low, high)
     if any(windows) and static.stages:
+        if not isinstance(axis.size, int):
+            raise NotImplementedError(symbolic_lanes_message(axis.size))
         mapped = (*windows, *consts_mask, *state_mask, *carry_mask, *xs_mask)
         results = batch(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
         return results, SWEEPS.result_axes(static)

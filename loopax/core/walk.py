@@ -63,6 +63,11 @@ class Walk(NamedTuple):
             progress = lax.while_loop(self._enough(end, size), self._several(step, size, steps.row_of), progress)
         return progress
 
+    def run_at_most_once(self, steps: Steps, progress: Progress, end: Any) -> Progress:
+        """The same for a loop of one step or none, as a condition: XLA moves what is constant out of a loop."""
+        one = self._several(steps.make(steps.consts), 1, steps.row_of)
+        return lax.cond(self._enough(end, 1)(progress), one, lambda progress: progress, progress)
+
     def _run_stretches(self, steps: Steps, lend: Any, progress: Progress, end: Any) -> Progress:
         """The same with constants that are lent anew for each stretch."""
         enough = self._enough(end, 1)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-# Measured on a CPU (docs/benchmark.md): the part of the lanes that is in the smallest groups, and how much larger the
-# others are.
-LONGEST = 1 / 8
+# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of an
+# eighth of the lanes, and at most so many times as large.
+PART = 8
 LARGER = 4
 
 
@@ -30,7 +30,8 @@ class Stages:
         """
         if lanes < 2 * self.min_lanes:
             return [(1, lanes)]
-        few = max(int(lanes * LONGEST) // self.min_lanes, 1)
+        few = max(lanes // PART // self.min_lanes, 1)
         others = lanes - few * self.min_lanes
-        number = max(round(others / (LARGER * self.min_lanes)), 1)
+        size = min(max(lanes // PART, self.min_lanes), LARGER * self.min_lanes)
+        number = max(others // size, 1)
         return [(few, self.min_lanes), (number, -(-others // number))]

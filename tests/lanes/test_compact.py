@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import loopax as lx
 from tests.lanes.counting import LaneCounter, alone
@@ -17,7 +18,9 @@ from tests.reference import assert_close
 from tests.test_memory import temporary
 
 LANES = 9
-COMPACT = lx.Compact(shrink=2, min_lanes=2)  # 9 lanes: groups of 2, 4 and 3, or stages of 9, 5, 3 and 2
+COMPACT = lx.Compact(
+    shrink=2, min_lanes=2
+)  # 9 lanes: groups of 2, 3, 3 and 3 (two places are left), or stages of 9, 5, 3 and 2
 RANDOM = np.random.RandomState(3)
 COUNTS = jnp.array([3, 0, BOUND, 1, 5, BOUND, 2, 7, 4])
 OWN = (
@@ -375,3 +378,10 @@ def test_bad_options(options, error, message):
 def test_no_lanes():
     f = lambda x, n: lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=3, lanes="compact")
     assert jax.vmap(jax.grad(f))(jnp.zeros(0), jnp.zeros(0, int)).shape == (0,)
+
+
+def test_a_symbolic_batch_is_refused():
+    (b,) = export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((b,), dtype) for dtype in (A.dtype, X.dtype, N.dtype)]
+    with pytest.raises(NotImplementedError, match="the batch has b lanes, a symbolic dimension"):
+        export.export(jax.jit(jax.vmap(logistic(COMPACT))))(*shapes)
