@@ -55,7 +55,7 @@ def lanes_map_message(loops: int) -> str:
 def symbolic_lanes_message(size: Any) -> str:
     """A compact batch whose size is a symbolic dimension of `jax.export`."""
     return (
-        f"lanes='compact': the batch has {size} lanes, a symbolic dimension. The smaller batches in which lanes go on are "
-        "decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
+        f"lanes='compact': the batch has {size} lanes, a symbolic dimension. The smaller batches in which lanes go on "
+        "are decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
         "lanes='lockstep'."
     )

@@ -53,10 +53,10 @@ class Compact(Lanes):
 
     Where the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by them
     and run in groups, one after another: the eighth with the most steps in groups of `min_lanes`, the others in
-    groups of an eighth of the lanes, at most about four times `min_lanes`. Where they are not (`while_loop`, `scan` with `stop`), all lanes start
-    together; when no more than 1 / `shrink` of them are left, these are gathered into a smaller batch, which goes
-    on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same order, and derivatives run
-    in the same groups or stages.
+    groups of an eighth of the lanes, at most about four times `min_lanes`. Where they are not (`while_loop`, `scan`
+    with `stop`), all lanes start together; when no more than 1 / `shrink` of them are left, these are gathered into a
+    smaller batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
+    order, and derivatives run in the same groups or stages.
 
     Two sizes of groups take about 2.5 times as long to compile as lockstep does; stages take as many times as long as
     there are of them. A batch in which all lanes take the same steps gains nothing, and a loop that is not batched

@@ -12,6 +12,10 @@ from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 from loopax.core.storage import EveryResidual, Storage
 from loopax.core.walk import Walk, read, write
 
+# In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
+# to select in all of them.
+FEW_ROWS = 128
+
 
 class Parts(NamedTuple):
     """A program, cut at the loop in it."""
@@ -195,5 +199,12 @@ class Stepper(NamedTuple):
 
 def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any) -> list[Any]:
     """The buffers with a row written, where that is needed."""
-    pairs = zip(buffers, values, strict=True)
-    return [write(buffer, row, jnp.where(needed, value, read(buffer, row))) for buffer, value in pairs]
+    return [_written(buffer, row, value, needed) for buffer, value in zip(buffers, values, strict=True)]
+
+
+def _written(buffer: Any, row: Any, value: Any, needed: Any) -> Any:
+    rows = buffer.shape[0]
+    if rows > FEW_ROWS:
+        return write(buffer, row, jnp.where(needed, value, read(buffer, row)))
+    here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
+    return jnp.where(here.reshape(-1, *(1,) * value.ndim), value, buffer)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of an
-# eighth of the lanes, and at most so many times as large.
+# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of
+# an eighth of the lanes, and at most so many times as large.
 PART = 8
 LARGER = 4
 
