@@ -203,7 +203,7 @@ def real_series() -> Group:
     return Group("PLAID: one epoch of a GRU, 1074 recordings in batches of 128", cases, targets, rounds=3)
 
 
-SAMPLES, FEATURES, OBSERVATIONS = 50, 8, 512
+SAMPLES, FEATURES, OBSERVATIONS = 50, 8, 1024
 
 
 def log_posterior(observations: int) -> Callable[[Array], Array]:
@@ -278,5 +278,5 @@ def groups() -> list[Group]:
         *(group for name, n in counts().items() for group in of_counts(name, n, *bounds[name])),
         real_series(),
         nested(OBSERVATIONS, 1 / 1.5),
-        nested(OBSERVATIONS // 32, None),
+        nested(OBSERVATIONS // 64, None),
     ]
