@@ -167,9 +167,11 @@ def main() -> None:
     counted = evaluations.counted()
     console.print(evaluations.markdown(counted))
     sections.append(evaluations.markdown(counted))
-    iterations = ragged.nested_iterations()
-    console.print(iterations)
-    sections.append(_counts_table("256 chains of slice sampling: batched iterations", iterations))
+    lane_steps = {
+        "256 chains of slice sampling: batched iterations": ragged.nested_iterations(),
+        "PLAID: steps of the cell in one epoch, forward": ragged.series_steps(),
+    }
+    sections += [_counts_table(title, found) for title, found in lane_steps.items()]
     (HERE / "results.md").write_text("\n".join([*heading, *sections]))
     report = {
         "machine": machine(),
