@@ -178,7 +178,7 @@ def main() -> None:
         "versions": versions,
         "groups": records,
         "evaluations": counted,
-        "nested": iterations,
+        "lane_steps": lane_steps,
     }
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
 
