@@ -1,4 +1,4 @@
-"""Draw the pictures of schedules for docs/kinds.md, from the schedules themselves."""
+"""Draw the pictures of schedules for docs/kinds.md and of lanes for docs/lanes.md, from loopax itself."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 
+import loopax as lx
 from loopax import schedule
 from loopax.schedule import Action
 
@@ -42,9 +44,8 @@ def draw(axes: Axes, actions: Iterable[Action], title: str) -> None:
     axes.set_ylim(0, STEPS)
 
 
-def main() -> None:
-    """Write the figure."""
-    mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
+def draw_schedules() -> None:
+    """Three schedules of checkpoints."""
     programs = {
         "two levels, 6 blocks of 5, at most 11 carries": schedule.two_level(STEPS, 5),
         f"binomial, known length, at most {SLOTS} carries": schedule.binomial(STEPS, SLOTS),
@@ -55,6 +56,25 @@ def main() -> None:
         draw(axes, actions, title)
     rows[-1].set_xlabel("evaluations of the body")
     figure.savefig(HERE / "pictures" / "schedules.svg", metadata={"Date": None})
+
+
+def draw_lanes() -> None:
+    """The occupancy of a batch whose lanes take log-normal numbers of steps: mean 65, sigma 1.2."""
+    counts = np.random.RandomState(0).lognormal(np.log(65) - 1.2**2 / 2, 1.2, 1024)
+    report = lx.lane_report(np.clip(counts, 1, 1000).astype(int))
+    ways = {"Lockstep()": report.lockstep, "Compact(), in groups": report.groups, "Compact(), in stages": report.stages}
+    figure, rows = plt.subplots(len(ways), 1, figsize=(8, 7), layout="constrained")
+    for axes, (title, stretches) in zip(rows, ways.items(), strict=True):
+        report.plot(stretches, axes)
+        axes.set_title(f"{title}: {axes.get_title()}", fontsize=10)
+    figure.savefig(HERE / "pictures" / "lanes.png", dpi=110)
+
+
+def main() -> None:
+    """Write the figures."""
+    mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
+    draw_schedules()
+    draw_lanes()
 
 
 if __name__ == "__main__":

@@ -56,8 +56,9 @@ def while_loop(
         What a gradient stores: `Auto()`, `Lax()`, `Checkpointed()`, `Bounded()` or `Residuals()`, or
         the lower-case name of one.
     lanes
-        How a batch of loops under `jax.vmap` runs. `"lockstep"`: until the slowest lane is done.
-        Finished lanes keep their carry and evaluate nothing outside the body's domain.
+        How a batch of loops under `jax.vmap` runs: `Lockstep()`, until the slowest lane is done; `Compact()`,
+        without the lanes that have finished; `Free()`, for a loop with a loop in its body, every lane on its own; or
+        the lower-case name of one. Finished lanes evaluate nothing outside the body's domain.
     key
         A PRNG key. Step i gets `jax.random.fold_in(key, i)`, the same when a step is replayed.
     throw
