@@ -89,7 +89,7 @@ class LaneReport:
             axes.stairs(heights, fill=True, color=color, label=label)
         axes.set(xlabel="batched iterations", ylabel="lanes", title=f"{self.share(stretches):.0%} useful")
         axes.margins(0)
-        axes.legend(frameon=False)
+        axes.legend(facecolor="white", framealpha=1)
         return axes
 
 

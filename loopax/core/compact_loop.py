@@ -16,7 +16,7 @@ from loopax._compat import zeros
 from loopax.core.axes import Axis
 from loopax.core.batch import Rules
 from loopax.core.gather import active_first, take, take_mapped, with_rows
-from loopax.core.groups import Batch, in_groups
+from loopax.core.groups import GroupProgram, in_groups
 from loopax.core.jaxprs import Mask, select, split, stacked
 from loopax.core.lanes import hull
 from loopax.core.lanes_loop import Lanes, goes_on, own_limits, run_lanes
@@ -82,8 +82,8 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
         carry, ys = _in_lockstep(part, axis.resized(lanes), mapped, operands)
         return [*carry, *ys]
 
-    batch = Batch(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
-    results = in_groups(batch, stages, num_steps, operands)
+    program = GroupProgram(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
+    results = in_groups(program, stages, num_steps, operands)
     return Results(num_steps, *split(results, [loop.num_carry]))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from loopax.core.axes import Axis
 from loopax.core.batch import Rules
-from loopax.core.groups import Batch, in_groups
+from loopax.core.groups import GroupProgram, in_groups
 from loopax.core.jaxprs import Mask, split
 from loopax.core.lanes import hull
 from loopax.core.lanes_loop import own_limits
@@ -29,8 +29,8 @@ def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> l
         return _in_lockstep(static, axis.resized(lanes), mapped, operands)
 
     low, high = operands[:2]
-    batch = Batch(run_group, mapped, _operand_axes(static), _result_axes(static))
-    return in_groups(batch, static.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
+    program = GroupProgram(run_group, mapped, _operand_axes(static), _result_axes(static))
+    return in_groups(program, static.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 
 def _in_lockstep(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:

@@ -140,8 +140,9 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
         state = jax.vmap(queue.step)(treedef.unflatten(leaves))
         return [too_many(state), *jax.tree.leaves(state)]
 
-    storage = queue.stepper.parts.loop.storage
-    out = run_function(step, [too_many(state), *leaves], bound=None, predicated=True, storage=storage)
+    loop = queue.stepper.parts.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+    start = [too_many(state), *leaves]
+    out = run_function(step, start, bound=loop.bound, predicated=True, storage=loop.storage)
     return treedef.unflatten(out.carry[1:])
 
 

@@ -55,6 +55,8 @@ def values_and_gradients(mapped):
         (with_while, 16, lx.Checkpointed(3)),
         (with_scan, 10, lx.Auto()),
         (with_scan, 64, lx.Checkpointed()),
+        (with_while, 8, lx.Bounded()),
+        (with_scan, 8, lx.Residuals()),
     ],
 )
 def test_values_and_gradients_are_those_of_a_map(f, lanes, kind):
