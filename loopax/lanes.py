@@ -58,7 +58,7 @@ class Compact(Lanes):
     smaller batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
     order, and derivatives run in the same groups or stages.
 
-    Two sizes of groups take about 2.5 times as long to compile as lockstep does; stages take as many times as long as
+    Two sizes of groups take about 2.5 times as long to compile as lockstep does; stages a little more times as long as
     there are of them. A batch in which all lanes take the same steps gains nothing, and a loop that is not batched
     is as it is without.
 
