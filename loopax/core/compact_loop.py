@@ -146,7 +146,7 @@ def _stage(loop: Loop, sizes: Sequence[int], index: int) -> Loop:
     twice as much, and the states of a block take as much room in each of them.
     """
     share, longer = sizes[index] / max(sum(sizes), 1), sizes[0] / max(sizes[index], 1)
-    return loop._replace(storage=part_of(loop.storage, share, longer), saving=None, saved=())
+    return loop._replace(storage=part_of(loop.storage, share, longer, len(sizes) > 1), saving=None, saved=())
 
 
 def operand_axes(loop: Loop) -> list[int]:

@@ -18,6 +18,7 @@ class Checkpoints:
     count: int | None = None
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
     longer: float = 1.0  # blocks so many times as long as those of a loop alone
+    in_turn: bool = False  # one of several loops that run one after another
     reason: str = ""  # why it was chosen
 
 
@@ -43,6 +44,7 @@ class Fastest:
     is_precaution: bool  # the bound on the steps may be far above what is taken
     share: float = 1.0  # the part of the memory that is for this loop
     longer: float = 1.0  # as in `Checkpoints`
+    in_turn: bool = False  # as in `Checkpoints`
 
     @property
     def budget(self) -> int:
@@ -58,11 +60,11 @@ class Nothing:
     message: str
 
 
-def part_of(storage: "Storage", share: float, longer: float = 1.0) -> "Storage":
+def part_of(storage: "Storage", share: float, longer: float = 1.0, in_turn: bool = False) -> "Storage":
     """For one of several loops that together store what one would."""
     if isinstance(storage, Fastest):
-        return replace(storage, share=storage.share * share, longer=longer)
-    return replace(storage, longer=longer) if isinstance(storage, Checkpoints) else storage
+        return replace(storage, share=storage.share * share, longer=longer, in_turn=in_turn)
+    return replace(storage, longer=longer, in_turn=in_turn) if isinstance(storage, Checkpoints) else storage
 
 
 Storage = Checkpoints | EveryCarry | EveryResidual | Fastest | Nothing
