@@ -10,12 +10,10 @@ from loopax._carry import describe
 
 def static_int(what: str, value: Any) -> int:
     """A number known when the loop is traced."""
-    if not isinstance(value, bool):
-        try:
-            return index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{what}: got {describe(value)}, expected an int.")
+    number = _as_int(value)
+    if number is None:
+        raise TypeError(f"{what}: got {describe(value)}, expected an int.")
+    return number
 
 
 def positive_int(what: str, value: Any, unit: str, decided: str) -> int:
@@ -25,12 +23,17 @@ def positive_int(what: str, value: Any, unit: str, decided: str) -> int:
             f"{what}: got {describe(value)}, expected a Python int: {decided} when the loop is compiled, not when it "
             "runs."
         )
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
+    number = _as_int(value)
     if number is None:
         raise TypeError(f"{what}: got {describe(value)}, expected an int, the number of {unit}.")
     if number < 1:
         raise ValueError(f"{what}: got {number}, expected at least 1, the number of {unit}.")
     return number
+
+
+def _as_int(value: Any) -> int | None:
+    """The int, or None for what is not one; a bool is none."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None

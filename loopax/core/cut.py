@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._compat import ClosedJaxpr, Literal, jaxpr_as_fun, open_constants, replace_jaxpr, zeros
-from loopax.core.jaxprs import INDEX, MOST_STEPS, split, stacked, trace, weakly_cached
+from loopax.core.jaxprs import INDEX, MOST_STEPS, bind_again, evaluate, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 from loopax.core.storage import EveryResidual, Storage
 from loopax.core.walk import Walk, read, write
@@ -79,21 +79,13 @@ def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
 
 def _inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr without the `jit`s around loops."""
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, inputs, strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in closed.jaxpr.eqns:
-        operands = [value(atom) for atom in eqn.invars]
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit" and _has_loop(eqn.params["jaxpr"]):
-            outputs = _inlined(eqn.params["jaxpr"], operands)
-        else:
-            outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [value(atom) for atom in closed.jaxpr.outvars]
+            return _inlined(eqn.params["jaxpr"], operands)
+        return bind_again(eqn, operands)
+
+    return evaluate(closed, inputs, equation)
 
 
 def _has_loop(closed: ClosedJaxpr) -> bool:

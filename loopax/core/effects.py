@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from loopax._compat import ClosedJaxpr, Literal, Primitive, ad, batching, mlir
-from loopax.core.jaxprs import trace
+from loopax._compat import ClosedJaxpr, Primitive, ad, batching, mlir
+from loopax.core.jaxprs import bind_again, evaluate, trace
 from loopax.core.loop import Loop, lending, loop_p
 
 
@@ -83,16 +83,7 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True."""
 
     def function(active: Any, *inputs: Any) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        values.update(zip(closed.jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for eqn in closed.jaxpr.eqns:
-            outputs = _guarded_equation(eqn, active, [read(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in closed.jaxpr.outvars]
+        return evaluate(closed, inputs, lambda eqn, operands: _guarded_equation(eqn, active, operands))
 
     return function
 
@@ -102,8 +93,7 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
     if eqn.effects and eqn.primitive.name in guards:
         return guards[eqn.primitive.name](eqn, active, operands)
-    outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-    return outputs if eqn.primitive.multiple_results else [outputs]
+    return bind_again(eqn, operands)
 
 
 def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:

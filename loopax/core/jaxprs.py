@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import AbstractValue, ClosedJaxpr, dce, strong, unmapped_aval
+from loopax._compat import AbstractValue, ClosedJaxpr, Literal, dce, strong, unmapped_aval
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -76,6 +76,27 @@ def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Close
     arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else strong(a) for a in avals]
     closed = jax.make_jaxpr(function)(*arguments)
     return dce(closed, [True] * len(closed.out_avals), True)[0]
+
+
+def evaluate(
+    closed: ClosedJaxpr, inputs: Sequence[Any], equation: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations."""
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(closed.jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation, as it stands."""
+    outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
