@@ -32,9 +32,9 @@ __all__ = [
     "call_dce_rule",
     "collective_over",
     "dce",
+    "evaluate_partially",
     "is_known",
     "is_nonzero",
-    "is_on_one_device",
     "is_reference",
     "jaxpr_as_fun",
     "known_value",
@@ -84,12 +84,6 @@ def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
 
 
-def is_on_one_device(x: jax.Array) -> bool:
-    """Whether the type of `x` says nothing of meshes: neither sharded explicitly nor varying in a `shard_map`."""
-    aval = jax.typeof(x)
-    return aval.sharding.mesh.empty and not aval.mat.varying  # type: ignore[attr-defined]
-
-
 def _vary(x: jax.Array, axes: Any) -> jax.Array:
     return lax.pcast(x, tuple(axes), to="varying") if axes else x  # pyright: ignore[reportReturnType]
 
@@ -115,6 +109,15 @@ def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], para
     The same as what JAX does for a primitive without a rule of its own.
     """
     return trace.default_process_primitive(primitive, tracers, params)
+
+
+def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr on values of which partial evaluation knows some, equation by equation.
+
+    A rule for a primitive runs outside of its `trace`; what sets the current one is not public.
+    """
+    with _core.set_current_trace(trace):
+        return jaxpr_as_fun(closed)(*operands)
 
 
 def partial_eval_jaxpr(

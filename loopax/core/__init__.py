@@ -2,6 +2,7 @@
 
 from loopax.core import (
     batching,
+    compact_linearize,
     jvp,
     linearize,
     lowering,
@@ -26,6 +27,7 @@ __all__ = [
     "Outcome",
     "Storage",
     "batching",
+    "compact_linearize",
     "jvp",
     "linearize",
     "lowering",

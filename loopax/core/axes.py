@@ -18,6 +18,7 @@ class Axis:
     size: int
     name: Any
     spmd_name: Any
+    similar: bool = False  # its lanes take similar numbers of steps
 
     @classmethod
     def of(cls, data: Any) -> "Axis":
@@ -25,9 +26,9 @@ class Axis:
         arguments = axis_arguments(data)
         return cls(arguments["axis_size"], arguments["axis_name"], arguments["spmd_axis_name"])
 
-    def resized(self, size: int) -> "Axis":
+    def resized(self, size: int, similar: bool = False) -> "Axis":
         """The same with other lanes."""
-        return replace(self, size=size)
+        return replace(self, size=size, similar=similar)
 
     @property
     def arguments(self) -> dict[str, Any]:

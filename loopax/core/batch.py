@@ -1,7 +1,8 @@
 """A batch of lanes as one operation, until it is compiled or differentiated.
 
 It stands for a program that runs the lanes in stages. A second `jax.vmap` does not map that program: its lanes and
-those of the first are one batch of lanes, for which the program is written anew.
+those of the first are one batch of lanes, for which the program is written anew. Derivatives are those of the program,
+but for the loops of `core/compact_linearize.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,13 +12,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, collective_over, jaxpr_as_fun, mlir
+from loopax._compat import (
+    ClosedJaxpr,
+    Primitive,
+    ad,
+    axis_arguments,
+    batched_outputs,
+    batching,
+    collective_over,
+    jaxpr_as_fun,
+    mlir,
+    zeros,
+)
 from loopax._errors import collective_message
-from loopax.core.axes import Axis
+from loopax.core.axes import Axis, axes_of, is_batched
 from loopax.core.dependence import dependence, dependence_rules
 from loopax.core.effects import guarded, guards
-from loopax.core.expansion import batch_expanded, jvp_expanded
-from loopax.core.jaxprs import Mask, num_bytes, trace, weakly_cached
+from loopax.core.expansion import jvp_expanded
+from loopax.core.jaxprs import Mask, merge, num_bytes, reject, select, trace, weakly_cached
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
 # many bytes, or than what the lanes have already.
@@ -30,6 +42,7 @@ class Rules(NamedTuple):
     run: Callable[..., list[Any]]  # (static, axis, mapped, operands) -> results
     operand_axes: Callable[[Any], list[int]]  # where each operand has its axis of lanes, if it has one
     result_axes: Callable[[Any], list[int]]  # where each result has it
+    steps_differ: Callable[[Any, Mask], bool]  # whether mapping these operands makes numbers of steps differ
 
 
 class Batch(NamedTuple):
@@ -51,10 +64,14 @@ def _program(static: Any, rules: Rules, axis: Axis, mapped: Mask, avals: tuple[A
     return trace(lambda *operands: rules.run(static, axis, mapped, operands), avals)
 
 
+def batch_of(rules: Rules, static: Any, axis: Axis, mapped: Mask, avals: Sequence[Any]) -> Batch:
+    """The batch for operands of these types; every one that is mapped has its lanes where the rules say."""
+    return Batch(_program(static, rules, axis, mapped, tuple(avals)), rules, static, axis, mapped)
+
+
 def batch(rules: Rules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """Bind the primitive; every operand that is mapped has its lanes where the rules say."""
-    program = _program(static, rules, axis, mapped, tuple(map(jax.typeof, operands)))
-    return batch_p.bind(*operands, **Batch(program, rules, static, axis, mapped)._asdict())
+    """Bind the primitive."""
+    return batch_p.bind(*operands, **batch_of(rules, static, axis, mapped, list(map(jax.typeof, operands)))._asdict())
 
 
 def _whole(*operands: Any, **params: Any) -> list[Any]:
@@ -62,12 +79,12 @@ def _whole(*operands: Any, **params: Any) -> list[Any]:
 
 
 def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Batching: one flat batch, unless operands that only one of both maps make that too large."""
+    """Batching: one flat batch, unless all new lanes take the same steps, or operands would be repeated too often."""
     inner, outer = Batch(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):
         raise NotImplementedError(collective_message(outer.name))
-    if all(d is None for d in dims) or not _joins(inner, outer, operands, dims):
-        return _map_program(axis_data, operands, dims, **params)
+    if not _joins(inner, outer, operands, dims):
+        return _map_program(axis_data, operands, dims, inner.program)
     names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
     axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
     positions = inner.rules.operand_axes(inner.static)
@@ -90,6 +107,8 @@ def _as_tuple(name: Any) -> tuple[Any, ...]:
 
 def _joins(inner: Batch, outer: Axis, operands: Sequence[Any], dims: Sequence[Any]) -> bool:
     """Whether one batch of all lanes is written, or the first one is mapped."""
+    if not inner.rules.steps_differ(inner.static, is_batched(dims)):
+        return False
     bodies = [part for part in inner.static if isinstance(part, ClosedJaxpr)]
     if not inner.program.effects and any(body.effects for body in bodies):
         return False  # a replay, from which effects have been removed
@@ -102,6 +121,14 @@ def _joins(inner: Batch, outer: Axis, operands: Sequence[Any], dims: Sequence[An
     return repeated <= max(own, REPEATED_BYTES)
 
 
+def _map_program(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], program: ClosedJaxpr) -> Any:
+    """The program for all new lanes; what does not depend on them stays as it is."""
+    out_axes = axes_of(batched_outputs(program, axis_data, is_batched(dims)))
+    in_axes = [None if d is None else int(d) for d in dims]
+    mapped = jax.vmap(jaxpr_as_fun(program), in_axes=in_axes, out_axes=out_axes, **axis_arguments(axis_data))
+    return mapped(*operands), out_axes
+
+
 def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) -> Any:
     """An operand with one axis for the lanes of both batches, those of the new one first."""
     if dim is None and not mapped:
@@ -112,12 +139,24 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
     return x.reshape(*x.shape[:at], prod(sizes), *x.shape[at + 2 :])
 
 
+def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """That of the program, in the operands in which it is linear."""
+    linear = [ad.is_undefined_primal(x) for x in operands]
+
+    def of_linear(*values: Any) -> list[Any]:
+        return _whole(*merge(linear, reject(linear, operands), values), **params)
+
+    found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
+    given = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
+    return merge(linear, [None] * linear.count(False), found(given))
+
+
 _compiled = jax.jit(_whole, static_argnames=Batch._fields)
-_map_program = batch_expanded(batch_p, _whole)
 batch_p.def_impl(_compiled)
 batch_p.def_effectful_abstract_eval(lambda *_, program, **__: (program.out_avals, program.effects))
 mlir.register_lowering(batch_p, mlir.lower_fun(_whole, multiple_results=True))
 batching.fancy_primitive_batchers[batch_p] = _join
-ad.primitive_jvps[batch_p] = jvp_expanded(_whole)
+jvp_of_program = jvp_expanded(_whole)
+ad.primitive_transposes[batch_p] = _transpose
 dependence_rules[batch_p] = lambda eqn: list(dependence(eqn.params["program"]))
 guards[batch_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)

@@ -77,9 +77,9 @@ def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
         return best(reason=reason)
     default = saved_carries(bound, step.carry)
     if default * step.carry <= asked.budget:
-        return Checkpoints(longer=asked.longer, in_turn=asked.in_turn, reason=f"{_carries(default, step)}, {reason}")
+        return Checkpoints(reason=f"{_carries(default, step)}, {reason}")
     count = asked.budget // step.carry
-    return Checkpoints(count, in_turn=asked.in_turn, reason=f"{_carries(count, step)}, {reason}")
+    return Checkpoints(count, reason=f"{_carries(count, step)}, {reason}")
 
 
 _NAMES = {EveryResidual: "Residuals", EveryCarry: "Bounded", Checkpoints: "Checkpointed"}

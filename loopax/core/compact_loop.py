@@ -4,7 +4,7 @@ Lanes whose numbers of steps are known at the start are dealt into groups of lan
 group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
 those are gathered into a smaller batch, which goes on; in the end results are put back in their places.
 
-Every group and every stage is a batch in lockstep, so derivatives are those of such batches.
+Every group and every stage is a batch in lockstep.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from loopax._compat import zeros
 from loopax.core.axes import Axis
 from loopax.core.batch import Rules
+from loopax.core.dependence import spread
 from loopax.core.gather import active_first, take, take_mapped, with_rows
 from loopax.core.groups import GroupProgram, in_groups
 from loopax.core.jaxprs import Mask, select, split, stacked
@@ -52,7 +53,7 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
         results = _in_stages(loop, loop.stages, axis, *hull(low, high), lanes)
     else:
         results = _in_groups(loop, loop.stages, axis, mapped, operands)
-    return [results.num_steps, *results.carry, *results.ys, *_nothing_saved(loop, axis)]
+    return [results.num_steps, *results.carry, *results.ys, *nothing_saved(loop, axis)]
 
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, Lanes]:
@@ -62,7 +63,7 @@ def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any,
     return low, high, Lanes(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
 
 
-def _nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
+def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/compact_replay.py`)."""
     if not loop.saving:
         return []
@@ -79,7 +80,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         part = loop._replace(storage=part_of(loop.storage, lanes / max(axis.size, 1)))
-        carry, ys = _in_lockstep(part, axis.resized(lanes), mapped, operands)
+        carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
         return [*carry, *ys]
 
     program = GroupProgram(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
@@ -94,12 +95,15 @@ def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) 
 
 
 def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Results:
-    """Lanes whose predicates stop them: which go on is known only then."""
+    """Lanes whose predicates stop them: which go on is known only then.
+
+    Nothing is stored: reverse mode walks forward again, in groups (`core/compact_linearize.py`).
+    """
+    loop = loop._replace(saving=None, saved=())
     sizes = stages.sizes(axis.size)
     places, left, finished = jnp.arange(axis.size, dtype=jnp.int32), Results(jnp.int32(0), lanes.carry, []), []
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
-        stage = _stage(loop, sizes, index)
-        out, num_steps = run_lanes(stage, axis.resized(size), low, high, lanes, leave=smaller)
+        out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
         reached = high - out.num_steps if loop.reverse else low + out.num_steps
         walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
         ys = [with_rows(old, new, *walked) for old, new in zip(left.ys, out.ys, strict=True)] if index else out.ys
@@ -139,16 +143,6 @@ def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
     return joined.take(back)
 
 
-def _stage(loop: Loop, sizes: Sequence[int], index: int) -> Loop:
-    """The loop of one stage, which shares the memory for a gradient with the others.
-
-    Blocks are the longer the fewer lanes there are: what all stages save is 4/3 of what the first one does, not
-    twice as much, and the states of a block take as much room in each of them.
-    """
-    share, longer = sizes[index] / max(sum(sizes), 1), sizes[0] / max(sizes[index], 1)
-    return loop._replace(storage=part_of(loop.storage, share, longer, len(sizes) > 1), saving=None, saved=())
-
-
 def operand_axes(loop: Loop) -> list[int]:
     """Where operands have their lanes."""
     carry, xs = loop.input_avals[1:]
@@ -161,4 +155,8 @@ def result_axes(loop: Loop) -> list[int]:
     return [0, *(0,) * loop.num_carry, *(1 for _ in loop.output_avals[1]), *(1,) * sum(loop.saved_mask), *marks]
 
 
-LOOPS = Rules(_run, operand_axes, result_axes)
+def _steps_differ(loop: Loop, mapped: Mask) -> bool:
+    return any(mapped[:2]) or (loop.predicated and spread(loop.body, (False, *mapped[2:]), loop.carry_range)[0])
+
+
+LOOPS = Rules(_run, operand_axes, result_axes, _steps_differ)

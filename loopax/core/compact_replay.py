@@ -26,7 +26,7 @@ def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> l
     assert static.stages is not None
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
-        return _in_lockstep(static, axis.resized(lanes), mapped, operands)
+        return _in_lockstep(static, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
 
     low, high = operands[:2]
     program = GroupProgram(run_group, mapped, _operand_axes(static), _result_axes(static))
@@ -59,4 +59,4 @@ def _result_axes(static: Replay) -> list[int]:
     return [0] * static.num_carry + [1] * len(static.y_avals)
 
 
-SWEEPS = Rules(_run, _operand_axes, _result_axes)
+SWEEPS = Rules(_run, _operand_axes, _result_axes, lambda _, mapped: any(mapped[:2]))

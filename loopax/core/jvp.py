@@ -1,6 +1,6 @@
 """Forward mode: the same loop on pairs of primals and tangents, for what has a tangent at all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from loopax._compat import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferen
 from loopax._errors import effects_message
 from loopax.core.dependence import spread
 from loopax.core.jaxprs import MOST_STEPS, Mask, merge, reject, select, split, trace, weakly_cached
-from loopax.core.loop import Loop, lending, loop_p, run
+from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 
 
 def tangents_or_zeros(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -113,11 +113,14 @@ def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
     if loop.bound is not None or not loop.predicated:
         return tangent
-    return jnp.where(row < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
+    counted = (row < MOST_STEPS).reshape(*row.shape, *(1,) * (tangent.ndim - row.ndim))
+    return jnp.where(counted, tangent, jnp.full((), jnp.nan, tangent.dtype))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    loop = lending(Loop(**params))
+def on_pairs(
+    loop: Loop, run: Callable[..., Outcome], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The results of a loop, or of a batch of it, and their tangents; `run` runs the loop on pairs."""
     if refused := undifferentiable_effects(loop.body):
         raise NotImplementedError(effects_message(refused))
     low, high, *operands = primals
@@ -142,6 +145,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
     mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    return on_pairs(lending(Loop(**params)), run, primals, tangents)
 
 
 ad.primitive_jvps[loop_p] = _jvp

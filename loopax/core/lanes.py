@@ -15,6 +15,7 @@ from jax import lax
 
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, zeros
 from loopax.core.axes import Axis
+from loopax.core.common_rows import active_lanes, visibly_active
 from loopax.core.effects import guarded
 from loopax.core.jaxprs import Mask, invert, split
 from loopax.core.lending import borrow, pick
@@ -73,13 +74,9 @@ def skip_idle_rows(
 
 
 def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
-    """Which lanes have this row in their window; a bound that all share needs no test."""
-    active = jnp.ones(axis.size, bool)
-    if windows[0]:
-        active &= window[0] <= row
-    if windows[1]:
-        active &= row < window[sum(windows) - 1]
-    return active
+    """Which lanes have this row in their window."""
+    which = visibly_active if axis.similar else active_lanes
+    return which(row, window, windows, axis.size)
 
 
 def hull(low: Any, high: Any) -> tuple[Any, Any]:

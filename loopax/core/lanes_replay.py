@@ -27,7 +27,7 @@ def lanes_replay(
     backward = _lanes_body(static.backward, axis, windows, window_avals, large, groups)
 
     def activity(row: Any, *consts: Any) -> list[Any]:
-        return [in_window(row, consts, windows, axis)]
+        return [in_window(row, consts[: sum(windows)], windows, axis)]
 
     lent = None
     if any(large):

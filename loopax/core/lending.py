@@ -10,10 +10,10 @@ steps in which the same lanes are active.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
-from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax._compat import ClosedJaxpr, Primitive, ad, batching, jaxpr_as_fun, mlir
 from loopax.core.jaxprs import Mask, num_bytes, select, split, trace
 
 # Constants of all lanes together from which on lending them in stretches pays (measured in
@@ -28,6 +28,20 @@ class Lent(NamedTuple):
     consts: Mask
 
 
+# The identity on what a finished lane borrows. Nothing of its results is kept, so there is no derivative: as
+# `lax.stop_gradient`, but also where what is lent is a tangent and JAX transposes.
+borrowed_p = Primitive("borrowed")
+borrowed_p.def_impl(lambda x: x)
+borrowed_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(borrowed_p, lambda _, x: [x])
+batching.primitive_batchers[borrowed_p] = lambda operands, dims: (borrowed_p.bind(*operands), dims[0])
+ad.primitive_jvps[borrowed_p] = lambda primals, _: (
+    borrowed_p.bind(*primals),
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
+)
+ad.primitive_transposes[borrowed_p] = lambda _, __: [None]
+
+
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others."""
     return jnp.where(active.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
@@ -39,7 +53,7 @@ def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> lis
         return list(operands)
     lender = jnp.argmax(active)
     return [
-        pick(active, x, lax.stop_gradient(x[lender])[None]) if is_batched else x
+        pick(active, x, borrowed_p.bind(x[lender])[None]) if is_batched else x
         for x, is_batched in zip(operands, batched, strict=True)
     ]
 

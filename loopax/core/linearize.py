@@ -33,7 +33,7 @@ def run_known(
     replayed = [] if all(division.linear.linear_carry) else select(division.states, range(len(init)))
     saves = bool(replayed) and division.linear.saving is not None
     rest = [
-        *_window(loop, low, high, out.num_steps),
+        *window_walked(loop, low, high, out.num_steps),
         *(jaxpr_as_fun(division.hoisted)(*consts) if division.hoisted else select(used_consts, consts)),
         *(init[i] for i in replayed),
         *(saved[i] for i in replayed if saves),
@@ -45,7 +45,7 @@ def run_known(
     return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
 
 
-def _window(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
+def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
     """The rows that the loop walked."""
     if not loop.predicated:
         return low, high

@@ -96,9 +96,15 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
     slim = _hoisted(loop, fixed) if any(fixed) else loop
     outputs = loop_p.bind(low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict())
-    sizes = [1, slim.num_carry, len(slim.output_avals[1]), sum(slim.saved_mask)]
-    (num_steps,), changed, ys, saved, marks = split(outputs, sizes)
-    return Outcome(num_steps, merge(fixed, changed, select(fixed, carry)), ys, saved, marks)
+    out = outcome(slim, outputs)
+    return out._replace(carry=merge(fixed, out.carry, select(fixed, carry)))
+
+
+def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
+    """The results of a loop, or of a batch of it, by name."""
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    (num_steps,), *groups = split(results, sizes)
+    return Outcome(num_steps, *groups)
 
 
 @weakly_cached

@@ -12,7 +12,7 @@ from loopax.core.replay_jvp import reached
 from loopax.core.replay_linearize import bodies, known_replay, needs
 
 
-def _staged(
+def staged(
     eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
 ) -> Any:
     """The answer of a rule that stages the whole equation for later, and runs `known` now."""
@@ -27,25 +27,25 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
     consts, _init, xs = (tuple(m) for m in split(unknown[2:], loop.sizes))
     carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
     if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
-        return _staged(eqn, instantiated)
+        return staged(eqn, instantiated)
     known = known_loop(loop, consts, carry, xs, ys)
     unknown_in = [False, False, *consts, *carry, *xs]
     marks = [False] if loop.saving else []
     unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *marks]
-    return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
     static = lending_replay(Replay(**eqn.params))
     if any(unknown[:3]):
-        return _staged(eqn, instantiated)
+        return staged(eqn, instantiated)
     consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[3:], static.sizes))
     state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
     known = known_replay(static, (consts, state, carry, xs), ys)
     unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
     unknown_out = [*carry, *ys]
-    return _staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | Replay) -> Any:

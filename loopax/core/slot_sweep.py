@@ -6,7 +6,8 @@ last, which is current when it is needed). This run of states is stored, and rea
 `schedule.replay` is the same in Python.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import lax
 from loopax import schedule
 from loopax.core.jaxprs import split
 from loopax.core.loop import UNUSED
-from loopax.core.sweep import Bodies, Track
+from loopax.core.sweep import Bodies, Functions, RowOf, Track
 from loopax.core.walk import Progress, Step, Steps, Walk, read, write
 
 
@@ -86,32 +87,29 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
 def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool) -> Steps:
     """The steps of a segment, counted from its start; each may store its state, in one slot after the other."""
 
-    def row_of(position: Any) -> Any:
-        return track.row(segment.step + position)
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
+            return functions.forward(row_of(position), consts, state), state if stores else []
 
-    def with_consts(consts: Sequence[Any]) -> Step:
-        return lambda position, state: (bodies.forward(row_of(position), consts, state), state if stores else [])
+        return lambda consts: partial(step, consts)
 
-    return Steps(with_consts, bodies.consts, lambda position: segment.slot + position, bodies.lend_at(row_of))
+    return bodies.steps(make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position)
 
 
 def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: Progress) -> tuple[list[Any], Progress]:
     """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
     num_state = len(run.state)
 
-    def row_of(position: Any) -> Any:
-        return track.row(run.step + position)
-
-    def with_consts(consts: Sequence[Any]) -> Step:
-        def step(position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
             state, carry = split(values, [num_state])
-            carry, y = bodies.backward(row_of(position), consts, carry, state)
+            carry, y = functions.backward(row_of(position), consts, carry, state)
             before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
             return [*(read(s, before) for s in run.slots), *carry], y
 
-        return step
+        return lambda consts: partial(step, consts)
 
-    steps = Steps(with_consts, bodies.consts, row_of, bodies.lend_at(row_of))
+    steps = bodies.steps(make, track.ahead, track.row(run.step))
     start = Progress([*run.state, *progress.carry], progress.ys, end - run.step - 1)
     progress = Walk(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
     state, carry = split(progress.carry, [num_state])

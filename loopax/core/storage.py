@@ -17,8 +17,6 @@ class Checkpoints:
 
     count: int | None = None
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
-    longer: float = 1.0  # blocks so many times as long as those of a loop alone
-    in_turn: bool = False  # one of several loops that run one after another
     reason: str = ""  # why it was chosen
 
 
@@ -43,8 +41,6 @@ class Fastest:
     memory: int
     is_precaution: bool  # the bound on the steps may be far above what is taken
     share: float = 1.0  # the part of the memory that is for this loop
-    longer: float = 1.0  # as in `Checkpoints`
-    in_turn: bool = False  # as in `Checkpoints`
 
     @property
     def budget(self) -> int:
@@ -60,11 +56,9 @@ class Nothing:
     message: str
 
 
-def part_of(storage: "Storage", share: float, longer: float = 1.0, in_turn: bool = False) -> "Storage":
+def part_of(storage: "Storage", share: float) -> "Storage":
     """For one of several loops that together store what one would."""
-    if isinstance(storage, Fastest):
-        return replace(storage, share=storage.share * share, longer=longer, in_turn=in_turn)
-    return replace(storage, longer=longer, in_turn=in_turn) if isinstance(storage, Checkpoints) else storage
+    return replace(storage, share=storage.share * share) if isinstance(storage, Fastest) else storage
 
 
 Storage = Checkpoints | EveryCarry | EveryResidual | Fastest | Nothing
@@ -115,7 +109,7 @@ def saving_for(storage: Checkpoints, bound: int | None, carry_bytes: int, length
     if bound is None:
         return Slots(storage.count or DEFAULT_SLOTS, length_known)
     if storage.count is None:
-        return _blocks(min(round(block_size(bound, carry_bytes) * storage.longer), bound))
+        return _blocks(min(block_size(bound, carry_bytes), bound))
     if storage.count >= bound:
         return None
     size = shortest_block(bound, storage.count) if storage.always_to_bound else None

@@ -29,9 +29,18 @@ class Steps(NamedTuple):
     make: Callable[[Sequence[Any]], Step]
     consts: Sequence[Any]
     row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
+    common: "Common | None" = None
     # Where constants are lent: from the state at the start of a stretch of steps to the constants as
     # lent there, and to whether a later state still belongs to the stretch.
     lend: Callable[[Progress], tuple[list[Any], Callable[[Progress], Any]]] | None = None
+
+
+class Common(NamedTuple):
+    """The positions `first ... end - 1` are those of rows that all lanes of a batch walk; None: no limit."""
+
+    make: Callable[[Sequence[Any]], Step]  # the step there
+    first: Any
+    end: Any
 
 
 class Walk(NamedTuple):
@@ -58,10 +67,22 @@ class Walk(NamedTuple):
         """Walk until the position is `end` (the first that is not walked), or the predicate is False."""
         if steps.lend is not None:
             return self._run_stretches(steps, steps.lend, progress, end)
-        step = steps.make(steps.consts)
-        for size in [self.unroll, 1] if self.unroll > 1 else [1]:
-            progress = lax.while_loop(self._enough(end, size), self._several(step, size, steps.row_of), progress)
+        for make, stop in self._parts(steps, end):
+            step = make(steps.consts)
+            for size in [self.unroll, 1] if self.unroll > 1 else [1]:
+                progress = lax.while_loop(self._enough(stop, size), self._several(step, size, steps.row_of), progress)
         return progress
+
+    def _parts(self, steps: Steps, end: Any) -> list[tuple[Callable[[Sequence[Any]], Step], Any]]:
+        """Steps to take one after another, each until its own end: rows that all lanes walk have their own step."""
+        if steps.common is None:
+            return [(steps.make, end)]
+        common, first, last = steps.common
+        if self.reverse:
+            first, last = (None if limit is None else limit - 1 for limit in (last, first))
+        nearer = jnp.maximum if self.reverse else jnp.minimum
+        parts = [] if first is None else [(steps.make, nearer(first, end))]
+        return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
 
     def run_at_most_once(self, steps: Steps, progress: Progress, end: Any) -> Progress:
         """The same for a loop of one step or none, as a condition: XLA moves what is constant out of a loop."""
