@@ -58,7 +58,7 @@ class Compact(Lanes):
     smaller batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
     order. Reverse mode runs in groups in any case; after stages, which store nothing, it walks forward once more.
 
-    Groups take about 3 times as long to compile as lockstep does; a gradient after stages 4 to 5 times. A batch in
+    Groups take about 3 times as long to compile as lockstep does; a gradient after stages 4 times. A batch in
     which all lanes take the same steps gains nothing, and a loop that is not batched is as it is without.
 
     A second `jax.vmap` under which lanes take different numbers of steps joins the same batch, unless what only one of
