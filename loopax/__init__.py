@@ -6,6 +6,7 @@ from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
 from loopax.mapping import lanes_map
 from loopax.report import LaneReport, lane_report
+from loopax.rewrite import rewrite_loops
 
 __all__ = [
     "Auto",
@@ -23,6 +24,7 @@ __all__ = [
     "fori_loop",
     "lane_report",
     "lanes_map",
+    "rewrite_loops",
     "scan",
     "while_loop",
 ]

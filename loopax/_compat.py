@@ -4,7 +4,8 @@ Tested on JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12) by 
 of loopax imports these names from here, so that a new JAX version is a change to this file alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,25 +14,30 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 __all__ = [
     "AbstractValue",
     "ClosedJaxpr",
+    "Jaxpr",
     "Literal",
     "Primitive",
     "ad",
     "axis_arguments",
     "batched_outputs",
     "batching",
+    "bind_checkpoint",
+    "bind_shard_map",
     "call_dce_rule",
     "collective_over",
     "dce",
+    "equation_context",
     "evaluate_partially",
     "is_known",
     "is_nonzero",
@@ -40,6 +46,7 @@ __all__ = [
     "known_value",
     "mapped_aval",
     "mlir",
+    "of_weak_type",
     "open_constants",
     "partial_eval_jaxpr",
     "pe",
@@ -79,6 +86,14 @@ def zeros(aval: AbstractValue) -> jax.Array:
     return _vary(array, aval.mat.varying)
 
 
+def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
+    """The array, weakly typed if and only if this type is."""
+    weak = getattr(aval, "weak_type", False)
+    if getattr(jax.typeof(x), "weak_type", False) == weak:
+        return x
+    return to_weak(x) if weak else lax.convert_element_type(x, x.dtype)
+
+
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
     return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
@@ -109,6 +124,34 @@ def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], para
     The same as what JAX does for a primitive without a rule of its own.
     """
     return trace.default_process_primitive(primitive, tracers, params)
+
+
+@contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Evaluate an equation under the settings, and for the source line, for which it was traced."""
+    names = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+    """A `shard_map` as in this equation, of another function. The name of its axes changed before 0.10."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *xs: tuple(function(*xs)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*operands)
+
+
+def bind_checkpoint(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+    """A `jax.checkpoint` as in this equation, of another function; the primitive's parameters are private."""
+    checkpoint = jax.checkpoint(function, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+    return checkpoint(*operands)
 
 
 def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:

@@ -41,6 +41,24 @@ FREE_NEEDS_BOUNDS = (
 )
 
 
+def untraceable_message(name: str, error: Exception) -> str:
+    """JAX cannot trace the function of `rewrite_loops`."""
+    return (
+        f"rewrite_loops({name}): the function cannot be traced by JAX, and only what is traced can be rewritten. It "
+        "uses the value of an array where Python has to decide something (an `if`, a shape, a conversion to NumPy). "
+        "Give what it decides by as a Python number, which stays one, or rewrite the part of it that is pure JAX. JAX "
+        f"says:\n{error}"
+    )
+
+
+def rewritten_limit_message(max_steps: int | None) -> str:
+    """A loop in someone's function is longer than the bound given to `rewrite_loops`."""
+    return (
+        f"rewrite_loops(max_steps={max_steps}): a loop in the function would have gone on after so many steps. Give a "
+        "larger max_steps, or none: reverse mode works without one, for kind='checkpointed' and 'auto'."
+    )
+
+
 def lanes_map_message(loops: int) -> str:
     """The function of `lanes_map` has no loop, or several."""
     found = "none" if loops == 0 else str(loops)

@@ -76,6 +76,8 @@ LAYERS = [
     "loopax._lengths",
     "loopax._tracing",
     "loopax.loops",
+    "loopax._exchange",
+    "loopax.rewrite",
     "loopax.mapping",
     "loopax.report",
     "loopax",

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import AbstractValue, ClosedJaxpr, Literal, dce, strong, unmapped_aval
+from loopax._compat import AbstractValue, ClosedJaxpr, Literal, dce, equation_context, strong, unmapped_aval
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -89,7 +89,8 @@ def evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in closed.jaxpr.eqns:
-        values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        with equation_context(eqn):
+            values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
