@@ -5,6 +5,7 @@ from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
 from loopax.mapping import lanes_map
+from loopax.models import local
 from loopax.report import LaneReport, lane_report
 from loopax.rewrite import rewrite_loops
 
@@ -24,9 +25,5 @@ __all__ = [
     "fori_loop",
     "lane_report",
     "lanes_map",
+    "local",
     "rewrite_loops",
-    "scan",
-    "while_loop",
-]
-
-__version__ = "0.1.0"

@@ -13,11 +13,21 @@ from jax.core import Tracer
 
 from loopax import core
 from loopax._arguments import refuse_references
-from loopax._carry import CarryMismatchError, Spec, match_carry, pack, restore_weak
+from loopax._carry import CarryMismatchError, Dynamic, Spec, match_carry, pack, restore_weak
 from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
-from loopax.core.jaxprs import INDEX, split, trace
+from loopax._nnx import (
+    Changes,
+    clear_errors,
+    freeze,
+    hand_over,
+    is_object,
+    keeps_closures,
+    take_back,
+    thaw_numbered,
+)
+from loopax.core.jaxprs import INDEX, Mask, merge, reject, select, split, trace
 from loopax.lanes import Lanes
 
 
@@ -54,18 +64,23 @@ class Traced:
     closed_over: list[Any]  # values that the user's functions close over
     carry_avals: list[Any]  # with weak types
     y_spec: Spec
+    changes: Changes  # what the body does to NNX objects in the carry
+    row_changes: Changes  # and to those in rows of xs: the first ys are the rows of what it writes
+    row_written: Mask  # the arrays of xs that it writes
     messages: list[str]  # one for each flag: what went wrong where it is True
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The results of a loop on pytrees."""
+    """The results of a loop on pytrees, NNX objects in them frozen."""
 
     num_steps: Any
     goes_on: Any
     carry: Any
     ys: Any
     checks: list[Check]
+    hand_over: Callable[[Any], Any]  # from the carry to what the user gets
+    hand_over_rows: Callable[[], Any]  # gives NNX objects in xs the rows that the body wrote
 
 
 def run(
@@ -73,11 +88,14 @@ def run(
 ) -> Finished:
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = walk.extent
-    x_arrays, x_spec = pack(xs)
-    traced, arrays, spec = _trace_promoting(step, extras, init, x_spec.rows(), goes_on is not None)
+    x_arrays, x_spec = pack(freeze(xs))
+    traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     first_flag = int(goes_on is not None) + len(arrays)
     flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
-    start = [] if goes_on is None else [vary_like(goes_on(spec.unpack(arrays)), traced.body.out_avals[0])]
+    start = []
+    if goes_on is not None:
+        first, arrays = _first_condition(step, goes_on, spec, arrays)
+        start = [vary_like(first, traced.body.out_avals[0])]
     loop = core.Loop(
         traced.body,
         num_consts=len(traced.closed_over) + len(extras),
@@ -95,13 +113,48 @@ def run(
     last, carry, flags = split(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
+    rows, ys = split(ys, [sum(traced.row_written)])
+
+    def hand_over_rows() -> None:
+        if not any(traced.row_written):
+            return
+        taken = _taken(extent, walk.reverse, out.num_steps)
+        arrays = [_where(taken, row, x) for row, x in zip(rows, select(traced.row_written, x_arrays), strict=True)]
+        last = x_spec.unpack(merge(traced.row_written, reject(traced.row_written, x_arrays), arrays))
+        hand_over(step.where, xs, last, traced.row_changes)
+
     return Finished(
         out.num_steps,
         last[0] if last else None,
         spec.unpack(restore_weak(carry, traced.carry_avals)),
         traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals)),
         checks,
+        lambda last: hand_over(step.where, init, last, traced.changes),
+        hand_over_rows,
     )
+
+
+def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
+    """Which rows of xs a scan has walked."""
+    rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
+    return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
+
+
+def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """New rows among old ones."""
+    return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+
+def _first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
+    """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
+    given = spec.unpack(arrays)
+    carry, objects = thaw_numbered(given)
+    first = goes_on(carry)
+    if not objects:
+        return first, arrays
+    where = f"cond_fun, which is called before {step.where},"
+    carry, _ = take_back(where, given, objects, carry)
+    return first, match_carry(where, given, spec, carry)
 
 
 def _pad(y: jax.Array, rows: int) -> jax.Array:
@@ -141,7 +194,7 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     except TypeError:  # a leaf that is not an array cannot be hashed
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     traced = _trace_now(step, extras, init, spec, x_rows, predicated)
-    if not any(isinstance(value, Tracer) for value in traced.closed_over):
+    if keeps_closures(traced.closed_over) and not any(isinstance(value, Tracer) for value in traced.closed_over):
         entries[key] = traced
     return traced
 
@@ -151,20 +204,49 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         given, arrays, x = split(operands, [len(extras), len(spec.avals)])
+        start = spec.unpack(arrays)
+        x_start = x_rows.unpack(x)
+        (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
+        x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
-            carry, y, goes_on = step.call(row, given, spec.unpack(arrays), x_rows.unpack(x))
-        carry = match_carry(step.where, init, spec, carry)
-        ys, found["y_spec"] = pack(_without_flags(y))
+            carry, y, goes_on = step.call(row, given, carry, x)
+        carry, found["changes"] = take_back(step.where, start, objects, carry)
+        carry = _as_they_came(arrays, spec, start, match_carry(step.where, init, spec, carry), carry)
+        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
+        rows, found["row_written"] = _written_rows(step.where, x_start, x_rows, x)
+        ys, found["y_spec"] = pack(_without_flags(freeze(y)))
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = [check.message for check in checks]
         go = [goes_on] if predicated else []
-        return [*go, *carry, *(check.failed for check in checks), *ys]
+        return [*go, *carry, *(check.failed for check in checks), *rows, *ys]
 
-    raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
+    with clear_errors(f"{step.where} changes"):
+        raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     open_body, closed_over = open_constants(raw)
     refuse_references(step.where, closed_over)
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
-    return Traced(body, closed_over, found["carry_avals"], found["y_spec"], found["messages"])
+    return Traced(body, closed_over, **found)
+
+
+def _as_they_came(given: list[Any], spec: Spec, start: Any, arrays: list[Any], end: Any) -> list[Any]:
+    """The arrays of a carry with those that were given in place of those that only went through a PRNG key."""
+    leaves = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
+    same = [old is new for leaf, old, new in leaves if isinstance(leaf, Dynamic)]
+    return [old if is_same else new for old, new, is_same in zip(given, arrays, same, strict=True)]
+
+
+def _written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[Any], Mask]:
+    """The arrays of a row of xs that the body has written, in NNX objects, and which they are."""
+    leaves = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
+    written = tuple(old is not new for leaf, old, new in leaves if isinstance(leaf, Dynamic))
+    if not any(written):
+        return [], written
+    try:
+        return select(written, match_carry(f"{where}, which changes rows of xs,", start, spec, end)), written
+    except CarryMismatchError:
+        raise TypeError(
+            f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
+        ) from None
 
 
 def _as_body(

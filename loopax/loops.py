@@ -11,6 +11,7 @@ from loopax import _tracing as tracing
 from loopax._checks import Check, settle
 from loopax._compat import to_weak
 from loopax._lengths import Extent, first_index, fori_extent, scan_extent
+from loopax._nnx import freeze, thaw
 from loopax._types import LoopInfo
 from loopax.core import Storage
 from loopax.core.jaxprs import MOST_STEPS
@@ -111,8 +112,8 @@ def while_loop(
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
     walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), lanes=options.lanes)
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
-    result, loop_info = _finish(options, throw, extent, done, done.carry)
-    return (result, loop_info) if info else result
+    carry, _, loop_info = _finish(options, throw, extent, done)
+    return (carry, loop_info) if info else carry
 
 
 def fori_loop(
@@ -192,8 +193,8 @@ def fori_loop(
         extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), lanes=options.lanes
     )
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
-    result, loop_info = _finish(options, throw, extent, done, done.carry)
-    return (result, loop_info) if info else result
+    carry, _, loop_info = _finish(options, throw, extent, done)
+    return (carry, loop_info) if info else carry
 
 
 def scan(
@@ -277,13 +278,13 @@ def scan(
     arguments.check_callable("f of scan", f)
     if stop is not None:
         arguments.check_callable("stop of scan", stop)
-    extent = scan_extent(length, arguments.rows_of(xs), options.max_steps, reverse, stop is not None)
+    extent = scan_extent(length, arguments.rows_of(freeze(xs)), options.max_steps, reverse, stop is not None)
     unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
 
     def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         carry, y = arguments.pair(f(carry, x, **options.step_key(row, extras)))
         if extent.capacity is None:
-            arguments.no_rows(y)
+            arguments.no_rows(freeze(y))
         return carry, y, None if stop is None else ~arguments.one_bool("stop of scan", stop(carry, y))
 
     functions = (f,) if stop is None else (f, stop)
@@ -291,8 +292,8 @@ def scan(
     walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
-    result, loop_info = _finish(options, throw, extent, done, (done.carry, done.ys))
-    return (result, loop_info) if info else result
+    carry, ys, loop_info = _finish(options, throw, extent, done)
+    return ((carry, ys), loop_info) if info else (carry, ys)
 
 
 def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
@@ -301,9 +302,9 @@ def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
 
 
 def _finish(
-    options: arguments.Options, throw: bool, extent: Extent, done: tracing.Finished, result: Any
-) -> tuple[Any, LoopInfo]:
-    """Attach the run-time checks to the results."""
+    options: arguments.Options, throw: bool, extent: Extent, done: tracing.Finished
+) -> tuple[Any, Any, LoopInfo]:
+    """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
     over, goes_on = extent.over_limit, done.goes_on
     if over is True and goes_on is None and throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
@@ -318,4 +319,7 @@ def _finish(
             checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))
         if options.key_data is not None and extent.bound is None:
             checks.append(Check(done.num_steps >= MOST_STEPS, arguments.out_of_keys_message(options.name)))
-    return settle((result, LoopInfo(done.num_steps, jnp.asarray(reached))), checks)
+    result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
+    carry, ys, loop_info = settle(result, checks)
+    done.hand_over_rows()
+    return done.hand_over(carry), thaw(ys), loop_info

@@ -12,6 +12,7 @@ from loopax._arguments import check_callable, refuse_references
 from loopax._carry import pack, restore_weak
 from loopax._checks import Check, collecting, settle
 from loopax._compat import open_constants
+from loopax._nnx import freeze, thaw
 from loopax._static import positive_int
 from loopax.core.jaxprs import split
 
@@ -59,13 +60,13 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     """
     check_callable("f of lanes_map", f)
     lanes = positive_int("lanes_map(lanes=...)", lanes, "lanes", "the size of the batch is decided")
-    arrays, spec = pack(xs)
+    arrays, spec = pack(freeze(xs))
     items = _items(arrays)
     item_spec, found = spec.rows(), {}
 
     def flat(*item: Any) -> list[Any]:
         with collecting() as checks:
-            ys, found["spec"] = pack(f(item_spec.unpack(item)))
+            ys, found["spec"] = pack(freeze(f(thaw(item_spec.unpack(item)))))
         found["messages"] = [check.message for check in checks]
         return [*(check.failed for check in checks), *ys]
 
@@ -78,7 +79,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     failed, ys = split(outputs, [len(found["messages"])])
     checks = [Check(jnp.any(flags), message) for flags, message in zip(failed, found["messages"], strict=True)]
     ys = restore_weak(ys, found["spec"].avals)
-    return settle(found["spec"].unpack(ys), checks)
+    return thaw(settle(found["spec"].unpack(ys), checks))
 
 
 def _items(arrays: list[Any]) -> int:

@@ -67,6 +67,8 @@ LAYERS = [
     "loopax.core.free",
     "loopax.core.queue",
     "loopax.core",
+    "loopax._nnx_places",
+    "loopax._nnx",
     "loopax._carry",
     "loopax._checks",
     "loopax._static",
@@ -79,6 +81,7 @@ LAYERS = [
     "loopax._exchange",
     "loopax.rewrite",
     "loopax.mapping",
+    "loopax.models",
     "loopax.report",
     "loopax",
 ]
