@@ -27,3 +27,8 @@ __all__ = [
     "lanes_map",
     "local",
     "rewrite_loops",
+    "scan",
+    "while_loop",
+]
+
+__version__ = "0.1.0"
