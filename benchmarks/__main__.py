@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import budgets, evaluations, lanes, ragged, workloads
+from benchmarks import budgets, evaluations, lanes, models, ragged, workloads
 from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
@@ -104,6 +104,7 @@ def groups() -> list[Group]:
         borrowing(),
         *ragged.groups(),
         *budgets.groups(),
+        *models.groups(),
     ]
 
 
