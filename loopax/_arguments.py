@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from loopax._carry import describe, is_static
+from loopax._carry import describe, is_static, stays
 from loopax._compat import is_reference
 from loopax._static import static_int
 from loopax.core.jaxprs import MOST_STEPS
@@ -144,7 +144,7 @@ def pair(result: Any) -> tuple[Any, Any]:
 
 def no_rows(y: Any) -> None:
     """Refuse outputs of a scan that has no static number of rows to write them to."""
-    if any(not is_static(leaf) for leaf in jax.tree.leaves(y)):
+    if not all(stays(y)):
         raise ValueError(
             "scan has no static capacity for ys: xs has no arrays, `length` is not static, and there is no "
             "`max_steps`. Give max_steps= (rows of ys that are not executed are zero), or return (carry, None) from f."
@@ -153,7 +153,8 @@ def no_rows(y: Any) -> None:
 
 def rows_of(xs: Any) -> int | None:
     """The number of rows of xs, which all arrays in it must share; None without arrays."""
-    leaves = [(keystr(path) or "xs itself", leaf) for path, leaf in tree_leaves_with_path(xs) if not is_static(leaf)]
+    pairs = zip(tree_leaves_with_path(xs), stays(xs), strict=True)
+    leaves = [(keystr(path) or "xs itself", leaf) for (path, leaf), is_kept in pairs if not is_kept]
     if scalars := [f"  {path}: {describe(leaf)}" for path, leaf in leaves if jnp.ndim(leaf) == 0]:
         raise ValueError(
             "scan reads xs row by row, so every array in it needs a leading axis. These have none:\n"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from loopax._compat import AbstractValue, mapped_aval, to_weak, vary_like
+from loopax._structure import differences, same_value
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,7 @@ class Static:
     """A leaf that is not an array: it stays what it is, and must not change."""
 
     value: Any
-
-    def same(self, other: Any) -> bool:
-        """Whether a leaf that the body returned is still this value."""
-        if self.value is other:
-            return True
-        if type(self.value) is not type(other):
-            return False
-        try:
-            return bool(self.value == other)
-        except Exception:  # noqa: BLE001 - a user's __eq__ may raise anything, and then the values are not known equal
-            return False
+    type: type  # 1, 1.0 and True are equal, and a step is traced for each of them
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,32 @@ def is_static(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         return not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
     return not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__jax_array__")
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number (a bool is none, a scalar of NumPy neither)."""
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+
+
+def in_modules(tree: Any) -> list[bool]:
+    """For each leaf, whether it is a part of an Equinox module."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_module)
+    return [_is_module(node) for node in nodes for _ in jax.tree.leaves(node)]
+
+
+def stays(tree: Any) -> list[bool]:
+    """For each leaf, whether it stays what it is: it is not an array, or a Python number in an Equinox module.
+
+    Such a number is a size or a rate, and Equinox itself takes it for static. Elsewhere it is the start of a count, as
+    in `jax.lax`.
+    """
+    leaves = jax.tree.leaves(tree)
+    pairs = zip(leaves, in_modules(tree), strict=True)
+    return [is_static(leaf) or (within and is_number(leaf)) for leaf, within in pairs]
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
 
 
 def to_array(leaf: Any) -> tuple[jax.Array, Dynamic]:
@@ -94,9 +112,9 @@ def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
     """The arrays of a pytree, and its spec."""
     leaves, treedef = jax.tree.flatten(tree)
     arrays, specs = [], []
-    for leaf in leaves:
-        if is_static(leaf):
-            specs.append(Static(leaf))
+    for leaf, is_kept in zip(leaves, stays(tree), strict=True):
+        if is_kept:
+            specs.append(Static(leaf, type(leaf)))
         else:
             array, spec = to_array(leaf)
             arrays.append(array)
@@ -115,10 +133,30 @@ def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) ->
 class CarryMismatchError(Exception):
     """Internal: the body's carry does not fit, but it may to another start."""
 
-    def __init__(self, converts: list[Callable[[Any], Any]]) -> None:
-        """Keep, for each leaf, the function that converts it. It is called where the trace has ended."""
+    def __init__(self, converts: list[Callable[[Any], Any]], changed: list[str]) -> None:
+        """Keep, for each leaf, the function that converts it. It is called where the trace has ended.
+
+        `changed` says which Python values become arrays, because the body returned something else.
+        """
         super().__init__()
         self.converts = converts
+        self.changed = changed
+
+    def restart(self, init: Any) -> Any:
+        """The other start."""
+        leaves, treedef = jax.tree.flatten(init)
+        return treedef.unflatten(convert(leaf) for convert, leaf in zip(self.converts, leaves, strict=True))
+
+
+def has_numbers(tree: Any) -> bool:
+    """Whether there are Python numbers in Equinox modules."""
+    leaves = jax.tree.leaves(tree)
+    return any(within and is_number(leaf) for leaf, within in zip(leaves, in_modules(tree), strict=True))
+
+
+def with_arrays(tree: Any) -> Any:
+    """The pytree with arrays for Python numbers."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf, tree)
 
 
 def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
@@ -128,26 +166,28 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     Python bool that becomes an array starts as one, and a start varies over the `shard_map` axes over
     which the result does. Raises TypeError, leaf by leaf, where none would.
     """
-    paths_in, paths_out = _by_path(init), _by_path(out)
     if jax.tree.structure(out) != spec.treedef:
-        raise TypeError(_structure_message(where, paths_in, paths_out, spec.treedef, jax.tree.structure(out)))
-    names, olds, news = list(paths_in), list(paths_in.values()), list(paths_out.values())
+        raise TypeError(_structure_message(where, init, out))
+    names, olds, news = _paths(init), jax.tree.leaves(init), jax.tree.leaves(out)
     outcomes = [_match_leaf(leaf, old, new) for leaf, old, new in zip(spec.leaves, olds, news, strict=True)]
-    problems = [
-        f"  {name}: got {describe(new)}, expected {describe(old)}"
-        for name, old, new, outcome in zip(names, olds, news, outcomes, strict=True)
-        if outcome is None
-    ]
-    if problems:
+    rows = list(zip(spec.leaves, names, olds, news, outcomes, strict=True))
+    if problems := [_line(name, old, new) for _, name, old, new, outcome in rows if outcome is None]:
         raise TypeError(
             f"{where} must return a carry of the same types as it is given. It does not, at:\n"
             + "\n".join(problems)
             + "\nConvert the initial value or the result (`x.astype(...)`) so that they agree; "
-            "what is not an array must be returned as it came."
+            "what is not an array must be returned as it came (a function that is made anew is another one)."
         )
-    if any(isinstance(outcome, _Restart) for outcome in outcomes):
-        raise CarryMismatchError([o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes])
+    restarts = [(name, leaf, old, new) for leaf, name, old, new, o in rows if isinstance(o, _Restart)]
+    if restarts:
+        converts = [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
+        changed = [_line(name, old, new) for name, leaf, old, new in restarts if isinstance(leaf, Static)]
+        raise CarryMismatchError(converts, changed)
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
+
+
+def _line(name: str, old: Any, new: Any) -> str:
+    return f"  {name}: got {describe(new)}, expected {describe(old)}"
 
 
 @dataclass(frozen=True)
@@ -160,9 +200,9 @@ class _Restart:
 def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     """The array of a leaf, a `_Restart`, or None where it does not fit. A static leaf gives itself."""
     if isinstance(spec, Static):
-        if spec.same(new):
+        if same_value(old, new):
             return spec
-        return _Restart(jnp.asarray) if isinstance(old, bool) and _is_bool_scalar(new) else None
+        return _Restart(jnp.asarray) if _becomes_array(old, new) else None
     if is_static(new) and not isinstance(new, bool):
         return None
     array, described = to_array(new)
@@ -179,6 +219,11 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     return vary_like(array, a)
 
 
+def _becomes_array(old: Any, new: Any) -> bool:
+    """Whether a Python bool or number was the start of what the body returns as an array, or as another number."""
+    return _is_bool_scalar(new) if isinstance(old, bool) else is_number(old) and not is_static(new)
+
+
 def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
     """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
     if getattr(a, "weak_type", False):
@@ -191,9 +236,8 @@ def _is_bool_scalar(x: Any) -> bool:
     return (not is_static(x) and jnp.shape(x) == () and jnp.result_type(x) == jnp.bool_) or isinstance(x, bool)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves, _ = tree_flatten_with_path(tree)
-    return {keystr(path) or "the carry itself": leaf for path, leaf in leaves}
+def _paths(tree: Any) -> list[str]:
+    return [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def describe(leaf: Any) -> str:
@@ -206,13 +250,13 @@ def describe(leaf: Any) -> str:
     return f"{type(leaf).__name__} {leaf!r}"
 
 
-def _structure_message(where: str, old: dict[str, Any], new: dict[str, Any], treedef: Any, new_treedef: Any) -> str:
-    lines = [f"  {path}: {describe(leaf)} is missing from the result" for path, leaf in old.items() if path not in new]
-    lines += [f"  {path}: {describe(leaf)} is new in the result" for path, leaf in new.items() if path not in old]
-    if not lines:
-        lines = [f"  got the structure      {new_treedef}", f"  expected the structure {treedef}"]
+def _structure_message(where: str, init: Any, out: Any) -> str:
+    lines = list(differences(init, out, describe)) or [
+        f"got the structure      {jax.tree.structure(out)}",
+        f"expected the structure {jax.tree.structure(init)}",
+    ]
     return (
         f"{where} must return a carry of the same structure as it is given. It does not:\n"
-        + "\n".join(lines)
-        + "\nReturn the same containers, with the same keys and as many elements."
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nReturn the same containers and classes, with the same keys, static fields and as many elements."
     )

@@ -147,6 +147,8 @@ def take_back(where: str, given: Any, given_objects: list[Any], carry: Any) -> t
     `given` is the frozen carry of which the body was given the objects `given_objects`.
     """
     returned, objects = freeze_numbered(carry)
+    if not given_objects:  # and what was given is not looked at: the body may have used up an `equinox.nn.State`
+        return returned, Changes((), ())
     before, after = _graphs(given), _graphs(returned)
     if list(before) == list(after) and list(before.values()) != list(after.values()):
         raise TypeError(_structure_message(where, differences(before, after)))

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,17 @@ from jax.core import Tracer
 
 from loopax import core
 from loopax._arguments import refuse_references
-from loopax._carry import CarryMismatchError, Dynamic, Spec, match_carry, pack, restore_weak
+from loopax._carry import (
+    CarryMismatchError,
+    Dynamic,
+    Spec,
+    has_numbers,
+    in_modules,
+    match_carry,
+    pack,
+    restore_weak,
+    with_arrays,
+)
 from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
@@ -166,14 +177,43 @@ def _pad(y: jax.Array, rows: int) -> jax.Array:
 def _trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
 ) -> tuple[Traced, list[Any], Spec]:
+    """Trace, and again with arrays for the Python numbers of modules where the body cannot do with numbers.
+
+    A body may ask one of them for `.astype` or divide 1 by 0.0. If arrays do not help, the first error is the body's.
+    """
+    try:
+        return _trace_until_it_fits(step, extras, init, x_rows, predicated)
+    except Exception:
+        if has_numbers(init):
+            with suppress(Exception):
+                return _trace_until_it_fits(step, extras, with_arrays(init), x_rows, predicated)
+        raise
+
+
+def _trace_until_it_fits(
+    step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
+) -> tuple[Traced, list[Any], Spec]:
     """Trace, and again from promoted leaves where the body's result asks for it."""
+    changed: list[str] = []
     while True:
         arrays, spec = pack(init)
         try:
             return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
         except CarryMismatchError as mismatch:
-            leaves, treedef = jax.tree.flatten(init)
-            init = treedef.unflatten(convert(leaf) for convert, leaf in zip(mismatch.converts, leaves, strict=True))
+            changed += mismatch.changed
+            init = mismatch.restart(init)
+        except Exception as error:
+            if changed:
+                error.add_note(_changed_note(step.where, changed))
+            raise
+
+
+def _changed_note(where: str, changed: Sequence[str]) -> str:
+    """What to know about an error in a body whose Python values have become arrays."""
+    return (
+        f"Note of loopax: {where} does not return these Python values as it is given them, so they are arrays in the "
+        "loop:\n" + "\n".join(changed) + "\nReturn them as they came, and they stay what they are."
+    )
 
 
 _cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
@@ -280,5 +320,9 @@ def _strongly_typed(x: Any) -> jax.Array:
 
 
 def _without_flags(y: Any) -> Any:
-    """Python bools among a row of ys as arrays, which is what stacking rows makes of them."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool) else leaf, y)
+    """Python bools among a row of ys as arrays, which is what stacking rows makes of them outside of modules."""
+    leaves, treedef = jax.tree.flatten(y)
+    pairs = zip(leaves, in_modules(y), strict=True)
+    return treedef.unflatten(
+        jnp.asarray(leaf) if isinstance(leaf, bool) and not within else leaf for leaf, within in pairs
+    )

@@ -49,8 +49,8 @@ def while_loop(
         `body_fun(val)` is the next carry: a pytree of the same structure, shapes and dtypes. With `key`
         it is called as `body_fun(val, key=...)`.
     init_val
-        The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools) stay
-        what they are. Leaves that the body returns unchanged cost nothing.
+        The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools,
+        Python numbers in Equinox modules) stay what they are. Leaves that the body returns unchanged cost nothing.
     max_steps
         A static bound on the number of steps. Reverse mode works without one, but can be faster with it.
     kind

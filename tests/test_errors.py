@@ -1,5 +1,7 @@
 """Bad input: each a clear error that names the argument and the path."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -101,17 +103,43 @@ def test_carry_of_other_types_shows_path_got_and_expected(where: str, init: Any,
         carry_through(where, init, out)
 
 
+@jax.tree_util.register_pytree_node_class
+class Sized:
+    """A size among the static data of a class, of which nothing tells its name."""
+
+    def __init__(self, x: Any, size: int) -> None:
+        self.x, self.size = x, size
+
+    def tree_flatten(self) -> Any:
+        return (self.x,), self.size
+
+    @classmethod
+    def tree_unflatten(cls, size: int, children: Any) -> "Sized":
+        (x,) = children
+        return cls(x, size)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
+@dataclass
+class Static:
+    x: Any
+    size: int
+
+
 @EACH_BODY
 @pytest.mark.parametrize(
     ("init", "out", "line"),
     [
         ({"a": f32(), "b": f32()}, {"a": f32()}, "['b']: float32[] is missing from the result"),
         ({"a": f32()}, {"a": f32(), "b": f32(2)}, "['b']: float32[2] is new in the result"),
-        ((f32(),), (f32(), (f32(2),)), "[1][0]: float32[2] is new in the result"),
-        ((f32(), None), (f32(), f32(4)), "[1]: float32[4] is new in the result"),
-        ((f32(), f32(4)), (f32(), None), "[1]: float32[4] is missing from the result"),
-        ((f32(),), [f32()], "got the structure      PyTreeDef([*])\n  expected the structure PyTreeDef((*,))"),
-        (f32(), None, "the carry itself: float32[] is missing from the result"),
+        ((f32(),), (f32(), (f32(2),)), "[1]: tuple is new in the result"),
+        ((f32(), None), (f32(), f32(4)), "[1]: got float32[4], expected None"),
+        ((f32(), f32(4)), (f32(), None), "[1]: got None, expected float32[4]"),
+        ((f32(),), [f32()], "the carry itself: got list, expected tuple"),
+        ({"a": [f32()]}, {"a": f32()}, "['a']: got float32[], expected list"),
+        (f32(), None, "the carry itself: got None, expected float32[]"),
+        (Sized(f32(), 2), Sized(f32(), 3), "the carry itself: got Sized with the static data 3, expected 2"),
+        (Static(f32(), 2), Static(f32(), 3), ".size: got 3, expected 2 (a static field)"),
     ],
 )
 def test_carry_of_another_structure_shows_the_difference(where: str, init: Any, out: Any, line: str) -> None:

@@ -67,6 +67,7 @@ LAYERS = [
     "loopax.core.free",
     "loopax.core.queue",
     "loopax.core",
+    "loopax._structure",
     "loopax._nnx_places",
     "loopax._nnx",
     "loopax._carry",

@@ -1,0 +1,84 @@
+"""Where two pytrees differ in structure: the paths, and what stands there."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.tree_util import FlattenedIndexKey, KeyPath, keystr, tree_flatten_with_path
+
+Describe = Callable[[Any], str]  # a leaf in the words of an error message
+
+
+def differences(old: Any, new: Any, describe: Describe, path: KeyPath = ()) -> Iterator[str]:
+    """A line for each place where the structure of `new` is not that of `old`, from the root down."""
+    name = keystr(path) or "the carry itself"
+    if _is_leaf(old) and _is_leaf(new):
+        return
+    if type(old) is not type(new):
+        yield f"{name}: got {_node_text(new, describe)}, expected {_node_text(old, describe)}"
+        return
+    olds, news = _children(old), _children(new)
+    other_data = _one_level(old) != _one_level(new)
+    if other_data and any(isinstance(key, FlattenedIndexKey) for key in olds):  # children without names
+        yield _data_difference(name, old, new)
+        return
+    if other_data and olds.keys() == news.keys():
+        yield from _static_differences(name, old, new, path)
+    for key, child in olds.items():
+        if key in news:
+            yield from differences(child, news[key], describe, (*path, key))
+        else:
+            yield f"{keystr((*path, key))}: {_node_text(child, describe)} is missing from the result"
+    for key, child in news.items():
+        if key not in olds:
+            yield f"{keystr((*path, key))}: {_node_text(child, describe)} is new in the result"
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are not arrays are known to be the same."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - a user's __eq__ may raise anything, and then the values are not known equal
+        return False
+
+
+def _static_differences(name: str, old: Any, new: Any, path: KeyPath) -> Iterator[str]:
+    """What differs in the parts of a node that are not pytrees: static fields, or other data of its class."""
+    children = {keystr((key,)) for key in _children(old)}
+    fields = [f".{field.name}" for field in dataclasses.fields(old)] if dataclasses.is_dataclass(old) else []
+    values = [(field, getattr(old, field[1:], None), getattr(new, field[1:], None)) for field in fields]
+    lines = [
+        f"{keystr(path)}{field}: got {b!r}, expected {a!r} (a static field)"
+        for field, a, b in values
+        if field not in children and not same_value(a, b)
+    ]
+    yield from lines or [_data_difference(name, old, new)]
+
+
+def _data_difference(name: str, old: Any, new: Any) -> str:
+    (_, a), (_, b) = (_one_level(node).node_data() for node in (old, new))
+    return f"{name}: got {type(new).__name__} with the static data {b!r}, expected {a!r}"
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    return {path[0]: child for path, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]}
+
+
+def _one_level(node: Any) -> Any:
+    """The structure of a node whose children count as leaves."""
+    return jax.tree.structure(node, is_leaf=lambda x: x is not node)
+
+
+def _is_leaf(node: Any) -> bool:
+    return jax.tree_util.all_leaves([node])
+
+
+def _node_text(node: Any, describe: Describe) -> str:
+    if node is None:
+        return "None"
+    return describe(node) if _is_leaf(node) else type(node).__name__
