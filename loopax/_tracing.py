@@ -245,13 +245,14 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     def flat(row: Any, *operands: Any) -> list[Any]:
         given, arrays, x = split(operands, [len(extras), len(spec.avals)])
         start = spec.unpack(arrays)
+        leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
         x_start = x_rows.unpack(x)
         (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
         x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
             carry, y, goes_on = step.call(row, given, carry, x)
         carry, found["changes"] = take_back(step.where, start, objects, carry)
-        carry = _as_they_came(arrays, spec, start, match_carry(step.where, init, spec, carry), carry)
+        carry = _as_they_came(arrays, spec, leaves, match_carry(step.where, init, spec, carry), carry)
         x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
         rows, found["row_written"] = _written_rows(step.where, x_start, x_rows, x)
         ys, found["y_spec"] = pack(_without_flags(freeze(y)))
@@ -268,9 +269,9 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     return Traced(body, closed_over, **found)
 
 
-def _as_they_came(given: list[Any], spec: Spec, start: Any, arrays: list[Any], end: Any) -> list[Any]:
+def _as_they_came(given: list[Any], spec: Spec, start: list[Any], arrays: list[Any], end: Any) -> list[Any]:
     """The arrays of a carry with those that were given in place of those that only went through a PRNG key."""
-    leaves = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
+    leaves = zip(spec.leaves, start, jax.tree.leaves(end), strict=True)
     same = [old is new for leaf, old, new in leaves if isinstance(leaf, Dynamic)]
     return [old if is_same else new for old, new, is_same in zip(given, arrays, same, strict=True)]
 
