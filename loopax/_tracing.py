@@ -28,16 +28,8 @@ from loopax._carry import (
 from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
-from loopax._nnx import (
-    Changes,
-    clear_errors,
-    freeze,
-    hand_over,
-    is_object,
-    keeps_closures,
-    take_back,
-    thaw_numbered,
-)
+from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
+from loopax._nnx_changes import Changes, clear_errors, hand_over, take_back
 from loopax.core.jaxprs import INDEX, Mask, merge, reject, select, split, trace
 from loopax.lanes import Lanes
 
@@ -90,8 +82,7 @@ class Finished:
     carry: Any
     ys: Any
     checks: list[Check]
-    hand_over: Callable[[Any], Any]  # from the carry to what the user gets
-    hand_over_rows: Callable[[], Any]  # gives NNX objects in xs the rows that the body wrote
+    hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
 
 
 def run(
@@ -126,13 +117,11 @@ def run(
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
     rows, ys = split(ys, [sum(traced.row_written)])
 
-    def hand_over_rows() -> None:
-        if not any(traced.row_written):
-            return
-        taken = _taken(extent, walk.reverse, out.num_steps)
-        arrays = [_where(taken, row, x) for row, x in zip(rows, select(traced.row_written, x_arrays), strict=True)]
-        last = x_spec.unpack(merge(traced.row_written, reject(traced.row_written, x_arrays), arrays))
-        hand_over(step.where, xs, last, traced.row_changes)
+    last_xs = x_spec.unpack(_last_rows(extent, walk.reverse, out.num_steps, traced.row_written, x_arrays, rows))
+
+    def hand_over_all(carry: Any) -> Any:
+        hand_over(step.where, xs, last_xs, traced.row_changes)
+        return hand_over(step.where, init, carry, traced.changes)
 
     return Finished(
         out.num_steps,
@@ -140,20 +129,21 @@ def run(
         spec.unpack(restore_weak(carry, traced.carry_avals)),
         traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals)),
         checks,
-        lambda last: hand_over(step.where, init, last, traced.changes),
-        hand_over_rows,
+        hand_over_all,
     )
 
 
-def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
-    """Which rows of xs a scan has walked."""
+def _last_rows(
+    extent: Extent, reverse: bool, num_steps: Any, written: Mask, xs: list[Any], new: list[Any]
+) -> list[Any]:
+    """The arrays of xs with the rows that the body wrote, where it has been."""
+    if not any(written):
+        return xs
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
-    return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
-
-
-def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """New rows among old ones."""
-    return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+    taken = (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
+    old = select(written, xs)
+    mixed = [jnp.where(taken.reshape(-1, *[1] * (x.ndim - 1)), y, x) for x, y in zip(old, new, strict=True)]
+    return merge(written, reject(written, xs), mixed)
 
 
 def _first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:

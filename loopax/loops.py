@@ -321,5 +321,4 @@ def _finish(
             checks.append(Check(done.num_steps >= MOST_STEPS, arguments.out_of_keys_message(options.name)))
     result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
     carry, ys, loop_info = settle(result, checks)
-    done.hand_over_rows()
     return done.hand_over(carry), thaw(ys), loop_info

@@ -12,7 +12,8 @@ from loopax._arguments import check_callable, refuse_references
 from loopax._carry import pack, restore_weak
 from loopax._checks import Check, collecting, settle
 from loopax._compat import open_constants
-from loopax._nnx import freeze, thaw
+from loopax._nnx import freeze, thaw, thaw_numbered
+from loopax._nnx_changes import refuse_changes
 from loopax._static import positive_int
 from loopax.core.jaxprs import split
 
@@ -45,7 +46,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     Raises
     ------
     TypeError
-        `lanes` is not an int, or is traced; `f` is not callable.
+        `lanes` is not an int, or is traced; `f` is not callable, or changes a Flax NNX object in `xs`.
     ValueError
         `lanes` is less than 1; `f` holds no loop, or several; arrays of `xs` with unequal numbers of items, or none.
 
@@ -65,8 +66,11 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     item_spec, found = spec.rows(), {}
 
     def flat(*item: Any) -> list[Any]:
+        given = item_spec.unpack(item)
+        live, objects = thaw_numbered(given)
         with collecting() as checks:
-            ys, found["spec"] = pack(freeze(f(thaw(item_spec.unpack(item)))))
+            ys, found["spec"] = pack(freeze(f(live)))
+        refuse_changes("f of lanes_map", given, objects, live)
         found["messages"] = [check.message for check in checks]
         return [*(check.failed for check in checks), *ys]
 

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from loopax._carry import describe
-from loopax._nnx import freeze, holds_objects, thaw
+from loopax._nnx import freeze, roots, thaw
 
 
 def local(module: PyTree[Any]) -> Any:
@@ -44,7 +44,7 @@ def local(module: PyTree[Any]) -> Any:
     draw: lanes that share a module share its dropout masks. For masks of its own give each lane an `nnx.Rngs(key)`.
 
     """
-    if not holds_objects(module):
+    if not roots(module):
         leaf = describe(module) if jax.tree_util.all_leaves([module]) else f"a {type(module).__name__} without any"
         raise TypeError(
             f"local(module): got {leaf}, expected a Flax NNX object, or a pytree with NNX objects in it. "

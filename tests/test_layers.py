@@ -70,6 +70,7 @@ LAYERS = [
     "loopax._structure",
     "loopax._nnx_places",
     "loopax._nnx",
+    "loopax._nnx_changes",
     "loopax._carry",
     "loopax._checks",
     "loopax._static",

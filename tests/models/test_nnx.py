@@ -1,5 +1,7 @@
 """Flax NNX objects in loops: the meaning is the Python loop's, for what changes in place too."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -203,6 +205,7 @@ class Holder(nnx.Module):
         self.flag = nnx.Variable(True)
         self.weak = nnx.Variable(jnp.asarray(1.0))
         self.tagged = nnx.Param(jnp.float64(1), note="kept")
+        self.pair = nnx.data((jnp.float64(0), {"b": jnp.float64(1)}))
         self.name = "holder"
 
 
@@ -210,6 +213,7 @@ def test_everything_that_a_module_may_hold() -> None:
     def step(_: Any, holder: Any) -> Any:
         assert (holder.name, holder.flag.get_value(), holder.nothing.get_value()) == ("holder", True, None)
         holder.array = holder.array + 1.0
+        holder.pair = (holder.pair[1]["b"], {"b": holder.pair[0] + 1.0})
         holder.layers[1].count[...] += holder.layers[0].count[...]
         holder.table["a"] = holder.table["a"] * 2.0
         holder.tagged[...] += 1.0
@@ -222,6 +226,7 @@ def test_everything_that_a_module_may_hold() -> None:
     assert holder.layers is layers
     assert holder.table is table
     assert (holder.array.tolist(), layers[1].count[...], table["a"], holder.tagged[...]) == ([3.0, 3.0], 5, 8.0, 4.0)
+    assert holder.pair == (2.0, {"b": 2.0})
     assert (type(holder.number), holder.flag.get_value(), holder.nothing.get_value()) == (float, True, None)
     assert (holder.weak[...].weak_type, holder.tagged.get_metadata("note")) == (True, "kept")
 
@@ -573,6 +578,10 @@ REFUSED = {
     "swapped": (lambda c: {"model": c["other"], "other": c["model"]}, r"\['model'\]: got another Cell"),
     "another type": (lambda c: {**c, "model": Counter()}, r"\['model'\]: got Counter, expected Cell"),
     "no module": (lambda c: {**c, "model": 1.0}, r"\['model'\]"),
+    "changed and replaced": (
+        lambda c: {**c, "model": (c["model"](X), nnx.clone(c["model"]))[1]},
+        r"\['model'\].count: changed, but the object is not returned",
+    ),
     "shape": (lambda c: (c["model"].mean.set_value(X), c)[1], r"\['model'\].mean: got float64\[3\], expected float64"),
 }
 
@@ -641,6 +650,15 @@ def test_local() -> None:
     for other in (X, {"x": X}, "module", None):
         with pytest.raises(TypeError, match=r"local\(module\): got .*, expected a Flax NNX object"):
             lx.local(other)
+
+
+def test_items_of_lanes_map() -> None:
+    layers = stack()
+    run = lambda layer: lx.fori_loop(0, 2, lambda _, c: apply(c), (layer, X))
+    _, ys = lx.lanes_map(lambda layer: run(lx.local(layer)), layers, lanes=2)
+    np.testing.assert_allclose(ys, jnp.stack([python(2, Cell(key), X)[1] for key in KEYS]))
+    with pytest.raises(TypeError, match="f of lanes_map changes an NNX object"):
+        lx.lanes_map(lambda layer: run(layer)[1], layers, lanes=2)
 
 
 def test_variables_with_references_are_refused() -> None:
@@ -719,3 +737,9 @@ def test_weights_are_not_batched(lanes: Any) -> None:
         assert not [s for s in shapes(traced.jaxpr) if s[-2:] == (256, 256) and len(s) > 2]
         assert "f32[32,256,256]" not in str(traced)
         assert "32x256x256" not in jax.jit(program).lower(*arguments).as_text()
+
+
+def test_flax_is_never_imported_for_the_user() -> None:
+    program = "import sys, loopax as lx; print(lx.fori_loop(0, 3, lambda i, x: x + i, 0), 'flax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["3", "False"]
