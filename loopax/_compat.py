@@ -51,6 +51,7 @@ __all__ = [
     "partial_eval_jaxpr",
     "pe",
     "replace_jaxpr",
+    "scan_sizes",
     "stage_unknown",
     "strong",
     "to_weak",
@@ -132,6 +133,14 @@ def equation_context(eqn: Any) -> Iterator[None]:
     names = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants and leaves of the carry a `lax.scan` has; JAX 0.12 keeps them in trees of its own."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from loopax._checks import Check, settle
-from loopax._compat import ClosedJaxpr, Jaxpr, Literal, bind_checkpoint, bind_shard_map, jaxpr_as_fun, of_weak_type
+from loopax._compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    bind_checkpoint,
+    bind_shard_map,
+    jaxpr_as_fun,
+    of_weak_type,
+    scan_sizes,
+)
 from loopax._errors import rewritten_limit_message
 from loopax.core.jaxprs import bind_again, evaluate, origin, split
 from loopax.loops import fori_loop, scan, while_loop
@@ -88,11 +97,11 @@ class Exchange:
         return run
 
     def _scan(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        params = eqn.params
-        consts, init, xs = split(operands, [params["num_consts"], params["num_carry"]])
+        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
+        consts, init, xs = split(operands, [num_consts, num_carry])
 
         def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry, y = split(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [params["num_carry"]])
+            carry, y = split(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [num_carry])
             return carry, y
 
         carry, ys = scan(step, init, xs, params["length"], params["reverse"], params["unroll"], **self.options)

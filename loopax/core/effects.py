@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, mlir
-from loopax.core.jaxprs import bind_again, evaluate, trace
+from loopax._compat import ClosedJaxpr, Primitive, ad, batching, mlir, scan_sizes
+from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
 
 
@@ -117,8 +117,15 @@ def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    params = {**eqn.params, "jaxpr": _with_flag(eqn.params["jaxpr"], 0), "num_consts": eqn.params["num_consts"] + 1}
-    return eqn.primitive.bind(active, *operands, **params)
+    params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
+    consts, init, xs = split(operands, [num_consts, num_carry])
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, y = split(guarded(params["jaxpr"])(active, *consts, *carry, *x), [num_carry])
+        return carry, y
+
+    carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], params["unroll"])
+    return [*carry, *ys]
 
 
 def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
