@@ -107,3 +107,60 @@ def test_pure_callback_in_a_differentiated_loop(kind):
 
     f = lambda x, n: lx.fori_loop(1, n, body, x, max_steps=9, kind=kind)
     assert jax.jit(jax.grad(f))(2.0, 5) == 24.0
+
+
+# ---- effects inside of equations in which some operands are perturbed, and others not
+
+PARTLY = {
+    "cond": lambda f: lambda x: jax.lax.cond(x > -9.0, f, lambda x: x, x),
+    "switch": lambda f: lambda x: jax.lax.switch(1, [lambda x: x, f], x),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, length=2)[0],
+    "loop": lambda f: lambda x: lx.fori_loop(0, 2, lambda i, x: f(x), x),
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("how", PARTLY)
+def test_once_inside_of_other_equations(how, kind):
+    log = Log()
+    step = PARTLY[how](lambda x: jnp.sin(log(x)))
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=9, kind=kind)
+    forward = log.of(jax.jit(f), 1.0, 4)
+    assert len(forward) >= 4
+    assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == forward
+    assert log.of(jax.jit(lambda x, n: jax.linearize(lambda x: f(x, n), x)[1](1.0)), 1.0, 4) == forward
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("how", PARTLY)
+def test_gradient_with_effects_is_the_one_without(how, kind):
+    log = Log()
+
+    def gradient(f):
+        step = PARTLY[how](lambda x: jnp.sin(f(x)))
+        return jax.jit(jax.grad(lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)))(1.0)
+
+    assert gradient(log) == gradient(lambda x: x)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_inside_of_jax_checkpoint(kind):
+    log = Log()
+    step = jax.checkpoint(lambda x: jnp.sin(log(x)))
+    f = lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)
+    forward = log.of(jax.jit(f), 1.0)
+    assert set(log.of(jax.jit(jax.grad(f)), 1.0)) == set(forward)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_linearize_through_a_while_loop_of_lax(kind):
+    """Its condition is not perturbed, though parts of its carry are."""
+    log = Log()
+    inner = lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda i, x: jnp.sin(log(x)), x)
+    f = lambda x: lx.fori_loop(0, 3, lambda i, x: inner(x), x, kind=kind)
+    forward = log.of(jax.jit(f), 1.0)
+    assert len(forward) == 6
+    linear = jax.jit(lambda x: jax.linearize(f, x)[1](1.0))
+    assert log.of(linear, 1.0) == forward
+    assert jnp.allclose(linear(1.0), jax.jvp(f, (1.0,), (1.0,))[1])

@@ -40,10 +40,22 @@ def _equation(eqn: Any) -> list[int]:
         return dependence_rules[eqn.primitive](eqn)
     if eqn.primitive.name == "jit":
         return list(dependence(eqn.params["jaxpr"]))
+    if eqn.primitive.name == "while":
+        return _while(eqn)
     if eqn.effects or eqn.primitive not in pe.dce_rules:
         return everything
     rule, outputs = pe.dce_rules[eqn.primitive], range(len(eqn.outvars))
     return [to_bits(call_dce_rule(rule, [k == chosen for k in outputs], eqn)) for chosen in outputs]
+
+
+def _while(eqn: Any) -> list[int]:
+    """A `while_loop` of `jax.lax`, for which JAX has no rule."""
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    inputs = [1 << i for i in range(len(eqn.invars))]
+    cond_consts, operands = inputs[:num_cond], inputs[num_cond:]
+    carry = close_over_carry(dependence(eqn.params["body_jaxpr"]), range(num_body, len(operands)), operands)
+    goes_on = union([*cond_consts, *carry], dependence(eqn.params["cond_jaxpr"])[0])
+    return [bits | goes_on for bits in carry]
 
 
 def to_bits(mask: Sequence[bool]) -> int:

@@ -71,22 +71,32 @@ def divide(loop: Loop, unknown: Mask) -> Division:
 
 def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
     """Which leaves of the carry and which ys are unknown."""
-    flags = spread(loop.body, (False, *unknown), loop.carry_range)
+    flags = spread(without_effects(loop.body), (False, *unknown), loop.carry_range)
     carry, ys = split(flags, [loop.num_carry])
     return tuple(carry), tuple(ys)
 
 
 def known_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
     """The part of the loop that depends on nothing unknown; it takes all known operands."""
-    keep = [True, *invert(consts), *invert(carry), *invert(xs)]
-    body, used = dce(loop.body, [*invert(carry), *invert(ys)], keep)
-    assert used == keep, "an effect in the body of a loop depends on an unknown value"
     return loop._replace(
-        body=body,
+        body=_known_body(
+            loop.body, [True, *invert(consts), *invert(carry), *invert(xs)], [*invert(carry), *invert(ys)]
+        ),
         num_consts=consts.count(False),
         num_carry=carry.count(False),
         saved=tuple(reject(carry, loop.saved)) if loop.saved else (),
     )
+
+
+def _known_body(body: ClosedJaxpr, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
+    """What known inputs give, and the effects, which depend on nothing else."""
+    known, used = dce(body, outputs, inputs)
+    if used == inputs:
+        return known
+    # An effect inside an equation with unknown operands (a `cond`, an inner loop), which JAX can divide.
+    known, _, _ = partial_eval_jaxpr(body, invert(inputs), invert(outputs))
+    residuals = len(known.out_avals) - sum(outputs)
+    return dce(known, [True] * sum(outputs) + [False] * residuals, True)[0]
 
 
 def prune(
@@ -188,7 +198,7 @@ def _divide_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, M
         known, later, out = partial_eval_jaxpr(loop.body, inputs, [*carry, *ys])
         carry_out, ys_out = split(out, [loop.num_carry])
         if either(carry, carry_out) == carry:
-            return known, later, carry, tuple(ys_out)
+            return known, without_effects(later), carry, tuple(ys_out)
         carry = either(carry, carry_out)
 
 

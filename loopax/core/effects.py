@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, mlir, scan_sizes
+from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, scan_sizes
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
 
@@ -31,13 +31,17 @@ def _equation_without_effects(eqn: Any) -> Any:
         branches = tuple(without_effects(branch) for branch in eqn.params["branches"])
         inner, params = branches, {**eqn.params, "branches": branches}
     else:
-        names = [name for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
-        pruned = {name: without_effects(eqn.params[name]) for name in names}
+        pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
         inner, params = tuple(pruned.values()), {**eqn.params, **pruned}
     if not inner:
         return eqn
     effects = set().union(*(closed.effects for closed in inner))
     return eqn.replace(params=params, effects=effects)
+
+
+def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+    """The jaxpr of `jax.checkpoint` is an open one."""
+    return without_effects(inner) if isinstance(inner, ClosedJaxpr) else without_effects(ClosedJaxpr(inner, ())).jaxpr
 
 
 # An effect without results that happens where `active` is True. Operands: active, *operands.
