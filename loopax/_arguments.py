@@ -186,19 +186,18 @@ def _known_rows(rows: Any) -> int:
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:
     """Steps per iteration of the compiled loop."""
-    if isinstance(unroll, bool) or unroll is None:
-        if not unroll:
-            return 1
+    if unroll is None or unroll is False:
+        return 1
+    steps = 0 if unroll is True else static_int(f"{name}(unroll=...)", unroll)
+    if steps == 0:  # as for `jax.lax.scan`, the same as True
         if static_length is None:
             raise ValueError(
-                f"{name}(unroll=True) unrolls the whole loop, which needs a static number of steps. "
+                f"{name}(unroll={unroll!r}) unrolls the whole loop, which needs a static number of steps. "
                 "It is known only at run time here: give unroll=k to take k steps at a time."
             )
         steps = max(static_length, 1)
-    else:
-        steps = static_int(f"{name}(unroll=...)", unroll)
     if steps < 1:
-        raise ValueError(f"{name}(unroll=...): got {steps}, expected a positive int or a bool.")
+        raise ValueError(f"{name}(unroll=...): got {steps}, expected a positive int, a bool, or 0, which means True.")
     if steps > 1 and stops:
         raise ValueError(
             f"{name}(unroll={unroll!r}, stop=...): steps cannot be taken several at a time where `stop` is asked after "

@@ -20,7 +20,8 @@ def collective_message(axis_name: Any) -> str:
     return (
         f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its "
         "lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
-        "the same number of steps and mask inside the body, or move the collective out of the loop."
+        "the same number of steps and mask inside the body, or move the collective out of the loop. A lane's own place "
+        "(`jax.lax.axis_index`) can be taken before the loop."
     )
 
 

@@ -150,7 +150,7 @@ def fori_loop(
     init_val
         The first carry, as in `while_loop`.
     unroll
-        Steps per iteration of the compiled loop; a remainder is taken one by one. True, where the
+        Steps per iteration of the compiled loop; a remainder is taken one by one. True or 0, where the
         number of steps is static: all of them.
     max_steps
         A static bound on the number of steps, with which reverse mode can be faster where a limit is traced.

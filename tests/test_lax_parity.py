@@ -110,6 +110,8 @@ CALLS: dict[str, Any] = {
     "fori_loop, unroll=2": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=2),
     "fori_loop, unroll=9": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=9),
     "fori_loop, unroll=True": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=True),
+    "fori_loop, unroll=0": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=0),
+    "scan, unroll=0": lambda m: m.scan(lambda c, x: (c + x, c), 0, jnp.arange(5), unroll=0),
     "fori_loop, unroll=False": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=False),
     "fori_loop, unroll=None": lambda m: m.fori_loop(0, 5, lambda i, x: 2 * x + i, 0, unroll=None),
     "scan": lambda m: m.scan(lambda c, x: (c + x, c * x), jnp.zeros(3), ROWS),
