@@ -1,0 +1,63 @@
+"""Equinox's and JAX's own tests of their loops, run on loopax's; and that the adapters say what they mean."""
+
+import os
+from pathlib import Path
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, rules
+from tests.peers.run import PEERS, available, run
+from tests.reference import assert_close
+
+FOLDER = os.environ.get("LOOPAX_PEERS", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDER, reason="LOOPAX_PEERS names no folder with checkouts (tests/peers/README.md)")
+@pytest.mark.parametrize("peer", PEERS)
+def test_peer(peer: str) -> None:
+    if peer not in available(Path(FOLDER)):
+        pytest.skip(f"the folder that LOOPAX_PEERS names holds no checkout of {peer}")
+    assert run(peer, Path(FOLDER)) == 0
+
+
+def test_every_exclusion_has_a_reason() -> None:
+    assert {f"{file}.py" for file in rules()} <= {Path(file).name for files in PEERS.values() for file in files}
+    for rule in [rule for excluded in rules().values() for rule in excluded]:
+        assert rule.keys() <= {"tests", "reason", "skip", "from_line"}
+        assert rule["tests"]
+        assert rule["reason"]
+
+
+@pytest.mark.parametrize("options", [{"kind": "checkpointed", "checkpoints": 3}, {"kind": "bounded", "base": 4}])
+def test_while_loop_for_equinox(options: dict) -> None:
+    def loss(run, x):
+        body = lambda c: (c[0] + 1, jnp.sin(c[1]), c[2].at[c[0]].set(c[1]))
+        _, x, rows = run(lambda c: True, body, (0, x, jnp.zeros(6)), max_steps=6, buffers=lambda c: c[2], **options)
+        return x + rows.sum()
+
+    actual, wanted = (jax.value_and_grad(loss, 1)(run, 1.0) for run in (equinox_while_loop, eqxi.while_loop))
+    assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_scan_for_equinox(checkpoints) -> None:
+    def loss(run, xs):
+        carry, ys = run(lambda c, x: (jnp.sin(c + x), c), 0.0, xs, kind="checkpointed", checkpoints=checkpoints)
+        return carry + (ys**2).sum()
+
+    xs = jnp.arange(5.0)
+    actual, wanted = (jax.value_and_grad(loss, 1)(run, xs) for run in (equinox_scan, eqxi.scan))
+    assert_close(actual, wanted)
+
+
+def test_jax_with_other_loops_is_otherwise_jax() -> None:
+    changed = jax_with_loopax()
+    assert changed.lax.scan is lx.scan
+    assert changed.lax.cond is jax.lax.cond
+    assert changed.numpy is jnp
+    assert jax.lax.scan is not lx.scan
