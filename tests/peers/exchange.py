@@ -58,6 +58,18 @@ def equinox_scan(
     return lx.scan(f, init, xs, length, kind=_kind(kind, checkpoints))
 
 
+def nnx_while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any, **_: Any) -> Any:
+    """`nnx.while_loop`; its options say how NNX traces."""
+    return lx.while_loop(cond_fun, body_fun, init_val)
+
+
+def nnx_fori_loop(
+    lower: Any, upper: Any, body_fun: Callable[..., Any], init_val: Any, *, unroll: Any = None, **_: Any
+) -> Any:
+    """`nnx.fori_loop`."""
+    return lx.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
+
+
 def _kind(name: str, checkpoints: Any) -> lx.Kind:
     """The kind of loopax that stores what Equinox's kind does."""
     if checkpoints == "all":
@@ -80,10 +92,14 @@ def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
 # ---- in the peer's tests
 
 
-def pytest_configure() -> None:
-    """Equinox's tests look its loops up when they are called."""
+def pytest_configure(config: Any) -> None:
+    """Equinox's and Flax's tests look their loops up when they are called."""
     equinox.internal.while_loop = equinox_while_loop
     equinox.internal.scan = equinox_scan
+    if config.rootpath.name == "flax":
+        from flax import nnx
+
+        nnx.while_loop, nnx.fori_loop = nnx_while_loop, nnx_fori_loop
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,7 +115,8 @@ def pytest_make_collect_report(collector: Any) -> Generator[None, Any, Any]:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leave out tests without loops; those on the list must fail, for the reason that it gives."""
-    with_loops = [item for item in items if re.search(r"\b(while_loop|fori_loop|scan)\b", _source(item))]
+    loops = r"nnx\.(while_loop|fori_loop)\(" if config.rootpath.name == "flax" else r"\b(while_loop|fori_loop|scan)\b"
+    with_loops = [item for item in items if re.search(loops, _source(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in with_loops])
     items[:] = with_loops
     for item in items:

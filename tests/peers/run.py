@@ -1,6 +1,6 @@
-"""Run the loop tests of Equinox and of JAX on loopax: `python tests/peers/run.py FOLDER [options of pytest]`.
+"""Run the loop tests of Equinox, JAX and Flax on loopax: `python tests/peers/run.py FOLDER [options of pytest]`.
 
-FOLDER holds checkouts of their repositories, `equinox` and `jax`, of the versions that are installed.
+FOLDER holds checkouts of their repositories, `equinox`, `jax` and `flax`, of the versions that are installed.
 """
 
 import os
@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 PEERS = {
     "equinox": ["tests/test_while_loop.py", "tests/test_scan.py"],
     "jax": ["tests/lax_control_flow_test.py"],
+    "flax": ["tests/nnx/transforms_test.py"],
 }
 
 
