@@ -1,4 +1,4 @@
-"""Equinox modules, their state and their transformations, around, in and through loops."""
+"""Equinox modules in loops, and Equinox's transformations around them."""
 
 import functools as ft
 from collections.abc import Callable
@@ -12,68 +12,11 @@ import pytest
 from jax import Array
 
 import loopax as lx
+from tests.models.blocks import BLOCK, KEY, KEYS, Block, X, apply, arrays, fori_loop, python_loop, scan, while_loop
 from tests.reference import assert_close
 
-KEY = jax.random.key(0)
-X = jnp.array([0.5, -1.0, 2.0])
 EACH_KIND = pytest.mark.parametrize("kind", ["auto", lx.Checkpointed(2), "residuals"], ids=str)
-
-
-class Block(eqx.Module):
-    """A residual block as users write them: a size that is not marked static, a rate, a flag, a function."""
-
-    linear: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    activation: Callable[[Array], Array]
-    width: int
-
-    def __init__(self, key: Array, rate: float = 0.25, inference: bool = True) -> None:
-        self.linear = eqx.nn.Linear(3, 3, key=key)
-        self.dropout = eqx.nn.Dropout(rate, inference)
-        self.activation = jnp.tanh
-        self.width = 3
-
-    def __call__(self, x: Array, key: Array | None = None) -> Array:
-        h = self.activation(self.linear(x)) + jnp.zeros(self.width)
-        return x + self.dropout(h, key=key)
-
-    def step(self, x: Array, row: Array) -> tuple[Array, Array]:
-        return self(x + row), x
-
-
-BLOCK = Block(KEY)
-KEYS = jax.random.split(jax.random.key(1), 3)
-
-
-def while_loop(step: Any, init: Any, **options: Any) -> Any:
-    """Three steps."""
-    return lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (0, init), max_steps=3, **options)[1]
-
-
-def fori_loop(step: Any, init: Any, **options: Any) -> Any:
-    return lx.fori_loop(0, 3, lambda _, c: step(c), init, **options)
-
-
-def scan(step: Any, init: Any, **options: Any) -> Any:
-    return lx.scan(lambda c, _: (step(c), None), init, length=3, **options)[0]
-
-
 EACH_LOOP = pytest.mark.parametrize("loop", [while_loop, fori_loop, scan])
-
-
-def python_loop(step: Any, init: Any) -> Any:
-    for _ in range(3):
-        init = step(init)
-    return init
-
-
-def apply(state: tuple[Any, Any]) -> tuple[Any, Any]:
-    model, x = state
-    return model, model(x)
-
-
-def arrays(tree: Any) -> Any:
-    return eqx.filter(tree, eqx.is_array)
 
 
 # ---- where a module stands
@@ -354,132 +297,3 @@ def test_body_that_changes_a_flag_is_told_which() -> None:
     notes = "\n".join(error.value.__notes__)
     assert "body_fun of fori_loop does not return these Python values" in notes
     assert "[0].dropout.inference: got bool False, expected bool True" in notes
-
-
-# ---- state
-
-
-class Normalised(eqx.Module):
-    """A layer with a batch norm, and a state of its own that counts calls."""
-
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    calls: eqx.nn.StateIndex[Array]
-
-    def __init__(self, mode: Any) -> None:
-        self.linear = eqx.nn.Linear(3, 3, key=KEY)
-        self.norm = eqx.nn.BatchNorm(3, "batch", momentum=0.5, mode=mode)
-        self.calls = eqx.nn.StateIndex(jnp.array(0))
-
-    def __call__(self, x: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
-        state = state.set(self.calls, state.get(self.calls) + 1)
-        return self.norm(jnp.sin(self.linear(x)), state)
-
-
-BATCH = jnp.stack([X, 2 * X, jnp.cos(X)])
-
-
-def over_batch(model: Normalised) -> Callable[[Any], Any]:
-    batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    return lambda carry: batched(*carry)
-
-
-@pytest.mark.parametrize("mode", ["ema", "batch"])
-@pytest.mark.parametrize("kind", ["auto", lx.Checkpointed(2)], ids=str)
-def test_state_in_the_carry(mode: str, kind: Any) -> None:
-    model, state = eqx.nn.make_with_state(Normalised)(mode)
-
-    def loss(model: Normalised, loop: Any, state: Any) -> Any:
-        x, state = loop(over_batch(model), (BATCH, state))
-        return (x**3).sum() + sum(leaf.sum() for leaf in jax.tree.leaves(state) if leaf.dtype == float), state
-
-    run = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
-    (value, after), gradient = run(model, ft.partial(fori_loop, kind=kind), state)
-    (wanted, wanted_after), wanted_gradient = run(model, python_loop, state)
-    assert after.get(model.calls) == 3
-    assert_close((value, arrays(gradient)), (wanted, arrays(wanted_gradient)))
-    assert_close(after, wanted_after)
-
-
-def test_state_of_each_lane() -> None:
-    model, state = eqx.nn.make_with_state(Normalised)("batch")
-
-    def run(n: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
-        return lx.fori_loop(0, n, lambda _, carry: over_batch(model)(carry), (BATCH, state))
-
-    _, after = eqx.filter_jit(jax.vmap(run, in_axes=(0, None)))(jnp.array([0, 2, 5]), state)
-    assert after.get(model.calls).tolist() == [0, 2, 5]
-    counter: Any = model.norm.batch_counter
-    assert after.get(counter).tolist() == [0, 2, 5]
-
-
-def test_batch_norm_over_the_lanes_of_a_loop() -> None:
-    model, state = eqx.nn.make_with_state(Normalised)("batch")
-    step = lambda _, carry: model(*carry)
-    batch = ft.partial(jax.vmap, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
-    x, after = batch(lambda x, state, n: lx.fori_loop(0, n, step, (x, state)))(BATCH, state, jnp.int32(3))
-    wanted, wanted_after = python_loop(over_batch(model), (BATCH, state))
-    assert_close(x, wanted)
-    assert_close(after, wanted_after)
-    lanes = jax.vmap(lambda x, n: lx.fori_loop(0, n, step, (x, state))[0], axis_name="batch")
-    with pytest.raises(NotImplementedError, match="communicates over the mapped axis 'batch'"):
-        lanes(BATCH, jnp.array([1, 2, 3]))
-
-
-def test_old_state_is_refused_by_equinox() -> None:
-    model, state = eqx.nn.make_with_state(Normalised)("batch")
-
-    def step(state: eqx.nn.State) -> eqx.nn.State:
-        state.set(model.calls, state.get(model.calls) + 1)
-        return state
-
-    with pytest.raises(ValueError, match="old state"):
-        fori_loop(step, state)
-
-
-# ---- errors
-
-
-class Wide(eqx.Module):
-    linear: eqx.nn.Linear
-    width: int = eqx.field(static=True)
-
-
-LINEAR = BLOCK.linear
-MISMATCHES: dict[str, tuple[Any, Any, str]] = {
-    "class": ({"cell": LINEAR}, {"cell": BLOCK}, "['cell']: got Block, expected Linear"),
-    "static field": ([Wide(LINEAR, 2)], [Wide(LINEAR, 3)], "[0].width: got 3, expected 2 (a static field)"),
-    "both of them": (Wide(LINEAR, 2), Wide(BLOCK, 2), ".linear: got Block, expected Linear"),  # type: ignore[arg-type]
-    "inner static field": (
-        Wide(LINEAR, 2),
-        Wide(eqx.nn.Linear(3, 3, use_bias=False, key=KEY), 2),
-        ".linear.use_bias: got False, expected True (a static field)",
-    ),
-    "missing array": (
-        Wide(LINEAR, 2),
-        Wide(eqx.nn.Linear(3, 3, use_bias=False, key=KEY), 2),
-        ".linear.bias: got None, expected float64[3]",
-    ),
-    "array": (LINEAR, eqx.nn.Linear(3, 3, dtype=jnp.float32, key=KEY), ".weight: got float32[3,3], expected float64"),
-    "function": (
-        BLOCK,
-        eqx.tree_at(lambda block: block.activation, BLOCK, lambda x: x),
-        ".activation: got function <function <lambda>",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISMATCHES)
-def test_carry_that_does_not_fit_shows_the_path(case: str) -> None:
-    init, out, line = MISMATCHES[case]
-    with pytest.raises(TypeError) as error:
-        fori_loop(lambda _: out, init)
-    assert line in str(error.value)
-    assert "body_fun of fori_loop" in str(error.value)
-
-
-def test_state_of_another_model_shows_what_it_holds() -> None:
-    _, state = eqx.nn.make_with_state(Normalised)("batch")
-    model, _ = eqx.nn.make_with_state(Normalised)("batch")
-    with pytest.raises(TypeError, match=r"got State .*Normalised\.calls.*expected .*Normalised\.norm"):
-        fori_loop(lambda state: state.substate(model.calls), state)
