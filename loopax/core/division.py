@@ -160,7 +160,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
     known, later, carry, ys = _divide_body(loop, unknown)
     num_outputs = carry.count(False) + ys.count(False)
     sizes = [consts.count(False), carry.count(False), xs.count(False)]
-    residuals = [_classify(known, sizes, p) for p in range(num_outputs, len(known.out_avals))]
+    residuals = _classified(known, sizes, range(num_outputs, len(known.out_avals)))
     rows = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
@@ -202,14 +202,28 @@ def _divide_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, M
         carry = either(carry, carry_out)
 
 
-def _classify(known: ClosedJaxpr, sizes: Sequence[int], position: int) -> _Residual:
+def _classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> list[_Residual]:
     num_consts, num_carry, num_xs = sizes
-    needed = members(dependence(known)[position])
-    hoisted = all(1 <= i < 1 + num_consts for i in needed)
-    first_x = 1 + num_consts + num_carry
+    consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
     inputs = known.jaxpr.invars[first_x : first_x + num_xs]
-    same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
-    return _Residual(hoisted, None if hoisted or not same else same[0], position)
+    candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
+    hoisted = _computed_from(known, consts, candidates)
+
+    def classify(position: int) -> _Residual:
+        same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
+        return _Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
+
+    return list(map(classify, positions))
+
+
+def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> list[int]:
+    """The outputs that can be computed from these inputs: an equation that they stand in may be all or nothing."""
+
+    def suffice(positions: list[int]) -> bool:
+        used = dce(known, [p in positions for p in range(len(known.out_avals))], False)[1]
+        return all(i in inputs for i, needed in enumerate(used) if needed)
+
+    return positions if suffice(positions) else [p for p in positions if suffice([p])]
 
 
 def _hoisted(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> ClosedJaxpr | None:

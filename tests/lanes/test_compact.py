@@ -109,6 +109,18 @@ def test_higher_derivatives_in_any_order(unknown):
 
 
 @pytest.mark.parametrize("unknown", [False, True], ids=["groups", "stages"])
+def test_a_batch_in_the_body_of_a_loop(unknown):
+    """Its steps are known to the outer loop's division, though they stand in an equation with what is not."""
+
+    def total(lanes):
+        f = logistic(lanes, unknown=unknown)
+        step = lambda _, x: jnp.tanh(jax.vmap(f)(A, x, N))
+        return lambda x: lx.fori_loop(0, 2, step, x, kind=lx.Residuals()).sum()
+
+    assert_close(jax.jit(jax.grad(total(COMPACT)))(X), jax.jit(jax.grad(total("lockstep")))(X))
+
+
+@pytest.mark.parametrize("unknown", [False, True], ids=["groups", "stages"])
 def test_a_second_vmap_joins_the_batch(unknown):
     f, g = logistic(COMPACT, unknown=unknown), logistic("lockstep", unknown=unknown)
     a, n = jnp.stack([A] * 3, 1), jnp.stack([N, N + 1, N + 2], 1) % 7
