@@ -21,6 +21,7 @@ from loopax._compat import (
 )
 from loopax._errors import rewritten_limit_message
 from loopax.core.jaxprs import bind_again, evaluate, origin, split
+from loopax.core.lending import pick
 from loopax.loops import fori_loop, scan, while_loop
 
 # A loop in a kernel is compiled with it, by another compiler.
@@ -140,10 +141,7 @@ def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequ
 
     def body(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
         active, carry = state
-        new = [
-            jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
-            for a, b in zip(step(carry), carry, strict=True)
-        ]
+        new = [pick(active, a, b) for a, b in zip(step(carry), carry, strict=True)]
         return goes_on(new), new
 
     return run(lambda state: jnp.any(state[0]), body, (goes_on(init), init))[1]

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from tests.models.blocks import fori_loop, scan, while_loop
 
 KINDS = ["auto", "lax", "checkpointed", "bounded", "residuals"]
 
@@ -46,19 +47,6 @@ W = jnp.array([[0.0, 1.0], [1.0, 0.0]])
 X = jnp.array([1.0, 2.0])
 NAMES = ["double", "half"]
 CELL = Cell(W, [jnp.arange(3), jax.random.key(0)], jnp.abs, True, "double")
-
-
-def while_loop(step: Any, init: Any, **options: Any) -> Any:
-    """Three steps."""
-    return lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (0, init), max_steps=3, **options)[1]
-
-
-def fori_loop(step: Any, init: Any, **options: Any) -> Any:
-    return lx.fori_loop(0, 3, lambda _, c: step(c), init, **options)
-
-
-def scan(step: Any, init: Any, **options: Any) -> Any:
-    return lx.scan(lambda c, _: (step(c), None), init, length=3, **options)[0]
 
 
 def lax_loop(step: Any, init: Any) -> Any:

@@ -10,6 +10,7 @@ from loopax._compat import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferen
 from loopax._errors import effects_message
 from loopax.core.dependence import spread
 from loopax.core.jaxprs import MOST_STEPS, Mask, merge, reject, select, split, trace, weakly_cached
+from loopax.core.lending import pick
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 
 
@@ -113,8 +114,7 @@ def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
     if loop.bound is not None or not loop.predicated:
         return tangent
-    counted = (row < MOST_STEPS).reshape(*row.shape, *(1,) * (tangent.ndim - row.ndim))
-    return jnp.where(counted, tangent, jnp.full((), jnp.nan, tangent.dtype))
+    return pick(row < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
 
 
 def on_pairs(

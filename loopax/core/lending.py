@@ -43,8 +43,8 @@ ad.primitive_transposes[borrowed_p] = lambda _, __: [None]
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
-    """Rows of `a` for active lanes, rows of `b` for the others."""
-    return jnp.where(active.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+    """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
+    return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
 def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
