@@ -21,7 +21,7 @@ def collective_message(axis_name: Any) -> str:
         f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its "
         "lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
         "the same number of steps and mask inside the body, or move the collective out of the loop. A lane's own place "
-        "(`jax.lax.axis_index`) can be taken before the loop."
+        "(`jax.lax.axis_index`) can be taken in the body itself, but not in a `jit` or `cond` there."
     )
 
 

@@ -30,7 +30,7 @@ from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_cont
 from loopax._lengths import Extent
 from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
 from loopax._nnx_changes import Changes, clear_errors, hand_over, take_back
-from loopax.core.jaxprs import INDEX, Mask, merge, reject, select, split, trace
+from loopax.core.jaxprs import INDEX, Mask, merge, reject, select, split, take_out_places, trace
 from loopax.lanes import Lanes
 
 
@@ -254,6 +254,8 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     open_body, closed_over = open_constants(raw)
+    open_body, places = take_out_places(open_body)
+    closed_over = [*places, *closed_over]
     refuse_references(step.where, closed_over)
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     return Traced(body, closed_over, **found)

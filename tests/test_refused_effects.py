@@ -10,10 +10,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 import loopax as lx
-from tests.limited_loops import (
-    KINDS,
-    raises,
-)
+from tests.limited_loops import KINDS, raises
+from tests.reference import assert_close
 
 # ---- effects and collectives
 
@@ -124,3 +122,26 @@ def test_condition_that_all_lanes_agree_on_by_a_collective_is_allowed() -> None:
         return lx.while_loop(lambda x: lax.psum(x, "lanes") < 9.0, lambda x: 2.0 * x, x)
 
     assert jax.vmap(agree, axis_name="lanes")(jnp.array([1.0, 2.0])).tolist() == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_place_of_a_lane_under_counts_per_lane(lanes: Any) -> None:
+    def place(steps: Any, x: Any) -> Any:
+        def lane() -> Any:
+            return lax.axis_index("lanes").astype(float)
+
+        def body(c: Any) -> Any:
+            inner = lx.fori_loop(0, c[0], lambda _, x: x * jnp.sin(lane() + 1.0), c[1], max_steps=5)
+            return c[0] + 1, inner + lane()
+
+        return lx.while_loop(lambda c: c[0] < steps, body, (0, x), max_steps=5, lanes=lanes)[1]
+
+    def alone(lane: int, steps: int, x: Any) -> Any:
+        for i in range(steps):
+            x = x * jnp.sin(lane + 1.0) ** i + lane
+        return x
+
+    steps, xs = [3, 0, 5], [0.5, 2.0, 3.0]
+    actual = jax.vmap(jax.value_and_grad(place, 1), axis_name="lanes")(jnp.array(steps), jnp.array(xs))
+    alones = [jax.value_and_grad(alone, 2)(i, n, x) for i, (n, x) in enumerate(zip(steps, xs, strict=True))]
+    assert_close(actual, jax.tree.map(lambda *lanes: jnp.stack(lanes), *alones))

@@ -10,7 +10,16 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import AbstractValue, ClosedJaxpr, Literal, dce, equation_context, strong, unmapped_aval
+from loopax._compat import (
+    AbstractValue,
+    ClosedJaxpr,
+    Literal,
+    dce,
+    equation_context,
+    replace_jaxpr,
+    strong,
+    unmapped_aval,
+)
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -98,6 +107,17 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, as it stands."""
     outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
+    eqns = closed.jaxpr.eqns
+    places = [eqn for eqn in eqns if eqn.primitive.name == "axis_index"]
+    if not places:
+        return closed, []
+    invars = [*(eqn.outvars[0] for eqn in places), *closed.jaxpr.invars]
+    rest = replace_jaxpr(closed, invars, closed.jaxpr.outvars, [eqn for eqn in eqns if eqn not in places])
+    return rest, [jax.lax.axis_index(eqn.params["axis_name"]) for eqn in places]
 
 
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
