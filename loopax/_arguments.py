@@ -145,10 +145,15 @@ def pair(result: Any) -> tuple[Any, Any]:
 def no_rows(y: Any) -> None:
     """Refuse outputs of a scan that has no static number of rows to write them to."""
     if not all(stays(y)):
-        raise ValueError(
-            "scan has no static capacity for ys: xs has no arrays, `length` is not static, and there is no "
-            "`max_steps`. Give max_steps= (rows of ys that are not executed are zero), or return (carry, None) from f."
-        )
+        raise no_capacity("ys", "return (carry, None) from f")
+
+
+def no_capacity(what: str, otherwise: str) -> ValueError:
+    """The error of a scan without a static number of rows that has something to write to them."""
+    return ValueError(
+        f"scan has no static capacity for {what}: xs has no arrays, `length` is not static, and there is no "
+        f"`max_steps`. Give max_steps= (rows of {what} that are not executed are zero), or {otherwise}."
+    )
 
 
 def rows_of(xs: Any) -> int | None:

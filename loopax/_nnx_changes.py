@@ -52,6 +52,31 @@ def refuse_changes(where: str, given: Any, objects: list[Any], live: Any) -> Non
         )
 
 
+def refuse_lost_changes(where: str, init: Any, changes: Changes, xs: Any, row_changes: Changes) -> None:
+    """Refuse to change a Variable of the caller both in the carry and in rows of xs."""
+    in_carry, in_xs = _written(init, changes), _written(xs, row_changes)
+    if twice := in_carry.keys() & in_xs.keys():
+        raise TypeError(
+            f"{where} changes Variables that are both in the carry and in xs, where only one change can be kept:\n"
+            + "\n".join(f"  {in_carry[one]} of the carry is {in_xs[one]} of xs" for one in twice)
+            + "\nLeave them out of one, or put a copy there, `loopax.local(module)`."
+        )
+
+
+def _written(tree: Any, changes: Changes) -> dict[int, str]:
+    """The Variables of the caller that the body changes, by identity, and where they are."""
+    if not any(map(any, changes.written)):
+        return {}
+    numbers = sys.modules["flax.nnx"].graphlib.RefMap()
+    found = {}
+    for (root, x), replaced, written in zip(roots(tree).items(), changes.replaced, changes.written, strict=True):
+        _, paths, leaves = flatten(x, numbers)
+        for path, leaf, is_written in zip(paths, leaves, written, strict=True):
+            if is_written and not replaced and is_object(leaf):
+                found[id(leaf)] = shown(root + name_of(path))
+    return found
+
+
 def _graphs(frozen: Mapping[str, Frozen]) -> dict[str, Any]:
     return {root: x.graph for root, x in frozen.items()}
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax import core
-from loopax._arguments import refuse_references
+from loopax._arguments import no_capacity, refuse_references
 from loopax._carry import (
     CarryMismatchError,
     Dynamic,
@@ -29,8 +29,9 @@ from loopax._checks import Check, collecting
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
 from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
-from loopax._nnx_changes import Changes, clear_errors, hand_over, take_back
-from loopax.core.jaxprs import INDEX, Mask, merge, reject, select, split, take_out_places, trace
+from loopax._nnx_changes import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
+from loopax._written_rows import WrittenRows, written_rows
+from loopax.core.jaxprs import INDEX, split, take_out_places, trace
 from loopax.lanes import Lanes
 
 
@@ -68,8 +69,8 @@ class Traced:
     carry_avals: list[Any]  # with weak types
     y_spec: Spec
     changes: Changes  # what the body does to NNX objects in the carry
-    row_changes: Changes  # and to those in rows of xs: the first ys are the rows of what it writes
-    row_written: Mask  # the arrays of xs that it writes
+    row_changes: Changes  # and to those in rows of xs
+    rows: WrittenRows  # whose written arrays are the first ys
     messages: list[str]  # one for each flag: what went wrong where it is True
 
 
@@ -92,6 +93,9 @@ def run(
     extent = walk.extent
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
+    refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
+    if extent.capacity is None and any(traced.rows.written):
+        raise no_capacity("NNX objects in xs", "set up what they hold before the scan")
     first_flag = int(goes_on is not None) + len(arrays)
     flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
     start = []
@@ -115,12 +119,11 @@ def run(
     last, carry, flags = split(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
-    rows, ys = split(ys, [sum(traced.row_written)])
-
-    last_xs = x_spec.unpack(_last_rows(extent, walk.reverse, out.num_steps, traced.row_written, x_arrays, rows))
+    rows, ys = split(ys, [sum(traced.rows.written)])
+    xs_after = traced.rows.xs_after(x_arrays, rows, _taken(extent, walk.reverse, out.num_steps))
 
     def hand_over_all(carry: Any) -> Any:
-        hand_over(step.where, xs, last_xs, traced.row_changes)
+        hand_over(step.where, xs, xs_after, traced.row_changes)
         return hand_over(step.where, init, carry, traced.changes)
 
     return Finished(
@@ -133,17 +136,10 @@ def run(
     )
 
 
-def _last_rows(
-    extent: Extent, reverse: bool, num_steps: Any, written: Mask, xs: list[Any], new: list[Any]
-) -> list[Any]:
-    """The arrays of xs with the rows that the body wrote, where it has been."""
-    if not any(written):
-        return xs
+def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
+    """Which rows the loop has been at."""
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
-    taken = (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
-    old = select(written, xs)
-    mixed = [jnp.where(taken.reshape(-1, *[1] * (x.ndim - 1)), y, x) for x, y in zip(old, new, strict=True)]
-    return merge(written, reject(written, xs), mixed)
+    return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
 
 
 def _first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
@@ -244,7 +240,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         carry, found["changes"] = take_back(step.where, start, objects, carry)
         carry = _as_they_came(arrays, spec, leaves, match_carry(step.where, init, spec, carry), carry)
         x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
-        rows, found["row_written"] = _written_rows(step.where, x_start, x_rows, x)
+        rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
         ys, found["y_spec"] = pack(_without_flags(freeze(y)))
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = [check.message for check in checks]
@@ -266,20 +262,6 @@ def _as_they_came(given: list[Any], spec: Spec, start: list[Any], arrays: list[A
     leaves = zip(spec.leaves, start, jax.tree.leaves(end), strict=True)
     same = [old is new for leaf, old, new in leaves if isinstance(leaf, Dynamic)]
     return [old if is_same else new for old, new, is_same in zip(given, arrays, same, strict=True)]
-
-
-def _written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[Any], Mask]:
-    """The arrays of a row of xs that the body has written, in NNX objects, and which they are."""
-    leaves = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
-    written = tuple(old is not new for leaf, old, new in leaves if isinstance(leaf, Dynamic))
-    if not any(written):
-        return [], written
-    try:
-        return select(written, match_carry(f"{where}, which changes rows of xs,", start, spec, end)), written
-    except CarryMismatchError:
-        raise TypeError(
-            f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
-        ) from None
 
 
 def _as_body(

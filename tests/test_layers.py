@@ -72,6 +72,7 @@ LAYERS = [
     "loopax._nnx",
     "loopax._nnx_changes",
     "loopax._carry",
+    "loopax._written_rows",
     "loopax._checks",
     "loopax._static",
     "loopax.kinds",

@@ -466,6 +466,68 @@ def test_layers_that_are_not_reached_stay_as_they_are(reverse: bool) -> None:
     assert ys.tolist() == ([0, 0, 21, 31, 0] if reverse else [1, 11, 0, 0, 0])
 
 
+class Sowing(Cell):
+    """A cell that says what it saw."""
+
+    def __call__(self, x: Any) -> Any:
+        self.sow(nnx.Intermediate, "seen", x)
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_layers_sow_is_stacked(reverse: bool) -> None:
+    """A Variable in a row may come to hold what it did not hold before."""
+    layers = nnx.vmap(Sowing)(KEYS)
+    f = lambda x, layer: (layer(x), x)
+    run = lambda layers: lx.scan(f, X, layers, jnp.int32(3), reverse)
+    (_, xs), sown = nnx.capture(run, nnx.Intermediate)(layers)
+    np.testing.assert_array_equal(sown["seen"][0], xs)
+    assert not np.asarray(xs)[3].any()
+
+
+def test_gradient_of_what_layers_sow() -> None:
+    def loss(layers: Any, run: Any) -> Any:
+        _, sown = nnx.capture(lambda layers: run(X, layers), nnx.Intermediate)(nnx.clone(layers))
+        return jnp.square(sown["seen"][0]).sum()
+
+    f = lambda x, layer: (layer(x), None)
+    gradients = [nnx.grad(partial(loss, run=run))(nnx.vmap(Sowing)(KEYS)) for run in (partial(lx.scan, f), nnx.scan(f))]
+    same([nnx.state(gradients[0])], [nnx.state(gradients[1])])
+
+
+def test_values_of_rows_that_change_their_containers() -> None:
+    """Rows that are not reached keep what they had; what is new is zero in them."""
+
+    def f(carry: Any, row: Any) -> tuple[Any, Any]:
+        row.set_value({"a": row["a"] + 1, "new": (carry,)})
+        return carry + 2, None
+
+    variable = nnx.Variable({"a": jnp.arange(3.0), "old": jnp.ones(3)})
+    lx.scan(f, 1.0, variable, 2)
+    value = variable.get_value()
+    assert value.keys() == {"a", "new"}
+    assert value["a"].tolist() == [1, 2, 2]
+    assert value["new"][0].tolist() == [1, 3, 0]
+    with pytest.raises(TypeError, match=r"got bool.*, expected float64"):
+        lx.scan(lambda c, row: (row.set_value(row[...] > 0), None), None, nnx.Variable(jnp.ones(3)))
+
+
+def test_new_values_of_rows_need_a_static_number_of_rows() -> None:
+    def put(carry: Any, row: Any) -> tuple[Any, Any]:
+        row["a"] = carry
+        return carry + 1, None
+
+    def run(length: Any, **options: Any) -> Any:
+        variable = nnx.Variable({})
+        lx.scan(put, 0, variable, length, **options)
+        return variable["a"]
+
+    assert run(3).tolist() == [0, 1, 2]
+    assert jax.jit(partial(run, max_steps=4))(3).tolist() == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="no static capacity for NNX objects in xs"):
+        jax.jit(run)(3)
+
+
 def test_gradient_of_stacked_layers() -> None:
     def scanned(layers: Any) -> Any:
         return (lx.scan(lambda x, layer: (layer(x), None), X, layers)[0] ** 2).sum()
@@ -595,6 +657,19 @@ def test_changes_of_structure_and_references_are_refused(loop: Any, case: str) -
         loop(STEPS, step, {"model": model, "other": other})
     unchanged(model, Cell)
     unchanged(other, lambda: Cell(1))
+
+
+def test_a_variable_that_changes_in_the_carry_and_in_xs() -> None:
+    """Each of them would be lost in the other; one that changes in one place only has that change."""
+    f = lambda carry, row: (count(carry), count(row).count[...])
+    both = Counter(jnp.arange(3))
+    with pytest.raises(TypeError, match=r"\.count of the carry is \[0\]\.count of xs"):
+        lx.scan(lambda c, row: f(c, row[0]), both, [both])
+    assert both.count[...].tolist() == [0, 1, 2]
+    _, ys = lx.scan(f, lx.local(both), both)
+    assert both.count[...].tolist() == ys.tolist() == [1, 2, 3]
+    lx.scan(lambda c, row: (c, count(row).count[...]), both, both)
+    assert both.count[...].tolist() == [2, 3, 4]
 
 
 def test_new_objects_of_the_same_structure_are_the_result() -> None:
