@@ -487,8 +487,8 @@ def test_what_layers_sow_is_stacked(reverse: bool) -> None:
 
 def test_gradient_of_what_layers_sow() -> None:
     def loss(layers: Any, run: Any) -> Any:
-        _, sown = nnx.capture(lambda layers: run(X, layers), nnx.Intermediate)(nnx.clone(layers))
-        return jnp.square(sown["seen"][0]).sum()
+        sown: Any = nnx.capture(lambda layers: run(X, layers), nnx.Intermediate)(nnx.clone(layers))[1]
+        return (sown["seen"][0] ** 2).sum()
 
     f = lambda x, layer: (layer(x), None)
     gradients = [nnx.grad(partial(loss, run=run))(nnx.vmap(Sowing)(KEYS)) for run in (partial(lx.scan, f), nnx.scan(f))]

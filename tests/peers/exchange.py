@@ -98,8 +98,9 @@ def pytest_configure(config: Any) -> None:
     equinox.internal.scan = equinox_scan
     if config.rootpath.name == "flax":
         from flax import nnx
+        from nnx_scan import nnx_scan
 
-        nnx.while_loop, nnx.fori_loop = nnx_while_loop, nnx_fori_loop
+        nnx.while_loop, nnx.fori_loop, nnx.scan = nnx_while_loop, nnx_fori_loop, nnx_scan
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,7 +116,8 @@ def pytest_make_collect_report(collector: Any) -> Generator[None, Any, Any]:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leave out tests without loops; those on the list must fail, for the reason that it gives."""
-    loops = r"nnx\.(while_loop|fori_loop)\(" if config.rootpath.name == "flax" else r"\b(while_loop|fori_loop|scan)\b"
+    module = r"nnx\." if config.rootpath.name == "flax" else ""
+    loops = rf"\b{module}(while_loop|fori_loop|scan)\b"
     with_loops = [item for item in items if re.search(loops, _source(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in with_loops])
     items[:] = with_loops

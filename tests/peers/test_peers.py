@@ -1,4 +1,4 @@
-"""Equinox's and JAX's own tests of their loops, run on loopax's; and that the adapters say what they mean."""
+"""The peers' own tests of their loops, run on loopax's; and that the adapters say what they mean."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,11 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import loopax as lx
 from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, rules
+from tests.peers.nnx_scan import nnx_scan
 from tests.peers.run import PEERS, available, run
 from tests.reference import assert_close
 
@@ -52,6 +54,39 @@ def test_scan_for_equinox(checkpoints) -> None:
 
     xs = jnp.arange(5.0)
     actual, wanted = (jax.value_and_grad(loss, 1)(run, xs) for run in (equinox_scan, eqxi.scan))
+    assert_close(actual, wanted)
+
+
+class Layer(nnx.Module):
+    """A weight, and counts of the calls, in as many rows."""
+
+    def __init__(self, weight: jax.Array, rows: int | None) -> None:
+        self.weight = nnx.Param(weight)
+        self.calls = nnx.Variable(jnp.zeros((4,) if rows is None else (rows, 4), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return jnp.sin(x + self.weight[...].sum())
+
+
+BY_TYPE = nnx.StateAxes({nnx.Param: 0, ...: None})
+CALLS_CARRIED = nnx.StateAxes({nnx.Param: 1, ...: nnx.Carry})
+SCANS = [(axis, 4, updates) for axis in (0, 1, -1, None) for updates in (True, False)]
+
+
+@pytest.mark.parametrize(("axis", "rows", "updates"), [*SCANS, (BY_TYPE, None, True), (CALLS_CARRIED, None, True)])
+def test_scan_for_nnx(axis, rows, updates) -> None:
+    def loss(weight, scan):
+        layer = Layer(weight, rows)
+        axes = {"in_axes": (axis, nnx.Carry, {"a": 1, "b": None}), "out_axes": (1, nnx.Carry)}
+        run = scan(graph_updates=updates, reverse=True, length=4, **axes)
+        ys, carry = run(lambda layer, c, xs: (jnp.cos(c), layer(c) * xs["a"] + xs["b"]))(
+            layer, jnp.ones(4), {"a": jnp.arange(16.0).reshape(4, 4), "b": 0.5}
+        )
+        return (ys**2).sum() + carry.sum(), (ys, layer.calls[...])
+
+    weight = jnp.linspace(-1, 1, 16).reshape(4, 4)
+    actual, wanted = (jax.value_and_grad(loss, has_aux=True)(weight, scan) for scan in (nnx_scan, nnx.scan))
     assert_close(actual, wanted)
 
 
