@@ -25,6 +25,9 @@ import loopax as lx
 EXCLUDED = Path(__file__).parent / "excluded.toml"
 RULE = pytest.StashKey[dict[str, Any]]()
 
+# How a loop looks in a peer's tests, where it is more than the name. What Diffrax's tests call has loops within.
+LOOPS = {"flax": r"\bnnx\.(while_loop|fori_loop|scan)\b", "diffrax": ""}
+
 
 # ---- loopax's loops with a peer's arguments
 
@@ -93,7 +96,7 @@ def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
 
 
 def pytest_configure(config: Any) -> None:
-    """Equinox's and Flax's tests look their loops up when they are called."""
+    """Equinox's and Flax's tests look their loops up when they are called; Diffrax when it is imported, after this."""
     equinox.internal.while_loop = equinox_while_loop
     equinox.internal.scan = equinox_scan
     if config.rootpath.name == "flax":
@@ -116,8 +119,7 @@ def pytest_make_collect_report(collector: Any) -> Generator[None, Any, Any]:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leave out tests without loops; those on the list must fail, for the reason that it gives."""
-    module = r"nnx\." if config.rootpath.name == "flax" else ""
-    loops = rf"\b{module}(while_loop|fori_loop|scan)\b"
+    loops = LOOPS.get(config.rootpath.name, r"\b(while_loop|fori_loop|scan)\b")
     with_loops = [item for item in items if re.search(loops, _source(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in with_loops])
     items[:] = with_loops

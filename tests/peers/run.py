@@ -1,6 +1,6 @@
-"""Run the loop tests of Equinox, JAX and Flax on loopax: `python tests/peers/run.py FOLDER [options of pytest]`.
+"""Run the peers' loop tests on loopax: `python tests/peers/run.py FOLDER [options of pytest]`.
 
-FOLDER holds checkouts of their repositories, `equinox`, `jax` and `flax`, of the versions that are installed.
+FOLDER holds checkouts of their repositories, `equinox`, `jax`, `flax` and `diffrax`, of the installed versions.
 """
 
 import os
@@ -14,6 +14,7 @@ PEERS = {
     "equinox": ["tests/test_while_loop.py", "tests/test_scan.py"],
     "jax": ["tests/lax_control_flow_test.py"],
     "flax": ["tests/nnx/transforms_test.py"],
+    "diffrax": ["test/test_integrate.py", "test/test_adjoint.py", "test/test_saveat_solution.py"],
 }
 
 
