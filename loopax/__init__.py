@@ -1,6 +1,7 @@
 """Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
 
 from loopax._types import LoopInfo
+from loopax.buffers import Buffer
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
@@ -12,6 +13,7 @@ from loopax.rewrite import rewrite_loops
 __all__ = [
     "Auto",
     "Bounded",
+    "Buffer",
     "Checkpointed",
     "Compact",
     "Free",

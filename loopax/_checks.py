@@ -50,6 +50,14 @@ def collecting() -> Iterator[list[Check]]:
         stack.pop()
 
 
+def failures(checks: Sequence[Check]) -> dict[str, Any]:
+    """Where any of them fails, by message."""
+    failed: dict[str, Any] = {}
+    for check in checks:
+        failed[check.message] = failed[check.message] | check.failed if check.message in failed else check.failed
+    return failed
+
+
 def settle(results: Any, checks: Sequence[Check]) -> Any:
     """Hand checks to the loop whose body is being traced, or raise where they fail."""
     stack = _active.__dict__.get("stack", [])

@@ -25,13 +25,15 @@ from loopax._carry import (
     restore_weak,
     with_arrays,
 )
-from loopax._checks import Check, collecting
-from loopax._compat import ClosedJaxpr, jaxpr_as_fun, open_constants, trace_context, vary_like, zeros
+from loopax._checks import Check, collecting, failures
+from loopax._compat import ClosedJaxpr, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
 from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
 from loopax._nnx_changes import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
+from loopax._rows import refuse_strays
 from loopax._written_rows import WrittenRows, written_rows
 from loopax.core.jaxprs import INDEX, split, take_out_places, trace
+from loopax.core.versions import chained
 from loopax.lanes import Lanes
 
 
@@ -237,15 +239,16 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
             carry, y, goes_on = step.call(row, given, carry, x)
+        flags = failures(checks)
         carry, found["changes"] = take_back(step.where, start, objects, carry)
         carry = _as_they_came(arrays, spec, leaves, match_carry(step.where, init, spec, carry), carry)
         x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
         ys, found["y_spec"] = pack(_without_flags(freeze(y)))
         found["carry_avals"] = list(map(jax.typeof, carry))
-        found["messages"] = [check.message for check in checks]
+        found["messages"] = list(flags)
         go = [goes_on] if predicated else []
-        return [*go, *carry, *(check.failed for check in checks), *rows, *ys]
+        return [*go, *carry, *flags.values(), *rows, *ys]
 
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
@@ -254,6 +257,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     closed_over = [*places, *closed_over]
     refuse_references(step.where, closed_over)
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
+    refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
     return Traced(body, closed_over, **found)
 
 
@@ -274,13 +278,13 @@ def _as_body(
     predicated: bool,
 ) -> ClosedJaxpr:
     """Give a traced step the core's form: the condition and the flags join the carry."""
-    function, num_go = jaxpr_as_fun(raw), int(predicated)
+    function, num_go = chained(raw), int(predicated)
     go, flags = raw.out_avals[:num_go], raw.out_avals[num_go + len(carry) :][:num_flags]
     sizes = [len(closed_over), len(extras), len(go), len(carry), num_flags]
 
     def body(row: Any, *operands: Any) -> list[Any]:
         closed, given, _, arrays, flags, x = split(operands, sizes)
-        out = function(*closed, row, *given, *arrays, *x)
+        out, _ = function(*closed, row, *given, *arrays, *x)
         new, new_flags, ys = split(out, [len(go) + len(carry), num_flags])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
         return [_strongly_typed(x) for x in (*new, *flags, *ys)]

@@ -14,6 +14,7 @@ from loopax.core.jaxprs import Mask, either, invert, merge, num_bytes, reject, s
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
 from loopax.core.storage import Checkpoints, EveryResidual, Nothing, Saving, saving_for
+from loopax.core.versions import buffers, frozen_body
 
 
 class Division(NamedTuple):
@@ -24,6 +25,7 @@ class Division(NamedTuple):
     unknown_carry: Mask
     unknown_ys: Mask
     uses: tuple[Mask, Mask, Mask]  # which consts, carry leaves and xs of the loop the rest uses
+    last: Mask = ()  # of which known leaves of the carry the rest is given the last version (`core/versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
 
     @property
@@ -47,9 +49,17 @@ def divide(loop: Loop, unknown: Mask) -> Division:
     known = known_loop(loop, consts, carry, xs, ys)
     pure = without_effects(loop.body)
     body, uses = prune(pure, loop.sizes, carry, ys)
+    appended = buffers(loop.body, loop.carry_range, True)
+    last = tuple(map(all, zip(appended, uses[1], invert(carry), invert(loop.saved_mask), strict=True)))
+    if any(last):
+        body = frozen_body(body, [sum(uses[0]), sum(uses[1])], tuple(select(uses[1], last)))
+        uses = uses[0], tuple(used and not is_last for used, is_last in zip(uses[1], last, strict=True)), uses[2]
+    linear_consts, linear_carry, linear_xs = map(tuple, map(select, uses, (consts, carry, xs)))
     linear = LinearLoop(
         body,
-        *(tuple(select(used, mask)) for used, mask in zip(uses, (consts, carry, xs), strict=True)),
+        (*linear_consts, *(False,) * sum(last)),
+        linear_carry,
+        linear_xs,
         bound=loop.bound,
         reverse=loop.reverse,
         unroll=loop.unroll,
@@ -58,7 +68,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         saved=tuple(select(carry, loop.saved_mask)) if loop.saving else (),
         stages=loop.stages,
     )
-    division = Division(known, linear, carry, ys, uses)
+    division = Division(known, linear, carry, ys, uses, last)
     if isinstance(loop.storage, Nothing) or not any(division.states):
         return division
     if isinstance(loop.storage, Checkpoints):
@@ -185,6 +195,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
         carry,
         ys,
         uses=(consts, carry, tuple(merge(xs, x_used, (True,) * sum(xs)))),
+        last=(False,) * loop.num_carry,
         hoisted=_hoisted(known, sizes, [r.position for r in residuals if r.hoisted]),
     )
 

@@ -4,11 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, scan_sizes
+from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
+from loopax.core.replay import Replay, lending_replay, replay_p
+from loopax.core.versions import inner_jaxprs, uses_buffers
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -84,7 +88,10 @@ ad.primitive_jvps[only_if_p] = lambda primals, _, **params: (only_if_p.bind(*pri
 
 
 def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True."""
+    """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True.
+
+    Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does.
+    """
 
     def function(active: Any, *inputs: Any) -> list[Any]:
         return evaluate(closed, inputs, lambda eqn, operands: _guarded_equation(eqn, active, operands))
@@ -95,7 +102,13 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.effects and not eqn.outvars:
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
-    if eqn.effects and eqn.primitive.name in guards:
+    if eqn.primitive is get_p:
+        rows, place, is_active = operands
+        return bind_again(eqn, [rows, place, is_active & active])
+    if eqn.primitive in (put_p, add_p, take_p):
+        rows, place, *rest = operands
+        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
+    if eqn.primitive.name in guards and (eqn.effects or any(map(uses_buffers, inner_jaxprs(eqn)))):
         return guards[eqn.primitive.name](eqn, active, operands)
     return bind_again(eqn, operands)
 
@@ -145,6 +158,13 @@ def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
+def _guard_replay(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    static = lending_replay(Replay(**eqn.params))
+    forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
+    static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
+    return replay_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
+
+
 # By the name of a primitive: (equation, active, operands) -> results.
 guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
     "jit": _guard_jit,
@@ -152,4 +172,5 @@ guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
     "scan": _guard_scan,
     "while": _guard_while,
     loop_p.name: _guard_loop,
+    replay_p.name: _guard_replay,
 }

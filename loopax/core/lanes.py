@@ -17,13 +17,14 @@ from loopax._compat import ClosedJaxpr, jaxpr_as_fun, zeros
 from loopax.core.axes import Axis
 from loopax.core.common_rows import active_lanes, visibly_active
 from loopax.core.effects import guarded
-from loopax.core.jaxprs import Mask, invert, split
+from loopax.core.jaxprs import Mask, either, invert, split
 from loopax.core.lending import borrow, pick
+from loopax.core.versions import buffers, read_only, uses_buffers
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
     """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
-    if body.effects:
+    if body.effects or uses_buffers(body):
         function = guarded(body)
         in_axes = (0, None, *(0 if b else None for b in batched))
         return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
@@ -55,12 +56,17 @@ def step_lanes(
     operands: Sequence[Any],
     batched: Sequence[bool],
     carry: Sequence[Any],
+    in_place: Mask,
 ) -> list[Any]:
-    """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros."""
+    """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros.
+
+    In leaves of the carry that are changed `in_place`, finished lanes do not write.
+    """
     out = function(active, row, *borrow(active, operands, batched))
     new_carry, ys = split(out, [len(carry)])
+    leaves = zip(in_place, new_carry, carry, strict=True)
     return [
-        *(pick(active, new, old) for new, old in zip(new_carry, carry, strict=True)),
+        *(new if changed else pick(active, new, old) for changed, new, old in leaves),
         *(pick(active, y, jnp.zeros((), y.dtype)) for y in ys),
     ]
 
@@ -87,5 +93,8 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
 
 def borrowed_operands(body: ClosedJaxpr, consts: Mask, lent: Mask, num_carry: int, rest: Mask) -> Mask:
     """Which operands of a body finished lanes borrow in each step."""
-    own = accumulators(body, range(1 + len(consts), 1 + len(consts) + num_carry))
-    return (*(b and not large for b, large in zip(consts, lent, strict=True)), *invert(own), *rest)
+    carry = range(1 + len(consts), 1 + len(consts) + num_carry)
+    own = either(accumulators(body, carry), buffers(body, carry))
+    read = read_only(body, range(1, carry.start))
+    lending = zip(consts, lent, read, strict=True)
+    return (*(b and not large and not in_rows for b, large, in_rows in lending), *invert(own), *rest)

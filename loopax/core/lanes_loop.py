@@ -18,6 +18,7 @@ from loopax.core.jaxprs import Mask, select, split, stacked, trace, weakly_cache
 from loopax.core.lanes import borrowed_operands, in_window, lane_function, skip_idle_rows, step_lanes
 from loopax.core.lending import Lent, large_constants
 from loopax.core.loop import Loop, Outcome, run
+from loopax.core.versions import buffers, read_only
 
 
 class Lanes(NamedTuple):
@@ -60,7 +61,9 @@ def _lanes_loop(
     batched = (*consts, *(True,) * loop.num_carry, *xs)
     function = lane_function(loop.body, batched, axis.arguments)
     const_avals = lane_avals(loop.input_avals[0], consts, axis)
-    large = large_constants(const_avals, consts)
+    own_rows = read_only(loop.body, range(1, 1 + loop.num_consts))
+    large = large_constants(const_avals, tuple(c and not read for c, read in zip(consts, own_rows, strict=True)))
+    in_place = buffers(loop.body, loop.carry_range)
     borrowed = borrowed_operands(loop.body, consts, large, loop.num_carry, xs)
     num_windows, num_extra = len(window_avals), len(extra)
     start_batched = windows[1] if loop.reverse else windows[0]
@@ -80,7 +83,7 @@ def _lanes_loop(
         active = active_at(row, own, carry)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry)
+            return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry, in_place)
 
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
         if loop.predicated:

@@ -9,6 +9,7 @@ from loopax.core.jaxprs import Mask, split, stacked, trace, weakly_cached
 from loopax.core.lanes import borrowed_operands, in_window, lane_function, skip_idle_rows, step_lanes
 from loopax.core.lending import Lent, large_constants
 from loopax.core.replay import Replay
+from loopax.core.versions import buffers, read_only
 
 
 @weakly_cached
@@ -20,7 +21,9 @@ def lanes_replay(
     state, carry = (True,) * static.num_state, (True,) * static.num_carry
     front = xs[: static.num_forward_xs]
     const_avals = lane_avals(avals[0], consts, axis)
-    large = large_constants(const_avals, consts)
+    own_rows = [read_only(body, range(1, 1 + static.num_consts)) for body in (static.forward, static.backward)]
+    by_row = zip(consts, *own_rows, strict=True)
+    large = large_constants(const_avals, tuple(c and not any(read) for c, *read in by_row))
     groups = [(consts, avals[0]), (state, forward_avals[1]), (front, forward_avals[2])]
     forward = _lanes_body(static.forward, axis, windows, window_avals, large, groups)
     groups = [(consts, avals[0]), (carry, avals[1]), ((*state, *xs), avals[2] + avals[3])]
@@ -50,6 +53,7 @@ def _lanes_body(
     function = lane_function(closed, batched, axis.arguments)
     num_consts, num_carry = len(groups[0][0]), len(groups[1][0])
     borrowed = borrowed_operands(closed, groups[0][0], lent, num_carry, groups[2][0])
+    in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
 
     def body(row: Any, *operands: Any) -> list[Any]:
@@ -57,7 +61,7 @@ def _lanes_body(
         active = in_window(row, window, windows, axis)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *rest], borrowed, carry)
+            return step_lanes(function, active, row, [*consts, *carry, *rest], borrowed, carry, in_place)
 
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, strong, zeros
+from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, mlir, strong, zeros
 from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
 from loopax.core.storage import Nothing, Saving, Storage
+from loopax.core.versions import chained, read_only
 from loopax.schedule import Stages
 
 
@@ -164,7 +165,10 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     -> (*ct carry, *ct consts, *ct x): cotangents of constants add up in the carry.
     """
     consts, carry, xs = linear.input_avals
-    function = jaxpr_as_fun(linear.body)
+    function = chained(linear.body)
+    # Where such a constant is only read row by row, its cotangent is added to row by row.
+    read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
+    by_row = select(linear.linear_consts, read)
     inputs = [
         reject(linear.linear_consts, consts),
         select(linear.linear_carry, carry),
@@ -177,20 +181,22 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     def step(row: Any, *operands: Any) -> list[Any]:
         known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = split(operands, list(map(len, inputs)))[:-1]
 
-        def linear_part(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = function(
+        def linear_part(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], ...]:
+            out, last = function(
                 row,
                 *merge(linear.linear_consts, known_consts, consts),
                 *merge(linear.linear_carry, known_carry, carry),
                 *merge(linear.linear_xs, known_x, xs),
             )
             new_carry, y = split(out, [len(linear.linear_carry)])
-            return select(linear.linear_carry, new_carry), select(nonzero_ys, y)
+            last_consts = select(linear.linear_consts, last[1 : 1 + len(linear.linear_consts)])
+            return select(linear.linear_carry, new_carry), select(nonzero_ys, y), select(by_row, last_consts)
 
         arguments = [inputs[2], inputs[1], select(linear.linear_xs, xs)]
         transpose = jax.linear_transpose(linear_part, *([strong(a) for a in group] for group in arguments))
-        more_consts, ct_carry, ct_x = transpose((ct_carry, ct_y))
-        return [*ct_carry, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_x]
+        more_consts, ct_carry, ct_x = transpose((ct_carry, ct_y, select(by_row, ct_consts)))
+        sums = [b if is_sum else a + b for is_sum, a, b in zip(by_row, ct_consts, more_consts, strict=True)]
+        return [*ct_carry, *sums, *ct_x]
 
     return trace(step, [linear.body.in_avals[0], *(aval for group in inputs for aval in group)])
 

@@ -35,6 +35,7 @@ def run_known(
     rest = [
         *window_walked(loop, low, high, out.num_steps),
         *(jaxpr_as_fun(division.hoisted)(*consts) if division.hoisted else select(used_consts, consts)),
+        *select(reject(division.unknown_carry, division.last), out.carry),
         *(init[i] for i in replayed),
         *(saved[i] for i in replayed if saves),
         *(out.marks if saves else []),

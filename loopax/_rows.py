@@ -1,0 +1,111 @@
+"""Rows of pytrees: what a row may be, whether one matches others, at which index it stands."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, PyTree
+
+from loopax._carry import describe, stays
+from loopax._compat import ClosedJaxpr
+from loopax.core.versions import strays
+
+
+class RowByRow(eqx.Module):
+    """Of a carry: a part whose arrays of rows must be touched by its own operations only."""
+
+    _rows: PyTree[Array]
+
+
+def refuse_strays(where: str, carry: PyTree[Any], body: ClosedJaxpr, first: int, predicated: bool) -> None:
+    """Refuse other ways through a body than the operations of rows; `first` is the first input of its carry."""
+    end = first + predicated + len(_arrays(carry))
+    ways = iter(strays(body, range(first, end))[predicated:])
+    for path, node in tree_flatten_with_path(carry, is_leaf=lambda node: isinstance(node, RowByRow))[0]:
+        of_node = [next(ways) for _ in _arrays(node)]
+        if isinstance(node, RowByRow):
+            found = sorted({name for names in of_node[: len(_arrays(node._rows))] for name in names})
+            if found:
+                raise TypeError(_stray_message(where, f"a {type(node).__name__} (carry{keystr(path)})", found))
+
+
+def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
+    return (
+        f"{where} sends the rows of {what} through {', '.join(names)}. Only `append`, `[]`, `rows` and loops of loopax "
+        "may touch them: then they are written in place, and nothing of them is stored. Instead of choosing between "
+        "two of them (`jax.lax.cond`, `jnp.where`), say `append(row, when=...)`; read a row before a `cond`."
+    )
+
+
+def _arrays(tree: PyTree[Any]) -> list[Any]:
+    return [leaf for leaf, kept in zip(jax.tree.leaves(tree), stays(tree), strict=True) if not kept]
+
+
+def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:
+    """A row as arrays of the types of others: Python numbers and weakly typed arrays take the dtype, others have it."""
+    wanted = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), rows)
+    if jax.tree.structure(row) != jax.tree.structure(wanted):
+        raise TypeError(
+            f"{what} is a pytree of another structure: got {jax.tree.structure(row)}, expected "
+            f"{jax.tree.structure(wanted)}."
+        )
+    leaves = zip(tree_flatten_with_path(row)[0], jax.tree.leaves(wanted), strict=True)
+    problems = [
+        f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {aval.dtype.name}{list(aval.shape)}"
+        for (path, leaf), aval in leaves
+        if not _fits(leaf, aval)
+    ]
+    if problems:
+        raise TypeError(
+            f"{what} does not match the others, at:\n" + "\n".join(problems) + "\nConvert it (`x.astype(...)`)."
+        )
+    return jax.tree.map(lambda x, aval: jnp.asarray(x, aval.dtype), row, wanted)
+
+
+def _fits(leaf: Any, aval: Any) -> bool:
+    given = _type_of(leaf)
+    if given is None or given.shape != aval.shape:
+        return False
+    return (jnp.result_type(aval.dtype, leaf) if given.weak_type else given.dtype) == aval.dtype
+
+
+def _type_of(leaf: Any) -> Any:
+    """The type of a leaf as an array, None if it cannot be one."""
+    try:
+        return jax.eval_shape(jnp.asarray, leaf)
+    except TypeError:
+        return None
+
+
+def row_types(what: str, row: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The types of the leaves of a row."""
+
+    def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _type_of(leaf)
+        if aval is None or not (jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_):
+            raise TypeError(
+                f"{what}: a row is a pytree of arrays of numbers or bools, but the leaf {keystr(path) or 'itself'} is "
+                f"{describe(leaf)}. Keep it elsewhere, or give a PRNG key as `jax.random.key_data(key)`."
+            )
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, row)
+
+
+def one_index(index: Any) -> Array:
+    """The index of one row."""
+    if isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer):
+        return index.astype(jnp.int32)
+    try:
+        if not isinstance(index, bool):
+            return jnp.asarray(operator.index(index), jnp.int32)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"rows are read one at a time, at an integer: got {describe(index)}. All of them are `.rows`, an array that "
+        "slices as others do."
+    )
