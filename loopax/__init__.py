@@ -2,6 +2,7 @@
 
 from loopax._types import LoopInfo
 from loopax.buffers import Buffer
+from loopax.history import History
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
@@ -9,6 +10,7 @@ from loopax.mapping import lanes_map
 from loopax.models import local
 from loopax.report import LaneReport, lane_report
 from loopax.rewrite import rewrite_loops
+from loopax.rollout import Rollout, rollout
 
 __all__ = [
     "Auto",
@@ -17,6 +19,7 @@ __all__ = [
     "Checkpointed",
     "Compact",
     "Free",
+    "History",
     "Kind",
     "LaneReport",
     "Lanes",
@@ -24,11 +27,13 @@ __all__ = [
     "Lockstep",
     "LoopInfo",
     "Residuals",
+    "Rollout",
     "fori_loop",
     "lane_report",
     "lanes_map",
     "local",
     "rewrite_loops",
+    "rollout",
     "scan",
     "while_loop",
 ]

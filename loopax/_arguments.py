@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,63 +129,80 @@ def one_bool(what: str, value: Any) -> Any:
     return jnp.asarray(value)
 
 
-def pair(result: Any) -> tuple[Any, Any]:
-    """What `f` of a scan returned."""
+class Words(NamedTuple):
+    """What a scan is called in the errors of the function that the user called."""
+
+    name: str  # of that function
+    f: str  # its argument for the body
+    xs: str  # its argument for rows
+    ys: str  # what it returns rows of
+
+    @property
+    def where(self) -> str:
+        """The user's function."""
+        return f"{self.f} of {self.name}"
+
+
+SCAN = Words("scan", "f", "xs", "ys")
+
+
+def pair(words: Words, result: Any) -> tuple[Any, Any]:
+    """What the body of a scan returned."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         got = (
             f"a {type(result).__name__} of {len(result)}"
             if isinstance(result, tuple | list)
             else f"{type(result).__name__}"
         )
-        raise TypeError(f"f of scan must return a pair (carry, y). Got {got}. Return (carry, None) for no outputs.")
+        raise TypeError(f"{words.where} must return a pair (carry, y). Got {got}. Return (carry, None) for no outputs.")
     carry, y = result
     return carry, y
 
 
-def no_rows(y: Any) -> None:
+def no_rows(words: Words, y: Any) -> None:
     """Refuse outputs of a scan that has no static number of rows to write them to."""
     if not all(stays(y)):
-        raise no_capacity("ys", "return (carry, None) from f")
+        raise no_capacity(words, words.ys, f"return (carry, None) from {words.f}")
 
 
-def no_capacity(what: str, otherwise: str) -> ValueError:
+def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:
     """The error of a scan without a static number of rows that has something to write to them."""
     return ValueError(
-        f"scan has no static capacity for {what}: xs has no arrays, `length` is not static, and there is no "
-        f"`max_steps`. Give max_steps= (rows of {what} that are not executed are zero), or {otherwise}."
+        f"{words.name} has no static capacity for {what}: {words.xs} has no arrays, `length` is not static, and there "
+        f"is no `max_steps`. Give max_steps= (rows of {what} that are not executed are zero), or {otherwise}."
     )
 
 
-def rows_of(xs: Any) -> int | None:
+def rows_of(words: Words, xs: Any) -> int | None:
     """The number of rows of xs, which all arrays in it must share; None without arrays."""
     pairs = zip(tree_leaves_with_path(xs), stays(xs), strict=True)
-    leaves = [(keystr(path) or "xs itself", leaf) for (path, leaf), is_kept in pairs if not is_kept]
+    leaves = [(keystr(path) or f"{words.xs} itself", leaf) for (path, leaf), is_kept in pairs if not is_kept]
     if scalars := [f"  {path}: {describe(leaf)}" for path, leaf in leaves if jnp.ndim(leaf) == 0]:
         raise ValueError(
-            "scan reads xs row by row, so every array in it needs a leading axis. These have none:\n"
+            f"{words.name} reads {words.xs} row by row, so every array in it needs a leading axis. These have none:\n"
             + "\n".join(scalars)
             + "\nClose over values that are the same at every step instead."
         )
     counts = {jnp.shape(leaf)[0] for _, leaf in leaves}
     if len(counts) > 1:
         raise ValueError(
-            "scan needs as many rows in every array of xs. Got:\n"
+            f"{words.name} needs as many rows in every array of {words.xs}. Got:\n"
             + "\n".join(f"  {path}: {jnp.shape(leaf)[0]} rows ({describe(leaf)})" for path, leaf in leaves)
         )
     if not counts:
         return None
     (rows,) = counts
-    return _known_rows(rows)
+    return _known_rows(words, rows)
 
 
-def _known_rows(rows: Any) -> int:
+def _known_rows(words: Words, rows: Any) -> int:
     """The number of rows, which a symbolic dimension (of `jax.export`) does not tell."""
     if isinstance(rows, int):
         return rows
     raise NotImplementedError(
-        f"scan: xs has {rows} rows, a symbolic dimension. How much a gradient stores depends on the number of rows, so "
-        "it has to be known when the scan is traced. Pad xs to as many rows as there may be, and give the length at "
-        "run time as length=."
+        f"{words.name}: {words.xs} has {rows} rows, a symbolic dimension. How much a gradient stores depends on the "
+        f"number of rows, so it has to be known when the loop is traced. Pad {words.xs} to as many rows as there may "
+        "be, and give the length at run time as length=."
     )
 
 

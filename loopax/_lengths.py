@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from loopax._arguments import is_traced_int
+from loopax._arguments import Words, is_traced_int
 from loopax._checks import Check
 from loopax.core.jaxprs import MOST_STEPS
 
@@ -87,35 +87,38 @@ def _difference(lower: Any, upper: Any, first: int | None) -> tuple[Any, Any, in
     return jnp.where(too_long, MOST_STEPS, length).astype(jnp.int32), too_long, longest
 
 
-def scan_extent(length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
+def scan_extent(
+    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool
+) -> Extent:
     """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
     if length is None:
-        return _scan_without_length(rows, max_steps, reverse, stops)
-    is_array = is_traced_int("scan(length=...)", length)
+        return _scan_without_length(words, rows, max_steps, reverse, stops)
+    is_array = is_traced_int(f"{words.name}(length=...)", length)
     known = known_int(length)
     if known is not None:
-        _check_known_length(known, rows)
+        _check_known_length(words, known, rows)
         if not is_array or (rows is None and max_steps is None):
             return _static_scan(known, rows, max_steps, reverse)
-    return _traced_scan(length, rows, max_steps, reverse)
+    return _traced_scan(words, length, rows, max_steps, reverse)
 
 
-def _check_known_length(length: int, rows: int | None) -> None:
+def _check_known_length(words: Words, length: int, rows: int | None) -> None:
+    name, xs = words.name, words.xs
     if length < 0 or length > MOST_STEPS:
-        raise ValueError(f"scan(length=...): got {length}, expected an int from 0 to {MOST_STEPS}.")
+        raise ValueError(f"{name}(length=...): got {length}, expected an int from 0 to {MOST_STEPS}.")
     if rows is not None and length > rows:
         raise ValueError(
-            f"scan(length=...): got {length}, but xs has {rows} rows. Give at most {rows}, or more rows of xs."
+            f"{name}(length=...): got {length}, but {xs} has {rows} rows. Give at most {rows}, or more rows of {xs}."
         )
 
 
-def _scan_without_length(rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
+def _scan_without_length(words: Words, rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
     if rows is not None:
         return _static_scan(rows, rows, max_steps, reverse)
     if not stops:
         raise ValueError(
-            "scan does not know how many steps to take: xs has no arrays, and neither `length` nor `stop` is given. "
-            "Give one of them."
+            f"{words.name} does not know how many steps to take: {words.xs} has no arrays, and neither `length` nor "
+            "`stop` is given. Give one of them."
         )
     if reverse:
         raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
@@ -133,14 +136,14 @@ def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: 
     )
 
 
-def _traced_scan(length: Any, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
+def _traced_scan(words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
     """A length known at run time: it may not be negative, nor beyond the rows of xs."""
     most, top = int(jnp.iinfo(length.dtype).max), MOST_STEPS if rows is None else rows
     negative = jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
     beyond = most > top and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
-        checks = [Check(wrong, _length_message(rows))]
+        checks = [Check(wrong, _length_message(words, rows))]
     length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
     over = max_steps is not None and min(top, most) > max_steps and length > max_steps
     if max_steps is None:
@@ -164,9 +167,9 @@ def _traced_scan(length: Any, rows: int | None, max_steps: int | None, reverse: 
     )
 
 
-def _length_message(rows: int | None) -> str:
-    most = f"xs has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
+def _length_message(words: Words, rows: int | None) -> str:
+    most = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
     return (
-        f"loopax.scan: `length` is negative, or more than there is ({most}). "
-        "Give a length within the data, or throw=False to scan what there is."
+        f"loopax.{words.name}: `length` is negative, or more than there is ({most}). "
+        "Give a length within the data, or throw=False to take what there is."
     )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax import core
-from loopax._arguments import no_capacity, refuse_references
+from loopax._arguments import SCAN, no_capacity, refuse_references
 from loopax._carry import (
     CarryMismatchError,
     Dynamic,
@@ -97,7 +97,7 @@ def run(
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
     if extent.capacity is None and any(traced.rows.written):
-        raise no_capacity("NNX objects in xs", "set up what they hold before the scan")
+        raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
     first_flag = int(goes_on is not None) + len(arrays)
     flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
     start = []

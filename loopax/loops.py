@@ -1,7 +1,7 @@
 """The three loops."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
@@ -278,22 +278,50 @@ def scan(
     arguments.check_callable("f of scan", f)
     if stop is not None:
         arguments.check_callable("stop of scan", stop)
-    extent = scan_extent(length, arguments.rows_of(freeze(xs)), options.max_steps, reverse, stop is not None)
+    rows = arguments.rows_of(arguments.SCAN, freeze(xs))
+    extent = scan_extent(arguments.SCAN, length, rows, options.max_steps, reverse, stop is not None)
     unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
+    body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
+    result, loop_info = run_scan(body, options, extent, init, xs, reverse, unroll, throw)
+    return (result, loop_info) if info else result
+
+
+class ScanBody(NamedTuple):
+    """What a scan repeats."""
+
+    words: arguments.Words
+    f: Callable[..., tuple[Any, Any]]
+    stop: Callable[[Any, Any], Any] | None
+    functions: tuple[Any, ...]  # the user's, for which it is traced once
+    options: Hashable = ()  # what else it depends on
+
+
+def run_scan(
+    body: ScanBody,
+    options: arguments.Options,
+    extent: Extent,
+    init: PyTree[Any],
+    xs: PyTree[Any],
+    reverse: bool,
+    unroll: int,
+    throw: bool,
+) -> tuple[tuple[Any, Any], LoopInfo]:
+    """A scan, by whatever name the user has called it."""
+    words, f, stop = body[:3]
 
     def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        carry, y = arguments.pair(f(carry, x, **options.step_key(row, extras)))
+        carry, y = arguments.pair(words, f(carry, x, **options.step_key(row, extras)))
         if extent.capacity is None:
-            arguments.no_rows(freeze(y))
-        return carry, y, None if stop is None else ~arguments.one_bool("stop of scan", stop(carry, y))
+            arguments.no_rows(words, freeze(y))
+        return carry, y, None if stop is None else ~arguments.one_bool(f"stop of {words.name}", stop(carry, y))
 
-    functions = (f,) if stop is None else (f, stop)
-    step = tracing.Step(call, "f of scan", functions, ("scan", extent.capacity is None, options.key_spec))
+    spec = (words.name, extent.capacity is None, options.key_spec, body.options)
+    step = tracing.Step(call, words.where, body.functions, spec)
     walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
     carry, ys, loop_info = _finish(options, throw, extent, done)
-    return ((carry, ys), loop_info) if info else (carry, ys)
+    return (carry, ys), loop_info
 
 
 def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
