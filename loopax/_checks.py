@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._compat import to_weak, trace_state
+from loopax._types import RowByRow
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,19 @@ def _error_if(results: Any, check: Check) -> Any:
     constant, which then selects the results.
     """
     failed = eqx.error_if(jnp.zeros((), bool), check.failed, check.message)
-    return jax.tree.map(lambda leaf: _invalid_if(failed, leaf) if isinstance(leaf, jax.Array) else leaf, results)
+
+    def invalid(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _invalid_if(failed, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+    def guarded(node: Any) -> Any:
+        """Rows are seen through what stands beside them, which is enough."""
+        return eqx.tree_at(_rows, invalid(node), _rows(node)) if isinstance(node, RowByRow) else invalid(node)
+
+    return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
+
+
+def _rows(node: RowByRow) -> Any:
+    return node._rows
 
 
 def _invalid_if(failed: Any, array: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -12,23 +11,19 @@ from jaxtyping import Array, PyTree
 
 from loopax._carry import describe, stays
 from loopax._compat import ClosedJaxpr
+from loopax._types import RowByRow
 from loopax.core.versions import strays
-
-
-class RowByRow(eqx.Module):
-    """Of a carry: a part whose arrays of rows must be touched by its own operations only."""
-
-    _rows: PyTree[Array]
 
 
 def refuse_strays(where: str, carry: PyTree[Any], body: ClosedJaxpr, first: int, predicated: bool) -> None:
     """Refuse other ways through a body than the operations of rows; `first` is the first input of its carry."""
-    end = first + predicated + len(_arrays(carry))
+    kept = iter(stays(carry))
+    end = first + predicated + stays(carry).count(False)
     ways = iter(strays(body, range(first, end))[predicated:])
     for path, node in tree_flatten_with_path(carry, is_leaf=lambda node: isinstance(node, RowByRow))[0]:
-        of_node = [next(ways) for _ in _arrays(node)]
+        of_node = [[] if next(kept) else next(ways) for _ in jax.tree.leaves(node)]
         if isinstance(node, RowByRow):
-            found = sorted({name for names in of_node[: len(_arrays(node._rows))] for name in names})
+            found = sorted({name for names in of_node[: len(jax.tree.leaves(node._rows))] for name in names})
             if found:
                 raise TypeError(_stray_message(where, f"a {type(node).__name__} (carry{keystr(path)})", found))
 
@@ -39,10 +34,6 @@ def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
         "may touch them: then they are written in place, and nothing of them is stored. Instead of choosing between "
         "two of them (`jax.lax.cond`, `jnp.where`), say `append(row, when=...)`; read a row before a `cond`."
     )
-
-
-def _arrays(tree: PyTree[Any]) -> list[Any]:
-    return [leaf for leaf, kept in zip(jax.tree.leaves(tree), stays(tree), strict=True) if not kept]
 
 
 def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:

@@ -2,9 +2,16 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int
+import equinox as eqx
+from jaxtyping import Array, Bool, Int, PyTree
 
 Predicate = Bool[Array, ""]
+
+
+class RowByRow(eqx.Module):
+    """A part of a pytree whose arrays of rows must be touched by its own operations only."""
+
+    _rows: PyTree[Array]
 
 
 class LoopInfo(NamedTuple):

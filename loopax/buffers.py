@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from loopax._arguments import one_bool
 from loopax._checks import Check, settle
-from loopax._rows import RowByRow, matching_row, one_index, row_types
+from loopax._rows import matching_row, one_index, row_types
 from loopax._static import positive_int
+from loopax._types import RowByRow
 from loopax.core import buffers as rows_of
 
 

@@ -116,6 +116,60 @@ def test_nested_loops_append_to_the_same_buffer(kind: Any) -> None:
     assert_close(lanes, jax.tree.map(lambda *values: jnp.stack([jnp.asarray(v) for v in values]), *alone))
 
 
+NESTED_STEPS = jnp.array([5, 1, 3, 2], jnp.int32)
+
+
+def nested_alone() -> Any:
+    of_lists = jax.grad(lambda n, x: nested_of_lists(n, x)[0], 1)
+    return jnp.stack([of_lists(int(n), x) for n, x in zip(NESTED_STEPS, XS, strict=True)])
+
+
+def test_in_lanes_that_run_freely() -> None:
+    def f(steps: Any, x: Any) -> Any:
+        inner = lambda j, b: b.append(jnp.cos(b[-1]) * b[0], when=j % 2 == 0)
+        outer = lambda i, b: lx.fori_loop(0, i, inner, b, max_steps=6).append(b[-1] + i.astype(float))
+        start = lx.Buffer(30, like=x).append(x)
+        return (lx.fori_loop(0, steps, outer, start, max_steps=6, lanes=lanes).rows ** 2).sum()
+
+    lanes = "free"
+    free = jax.vmap(jax.grad(f, 1))(NESTED_STEPS, XS)
+    lanes = "lockstep"
+    assert_close(free, jnp.stack([jax.grad(f, 1)(n, x) for n, x in zip(NESTED_STEPS, XS, strict=True)]))
+
+
+def test_in_a_queue_of_lanes() -> None:
+    total = lambda xs: lx.lanes_map(lambda item: nested(*item)[0], (NESTED_STEPS, xs), lanes=2).sum()
+    assert_close(jax.grad(total)(XS), nested_alone())
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_lanes_of_lanes(lanes: Any) -> None:
+    lane = jax.grad(lambda n, x: nested(n, x, lanes=lanes)[0], 1)
+    steps, xs = NESTED_STEPS.reshape(2, 2), XS.reshape(2, 2, 2)
+    assert_close(jax.vmap(jax.vmap(lane))(steps, xs).reshape(4, 2), nested_alone())
+
+
+def test_in_a_checkpoint_inside_of_the_body() -> None:
+    def f(x: Any) -> Any:
+        @jax.checkpoint
+        def body(i: Any, c: Any) -> Any:
+            buffer, h = lx.fori_loop(0, i, lambda _, c: (c[0].append(c[1]), jnp.sin(c[1]) + c[0][0]), c, max_steps=4)
+            return buffer.append(h * buffer[-1]), h
+
+        return lx.fori_loop(0, 3, body, (lx.Buffer(8, like=x).append(x), x))[0].rows.sum()
+
+    def of_lists(x: Any) -> Any:
+        rows, h = [x], x
+        for i in range(3):
+            for _ in range(i):
+                rows.append(h)
+                h = jnp.sin(h) + rows[0]
+            rows.append(h * rows[-1])
+        return sum(rows).sum()
+
+    assert_close(jax.value_and_grad(f)(X), jax.value_and_grad(of_lists)(X))
+
+
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
 def test_finished_lanes_read_nothing_outside_of_the_domain(lanes: Any) -> None:
     """A lane that has finished must not divide by a row that it has not written."""

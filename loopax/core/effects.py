@@ -12,7 +12,7 @@ from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
 from loopax.core.replay import Replay, lending_replay, replay_p
-from loopax.core.versions import inner_jaxprs, uses_buffers
+from loopax.core.versions import touches_buffers
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -108,7 +108,7 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
         return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
-    if eqn.primitive.name in guards and (eqn.effects or any(map(uses_buffers, inner_jaxprs(eqn)))):
+    if eqn.primitive.name in guards and (eqn.effects or touches_buffers(eqn)):
         return guards[eqn.primitive.name](eqn, active, operands)
     return bind_again(eqn, operands)
 

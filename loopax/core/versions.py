@@ -72,7 +72,7 @@ def _names(eqn: Any, position: int) -> list[str]:
     """The primitives that an operand goes to, those inside of a `jit` by their own names."""
     if eqn.primitive.name not in INLINED:
         return [eqn.primitive.name]
-    return _flows(next(iter(inner_jaxprs(eqn))), range(position, position + 1), False)[0].strays
+    return _flows(_inlined(eqn), range(position, position + 1), False)[0].strays
 
 
 def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
@@ -121,17 +121,26 @@ def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
 @weakly_cached
 def uses_buffers(closed: ClosedJaxpr) -> bool:
     """Whether there is an operation of a buffer anywhere in it."""
-    return any(eqn.primitive in VERSION or any(map(uses_buffers, inner_jaxprs(eqn))) for eqn in closed.jaxpr.eqns)
+    return any(map(touches_buffers, closed.jaxpr.eqns))
 
 
-def inner_jaxprs(eqn: Any) -> Iterable[ClosedJaxpr]:
+def touches_buffers(eqn: Any) -> bool:
+    """Whether an equation, or one inside of it, is an operation of a buffer."""
+    return eqn.primitive in VERSION or any(any(map(touches_buffers, inner.eqns)) for inner in _inner_jaxprs(eqn))
+
+
+def _inner_jaxprs(eqn: Any) -> Iterable[Jaxpr]:
     """The jaxprs in the parameters of an equation."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(inner, ClosedJaxpr):
-                yield inner
-            elif isinstance(inner, Jaxpr):
-                yield ClosedJaxpr(inner, ())
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+
+
+def _inlined(eqn: Any) -> ClosedJaxpr:
+    """The jaxpr of one of `INLINED`; that of `jax.checkpoint` is an open one."""
+    inner = eqn.params["jaxpr"]
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 # ---- one version after another
@@ -196,8 +205,8 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
 
 
 def _chained_equation(chains: _Chains, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    if eqn.primitive.name in INLINED and uses_buffers(inner := next(iter(inner_jaxprs(eqn)))):
-        return evaluate(inner, operands, lambda eqn, operands: _chained_equation(chains, eqn, operands))
+    if eqn.primitive.name in INLINED and touches_buffers(eqn):
+        return evaluate(_inlined(eqn), operands, lambda eqn, operands: _chained_equation(chains, eqn, operands))
     followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, False)) is not None]
     writes, operands = eqn.primitive not in (get_p, view_p), list(operands)
     for position, _ in followed:
