@@ -5,7 +5,7 @@ matrix product, 7 elementwise ones, or two thirds of a transcendental function. 
 times as fast, and their ratios similar. It is for choices between alternatives that differ by more than 15 %.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ _FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop
 _FUNCTIONS = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma"}
 _FUNCTIONS |= {"sin", "cos", "tan", "asin", "acos", "atan", "atan2"}
 _FUNCTIONS |= {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "random_bits", "threefry2x32"}
-_UNKNOWN_LENGTH = 10  # iterations of a loop inside the step that has no bound
+_UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
 
 def storing(num_bytes: float, in_all: float) -> float:
@@ -44,7 +44,7 @@ def _equation(eqn: Any) -> float:
     if inner := list(_inner_jaxprs(eqn)):
         costs = [_equations(jaxpr) for jaxpr in inner]
         return max(costs) if name == "cond" else _iterations(eqn) * sum(costs)
-    size = sum(prod(v.aval.shape) for v in eqn.outvars)
+    size = sum(prod(v.aval.shape) for v in _changed(eqn))
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return PRODUCT * 2 * size * prod(eqn.invars[0].aval.shape[i] for i in contracted)
@@ -54,6 +54,13 @@ def _equation(eqn: Any) -> float:
     if name in _FREE:
         return 0.0
     return size * (FUNCTION if name in _FUNCTIONS else ELEMENTWISE)
+
+
+def _changed(eqn: Any) -> Sequence[Any]:
+    """What an equation computes: of a buffer, one row."""
+    if eqn.primitive.name in ("buffer_get", "buffer_take"):
+        return eqn.outvars[:1]
+    return eqn.invars[2:3] if eqn.primitive.name in ("buffer_put", "buffer_add") else eqn.outvars
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -70,4 +77,8 @@ def _iterations(eqn: Any) -> int:
         return eqn.params["length"]
     if eqn.primitive.name == "while":
         return _UNKNOWN_LENGTH
-    return eqn.params["bound"] or _UNKNOWN_LENGTH if "bound" in eqn.params else 1
+    if "bound" not in eqn.params:
+        return 1
+    bound = eqn.params["bound"] or _UNKNOWN_LENGTH
+    # The bound of a loop with a condition is a precaution, and may be far above the steps that are taken.
+    return min(bound, _UNKNOWN_LENGTH) if eqn.params.get("predicated") else bound
