@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import budgets, evaluations, lanes, models, ragged, workloads
+from benchmarks import adaptive, budgets, evaluations, lanes, models, ragged, workloads
 from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
@@ -105,6 +105,7 @@ def groups() -> list[Group]:
         *ragged.groups(),
         *budgets.groups(),
         *models.groups(),
+        *adaptive.groups(),
     ]
 
 

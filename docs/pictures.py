@@ -1,5 +1,6 @@
-"""Draw the pictures of schedules for docs/kinds.md and of lanes for docs/lanes.md, from loopax itself."""
+"""Draw the pictures of docs/kinds.md, docs/lanes.md and docs/adaptive-ode.md, from loopax itself."""
 
+import runpy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -70,11 +71,18 @@ def draw_lanes() -> None:
     figure.savefig(HERE / "pictures" / "lanes.png", dpi=110)
 
 
+def draw_solver() -> None:
+    """The solutions, steps and gradients of the example."""
+    example = runpy.run_path(str(HERE.parent / "examples" / "adaptive_ode.py"))
+    example["draw"](example["results"]()).savefig(HERE / "pictures" / "adaptive-ode.png")
+
+
 def main() -> None:
     """Write the figures."""
     mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
     draw_schedules()
     draw_lanes()
+    draw_solver()
 
 
 if __name__ == "__main__":

@@ -274,14 +274,14 @@ def draw(found: dict[str, Result]) -> Figure:
         positions = found["loopax"].solution.ys[lane, :, 0]
         solutions.plot(TIMES, positions, ".-", lw=1, ms=3, label=f"{STIFFNESS[lane]:.1f}")
     for name, style in [("Diffrax", {"color": "#b9b3a8", "lw": 5}), ("loopax", {"color": "#1b7f8c"})]:
-        steps.loglog(STIFFNESS, found[name].solution.num_steps, label=name, **style)
-        slopes.loglog(STIFFNESS, np.abs(found[name].slopes), **style)
+        steps.semilogx(STIFFNESS, found[name].solution.num_steps, label=name, **style)
+        slopes.semilogx(STIFFNESS, found[name].slopes, **style)
     solutions.legend(title="stiffness", loc="upper right", fontsize=8, ncols=2)
     solutions.set_ylim(-2.2, 3.4)
     steps.legend(frameon=False)
     solutions.set(title="Solution at the requested times", xlabel="time", ylabel="position")
     steps.set(title="Steps of a lane", xlabel="stiffness")
-    slopes.set(title="|d energy / d stiffness|", xlabel="stiffness")
+    slopes.set(title="d energy / d stiffness", xlabel="stiffness")
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure
