@@ -1,6 +1,7 @@
-"""Draw the pictures of docs/kinds.md, docs/lanes.md and docs/adaptive-ode.md, from loopax itself."""
+"""Draw the pictures of the pages, from loopax itself and by running the examples."""
 
 import runpy
+import shutil
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from loopax import schedule
 from loopax.schedule import Action
 
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "multistep_integrator.py"
 STEPS, SLOTS = 30, 5
 
 
@@ -77,12 +79,19 @@ def draw_solver() -> None:
     example["draw"](example["results"]()).savefig(HERE / "pictures" / "adaptive-ode.png")
 
 
+def draw_integrator() -> None:
+    """The figure of the example, which trains for half a minute."""
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    shutil.copy(EXAMPLE.with_suffix(".png"), HERE / "pictures")
+
+
 def main() -> None:
     """Write the figures."""
     mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
     draw_schedules()
     draw_lanes()
     draw_solver()
+    draw_integrator()
 
 
 if __name__ == "__main__":
