@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import adaptive, budgets, evaluations, lanes, models, ragged, workloads
+from benchmarks import adaptive, budgets, evaluations, histories, lanes, models, ragged, workloads
 from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
@@ -106,6 +106,7 @@ def groups() -> list[Group]:
         *budgets.groups(),
         *models.groups(),
         *adaptive.groups(),
+        *histories.groups(),
     ]
 
 
@@ -169,18 +170,19 @@ def main() -> None:
     counted = evaluations.counted()
     console.print(evaluations.markdown(counted))
     sections.append(evaluations.markdown(counted))
-    lane_steps = {
+    counts = {
         "256 chains of slice sampling: batched iterations": ragged.nested_iterations(),
         "PLAID: steps of the cell in one epoch, forward": ragged.series_steps(),
+        "Histories and buffers: compilations for ten different lengths": histories.compilations(),
     }
-    sections += [_counts_table(title, found) for title, found in lane_steps.items()]
+    sections += [_counts_table(title, found) for title, found in counts.items()]
     (HERE / "results.md").write_text("\n".join([*heading, *sections]))
     report = {
         "machine": machine(),
         "versions": versions,
         "groups": records,
         "evaluations": counted,
-        "lane_steps": lane_steps,
+        "counts": counts,
     }
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
 
