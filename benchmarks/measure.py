@@ -18,7 +18,6 @@ class Case:
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    steps: int = 1  # what it takes of them, to compare the time of one
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,6 @@ class Measurement:
     milliseconds: float  # median of the rounds
     temporary_mib: float  # as the compiler reports it
     compile_seconds: float  # trace, lower and compile; the least of the repetitions
-    steps: int = 1
-
-    @property
-    def milliseconds_per_step(self) -> float:
-        """The time of one step."""
-        return self.milliseconds / self.steps
 
 
 def measure(cases: Sequence[Case], rounds: int, compilations: int = 1) -> dict[str, Measurement]:
@@ -66,7 +59,6 @@ def measure(cases: Sequence[Case], rounds: int, compilations: int = 1) -> dict[s
             statistics.median(times[case.name]),
             compiled[case.name].memory_analysis().temp_size_in_bytes / 2**20,
             seconds[case.name],
-            case.steps,
         )
         for case in cases
     }
