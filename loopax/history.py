@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from loopax._arguments import SCAN, rows_of
-from loopax._carry import describe
+from loopax._carry import describe, with_arrays
 from loopax._checks import Check, settle
 from loopax._rows import matching_row, one_index, row_types
 from loopax._static import positive_int
@@ -40,12 +40,13 @@ class History(eqx.Module):
     like
         Instead of `rows`, what a row is: a pytree of arrays or `jax.ShapeDtypeStruct`s.
     fill
-        With `like`, the value of all rows at the start.
+        With `like`, the value of all rows at the start; zero unless given.
 
     Raises
     ------
     TypeError
-        `k` is not an integer; leaves that are no arrays of numbers; `rows` and `like` together, or none of them.
+        `k` is not an integer; leaves that are no arrays of numbers; `rows` and `like` together, or none of them;
+        `fill` with `rows`.
     ValueError
         `k` is not positive; `rows` has fewer than `k`, or arrays of different lengths.
 
@@ -62,12 +63,14 @@ class History(eqx.Module):
     _size: int = eqx.field(static=True)
 
     def __init__(
-        self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = 0
+        self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = None
     ) -> None:
         """Make a history from the start of a series, or an empty one."""
         self._size = positive_int("History(k=...)", k, "rows", "the shape of the window is decided")
         if (rows is None) == (like is None):
             raise TypeError("History(k, ...): give either `rows`, the start of the series, or `like`, a row.")
+        if not (rows is None or fill is None):
+            raise TypeError("History(k, rows, fill=...): `fill` is for rows that are not given. Leave one of them out.")
         self._rows = _filled(self._size, like, fill) if rows is None else _first(self._size, rows)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
         self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
@@ -135,11 +138,12 @@ class History(eqx.Module):
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
     types = row_types("History(like=...)", like)
-    return jax.tree.map(lambda x: jnp.full((k, *x.shape), fill, x.dtype), types)
+    return jax.tree.map(lambda x: jnp.full((k, *x.shape), 0 if fill is None else fill, x.dtype), types)
 
 
 def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
     row_types("History(rows=...)", rows)
+    rows = with_arrays(rows)  # a Python number in a module has no rows either
     number = rows_of(SCAN._replace(name="History", xs="rows"), rows)
     if number is None:
         raise TypeError(f"History(rows=...): got {describe(rows)}, expected arrays with at least {k} rows.")
