@@ -136,6 +136,8 @@ class Words(NamedTuple):
     f: str  # its argument for the body
     xs: str  # its argument for rows
     ys: str  # what it returns rows of
+    carry: str = "carry"  # the first of the pair that the body returns
+    y: str = "y"  # the second
 
     @property
     def where(self) -> str:
@@ -154,7 +156,10 @@ def pair(words: Words, result: Any) -> tuple[Any, Any]:
             if isinstance(result, tuple | list)
             else f"{type(result).__name__}"
         )
-        raise TypeError(f"{words.where} must return a pair (carry, y). Got {got}. Return (carry, None) for no outputs.")
+        raise TypeError(
+            f"{words.where} must return a pair ({words.carry}, {words.y}). Got {got}. Return "
+            f"({words.carry}, None) for no outputs."
+        )
     carry, y = result
     return carry, y
 
@@ -162,7 +167,7 @@ def pair(words: Words, result: Any) -> tuple[Any, Any]:
 def no_rows(words: Words, y: Any) -> None:
     """Refuse outputs of a scan that has no static number of rows to write them to."""
     if not all(stays(y)):
-        raise no_capacity(words, words.ys, f"return (carry, None) from {words.f}")
+        raise no_capacity(words, words.ys, f"return ({words.carry}, None) from {words.f}")
 
 
 def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 
 from loopax import _arguments as arguments
 from loopax._carry import describe
-from loopax._lengths import Extent, scan_extent
+from loopax._lengths import scan_extent
 from loopax._nnx import freeze, thaw
 from loopax._rows import row_types
 from loopax._static import positive_int
@@ -19,7 +19,7 @@ from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
 from loopax.loops import ScanBody, run_scan
 
-WORDS = arguments.Words("rollout", "step", "inputs", "outputs")
+WORDS = arguments.Words("rollout", "step", "inputs", "outputs", "state", "output")
 
 
 class Rollout(NamedTuple):
@@ -126,77 +126,86 @@ def rollout(
     extent = scan_extent(WORDS, length, rows, options.max_steps, reverse=False, stops=stop is not None)
     unroll = arguments.unroll_steps("rollout", unroll, extent.bound if extent.fixed else None, stop is not None)
 
-    once = _Once(step, stop, with_input=inputs is not None)
-    init = state, history
-    if every > 1:
-        once = _Saving(once, every)
-        init = *init, *once.start(extent, options, state, history, inputs)
     functions = (step,) if stop is None else (step, stop)
-    body = ScanBody(WORDS, once.take, stop and once.is_last, functions, (type(once), every, inputs is None))
-    (last, outputs), loop_info = run_scan(body, options, extent, init, inputs, False, unroll, throw)
-    last_state, last_history = last[:2]
-    done = Rollout(
-        last_state if history is None else (last_state, last_history),
-        outputs if every == 1 else last[2],
-        loop_info.num_steps,
-    )
+
+    def walk(once: _Once | _Saving, carry: _Carry, inputs: Any, throw: bool) -> Any:
+        spec = type(once), every, inputs is None
+        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec)
+        return run_scan(body, options, extent, carry, inputs, False, unroll, throw)
+
+    once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
+    if every > 1:
+        like = _output_types(lambda carry, inputs: walk(once, carry, inputs, False)[0][1], carry, inputs)
+        carry = _start_saving(carry, like, (extent.capacity or 0) // every)
+    (last, outputs), loop_info = walk(once if every == 1 else _Saving(once, every), carry, inputs, throw)
+    last_state = last.state if history is None else (last.state, last.history)
+    done = Rollout(last_state, outputs if every == 1 else last.saved, loop_info.num_steps)
     return (done, loop_info) if info else done
 
 
+class _Carry(NamedTuple):
+    """What goes from step to step."""
+
+    state: Any
+    history: History | None
+    # With save_every:
+    saved: Any = None  # the outputs that have been saved, with room for the others
+    num_steps: Any = None  # that have been taken
+    is_last: Any = None  # whether `stop` has said so
+
+
 class _Once(NamedTuple):
-    """A step of a rollout as one of a scan, with the carry (state, history)."""
+    """A step of a rollout as one of a scan."""
 
     step: Callable[..., tuple[Any, Any]]
     stop: Callable[[Any, Any], Any] | None
     with_input: bool
 
-    def take(self, carry: Any, x: Any, **key: Any) -> tuple[Any, Any]:
+    def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, Any]:
         """The next carry, and the output."""
-        state, history = carry
         inputs = (x,) if self.with_input else ()
-        window = {} if history is None else {"history": history}
-        state, y = arguments.pair(WORDS, self.step(state, *inputs, **window, **key))
-        return (state, None if history is None else history.push(y)), y
+        window = {} if carry.history is None else {"history": carry.history}
+        state, y = arguments.pair(WORDS, self.step(carry.state, *inputs, **window, **key))
+        return _Carry(state, None if carry.history is None else carry.history.push(y)), y
 
-    def is_last(self, carry: Any, y: Any) -> Any:
+    def is_last(self, carry: _Carry, y: Any) -> Any:
         """Whether to stop."""
         assert self.stop is not None
-        return self.stop(carry[0], y)
+        return self.stop(carry.state, y)
 
 
 class _Saving(NamedTuple):
-    """The same with the carry (state, history, saved outputs, steps taken, whether to stop), and no rows."""
+    """The same with outputs saved in the carry, and no rows."""
 
     once: _Once
     every: int
 
-    def start(self, extent: Extent, options: arguments.Options, state: Any, history: Any, inputs: Any) -> Any:
-        """The rest of the carry."""
-        frozen = freeze((state, inputs))
-
-        def output() -> Any:
-            state, inputs = frozen
-            row = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
-            key = options.step_key(jnp.int32(0), options.extras)
-            return self.once.take((thaw(state), history), thaw(row), **key)[1]
-
-        if extent.capacity is None:
-            raise arguments.no_capacity(WORDS, "outputs", "leave save_every=1 and return (state, None) from step")
-        like = row_types("rollout(save_every=...): the output of step", jax.eval_shape(output))
-        rows = extent.capacity // self.every
-        saved = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), like)
-        return saved, jnp.int32(0), jnp.zeros((), bool)
-
-    def take(self, carry: Any, x: Any, **key: Any) -> tuple[Any, None]:
+    def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, None]:
         """The next carry."""
-        state, history, saved, number, _ = carry
-        (state, history), y = self.once.take((state, history), x, **key)
-        number = number + 1
+        after, y = self.once.take(carry, x, **key)
+        number = carry.num_steps + 1
         place = jnp.where(number % self.every == 0, number // self.every - 1, jnp.iinfo(jnp.int32).max)
-        saved = jax.tree.map(lambda rows, leaf: buffers.put(rows, place, jnp.asarray(leaf), appends=True), saved, y)
-        is_last = jnp.zeros((), bool) if self.once.stop is None else self.once.is_last((state, history), y)
-        return (state, history, saved, number, arguments.one_bool("stop of rollout", is_last)), None
+        saved = jax.tree.map(lambda rows, x: buffers.put(rows, place, jnp.asarray(x), appends=True), carry.saved, y)
+        is_last = False if self.once.stop is None else self.once.is_last(after, y)
+        is_last = arguments.one_bool("stop of rollout", is_last)
+        return after._replace(saved=saved, num_steps=number, is_last=is_last), None
 
-    def is_last(self, carry: Any, _: Any) -> Any:
+    def is_last(self, carry: _Carry, _: Any) -> Any:
         """Whether to stop."""
-        return carry[-1]
+        return carry.is_last
+
+
+def _start_saving(carry: _Carry, like: Any, rows: int) -> _Carry:
+    saved = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), like)
+    return carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
+
+
+def _output_types(outputs: Callable[[Any, Any], Any], carry: _Carry, inputs: Any) -> PyTree[jax.ShapeDtypeStruct]:
+    """The types of an output, from the rollout that saves all of them, which is traced and not run."""
+    frozen, found = freeze((carry, inputs)), []  # so that objects of the caller stay what they are
+    jax.eval_shape(lambda: found.append(jax.tree.map(_row, outputs(*thaw(frozen)))))
+    return row_types("rollout(save_every=...): the output of step", found[0])
+
+
+def _row(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.Array) else x
