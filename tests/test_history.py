@@ -216,7 +216,8 @@ def test_windows_outside_of_loops(storage: str) -> None:
         window = window.push(row)
         series.append(row)
     assert len(window) == 3
-    assert float(window[np.int64(-1)]) == 6.0
+    newest: Any = np.int64(-1)
+    assert float(window[newest]) == 6.0
 
 
 def test_traced_indices(storage: str) -> None:
