@@ -40,13 +40,13 @@ class History(eqx.Module):
     like
         Instead of `rows`, what a row is: a pytree of arrays or `jax.ShapeDtypeStruct`s.
     fill
-        With `like`, the value of all rows at the start; zero unless given.
+        With `like`, the number that all rows are full of at the start; zero unless given.
 
     Raises
     ------
     TypeError
         `k` is not an integer; leaves that are no arrays of numbers; `rows` and `like` together, or none of them;
-        `fill` with `rows`.
+        `fill` with `rows`, or of another type than they are.
     ValueError
         `k` is not positive; `rows` has fewer than `k`, or arrays of different lengths.
 
@@ -138,7 +138,12 @@ class History(eqx.Module):
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
     types = row_types("History(like=...)", like)
-    return jax.tree.map(lambda x: jnp.full((k, *x.shape), 0 if fill is None else fill, x.dtype), types)
+    zeros = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), types)
+    if fill is None:
+        return zeros
+    numbers = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), types)
+    numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
+    return jax.tree.map(jnp.full_like, zeros, numbers)
 
 
 def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:

@@ -339,6 +339,11 @@ def test_rows_that_do_not_match(row: Any, says: list[str]) -> None:
         lx.Buffer(3, like=jnp.ones(2)).append(row)
 
 
+def test_a_float_is_no_integer() -> None:
+    with raises(TypeError, "Buffer.append", "got float 0.5, expected int64[]"):
+        lx.Buffer(2, like=3).append(0.5)
+
+
 @pytest.mark.parametrize(
     ("capacity", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (jnp.int32(3), TypeError)]
 )

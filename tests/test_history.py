@@ -270,6 +270,14 @@ def test_either_rows_or_like() -> None:
         lx.History(2, START, fill=1.0)
 
 
+@pytest.mark.parametrize(("fill", "got"), [(0.5, "0.5"), (jnp.ones(2, int), "int64[2]"), ("abc", "'abc'")])
+def test_fill_is_a_number_of_their_type(fill: Any, got: str) -> None:
+    with raises(TypeError, "History(fill=...)", "['i']", got, "expected int64[]"):
+        lx.History(2, like={"i": 3, "x": jnp.ones(2)}, fill=fill)
+    filled = lx.History(2, like={"i": 3, "x": jnp.ones(2)}, fill=1).rows
+    assert_close(filled, {"i": jnp.ones(2, int), "x": jnp.ones((2, 2))})
+
+
 def test_a_window_longer_than_the_data() -> None:
     with raises(ValueError, "History(4, rows)", "rows has 3 rows"):
         lx.History(4, START)
@@ -314,6 +322,11 @@ def test_a_row_is_made_of_arrays(like: Any) -> None:
 def test_rows_that_do_not_match(storage: str, row: Any, says: list[str]) -> None:
     with raises(TypeError, "History.push", *says):
         lx.History(2, START).push(row)
+
+
+def test_a_float_is_no_integer() -> None:
+    with raises(TypeError, "History.push", "got float 0.5, expected int64[]"):
+        lx.History(2, like=3).push(0.5)
 
 
 @pytest.mark.parametrize("index", [3, -4])
