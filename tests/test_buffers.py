@@ -189,6 +189,29 @@ def test_finished_lanes_read_nothing_outside_of_the_domain(lanes: Any) -> None:
     assert_close(jax.vmap(jax.grad(of_lane, 1))(steps, xs), wanted)
 
 
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_finished_lanes_see_no_rows_that_they_have_not_written(lanes: Any) -> None:
+    """All rows at once: those of a lane that has finished are fewer than the count of the lane that it follows."""
+
+    def of_lane(steps: Any, x: Any) -> Any:
+        def body(i: Any, b: Any) -> Any:
+            inverse = 1.0 / jnp.where(b.mask, b.rows, 1.0)
+            return b.append(jnp.where(b.mask, inverse, 0.0).sum() + x)
+
+        return lx.fori_loop(0, steps, body, lx.Buffer(8, like=x).append(x), max_steps=7, lanes=lanes).rows.sum()
+
+    def alone(steps: int, x: Any) -> Any:
+        rows = [x]
+        for _ in range(steps):
+            rows.append(sum(1.0 / r for r in rows) + x)
+        return sum(rows)
+
+    steps, xs = jnp.array([2, 7, 0]), jnp.array([0.5, 2.0, 3.0])
+    wanted = jnp.stack([jax.grad(alone, 1)(int(n), x) for n, x in zip(steps, xs, strict=True)])
+    assert_close(jax.vmap(jax.grad(of_lane, 1))(steps, xs), wanted)
+    assert_close(jax.grad(lambda xs: jax.vmap(of_lane)(steps, xs).sum())(xs), wanted)
+
+
 def test_while_loop_and_scan() -> None:
     def appended(x: Any) -> Any:
         count = lambda b: b.count < 5

@@ -7,7 +7,7 @@ read, and nothing is written)::
     put(rows, place, row)     -> rows with rows[place] = row
     add(rows, place, row)     -> rows with rows[place] += row
     take(rows, place)         -> rows[place], rows with rows[place] = 0
-    view(rows)                -> rows, rows
+    view(rows, active)        -> rows, rows
 
 Each is the transpose of another: of `get`, `add`; of `put`, `take`. What only reads hands the array on, so that
 in the body of a loop every version of it is used once (`core/versions.py`). Its cotangent then has versions in the
@@ -54,9 +54,9 @@ def take(rows: Any, place: Any, lanes: int = 0) -> tuple[Any, Any]:
     return take_p.bind(rows, place, lanes=lanes)
 
 
-def view(rows: Any) -> tuple[Any, Any]:
+def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
     """All rows, and the array."""
-    return view_p.bind(rows)
+    return view_p.bind(rows, active)
 
 
 def nowhere(rows: Any, lanes: int) -> Any:
@@ -136,7 +136,7 @@ get_p = _primitive("buffer_get", lambda rows, place, _, lanes: _get(rows, place,
 put_p = _primitive("buffer_put", _put, ["lanes", "appends"])
 add_p = _primitive("buffer_add", _add, ["lanes"])
 take_p = _primitive("buffer_take", _take, ["lanes"])
-view_p = _primitive("buffer_view", lambda rows: [rows, rows], [])
+view_p = _primitive("buffer_view", lambda rows, _: [rows, rows], [])
 
 # Which result of an operation is the array.
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
@@ -203,11 +203,11 @@ def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[
     return [put(_array(ct_rows), place, _array(ct_row), lanes), None]
 
 
-def _transpose_view(cts: Sequence[Any], _: Any) -> list[Any]:
+def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     ct_view, ct_rows = cts
-    if isinstance(ct_view, ad.Zero) or isinstance(ct_rows, ad.Zero):
-        return [ct_rows if isinstance(ct_view, ad.Zero) else ct_view]
-    return [ct_view + ct_rows]
+    if isinstance(ct_view, ad.Zero):
+        return [ct_rows, None]
+    return [_array(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
 
 
 ad.primitive_transposes[get_p] = _transpose_get
@@ -237,6 +237,16 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
     return [row, rows], [0, rows_to]
 
 
+def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    (rows, active), (rows_dim, active_dim) = operands, dims
+    if rows_dim is None:
+        return view(rows), [None, None]
+    seen, rows = view(jnp.moveaxis(rows, int(rows_dim), 0))
+    if active_dim is not None:
+        (seen,) = borrow(active, [seen], [True])
+    return [seen, rows], [0, 0]
+
+
 def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
     def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
         if all(d is None for d in dims):  # JAX asks inside batched control flow
@@ -253,8 +263,9 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
 batching.fancy_primitive_batchers[get_p] = _batch_get
 for _primitive_ in (put_p, add_p, take_p):
     batching.fancy_primitive_batchers[_primitive_] = _batch_rule(_primitive_)
-batching.primitive_batchers[view_p] = lambda operands, dims: (view(*operands), [dims[0], dims[0]])
+
+batching.primitive_batchers[view_p] = _batch_view
 
 # The array that `get` hands on is the one that it was given, whatever the place.
 dependence_rules[get_p] = lambda _: [0b111, 0b001]
-dependence_rules[view_p] = lambda _: [0b1, 0b1]
+dependence_rules[view_p] = lambda _: [0b11, 0b01]

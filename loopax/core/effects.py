@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, scan_sizes
-from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p
+from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
 from loopax.core.replay import Replay, lending_replay, replay_p
@@ -102,9 +102,9 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.effects and not eqn.outvars:
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
-    if eqn.primitive is get_p:
-        rows, place, is_active = operands
-        return bind_again(eqn, [rows, place, is_active & active])
+    if eqn.primitive in (get_p, view_p):
+        *read, is_active = operands
+        return bind_again(eqn, [*read, is_active & active])
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
         return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
