@@ -314,10 +314,7 @@ def copies_of(shape: str, function: Any, *arguments: Any) -> list[str]:
     return [line for part in steps for line in part.splitlines() if shape in line and " copy(" in line]
 
 
-FUSED = "XLA on a CPU fuses the second read of a row into the writing of another one, and copies the array for that"
-
-
-@pytest.mark.parametrize("lanes", [pytest.param(False, marks=pytest.mark.xfail(reason=FUSED, strict=True)), True])
+@pytest.mark.parametrize("lanes", [False, True])
 def test_rows_are_written_in_place(lanes: bool) -> None:
     shape = "f64[4,12,2]" if lanes else "f64[12,2]"
     f = jax.grad(loss, 1)

@@ -100,8 +100,17 @@ def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
 
 @_over_lanes
 def _get(rows: Any, place: Any, is_alone: bool) -> list[Any]:
-    del is_alone
-    return [_read(rows, place), rows]
+    if place.ndim or not is_alone:
+        return [_read(rows, place), rows]
+    return [_read(rows, _and_another(place, 0))[0], rows]
+
+
+def _and_another(place: Any, other: int) -> Any:
+    """A second place, so that one row is not read or written as a slice.
+
+    XLA on a CPU would fuse the reading of one slice into the writing of another, and copy the array for that.
+    """
+    return jnp.stack([place, jnp.full_like(place, other)])
 
 
 @_over_lanes
@@ -114,7 +123,7 @@ def _put(rows: Any, place: Any, row: Any, is_alone: bool, appends: bool) -> list
 def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
     if place.ndim or not is_alone:
         return [rows.at[place].add(row, mode="drop")]
-    return [_write(rows, place, _read(rows, place) + row, is_alone)]
+    return [rows.at[_and_another(place, rows.shape[0])].add(jnp.stack([row, jnp.zeros_like(row)]), mode="drop")]
 
 
 @_over_lanes
