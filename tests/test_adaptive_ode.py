@@ -1,8 +1,6 @@
 """The adaptive solver of the examples is Diffrax's in values, gradients and steps, lane by lane."""
 
-import importlib.util
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +8,8 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from tests.examples import load_example
 
-PATH = Path(__file__).parents[1] / "examples" / "adaptive_ode.py"
 STIFFNESS = jnp.array([1.0, 4.0, 12.0])
 TIMES = jnp.array([0.0, 0.05, 0.1, 0.15, 2.0, 5.5, 6.0])  # several in a step, and steps without any
 START = jnp.array([2.0, 0.0])
@@ -19,12 +17,7 @@ START = jnp.array([2.0, 0.0])
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("adaptive_ode", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("adaptive_ode")
 
 
 def loss_and_solution(solver, stiffness, y):

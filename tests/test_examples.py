@@ -1,34 +1,26 @@
 """The example computes what it says: `loopax.scan`, the masked `jax.lax.scan` and a plain Python loop agree."""
 
-import importlib.util
-from pathlib import Path
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-PATH = Path(__file__).parents[1] / "examples" / "japanese_vowels.py"
+from tests.examples import load_example, precision_of_a_user
+
 # The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
 TOLERANCE = 5e-6
 
 
 @pytest.fixture(autouse=True)
 def _precision_of_a_user():
-    """The example runs under the settings that users have, not the strict ones of these tests."""
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with precision_of_a_user():
         yield
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("japanese_vowels", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("japanese_vowels")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """The multi-step integrator of the examples: its order, a plain Python loop of it, one compilation, and training."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -11,27 +9,21 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from tests.examples import load_example, precision_of_a_user
 
-PATH = Path(__file__).parents[1] / "examples" / "multistep_integrator.py"
 PUBLISHED = {1: [1], 2: [3 / 2, -1 / 2], 3: [23 / 12, -16 / 12, 5 / 12], 4: [55 / 24, -59 / 24, 37 / 24, -9 / 24]}
 
 
 @pytest.fixture(autouse=True)
 def _precision_of_a_user():
-    """The example runs under the settings that users have, not the strict ones of these tests."""
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with precision_of_a_user():
         yield
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("multistep_integrator", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     with jax.enable_x64(False):
-        spec.loader.exec_module(module)
-    return module
+        return load_example("multistep_integrator")
 
 
 @pytest.fixture(scope="module")

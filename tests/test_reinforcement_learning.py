@@ -1,8 +1,5 @@
 """The example computes what it says: episodes in lanes, and their gradient, are those of plain Python, one by one."""
 
-import importlib.util
-from pathlib import Path
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,8 +7,8 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from tests.examples import load_example, precision_of_a_user
 
-PATH = Path(__file__).parents[1] / "examples" / "reinforcement_learning.py"
 # The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
 TOLERANCE = 1e-5
 EPISODES = 6
@@ -19,19 +16,14 @@ EPISODES = 6
 
 @pytest.fixture(autouse=True)
 def _precision_of_a_user():
-    """The example runs under the settings that users have, not the strict ones of these tests."""
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with precision_of_a_user():
         yield
 
 
 @pytest.fixture(scope="module")
 def example():
     """With episodes that are over early, by themselves or at the limit."""
-    spec = importlib.util.spec_from_file_location("reinforcement_learning", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_example("reinforcement_learning")
     vars(module).update(LONGEST=24, EPISODES=64)
     return module
 

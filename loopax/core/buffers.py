@@ -28,6 +28,7 @@ from jax import lax
 from loopax._compat import Primitive, ad, batching, is_nonzero, mlir, zeros
 from loopax.core.axes import Axis, fill_axis
 from loopax.core.dependence import dependence_rules
+from loopax.core.jaxprs import written_out
 from loopax.core.lending import borrow
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
@@ -174,10 +175,6 @@ for _primitive_, _row_at in [(get_p, None), (put_p, 2), (add_p, 2), (take_p, Non
     _jvp_rule(_primitive_, _row_at)
 
 
-def _array(ct: Any) -> Any:
-    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
-
-
 def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
     return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, cts, strict=True)]
 
@@ -186,7 +183,7 @@ def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: i
     ct_row, ct_rows = cts
     if isinstance(ct_row, ad.Zero):
         return [ct_rows, None, None]
-    ct_rows = _array(ct_rows)
+    ct_rows = written_out(ct_rows)
     return [add(ct_rows, jnp.where(active, place, nowhere(ct_rows, lanes)), ct_row, lanes), None, None]
 
 
@@ -209,14 +206,14 @@ def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
     ct_row, ct_rows = cts
-    return [put(_array(ct_rows), place, _array(ct_row), lanes), None]
+    return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
 
 
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
-    return [_array(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
+    return [written_out(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
 
 
 ad.primitive_transposes[get_p] = _transpose_get

@@ -5,11 +5,12 @@ matrix product, 7 elementwise ones, or two thirds of a transcendental function. 
 times as fast, and their ratios similar. It is for choices between alternatives that differ by more than 15 %.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from loopax._compat import ClosedJaxpr
+from loopax.core.jaxprs import inner_jaxprs
 
 IN_MEMORY = 1.0  # per byte stored and read again
 IN_CACHE = 0.45
@@ -41,7 +42,7 @@ def _equations(jaxpr: Any) -> float:
 
 def _equation(eqn: Any) -> float:
     name = eqn.primitive.name
-    if inner := list(_inner_jaxprs(eqn)):
+    if inner := list(inner_jaxprs(eqn)):
         costs = [_equations(jaxpr) for jaxpr in inner]
         return max(costs) if name == "cond" else _iterations(eqn) * sum(costs)
     size = sum(prod(v.aval.shape) for v in _changed(eqn))
@@ -61,14 +62,6 @@ def _changed(eqn: Any) -> Sequence[Any]:
     if eqn.primitive.name in ("buffer_get", "buffer_take"):
         return eqn.outvars[:1]
     return eqn.invars[2:3] if eqn.primitive.name in ("buffer_put", "buffer_add") else eqn.outvars
-
-
-def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else [value]:
-            closed = getattr(item, "jaxpr", item)
-            if hasattr(closed, "eqns"):
-                yield closed
 
 
 def _iterations(eqn: Any) -> int:

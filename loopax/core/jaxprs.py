@@ -1,6 +1,6 @@
 """Small tools for jaxprs: trace, prune, look through, split lists of operands."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from math import prod
 from sys import maxsize
@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from loopax._compat import (
     AbstractValue,
     ClosedJaxpr,
+    Jaxpr,
     Literal,
+    ad,
     dce,
     equation_context,
     replace_jaxpr,
     strong,
     unmapped_aval,
+    zeros,
 )
 
 T = TypeVar("T")
@@ -80,6 +83,11 @@ def num_bytes(avals: Iterable[AbstractValue]) -> int:
     return size if isinstance(size, int) else maxsize
 
 
+def written_out(ct: Any) -> Any:
+    """A cotangent with symbolic zeros written out."""
+    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
+
+
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
     """A function of flat arrays as a jaxpr without dead code; it keeps all its inputs."""
     arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else strong(a) for a in avals]
@@ -107,6 +115,14 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, as it stands."""
     outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs in the parameters of an equation, closed or not."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -14,7 +14,7 @@ import jax
 
 from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, mlir, strong, zeros
 from loopax.core.expansion import batch_expanded, jvp_expanded
-from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
+from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
 from loopax.core.storage import Nothing, Saving, Storage
@@ -250,11 +250,6 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
         out_carry, ct_xs = out.carry, out.ys
     ct_carry, ct_consts = split(out_carry, [num_carry])
     return [*ct_consts, *ct_carry, *ct_xs]
-
-
-def written_out(ct: Any) -> Any:
-    """A cotangent with symbolic zeros written out."""
-    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:

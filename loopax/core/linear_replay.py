@@ -22,8 +22,7 @@ import jax
 from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, replace_jaxpr, strong, zeros
 from loopax.core.dependence import dependence, to_bits
 from loopax.core.expansion import batch_expanded, jvp_expanded
-from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached
-from loopax.core.linear_loop import written_out
+from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
 from loopax.core.loop import run
 from loopax.core.replay import Replay, replay, saving_loop, walk_and_replay
 from loopax.core.storage import Saving, Storage

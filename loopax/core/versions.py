@@ -9,12 +9,23 @@ leaf that comes in to the one that goes out. So
   written. Reverse mode stores no version: it reads the last (`frozen`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from loopax._compat import ClosedJaxpr, Jaxpr, Literal
+from loopax._compat import ClosedJaxpr, Literal
 from loopax.core.buffers import VERSION, add_p, get_p, put_p, take_p, view_p
-from loopax.core.jaxprs import Mask, bind_again, evaluate, merge, reject, select, split, trace, weakly_cached
+from loopax.core.jaxprs import (
+    Mask,
+    bind_again,
+    evaluate,
+    inner_jaxprs,
+    merge,
+    reject,
+    select,
+    split,
+    trace,
+    weakly_cached,
+)
 from loopax.core.loop import Loop, lending, loop_p
 from loopax.core.replay import Replay, replay_p
 
@@ -126,15 +137,7 @@ def uses_buffers(closed: ClosedJaxpr) -> bool:
 
 def touches_buffers(eqn: Any) -> bool:
     """Whether an equation, or one inside of it, is an operation of a buffer."""
-    return eqn.primitive in VERSION or any(any(map(touches_buffers, inner.eqns)) for inner in _inner_jaxprs(eqn))
-
-
-def _inner_jaxprs(eqn: Any) -> Iterable[Jaxpr]:
-    """The jaxprs in the parameters of an equation."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    return eqn.primitive in VERSION or any(any(map(touches_buffers, inner.eqns)) for inner in inner_jaxprs(eqn))
 
 
 def _inlined(eqn: Any) -> ClosedJaxpr:
