@@ -1,5 +1,6 @@
 """Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
 
+from loopax import stochtrace
 from loopax._types import LoopInfo
 from loopax.buffers import Buffer
 from loopax.history import History
@@ -35,6 +36,7 @@ __all__ = [
     "rewrite_loops",
     "rollout",
     "scan",
+    "stochtrace",
     "while_loop",
 ]
 

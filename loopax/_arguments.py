@@ -54,11 +54,12 @@ def options(name: str, kind: KindLike, lanes: LanesLike, key: Any, progress: Any
         raise NotImplementedError(
             f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None."
         )
-    data, impl = _key(name, key)
+    data, impl = prng_key(name, key)
     return Options(name, to_kind(kind), to_lanes(lanes), _max_steps(name, max_steps), data, impl)
 
 
-def _key(name: str, key: Any) -> tuple[Any, Any]:
+def prng_key(name: str, key: Any) -> tuple[Any, Any]:
+    """The data and the implementation of a PRNG key (None: a plain array), or an error for what is none."""
     if key is None:
         return None, None
     key = jnp.asarray(key) if isinstance(key, np.ndarray) else key

@@ -1,0 +1,81 @@
+"""Inverses of small matrices that may be singular, with derivatives that leave out what rounding has made.
+
+Where the operator has a low rank, some directions of a basis hold nothing but rounding errors. They must neither
+become infinite nor, in a derivative, be blown up: there they are constant.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+
+@jax.custom_jvp
+def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The inverse, from singular values of at least the rounding error of the largest."""
+    left, values, right = jnp.linalg.svd(matrix)
+    return (right.conj().T / _at_least(values, _rounding(values))[None]) @ left.conj().T
+
+
+@inverse.defjvp
+def _inverse_jvp(primals, tangents):
+    (matrix,), (rate,) = primals, tangents
+    known = pseudo_inverse(matrix)
+    return inverse(matrix), -known @ rate @ known
+
+
+@jax.custom_jvp
+def pseudo_inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The inverse on the directions whose singular values are above the rounding error of the largest."""
+    left, values, right = jnp.linalg.svd(matrix)
+    is_known = values > _rounding(values)
+    return (right.conj().T * jnp.where(is_known, 1 / jnp.where(is_known, values, 1), 0)[None]) @ left.conj().T
+
+
+@pseudo_inverse.defjvp
+def _pseudo_inverse_jvp(primals, tangents):
+    """Known directions stay known."""
+    (matrix,), (rate,) = primals, tangents
+    known = pseudo_inverse(matrix)
+    return known, -known @ rate @ known
+
+
+@jax.custom_jvp
+def inverse_root(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """L with L L^H the inverse of a positive semidefinite matrix, from eigenvalues that are not below rounding.
+
+    L is determined up to a unitary factor on its right, and its derivative too: use it in ways which do not ask.
+    """
+    values, vectors = jnp.linalg.eigh(matrix)
+    return vectors / jnp.sqrt(_at_least(values, _rounding(values)))[None]
+
+
+@inverse_root.defjvp
+def _inverse_root_jvp(primals, tangents):
+    (matrix,), (rate,) = primals, tangents
+    known = _known_root(matrix)
+    return inverse_root(matrix), -0.5 * known @ (known.conj().T @ rate @ known)
+
+
+@jax.custom_jvp
+def _known_root(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The same with zero in place of the columns whose eigenvalues are below rounding."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    is_known = values > _rounding(values)
+    return vectors * jnp.where(is_known, 1 / jnp.sqrt(jnp.where(is_known, values, 1)), 0)[None]
+
+
+@_known_root.defjvp
+def _known_root_jvp(primals, tangents):
+    (matrix,), (rate,) = primals, tangents
+    known = _known_root(matrix)
+    return known, -0.5 * known @ (known.conj().T @ rate @ known)
+
+
+def _rounding(values: Float[Array, " m"]) -> Float[Array, ""]:
+    """What rounding may make of a value that is zero."""
+    return values.shape[0] * jnp.finfo(values.dtype).eps * jnp.abs(values).max()
+
+
+def _at_least(values: Float[Array, " m"], least: Float[Array, ""]) -> Float[Array, " m"]:
+    """The values, none of them smaller; ones where all are zero."""
+    return jnp.where(least > 0, jnp.maximum(values, least), 1)

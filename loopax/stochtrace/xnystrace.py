@@ -1,0 +1,78 @@
+"""XNysTrace: the same idea for positive semidefinite operators, from one product a probe."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from loopax.stochtrace.estimator import Budget, Estimate, abs2
+from loopax.stochtrace.inverses import inverse_root
+from loopax.stochtrace.operators import Operator
+from loopax.stochtrace.probes import Probes, is_rotation_invariant
+from loopax.stochtrace.products import Products
+from loopax.stochtrace.sketch import BasisEstimator, Counted, filled
+
+
+@dataclass(frozen=True)
+class XNysTrace(BasisEstimator):
+    """The exchangeable trace estimate from Nyström approximations (Epperly, Tropp & Webber 2024, section 3).
+
+    For positive or negative semidefinite operators. A sample is one product, and the best of the estimators where
+    eigenvalues decay.
+
+    Cost: an orthogonalization of `max_matvecs` vectors, an eigendecomposition of as many rows and columns; memory for
+    2 n `max_matvecs` numbers, and a few times that for derivatives.
+
+    Parameters
+    ----------
+    probes
+        "sphere", "normal" or "rademacher"; with the first two, what is left of a probe is scaled to its mean.
+    positive_semidefinite
+        Declares that a matrix or a function is. A `lineax` operator says so itself, by its tags.
+
+    Raises
+    ------
+    ValueError
+        Unknown `probes`.
+
+    """
+
+    probes: Probes = "sphere"
+    positive_semidefinite: bool = False
+
+    has_images: ClassVar[bool] = False
+
+    def run(self, operator: Operator, products: Products, key: Array, budget: Budget) -> Estimate:
+        """See `Estimator.run`."""
+        sign = operator.sign or int(self.positive_semidefinite)
+        if sign == 0:
+            raise ValueError(
+                "estimate_trace(operator, estimator=XNysTrace()): the operator is not declared to be positive (or "
+                "negative) semidefinite, and for others the estimate is wrong. Tag it, as in "
+                "lineax.MatrixLinearOperator(A, lineax.positive_semidefinite_tag), or say "
+                "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
+            )
+        return super().run(operator, products, key, budget)
+
+    def samples(self, counted: Counted) -> Inexact[Array, " m"]:
+        """See `BasisEstimator.samples`."""
+        sketch, is_counted = counted.sketch, counted.is_counted
+        gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
+        gram = (gram + gram.conj().T) / 2
+        sign = jnp.sign(jnp.trace(gram).real)
+        root = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
+        factor = sketch.coordinates @ root  # A = Q F F^H Q^H on the span of the probes
+        lost = factor @ (root / jnp.linalg.norm(root, axis=1, keepdims=True)).conj().T  # what goes with each probe
+        seen = sketch.basis.conj() @ sketch.probes.T
+        rest = abs2((lost.conj() * seen).sum(0))
+        return sign * (abs2(factor).sum() - abs2(lost).sum(0) + self._scale(counted) * rest)
+
+    def _scale(self, counted: Counted) -> Float[Array, " m"]:
+        """How much longer the part of a probe outside of the span of the others is on average."""
+        probes = counted.sketch.probes
+        if not is_rotation_invariant(self.probes):
+            return jnp.ones_like(probes[:, 0].real)
+        inverted = jnp.linalg.inv(filled(probes.conj() @ probes.T, counted.is_counted))
+        dimensions = (probes.shape[1] - counted.count + 1).astype(inverted.real.dtype)
+        return dimensions * jnp.diag(inverted).real
