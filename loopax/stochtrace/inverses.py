@@ -40,35 +40,26 @@ def _pseudo_inverse_jvp(primals, tangents):
 
 
 @jax.custom_jvp
-def inverse_root(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """L with L L^H the inverse of a positive semidefinite matrix, from eigenvalues that are not below rounding.
+def inverse_root(matrix: Inexact[Array, "m m"]) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+    """L with L L^H the inverse of a positive semidefinite matrix, as the sum of two matrices.
+
+    The first has the columns of eigenvalues above the rounding error of the largest, the second those of the others,
+    which are raised to it, and whose derivative is zero.
 
     L is determined up to a unitary factor on its right, and its derivative too: use it in ways which do not ask.
     """
     values, vectors = jnp.linalg.eigh(matrix)
-    return vectors / jnp.sqrt(_at_least(values, _rounding(values)))[None]
+    least = _rounding(values)
+    columns = vectors / jnp.sqrt(_at_least(values, least))[None]
+    is_known = (values > least)[None]
+    return jnp.where(is_known, columns, 0), jnp.where(is_known, 0, columns)
 
 
 @inverse_root.defjvp
 def _inverse_root_jvp(primals, tangents):
     (matrix,), (rate,) = primals, tangents
-    known = _known_root(matrix)
-    return inverse_root(matrix), -0.5 * known @ (known.conj().T @ rate @ known)
-
-
-@jax.custom_jvp
-def _known_root(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """The same with zero in place of the columns whose eigenvalues are below rounding."""
-    values, vectors = jnp.linalg.eigh(matrix)
-    is_known = values > _rounding(values)
-    return vectors * jnp.where(is_known, 1 / jnp.sqrt(jnp.where(is_known, values, 1)), 0)[None]
-
-
-@_known_root.defjvp
-def _known_root_jvp(primals, tangents):
-    (matrix,), (rate,) = primals, tangents
-    known = _known_root(matrix)
-    return known, -0.5 * known @ (known.conj().T @ rate @ known)
+    known, rest = inverse_root(matrix)
+    return (known, rest), (-0.5 * known @ (known.conj().T @ rate @ known), jnp.zeros_like(rest))
 
 
 def _rounding(values: Float[Array, " m"]) -> Float[Array, ""]:

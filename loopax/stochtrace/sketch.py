@@ -181,8 +181,9 @@ class _Growth:
         rounding = jnp.where(norm > 0, jnp.finfo(images.dtype).eps * norm / self.products.size**0.5, 1)
         new = images + rounding.astype(images.dtype) * probes
         if self.rows > self.budget.batch:  # there is a basis already
-            new = _normalized(_orthogonal_to(basis, new))
-            new = _orthogonal_to(basis, new)  # twice is enough (Giraud, Langou & Rozloznik 2005)
+            # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
+            new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
+            new = _orthogonal_to(basis, new)
         return _normalized(new)
 
     def derivative(self, _: Any, out: Any, along: Along) -> Sketch:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -61,8 +62,10 @@ class XNysTrace(BasisEstimator):
         gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
         gram = (gram + gram.conj().T) / 2
         sign = jnp.sign(jnp.trace(gram).real)
-        root = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
-        factor = sketch.coordinates @ root  # A = Q F F^H Q^H on the span of the probes
+        known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
+        root = known + rounding
+        # A = Q F F^H Q^H on the span of the probes
+        factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
         lost = factor @ (root / jnp.linalg.norm(root, axis=1, keepdims=True)).conj().T  # what goes with each probe
         seen = sketch.basis.conj() @ sketch.probes.T
         rest = abs2((lost.conj() * seen).sum(0))
