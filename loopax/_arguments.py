@@ -11,10 +11,30 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static, stays
 from loopax._compat import is_reference
-from loopax._static import static_int
+from loopax._static import Why, an_int, refuse_tracers, static_bool, static_int, two_ways
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
 from loopax.lanes import Lanes, LanesLike, to_lanes
+
+# Where a number of steps goes that is known only at run time.
+_TRACED_STEPS = {
+    "while_loop": "`while_loop(lambda c: (c[0] < n) & ..., ..., max_steps=64)`",
+    "fori_loop": "`fori_loop(0, n, ..., max_steps=64)`",
+    "scan": "`scan(..., length=n, max_steps=64)`",
+    "rollout": "`rollout(..., length=n, max_steps=64)`",
+    "rewrite_loops": "`rewrite_loops(fn, max_steps=64)(n)`",
+}
+_GIVE_BOUND = "give a static bound, and let the number itself be traced: "
+_UNROLL = Why("how many steps stand in the program", "choose one for all calls: results do not depend on it")
+_REVERSE = Why(
+    "in which order the program walks the rows",
+    "choose between two scans: `jax.lax.cond(flag, lambda: scan(..., reverse=True), lambda: scan(...))`",
+)
+_THROW = Why(
+    "whether the program holds a check that raises",
+    "give throw=False and info=True, and use `limit_reached`, which is traced",
+)
+_INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,8 @@ class Options:
     max_steps: int | None
     key_data: Any
     key_impl: Any
+    throw: bool
+    info: bool
 
     @property
     def key_spec(self) -> Any:
@@ -48,14 +70,25 @@ class Options:
         return {"key": jax.random.fold_in(key, number)}
 
 
-def options(name: str, kind: KindLike, lanes: LanesLike, key: Any, progress: Any, max_steps: Any) -> Options:
+def options(
+    name: str,
+    kind: KindLike,
+    lanes: LanesLike,
+    key: Any = None,
+    progress: Any = None,
+    max_steps: Any = None,
+    throw: Any = True,
+    info: Any = False,
+) -> Options:
     """Validate the options that all loops share."""
     if progress is not None:
         raise NotImplementedError(
             f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None."
         )
     data, impl = prng_key(name, key)
-    return Options(name, to_kind(kind), to_lanes(lanes), _max_steps(name, max_steps), data, impl)
+    throw = static_bool(f"{name}(throw=...)", throw, _THROW)
+    info = static_bool(f"{name}(info=...)", info, _INFO)
+    return Options(name, to_kind(kind), to_lanes(lanes), _max_steps(name, max_steps), data, impl, throw, info)
 
 
 def prng_key(name: str, key: Any) -> tuple[Any, Any]:
@@ -77,13 +110,8 @@ def prng_key(name: str, key: Any) -> tuple[Any, Any]:
 def _max_steps(name: str, max_steps: Any) -> int | None:
     if max_steps is None:
         return None
-    if isinstance(max_steps, jax.Array):
-        raise TypeError(
-            f"{name}(max_steps=...): got {describe(max_steps)}, expected a Python int. It is a static bound, which "
-            "decides how much memory a gradient uses. A number of steps known at run time goes into `length=` of scan, "
-            "the bounds of fori_loop or the condition of while_loop."
-        )
-    steps = static_int(f"{name}(max_steps=...)", max_steps)
+    why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
+    steps = static_int(f"{name}(max_steps=...)", max_steps, why)
     if steps < 0 or steps > MOST_STEPS:
         raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {MOST_STEPS}.")
     return steps
@@ -107,7 +135,7 @@ def refuse_references(where: str, values: Sequence[Any]) -> None:
 def is_traced_int(what: str, value: Any) -> bool:
     """Whether a number of steps is known only at run time; an error where it is not one integer."""
     if not isinstance(value, jax.Array):
-        static_int(what, value)
+        an_int(what, value)
         return False
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{what}: got {describe(value)}, expected one integer.")
@@ -173,9 +201,12 @@ def no_rows(words: Words, y: Any) -> None:
 
 def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:
     """The error of a scan without a static number of rows that has something to write to them."""
+    bound = f"{_GIVE_BOUND}{_TRACED_STEPS[words.name]} (rows of {what} that are not executed are zero)"
+    ways = two_ways("a `length` that is a Python int", bound)
     return ValueError(
         f"{words.name} has no static capacity for {what}: {words.xs} has no arrays, `length` is not static, and there "
-        f"is no `max_steps`. Give max_steps= (rows of {what} that are not executed are zero), or {otherwise}."
+        "is no `max_steps`. How many rows there are is a shape, so it must be known when the program is traced. "
+        f"{ways}\nWhere no rows are wanted, {otherwise}."
     )
 
 
@@ -212,16 +243,23 @@ def _known_rows(words: Words, rows: Any) -> int:
     )
 
 
+def is_reverse(name: str, reverse: Any) -> bool:
+    """Whether to walk rows from the last to the first."""
+    return static_bool(f"{name}(reverse=...)", reverse, _REVERSE)
+
+
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:
     """Steps per iteration of the compiled loop."""
     if unroll is None or unroll is False:
         return 1
-    steps = 0 if unroll is True else static_int(f"{name}(unroll=...)", unroll)
+    refuse_tracers(f"{name}(unroll=...)", unroll, "a Python int or bool", _UNROLL)
+    steps = 0 if unroll is True else an_int(f"{name}(unroll=...)", unroll)
     if steps == 0:  # as for `jax.lax.scan`, the same as True
         if static_length is None:
+            ways = two_ways("limits or a `length` that are Python ints", "give unroll=k to take k steps at a time")
             raise ValueError(
-                f"{name}(unroll={unroll!r}) unrolls the whole loop, which needs a static number of steps. "
-                "It is known only at run time here: give unroll=k to take k steps at a time."
+                f"{name}(unroll={unroll!r}) unrolls the whole loop, so its number of steps must be known when the "
+                f"program is traced. It is known only at run time here. {ways}"
             )
         steps = max(static_length, 1)
     if steps < 1:

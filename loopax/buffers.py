@@ -10,9 +10,14 @@ from jaxtyping import Array, Bool, Int, PyTree
 from loopax._arguments import one_bool
 from loopax._checks import Check, settle
 from loopax._rows import matching_row, one_index, row_types
-from loopax._static import positive_int
+from loopax._static import Why, positive_int
 from loopax._types import RowByRow
 from loopax.core import buffers as rows_of
+
+_CAPACITY = Why(
+    "the shape of the rows",
+    "give the most rows that there may be, and append under a traced condition: `append(row, when=...)`",
+)
 
 
 class Buffer(RowByRow):
@@ -65,7 +70,7 @@ class Buffer(RowByRow):
 
     def __init__(self, capacity: int, *, like: PyTree[Any]) -> None:
         """Make an empty buffer."""
-        self.capacity = positive_int("Buffer(capacity=...)", capacity, "rows", "how much memory it takes is decided")
+        self.capacity = positive_int("Buffer(capacity=...)", capacity, "rows", _CAPACITY)
         self.count = jnp.zeros((), jnp.int32)
         self._rows = jax.tree.map(
             lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), row_types("Buffer(like=...)", like)

@@ -11,11 +11,14 @@ from loopax._arguments import SCAN, rows_of
 from loopax._carry import describe, with_arrays
 from loopax._checks import Check, settle
 from loopax._rows import matching_row, one_index, row_types
-from loopax._static import positive_int
+from loopax._static import Why, positive_int
 from loopax.core import buffers
 
 # From so many bytes on, rows are written in place, around a ring, instead of shifted by one (docs/benchmark.md).
 RING_BYTES = 32 * 1024
+_SIZE = Why(
+    "the shape of the window", "give the most rows that are looked back at, and look back by the number: `history[-n]`"
+)
 
 
 class History(eqx.Module):
@@ -66,7 +69,7 @@ class History(eqx.Module):
         self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = None
     ) -> None:
         """Make a history from the start of a series, or an empty one."""
-        self._size = positive_int("History(k=...)", k, "rows", "the shape of the window is decided")
+        self._size = positive_int("History(k=...)", k, "rows", _SIZE)
         if (rows is None) == (like is None):
             raise TypeError("History(k, ...): give either `rows`, the start of the series, or `like`, a row.")
         if not (rows is None or fill is None):

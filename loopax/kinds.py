@@ -5,10 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loopax import core
-from loopax._static import positive_int
+from loopax._static import Why, positive_int, refuse_tracers
 
 DEFAULT_MEMORY = 256 * 2**20
-_DECIDED = "how much a gradient stores is decided"
+_CHECKPOINTS = Why(
+    "how much memory a gradient uses",
+    "give the most carries that there is room for: one budget serves every number of steps",
+)
+_MEMORY = Why(
+    "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"
+)
+_KIND = Why("the program of a gradient", "choose one kind for all calls: values and derivatives do not depend on it")
 
 
 class Kind(ABC):
@@ -81,7 +88,8 @@ class Checkpointed(Kind):
         """Refuse what is not a number of carries."""
         if self.checkpoints is not None:
             what = "Checkpointed(checkpoints=...)"
-            object.__setattr__(self, "checkpoints", positive_int(what, self.checkpoints, "stored carries", _DECIDED))
+            number = positive_int(what, self.checkpoints, "stored carries", _CHECKPOINTS)
+            object.__setattr__(self, "checkpoints", number)
 
     def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
@@ -152,7 +160,7 @@ class Auto(Kind):
 
     def __post_init__(self) -> None:
         """Refuse what is not a number of bytes."""
-        object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _DECIDED))
+        object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
 
     def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
         """See `Kind.storage`."""
@@ -180,6 +188,7 @@ _BY_NAME: dict[str, type[Any]] = {
 
 def to_kind(kind: KindLike) -> Kind:
     """The strategy object behind the `kind` argument."""
+    refuse_tracers("kind=...", kind, "a kind or the name of one", _KIND)
     if isinstance(kind, Kind):
         return kind
     if isinstance(kind, str) and kind in _BY_NAME:

@@ -8,11 +8,13 @@ from typing import Literal
 import jax
 
 from loopax._carry import describe
-from loopax._static import positive_int
+from loopax._static import Why, positive_int, refuse_arrays, refuse_tracers
 from loopax.schedule import Stages
 
 # Lanes that keep a device busy: the first measured (docs/benchmark.md), the second a guess.
 CPU_LANES, OTHER_LANES = 32, 4096
+_STAGES = Why("the sizes of the batches in the program", "choose one for all calls: results do not depend on it")
+_LANES = Why("how the program runs a batch", "choose one for all calls: results do not depend on it")
 
 
 class Lanes(ABC):
@@ -92,7 +94,7 @@ class Compact(Lanes):
         """Refuse stages that do not get smaller."""
         _check_shrink(self.shrink)
         if self.min_lanes is not None:
-            lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", "stages are decided")
+            lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", _STAGES)
             object.__setattr__(self, "min_lanes", lanes)
 
     @property
@@ -144,10 +146,11 @@ class Free(Lanes):
 
 
 def _check_shrink(shrink: object) -> None:
+    refuse_arrays("Compact(shrink=...)", shrink, "a Python number", _STAGES)
     if isinstance(shrink, bool) or not isinstance(shrink, Real):
         raise TypeError(
             f"Compact(shrink=...): got {describe(shrink)}, expected a number from 2 on, the size of a stage over that "
-            "of the next. It is static: stages are decided when the loop is compiled, not when it runs."
+            "of the next."
         )
     if not float(shrink) >= 2:
         raise ValueError(
@@ -162,6 +165,7 @@ _BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "f
 
 def to_lanes(lanes: LanesLike) -> Lanes:
     """The object behind the `lanes` argument."""
+    refuse_tracers("lanes=...", lanes, "a way to run lanes or the name of one", _LANES)
     if isinstance(lanes, Lanes):
         return lanes
     if isinstance(lanes, str) and lanes in _BY_NAME:

@@ -78,7 +78,7 @@ def while_loop(
     ------
     TypeError
         The carry changes its structure, shapes or dtypes; `cond_fun` does not return one bool;
-        `max_steps` is not an int.
+        `max_steps` is not an int; `max_steps`, `throw` or `info` is traced (docs/static-and-dynamic.md).
     ValueError
         An unknown `kind` or `lanes`; a negative `max_steps`; `Bounded()` or `Residuals()` without a
         bound; reverse mode through `Lax()`.
@@ -94,7 +94,7 @@ def while_loop(
     (2000), Stumm & Walther (2010), see docs/references.md.
 
     """
-    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps)
+    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info)
     arguments.check_callable("cond_fun of while_loop", cond_fun)
     arguments.check_callable("body_fun of while_loop", body_fun)
     bound = options.max_steps
@@ -112,8 +112,8 @@ def while_loop(
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
     walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), lanes=options.lanes)
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
-    carry, _, loop_info = _finish(options, throw, extent, done)
-    return (carry, loop_info) if info else carry
+    carry, _, loop_info = _finish(options, extent, done)
+    return (carry, loop_info) if options.info else carry
 
 
 def fori_loop(
@@ -165,7 +165,7 @@ def fori_loop(
     Raises
     ------
     TypeError
-        The carry changes its structure, shapes or dtypes; a limit is not an integer.
+        As in `while_loop`; a limit or `unroll` is not an integer, or `unroll` is traced.
     ValueError
         As in `while_loop`; `unroll=True` with a traced limit; static limits further apart than
         `max_steps`, unless `throw` is False.
@@ -177,7 +177,7 @@ def fori_loop(
     Cost and derivatives: as in `while_loop`; static limits are a bound by themselves.
 
     """
-    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps)
+    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
     arguments.check_callable("body_fun of fori_loop", body_fun)
     extent = fori_extent(lower, upper, options.max_steps)
     unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
@@ -193,8 +193,8 @@ def fori_loop(
         extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), lanes=options.lanes
     )
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
-    carry, _, loop_info = _finish(options, throw, extent, done)
-    return (carry, loop_info) if info else carry
+    carry, _, loop_info = _finish(options, extent, done)
+    return (carry, loop_info) if options.info else carry
 
 
 def scan(
@@ -259,8 +259,8 @@ def scan(
     Raises
     ------
     TypeError
-        The carry changes its structure, shapes or dtypes; `f` does not return a pair; `stop` does not
-        return one bool; `length` is not an integer.
+        As in `while_loop`; `f` does not return a pair; `stop` does not return one bool; `length` is not an integer;
+        `unroll` or `reverse` is traced.
     ValueError
         As in `while_loop`; arrays of `xs` with unequal rows; a static `length` beyond them; no way to
         know the number of steps, or the rows of `ys`.
@@ -274,16 +274,11 @@ def scan(
     many rows there are. Derivatives: all, in every order, also with respect to `xs`.
 
     """
-    options = arguments.options("scan", kind, lanes, key, progress, max_steps)
-    arguments.check_callable("f of scan", f)
-    if stop is not None:
-        arguments.check_callable("stop of scan", stop)
-    rows = arguments.rows_of(arguments.SCAN, freeze(xs))
-    extent = scan_extent(arguments.SCAN, length, rows, options.max_steps, reverse, stop is not None)
-    unroll = arguments.unroll_steps("scan", unroll, extent.bound if extent.fixed else None, stop is not None)
+    options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
+    walk = scan_walk(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
     body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
-    result, loop_info = run_scan(body, options, extent, init, xs, reverse, unroll, throw)
-    return (result, loop_info) if info else result
+    result, loop_info = run_scan(body, options, walk, init, xs)
+    return (result, loop_info) if options.info else result
 
 
 class ScanBody(NamedTuple):
@@ -296,18 +291,34 @@ class ScanBody(NamedTuple):
     options: Hashable = ()  # what else it depends on
 
 
-def run_scan(
-    body: ScanBody,
+def scan_walk(
+    words: arguments.Words,
     options: arguments.Options,
-    extent: Extent,
-    init: PyTree[Any],
+    f: Any,
+    stop: Any,
     xs: PyTree[Any],
-    reverse: bool,
-    unroll: int,
-    throw: bool,
+    length: Any,
+    reverse: Any,
+    unroll: Any,
+) -> tracing.Walk:
+    """Which rows a scan walks and how; an error where an argument does not fit."""
+    arguments.check_callable(words.where, f)
+    stops = stop is not None
+    if stops:
+        arguments.check_callable(f"stop of {words.name}", stop)
+    reverse = arguments.is_reverse(words.name, reverse)
+    rows = arguments.rows_of(words, freeze(xs))
+    extent = scan_extent(words, length, rows, options.max_steps, reverse, stops)
+    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
+    return tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stops), options.lanes)
+
+
+def run_scan(
+    body: ScanBody, options: arguments.Options, walk: tracing.Walk, init: PyTree[Any], xs: PyTree[Any]
 ) -> tuple[tuple[Any, Any], LoopInfo]:
     """A scan, by whatever name the user has called it."""
     words, f, stop = body[:3]
+    extent = walk.extent
 
     def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         carry, y = arguments.pair(words, f(carry, x, **options.step_key(row, extras)))
@@ -317,10 +328,9 @@ def run_scan(
 
     spec = (words.name, extent.capacity is None, options.key_spec, body.options)
     step = tracing.Step(call, words.where, body.functions, spec)
-    walk = tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stop is not None), options.lanes)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
-    carry, ys, loop_info = _finish(options, throw, extent, done)
+    carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
 
 
@@ -329,19 +339,17 @@ def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
     return kind.storage(extent.bound, extent.fixed and not stops, extent.is_precaution)
 
 
-def _finish(
-    options: arguments.Options, throw: bool, extent: Extent, done: tracing.Finished
-) -> tuple[Any, Any, LoopInfo]:
+def _finish(options: arguments.Options, extent: Extent, done: tracing.Finished) -> tuple[Any, Any, LoopInfo]:
     """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
     over, goes_on = extent.over_limit, done.goes_on
-    if over is True and goes_on is None and throw:
+    if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
     reached = over if goes_on is None or over is False else over & goes_on
     checks = list(done.checks)
-    if not throw:
+    if not options.throw:
         for check in extent.checks:
             reached = reached | check.failed
-    if throw:
+    if options.throw:
         checks += extent.checks
         if reached is not False:
             checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))

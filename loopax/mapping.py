@@ -14,8 +14,10 @@ from loopax._checks import Check, collecting, settle
 from loopax._compat import open_constants
 from loopax._nnx import freeze, thaw, thaw_numbered
 from loopax._nnx_changes import refuse_changes
-from loopax._static import positive_int
+from loopax._static import Why, positive_int
 from loopax.core.jaxprs import split
+
+_LANES = Why("the size of the batch in the program", "choose one for all calls: results do not depend on it")
 
 
 def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> Any:
@@ -60,7 +62,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
 
     """
     check_callable("f of lanes_map", f)
-    lanes = positive_int("lanes_map(lanes=...)", lanes, "lanes", "the size of the batch is decided")
+    lanes = positive_int("lanes_map(lanes=...)", lanes, "lanes", _LANES)
     arrays, spec = pack(freeze(xs))
     items = _items(arrays)
     item_spec, found = spec.rows(), {}

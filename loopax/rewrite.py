@@ -12,8 +12,11 @@ from loopax._carry import is_static
 from loopax._compat import ClosedJaxpr
 from loopax._errors import untraceable_message
 from loopax._exchange import Exchange
+from loopax._static import Why, static_bool
 from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
+
+_SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
 
 
 def rewrite_loops(
@@ -56,7 +59,7 @@ def rewrite_loops(
     Raises
     ------
     TypeError
-        `fn` is not a function; when it is called, that JAX cannot trace it.
+        `fn` is not a function; `max_steps` or `scans` is traced; when it is called, that JAX cannot trace it.
     ValueError
         An unknown `kind` or `lanes`, or `Free()`; a negative `max_steps`; when it is called, a kind that needs a bound,
         without `max_steps`.
@@ -71,13 +74,14 @@ def rewrite_loops(
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)
-    options = arguments.options("rewrite_loops", kind, lanes, None, None, max_steps)
+    options = arguments.options("rewrite_loops", kind, lanes, max_steps=max_steps)
     if options.lanes.is_free:
         raise ValueError(
             "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
             "asked of every loop in the function. Choose 'lockstep' or 'compact', or write the loop that is meant "
             "with `loopax.while_loop(..., lanes='free')`."
         )
+    scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
     exchange = Exchange({"kind": options.kind, "lanes": options.lanes}, options.max_steps, scans)
 
     @wraps(fn)

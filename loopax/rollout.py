@@ -1,6 +1,7 @@
 """A step repeated on its own results: autoregressive models, integrators, environments."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -9,17 +10,20 @@ from jaxtyping import Array, Int, PyTree
 
 from loopax import _arguments as arguments
 from loopax._carry import describe
-from loopax._lengths import scan_extent
 from loopax._nnx import freeze, thaw
 from loopax._rows import row_types
-from loopax._static import positive_int
+from loopax._static import Why, positive_int
 from loopax.core import buffers
 from loopax.history import History
 from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
-from loopax.loops import ScanBody, run_scan
+from loopax.loops import ScanBody, run_scan, scan_walk
 
 WORDS = arguments.Words("rollout", "step", "inputs", "outputs", "state", "output")
+_SAVE_EVERY = Why(
+    "how many outputs there are",
+    "carry a `Buffer` in the state, and append under a traced condition: `append(output, when=i % m == 0)`",
+)
 
 
 class Rollout(NamedTuple):
@@ -115,32 +119,27 @@ def rollout(
     takes no memory. One compilation serves every traced length. Derivatives: all, in every order.
 
     """
-    options = arguments.options("rollout", kind, lanes, key, progress, max_steps)
-    arguments.check_callable("step of rollout", step)
-    if stop is not None:
-        arguments.check_callable("stop of rollout", stop)
-    every = positive_int("rollout(save_every=...)", save_every, "steps", "how many outputs there are is decided")
+    options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info)
+    walk = scan_walk(WORDS, options, step, stop, inputs, length, False, unroll)
+    every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):
         raise TypeError(f"rollout(history=...): got {describe(history)}, expected a loopax.History.")
-    rows = arguments.rows_of(WORDS, freeze(inputs))
-    extent = scan_extent(WORDS, length, rows, options.max_steps, reverse=False, stops=stop is not None)
-    unroll = arguments.unroll_steps("rollout", unroll, extent.bound if extent.fixed else None, stop is not None)
-
     functions = (step,) if stop is None else (step, stop)
 
-    def walk(once: _Once | _Saving, carry: _Carry, inputs: Any, throw: bool) -> Any:
+    def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
         spec = type(once), every, inputs is None
         body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec)
-        return run_scan(body, options, extent, carry, inputs, False, unroll, throw)
+        return run_scan(body, options, walk, carry, inputs)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
     if every > 1:
-        like = _output_types(lambda carry, inputs: walk(once, carry, inputs, False)[0][1], carry, inputs)
-        carry = _start_saving(carry, like, (extent.capacity or 0) // every)
-    (last, outputs), loop_info = walk(once if every == 1 else _Saving(once, every), carry, inputs, throw)
+        silent = replace(options, throw=False)
+        like = _output_types(lambda carry, inputs: run(once, carry, inputs, silent)[0][1], carry, inputs)
+        carry = _start_saving(carry, like, (walk.extent.capacity or 0) // every)
+    (last, outputs), loop_info = run(once if every == 1 else _Saving(once, every), carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
     done = Rollout(last_state, outputs if every == 1 else last.saved, loop_info.num_steps)
-    return (done, loop_info) if info else done
+    return (done, loop_info) if options.info else done
 
 
 class _Carry(NamedTuple):

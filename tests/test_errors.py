@@ -286,12 +286,6 @@ def test_max_steps_outside_of_its_range(loop: Any, steps: int) -> None:
 
 
 @EACH_LOOP
-def test_traced_max_steps_says_to_pass_length(loop: Any) -> None:
-    with raises(TypeError, f"{loop.__name__}(max_steps=...)", "static", "`length=`"):
-        jax.jit(lambda n: loop(3, max_steps=n))(3)
-
-
-@EACH_LOOP
 def test_max_steps_may_be_a_numpy_integer(loop: Any) -> None:
     assert loop(3, max_steps=np.int64(3), info=True)[1].num_steps == 3
 
@@ -327,12 +321,6 @@ def test_budget_below_one(kind: Any, name: str, unit: str, value: Any) -> None:
 def test_budget_that_is_not_an_integer(kind: Any, name: str, unit: str, value: Any) -> None:
     with raises(TypeError, f"{kind.__name__}({name}=...)", "expected an int", unit):
         kind(value)
-
-
-@pytest.mark.parametrize(("kind", "name", "unit"), BUDGETS)
-def test_traced_budget(kind: Any, name: str, unit: str) -> None:
-    with raises(TypeError, f"{kind.__name__}({name}=...)", "got int", "expected a Python int", "compiled"):
-        jax.jit(kind)(3)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 3}])
