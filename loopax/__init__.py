@@ -1,6 +1,6 @@
 """Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
 
-from loopax import stochtrace
+from loopax import stochtrace as stochtrace
 from loopax._types import LoopInfo
 from loopax.buffers import Buffer
 from loopax.history import History
@@ -36,7 +36,6 @@ __all__ = [
     "rewrite_loops",
     "rollout",
     "scan",
-    "stochtrace",
     "while_loop",
 ]
 

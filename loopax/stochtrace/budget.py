@@ -9,13 +9,16 @@ from loopax._arguments import is_traced_int
 from loopax._carry import describe
 from loopax._checks import Check
 from loopax._lengths import known_int
-from loopax._static import positive_int
+from loopax._static import Why, positive_int, refuse_tracers
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.stochtrace.estimator import Budget, Estimator, Tolerance
 from loopax.stochtrace.operators import Operator
 
 # A standard error from fewer products is too uncertain to stop at.
 LEAST_FOR_TOLERANCE = 16
+_GIVE_BOUND = "give a static bound, and let the number itself be traced: `num_matvecs=n, max_matvecs=64`"
+_MAX_MATVECS = Why("the shapes of the largest arrays", _GIVE_BOUND)
+_BATCH = Why("how many products are evaluated together", "choose one for all calls: results do not depend on it")
 
 
 def to_budget(
@@ -26,13 +29,13 @@ def to_budget(
     tolerance = _tolerance(operator, rtol, atol)
     if (num_matvecs is None) == (tolerance is None):
         raise ValueError(_COUNT_OR_TOLERANCE.format("neither" if tolerance is None else "both"))
-    most, checks = _most_matvecs(estimator, num_matvecs, max_matvecs), []
+    most, checks = _most_matvecs(num_matvecs, max_matvecs), []
     _check_matvecs(estimator, operator, most, "num_matvecs" if max_matvecs is None else "max_matvecs")
     capacity = most // per_sample
     limit = jnp.int32(capacity)
     if num_matvecs is not None:
         limit, checks = _limit(estimator, num_matvecs, most)
-    batch = positive_int("estimate_trace(batch=...)", batch, "products", "what is evaluated together is decided")
+    batch = positive_int("estimate_trace(batch=...)", batch, "products", _BATCH)
     minimum = -(-LEAST_FOR_TOLERANCE // per_sample)
     return Budget(capacity, limit, minimum, min(batch, capacity), tolerance), checks
 
@@ -52,21 +55,19 @@ def _tolerance(operator: Operator, rtol: Any, atol: Any) -> Tolerance | None:
     return Tolerance(*values)
 
 
-def _most_matvecs(estimator: Estimator, num_matvecs: Any, max_matvecs: Any) -> int:
+def _most_matvecs(num_matvecs: Any, max_matvecs: Any) -> int:
     """The static bound on the number of products."""
     if max_matvecs is not None:
-        what = "products"
-        return positive_int("estimate_trace(max_matvecs=...)", max_matvecs, what, "the largest arrays are decided")
+        return positive_int("estimate_trace(max_matvecs=...)", max_matvecs, "products", _MAX_MATVECS)
     if num_matvecs is None:
         raise ValueError(
             "estimate_trace(rtol=..., max_matvecs=None): a tolerance may need any number of products, and JAX needs a "
             "bound on it when it traces. Give max_matvecs= as an int; `converged` says whether it was enough."
         )
     is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-    known = known_int(num_matvecs)
-    if known is None:
-        raise TypeError(_TRACED.format(name=type(estimator).__name__, got=describe(num_matvecs)))
-    return known
+    expected = "a Python int"
+    refuse_tracers("estimate_trace(num_matvecs=...)", num_matvecs, expected, _MAX_MATVECS)
+    return int(num_matvecs)
 
 
 def _check_matvecs(estimator: Estimator, operator: Operator, number: int, argument: str) -> None:
@@ -110,10 +111,4 @@ def _limit(estimator: Estimator, num_matvecs: Any, most: int) -> tuple[Any, list
 _COUNT_OR_TOLERANCE = (
     "estimate_trace(num_matvecs=..., rtol=..., atol=...): got {} of a count and a tolerance. Give num_matvecs= for so "
     "many matrix-vector products, or rtol= or atol= to stop at a standard error of at most atol + rtol |value|."
-)
-_TRACED = (
-    "estimate_trace(num_matvecs=...): got {got}, traced. How large the arrays of an estimate by {name} are and how "
-    "many steps its loop has at most is decided when JAX traces. Give max_matvecs= as an int, a bound, and let the "
-    "number of products be traced; or make the number static: a Python int, or an argument named in "
-    "`jax.jit(..., static_argnames=...)`, compiled once for each value."
 )

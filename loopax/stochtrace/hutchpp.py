@@ -36,17 +36,12 @@ class HutchPlusPlus(BasisEstimator):
 
     def samples(self, counted: Counted) -> Inexact[Array, " m"]:
         """See `BasisEstimator.samples`."""
-        basis, images, others, of_others = counted.sketch.basis, *_three(counted)
-        projected = basis.conj() @ images.T  # Q^H A Q
-        seen = basis.conj() @ others.T  # Q^H g, a column for each g
+        sketch = counted.sketch
+        assert sketch.images is not None
+        assert sketch.others is not None
+        others, of_others = sketch.others
+        projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q
+        seen = sketch.basis.conj() @ others.T  # Q^H g, a column for each g
         rest = (others.conj() * of_others).sum(1) + dots(seen, projected @ seen)
-        rest -= dots(images.conj() @ others.T, seen) + dots(seen, basis.conj() @ of_others.T)
+        rest -= dots(sketch.images.conj() @ others.T, seen) + dots(seen, sketch.basis.conj() @ of_others.T)
         return jnp.trace(projected) + rest
-
-
-def _three(counted: Counted) -> tuple[Array, Array, Array]:
-    sketch = counted.sketch
-    assert sketch.images is not None
-    assert sketch.others is not None
-    assert sketch.images_of_others is not None
-    return sketch.images, sketch.others, sketch.images_of_others

@@ -13,6 +13,11 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Inexact, PyTree
 
 from loopax._carry import describe
+from loopax._static import Why, refuse_arrays
+
+_SIZE = Why(
+    "the shape of the probes", "give the largest size that there may be, and let the operator be zero beyond the others"
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,8 @@ def _of_function(function: Callable[[Any], Any], size: Any) -> Operator:
             "estimate_trace(operator, size=None): a function does not say how long its vectors are. Give `size=`: a "
             "number of elements, or a pytree of arrays or `jax.ShapeDtypeStruct`s like what the function takes."
         )
-    if isinstance(size, jax.core.Tracer) and not size.shape:
-        raise TypeError(_TRACED_SIZE)
+    if jnp.shape(size) == () and not isinstance(size, jax.ShapeDtypeStruct):
+        refuse_arrays("estimate_trace(size=...)", size, "a Python int", _SIZE)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         return _of_structure(function, size, 0)
     if size < 1:
@@ -155,9 +160,3 @@ def _refuse_size(what: str, size: Any) -> None:
 
 def _types(structure: PyTree[Any]) -> str:
     return str(jax.tree.map(lambda leaf: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", structure))
-
-
-_TRACED_SIZE = (
-    "estimate_trace(size=...): got a traced number, expected an int: it is the length of the probes, a shape, which "
-    "JAX needs when it traces."
-)

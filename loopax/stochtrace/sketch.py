@@ -31,20 +31,19 @@ class Sketch(NamedTuple):
     basis: Rows
     coordinates: Square  # R[i, j]: A w_j = sum of R[i, j] q_i
     images: Rows | None = None  # A q
-    others: Rows | None = None  # further probes g
-    images_of_others: Rows | None = None  # A g
+    others: tuple[Rows, Rows] | None = None  # further probes g, and A g
 
 
 class Counted(NamedTuple):
     """A sketch, and how many of its rows there are."""
 
     sketch: Sketch
-    count: Int[Array, ""]
+    num_rows: Int[Array, ""]
 
     @property
     def is_counted(self) -> Bool[Array, " m"]:
         """Which rows there are."""
-        return jnp.arange(self.sketch.probes.shape[0], dtype=jnp.int32) < self.count
+        return jnp.arange(self.sketch.probes.shape[0], dtype=jnp.int32) < self.num_rows
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class BasisEstimator(Estimator):
     def estimate(self, counted: Counted) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         """The mean of the samples and its standard error."""
         samples = jnp.where(counted.is_counted, self.samples(counted), 0)
-        count = counted.count.astype(samples.real.dtype)
+        count = counted.num_rows.astype(samples.real.dtype)
         mean = samples.sum() / count.astype(samples.dtype)
         away = jnp.where(counted.is_counted, samples - mean, 0)
         return mean, standard_error(abs2(away).sum(), count)
@@ -100,17 +99,19 @@ class _Growth:
         """The sketch, and the number of its rows."""
         key, limit, tolerance = others
         if tolerance is None:
-            return tuple(self._grown(parameters, key, self._start(), limit))
-        return tuple(self._grown_until_exact(parameters, key, limit, tolerance))
+            sketch, num_rows = self._grown(parameters, key, self._start(), limit)
+        else:
+            sketch, num_rows = self._grown_until_exact(parameters, key, limit, tolerance)
+        return sketch, num_rows
 
     def _start(self) -> Counted:
         def empty() -> Rows:
             return jnp.zeros((self.rows, self.products.size), self.products.dtype)
 
-        kind = self.estimator
-        others = (empty(), empty()) if kind.has_others else (None, None)
         square = jnp.zeros((self.rows, self.rows), self.products.dtype)
-        return Counted(Sketch(empty(), empty(), square, empty() if kind.has_images else None, *others), jnp.int32(0))
+        images = empty() if self.estimator.has_images else None
+        others = (empty(), empty()) if self.estimator.has_others else None
+        return Counted(Sketch(empty(), empty(), square, images, others), jnp.int32(0))
 
     def _grown_until_exact(
         self, parameters: Parameters, key: Array, limit: Int[Array, ""], tolerance: Tolerance
@@ -119,11 +120,11 @@ class _Growth:
 
         def goes_on(state: tuple[Counted, Any]) -> Bool[Array, ""]:
             counted, is_exact = state
-            return (counted.count < limit) & ~is_exact
+            return (counted.num_rows < limit) & ~is_exact
 
         def more(state: tuple[Counted, Any]) -> tuple[Counted, Any]:
             counted, _ = state
-            target = jnp.ceil(counted.count.astype(jnp.float32) * GROWTH).astype(jnp.int32)
+            target = jnp.ceil(counted.num_rows.astype(jnp.float32) * GROWTH).astype(jnp.int32)
             target = self._whole_batches(jnp.maximum(target, self.budget.minimum))
             counted = self._grown(parameters, key, counted, jnp.minimum(target, limit))
             return counted, tolerance.allows(*self.estimator.estimate(counted))
@@ -139,7 +140,7 @@ class _Growth:
         def step(_: Any, counted: Counted) -> Counted:
             return self._with_batch(parameters, key, counted, target)
 
-        return fori_loop(0, -(-(target - counted.count) // batch), step, counted)
+        return fori_loop(0, -(-(target - counted.num_rows) // batch), step, counted)
 
     def _with_batch(self, parameters: Parameters, key: Array, counted: Counted, target: Int[Array, ""]) -> Counted:
         """A batch of rows more, of which those from `target` on are zero."""
@@ -164,8 +165,8 @@ class _Growth:
             sketch = sketch._replace(images=with_rows(sketch.images, self.products(parameters, directions)))
         if sketch.others is not None:
             others = self._draw(key, -1 - numbers)
-            of_others = with_rows(sketch.images_of_others, self.products(parameters, others))
-            sketch = sketch._replace(others=with_rows(sketch.others, others), images_of_others=of_others)
+            pairs = zip(sketch.others, (others, self.products(parameters, others)), strict=True)
+            sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
         return Counted(sketch, jnp.minimum(start + self.budget.batch, target))
 
     def _draw(self, key: Array, numbers: Int[Array, " b"]) -> Rows:
@@ -206,8 +207,7 @@ class _Growth:
             basis=basis,
             coordinates=coordinates,
             images=None if sketch.images is None else products_of(sketch.basis, basis),
-            others=None if sketch.others is None else jnp.zeros_like(sketch.others),
-            images_of_others=None if sketch.others is None else products_of(sketch.others),
+            others=None if sketch.others is None else (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0])),
         )
 
 

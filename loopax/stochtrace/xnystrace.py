@@ -77,5 +77,5 @@ class XNysTrace(BasisEstimator):
         if not is_rotation_invariant(self.probes):
             return jnp.ones_like(probes[:, 0].real)
         inverted = jnp.linalg.inv(filled(probes.conj() @ probes.T, counted.is_counted))
-        dimensions = (probes.shape[1] - counted.count + 1).astype(inverted.real.dtype)
+        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(inverted.real.dtype)
         return dimensions * jnp.diag(inverted).real

@@ -61,5 +61,5 @@ class XTrace(BasisEstimator):
         if not is_rotation_invariant(self.probes):
             return jnp.ones_like(probes[:, 0])
         outside = dots(probes.T, probes.T) - dots(left, left)
-        dimensions = probes.shape[1] - counted.count + 1
+        dimensions = probes.shape[1] - counted.num_rows + 1
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
