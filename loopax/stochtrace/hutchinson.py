@@ -49,24 +49,24 @@ class Hutchinson(Estimator):
 class _Moments(NamedTuple):
     """The mean of samples, and the sum of their squared deviations from it (Chan, Golub & LeVeque 1983)."""
 
-    count: Int[Array, ""]
+    number: Int[Array, ""]
     mean: Inexact[Array, ""]
     squares: Float[Array, ""]
 
     def with_batch(self, samples: Inexact[Array, " b"], is_counted: Bool[Array, " b"]) -> "_Moments":
         """The moments with some more samples, of which at least one is counted."""
-        more = is_counted.sum(dtype=self.count.dtype)
-        count = self.count + more
+        more = is_counted.sum(dtype=self.number.dtype)
+        count = self.number + more
         mean = jnp.where(is_counted, samples, 0).sum() / more.astype(samples.dtype)
         away = jnp.where(is_counted, samples - mean, 0)
         ahead, share = mean - self.mean, more.astype(samples.dtype) / count.astype(samples.dtype)
-        between = abs2(ahead) * share.real * self.count.astype(self.squares.dtype)
+        between = abs2(ahead) * share.real * self.number.astype(self.squares.dtype)
         return _Moments(count, self.mean + ahead * share, self.squares + abs2(away).sum() + between)
 
     @property
     def std_error(self) -> Float[Array, ""]:
         """That of the mean."""
-        return standard_error(self.squares, self.count.astype(self.squares.dtype))
+        return standard_error(self.squares, self.number.astype(self.squares.dtype))
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class _Stream:
         key, limit, tolerance = others
 
         def step(so_far: _Moments) -> _Moments:
-            samples, numbers = self.samples(parameters, key, so_far.count)
+            samples, numbers = self.samples(parameters, key, so_far.number)
             return so_far.with_batch(samples, numbers < limit)
 
         def goes_on(so_far: _Moments) -> Bool[Array, ""]:
             if tolerance is None:
-                return so_far.count < limit
-            is_enough = (so_far.count >= self.budget.minimum) & tolerance.allows(so_far.mean, so_far.std_error)
-            return (so_far.count < limit) & ~is_enough
+                return so_far.number < limit
+            is_enough = (so_far.number >= self.budget.minimum) & tolerance.allows(so_far.mean, so_far.std_error)
+            return (so_far.number < limit) & ~is_enough
 
         dtype = self.products.dtype
         moments = while_loop(goes_on, step, _Moments(jnp.int32(0), jnp.zeros((), dtype), jnp.zeros((), dtype).real))
-        return (moments.mean, moments.std_error), moments.count
+        return (moments.mean, moments.std_error), moments.number
 
     def derivative(self, others: Any, out: Any, along: Along) -> tuple[Any, Any]:
         """That of the mean of as many samples, and of its standard error."""

@@ -4,6 +4,8 @@ Where the operator has a low rank, some directions of a basis hold nothing but r
 become infinite nor, in a derivative, be blown up: there they are constant.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
@@ -12,8 +14,7 @@ from jaxtyping import Array, Float, Inexact
 @jax.custom_jvp
 def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The inverse, from singular values of at least the rounding error of the largest."""
-    left, values, right = jnp.linalg.svd(matrix)
-    return (right.conj().T / _at_least(values, _rounding(values))[None]) @ left.conj().T
+    return _inverse_or(lambda values, least: 1 / _at_least(values, least), matrix)
 
 
 @inverse.defjvp
@@ -26,17 +27,27 @@ def _inverse_jvp(primals, tangents):
 @jax.custom_jvp
 def pseudo_inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The inverse on the directions whose singular values are above the rounding error of the largest."""
-    left, values, right = jnp.linalg.svd(matrix)
-    is_known = values > _rounding(values)
-    return (right.conj().T * jnp.where(is_known, 1 / jnp.where(is_known, values, 1), 0)[None]) @ left.conj().T
+    return _inverse_or(lambda values, least: jnp.where(values > least, 1 / _at_least(values, least), 0), matrix)
 
 
 @pseudo_inverse.defjvp
 def _pseudo_inverse_jvp(primals, tangents):
-    """Known directions stay known."""
     (matrix,), (rate,) = primals, tangents
     known = pseudo_inverse(matrix)
     return known, -known @ rate @ known
+
+
+def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The inverse; where it is beyond rounding errors, that of the singular values as `inverted` has them."""
+
+    def by_singular_values() -> Array:
+        left, values, right = jnp.linalg.svd(matrix)
+        return (right.conj().T * inverted(values, _rounding(values))[None]) @ left.conj().T
+
+    direct = jnp.linalg.inv(matrix)
+    condition = jnp.linalg.norm(direct) * jnp.linalg.norm(matrix)
+    is_regular = condition * (matrix.shape[0] * jnp.finfo(matrix.dtype).eps) < 1  # not where it is NaN
+    return jax.lax.cond(is_regular, lambda: direct, by_singular_values)
 
 
 @jax.custom_jvp

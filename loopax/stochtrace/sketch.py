@@ -225,7 +225,8 @@ def dots(a: Inexact[Array, "m k"], b: Inexact[Array, "m k"]) -> Inexact[Array, "
 
 def _normalized(rows: Rows) -> Rows:
     """Orthonormal rows of the same span."""
-    return jnp.linalg.qr(rows.T)[0].T
+    # The barrier keeps XLA from moving the transpose into products, for which it has slow programs only.
+    return jax.lax.optimization_barrier(jnp.linalg.qr(rows.T)[0].T)
 
 
 def _orthogonal_to(basis: Rows, rows: Rows) -> Rows:
