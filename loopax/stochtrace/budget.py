@@ -49,7 +49,7 @@ def _tolerance(operator: Operator, rtol: Any, atol: Any) -> Tolerance | None:
         value = 0.0 if value is None else value
         if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
             raise TypeError(f"estimate_trace({name}=...): got {describe(value)}, expected one number.")
-        if not isinstance(value, Tracer) and not value >= 0:
+        if not isinstance(value, Tracer) and not float(value) >= 0:
             raise ValueError(f"estimate_trace({name}=...): got {value}, expected a number that is not negative.")
         values.append(jnp.asarray(value).astype(real))
     return Tolerance(*values)

@@ -42,7 +42,7 @@ def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array
 
     def by_singular_values() -> Array:
         left, values, right = jnp.linalg.svd(matrix)
-        return (right.conj().T * inverted(values, _rounding(values))[None]) @ left.conj().T
+        return (right.conj().T * inverted(values, _rounding(values))[None].astype(matrix.dtype)) @ left.conj().T
 
     direct = jnp.linalg.inv(matrix)
     condition = jnp.linalg.norm(direct) * jnp.linalg.norm(matrix)
@@ -61,7 +61,7 @@ def inverse_root(matrix: Inexact[Array, "m m"]) -> tuple[Inexact[Array, "m m"], 
     """
     values, vectors = jnp.linalg.eigh(matrix)
     least = _rounding(values)
-    columns = vectors / jnp.sqrt(_at_least(values, least))[None]
+    columns = vectors / jnp.sqrt(_at_least(values, least))[None].astype(vectors.dtype)
     is_known = (values > least)[None]
     return jnp.where(is_known, columns, 0), jnp.where(is_known, 0, columns)
 

@@ -66,7 +66,9 @@ class XNysTrace(BasisEstimator):
         root = known + rounding
         # A = Q F F^H Q^H on the span of the probes
         factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
-        lost = factor @ (root / jnp.linalg.norm(root, axis=1, keepdims=True)).conj().T  # what goes with each probe
+        lost = (
+            factor @ (root / jnp.linalg.norm(root, axis=1, keepdims=True).astype(root.dtype)).conj().T
+        )  # what goes with each probe
         seen = sketch.basis.conj() @ sketch.probes.T
         rest = abs2((lost.conj() * seen).sum(0))
         return sign * (abs2(factor).sum() - abs2(lost).sum(0) + self._scale(counted) * rest)
