@@ -84,7 +84,7 @@ def _of_function(function: Callable[[Any], Any], size: Any) -> Operator:
             "estimate_trace(operator, size=None): a function does not say how long its vectors are. Give `size=`: a "
             "number of elements, or a pytree of arrays or `jax.ShapeDtypeStruct`s like what the function takes."
         )
-    if jnp.shape(size) == () and not isinstance(size, jax.ShapeDtypeStruct):
+    if isinstance(size, jax.Array | np.ndarray) and not size.shape:
         refuse_arrays("estimate_trace(size=...)", size, "a Python int", _SIZE)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         return _of_structure(function, size, 0)
