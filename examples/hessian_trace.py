@@ -167,7 +167,7 @@ def train(digits: Digits, key: PRNGKeyArray, objective: Any) -> Classifier:
         model = eqx.apply_updates(model, changes)
         return (model, memory), model
 
-    state = model, optimizer.init(model)
+    state = model, optimizer.init(eqx.filter(model, eqx.is_array))
     models = lx.rollout(step, state, EPOCH * EPOCHS, save_every=EPOCH, key=key).outputs
     return jax.tree.map(lambda first, rows: jnp.concatenate([first[None], rows]), model, models)
 
@@ -248,9 +248,9 @@ PENALTIES = {"Hessian": hessian, "Gauss-Newton": gauss_newton}
 class Flattened(NamedTuple):
     """Of networks that were trained with a penalty: a row for each strength, a column for each network."""
 
-    loss: Float[np.ndarray, "strengths networks"]
-    trace: Float[np.ndarray, "strengths networks"]  # of the Hessian, whatever the penalty
-    accuracy: Float[np.ndarray, "strengths networks"]
+    loss: Float[Array, "strengths networks"]
+    trace: Float[Array, "strengths networks"]  # of the Hessian, whatever the penalty
+    accuracy: Float[Array, "strengths networks"]
 
 
 def flatten(curvature: Curvature, digits: Digits, test: Digits) -> Flattened:
@@ -284,9 +284,12 @@ def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[
     ]
     columns = "epoch", "loss", "test accuracy", "exact trace", "estimate", "products"
     print_table("Trace of the Hessian, and its estimate±standard error", columns, rows)
-    rows = [(name, *(f"{a:.2%} ({s:.2%})" for a, s in zip(*found, strict=True))) for name, found in errors.items()]
+    rows = [
+        (name, *(f"{100 * a:.2f} ({100 * s:.2f})" for a, s in zip(*found, strict=True)))
+        for name, found in errors.items()
+    ]
     columns = "estimator", *map(str, BUDGETS)
-    print_table("Errors by number of products, in brackets the stated ones", columns, rows)
+    print_table("Errors in % by number of products, in brackets the stated ones", columns, rows)
     rows = [
         (name, f"{strength:g}", spread(loss, ".3f"), spread(trace, ".2f"), spread(accuracy, ".1%"))
         for name, found in flattened.items()
@@ -296,7 +299,7 @@ def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[
     print_table(f"{NETWORKS} networks trained with a penalty on a trace, mean±standard deviation", columns, rows)
 
 
-def spread(values: Float[np.ndarray, " networks"], form: str) -> str:
+def spread(values: Float[Array, " networks"], form: str) -> str:
     return f"{values.mean():{form}}±{values.std():{form}}"
 
 
@@ -330,7 +333,7 @@ def draw_errors(axes: Axes, errors: dict[str, Errors]) -> None:
         (line,) = axes.loglog(BUDGETS, actual, "o-", ms=4, label=name)
         axes.loglog(BUDGETS, stated, ":", color=line.get_color())
     axes.plot([], [], ":k", label="stated")
-    axes.set(title="Relative error of an estimate", xlabel="products")
+    axes.set(title="Relative error of an estimate", xlabel="products", ylim=(4e-4, 0.12))
     axes.set_xticks(BUDGETS, [str(number) for number in BUDGETS])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
@@ -338,10 +341,13 @@ def draw_errors(axes: Axes, errors: dict[str, Errors]) -> None:
 
 
 def draw_flattened(axes: Axes, flattened: dict[str, Flattened]) -> None:
-    for name, found in flattened.items():
+    for (name, found), below in zip(flattened.items(), (True, False), strict=True):
+        traces, accuracies = found.trace.mean(1), 100 * found.accuracy.mean(1)
         bars = {"xerr": found.trace.std(1), "yerr": 100 * found.accuracy.std(1), "elinewidth": 0.7}
-        axes.errorbar(found.trace.mean(1), 100 * found.accuracy.mean(1), fmt="o-", ms=4, label=name, **bars)
-    axes.set(title=f"{NETWORKS} networks trained with a penalty", xlabel="trace of the Hessian", ylim=(90, 100))
+        axes.errorbar(traces, accuracies, fmt="o-", ms=4, label=name, **bars)
+        for strength, x, y in zip(STRENGTHS[1:], traces[1:], accuracies[1:], strict=True):
+            axes.annotate(f"{strength:g}", (x, y), (2, -12 if below else 6), textcoords="offset points", fontsize=7)
+    axes.set(title=f"{NETWORKS} networks trained with a penalty", xlabel="trace of the Hessian", ylim=(94, 98))
     axes.set_ylabel("test accuracy, %, ± standard deviation")
     axes.legend(frameon=False, fontsize=8, title="penalty on the trace of")
 

@@ -175,6 +175,6 @@ def test_the_figure_and_the_tables(example, results, capsys, tmp_path):
 
 def test_a_wrong_estimate_is_an_error(example, results):
     look = results[0][0]
-    wrong = stochtrace.TraceEstimate(look.exact + 6, np.float32(1), np.int32(16), np.bool_(True))
+    wrong = stochtrace.TraceEstimate(jnp.float32(look.exact + 6), jnp.float32(1), jnp.int32(16), jnp.bool_(True))
     with pytest.raises(SystemExit, match="standard errors"):
         example.check([look._replace(estimate=wrong)], {})
