@@ -232,7 +232,7 @@ def compare(estimator: stochtrace.Estimator, curvature: Curvature, model: Classi
         def estimate(key: PRNGKeyArray) -> stochtrace.TraceEstimate:
             return stochtrace.estimate_trace(product, key, estimator=estimator, num_matvecs=number, **options)
 
-        found = jax.lax.map(estimate, keys)
+        found = jax.lax.map(estimate, keys)  # one after another: a basis for each at once would take more memory
         return root_mean_square((found.value - exact) / exact), root_mean_square(found.std_error / exact)
 
     return Errors(*zip(*(jax.device_get(errors(number)) for number in map(jnp.int32, BUDGETS)), strict=True))
