@@ -97,6 +97,7 @@ LAYERS = [
     "loopax.stochtrace.products",
     "loopax.stochtrace.estimator",
     "loopax.stochtrace.budget",
+    "loopax.stochtrace.lapack",
     "loopax.stochtrace.inverses",
     "loopax.stochtrace.hutchinson",
     "loopax.stochtrace.sketch",

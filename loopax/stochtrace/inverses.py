@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from loopax.stochtrace.lapack import lane_by_lane
+
 
 @jax.custom_jvp
 def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -40,14 +42,17 @@ def _pseudo_inverse_jvp(primals, tangents):
 def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The inverse; where it is beyond rounding errors, that of the singular values as `inverted` has them."""
 
-    def by_singular_values() -> Array:
+    def by_singular_values(matrix: Array) -> Array:
         left, values, right = jnp.linalg.svd(matrix)
         return (right.conj().T * inverted(values, _rounding(values))[None].astype(matrix.dtype)) @ left.conj().T
 
-    direct = jnp.linalg.inv(matrix)
-    condition = jnp.linalg.norm(direct) * jnp.linalg.norm(matrix)
-    is_regular = condition * (matrix.shape[0] * jnp.finfo(matrix.dtype).eps) < 1  # not where it is NaN
-    return jax.lax.cond(is_regular, lambda: direct, by_singular_values)
+    def direct_or_not(matrix: Array) -> Array:
+        direct = jnp.linalg.inv(matrix)
+        condition = jnp.linalg.norm(direct) * jnp.linalg.norm(matrix)
+        is_regular = condition * (matrix.shape[0] * jnp.finfo(matrix.dtype).eps) < 1  # not where it is NaN
+        return jax.lax.cond(is_regular, lambda _: direct, by_singular_values, matrix)
+
+    return lane_by_lane(direct_or_not)(matrix)
 
 
 @jax.custom_jvp
@@ -59,7 +64,7 @@ def inverse_root(matrix: Inexact[Array, "m m"]) -> tuple[Inexact[Array, "m m"], 
 
     L is determined up to a unitary factor on its right, and its derivative too: use it in ways which do not ask.
     """
-    values, vectors = jnp.linalg.eigh(matrix)
+    values, vectors = lane_by_lane(lambda matrix: tuple(jnp.linalg.eigh(matrix)))(matrix)
     least = _rounding(values)
     columns = vectors / jnp.sqrt(_at_least(values, least))[None].astype(vectors.dtype)
     is_known = (values > least)[None]

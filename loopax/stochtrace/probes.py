@@ -46,7 +46,7 @@ def _normal(key: Array, size: int, dtype: Any) -> Array:
 def _sphere(key: Array, size: int, dtype: Any) -> Array:
     """Uniform on the sphere of radius sqrt(size)."""
     direction = _normal(key, size, dtype)
-    return direction * (jnp.sqrt(size) / jnp.linalg.norm(direction)).astype(direction.real.dtype)
+    return direction * (jnp.sqrt(size) / jnp.linalg.norm(direction)).astype(dtype)
 
 
 _SAMPLERS: dict[str, Callable[[Array, int, Any], Array]] = {

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 from loopax.loops import fori_loop, while_loop
 from loopax.stochtrace.estimator import Budget, Estimate, Estimator, Tolerance, abs2, standard_error
 from loopax.stochtrace.inverses import pseudo_inverse
+from loopax.stochtrace.lapack import lane_by_lane
 from loopax.stochtrace.operators import Operator
 from loopax.stochtrace.probes import draw
 from loopax.stochtrace.products import Along, Parameters, Products, with_derivative
@@ -226,7 +227,7 @@ def dots(a: Inexact[Array, "m k"], b: Inexact[Array, "m k"]) -> Inexact[Array, "
 def _normalized(rows: Rows) -> Rows:
     """Orthonormal rows of the same span."""
     # The barrier keeps XLA from moving the transpose into products, for which it has slow programs only.
-    return jax.lax.optimization_barrier(jnp.linalg.qr(rows.T)[0].T)
+    return jax.lax.optimization_barrier(lane_by_lane(lambda rows: jnp.linalg.qr(rows.T)[0].T)(rows))
 
 
 def _orthogonal_to(basis: Rows, rows: Rows) -> Rows:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from loopax.stochtrace.estimator import Budget, Estimate, abs2
-from loopax.stochtrace.inverses import inverse_root
+from loopax.stochtrace.inverses import inverse, inverse_root
 from loopax.stochtrace.operators import Operator
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
 from loopax.stochtrace.products import Products
-from loopax.stochtrace.sketch import BasisEstimator, Counted, filled
+from loopax.stochtrace.sketch import BasisEstimator, Counted, dots, filled
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,17 @@ class XNysTrace(BasisEstimator):
         root = known + rounding
         # A = Q F F^H Q^H on the span of the probes
         factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
-        lost = (
-            factor @ (root / jnp.linalg.norm(root, axis=1, keepdims=True).astype(root.dtype)).conj().T
-        )  # what goes with each probe
+        lengths = jnp.linalg.norm(root, axis=1, keepdims=True)
+        lost = factor @ (root / lengths.astype(root.dtype)).conj().T  # what goes with each probe
         seen = sketch.basis.conj() @ sketch.probes.T
-        rest = abs2((lost.conj() * seen).sum(0))
-        return sign * (abs2(factor).sum() - abs2(lost).sum(0) + self._scale(counted) * rest)
+        rest = abs2(dots(lost, seen)) * self._scale(counted)
+        return sign * (abs2(factor).sum() - abs2(lost).sum(0) + rest)
 
     def _scale(self, counted: Counted) -> Float[Array, " m"]:
         """How much longer the part of a probe outside of the span of the others is on average."""
         probes = counted.sketch.probes
         if not is_rotation_invariant(self.probes):
             return jnp.ones_like(probes[:, 0].real)
-        inverted = jnp.linalg.inv(filled(probes.conj() @ probes.T, counted.is_counted))
-        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(inverted.real.dtype)
-        return dimensions * jnp.diag(inverted).real
+        inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
+        outside = jnp.diag(inverted).real  # one over its squared length
+        return (probes.shape[1] - counted.num_rows + 1).astype(outside.dtype) * outside
