@@ -16,7 +16,7 @@ from loopax import schedule
 from loopax.schedule import Action
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "multistep_integrator.py"
+EXAMPLES = HERE.parent / "examples"
 STEPS, SLOTS = 30, 5
 
 
@@ -75,14 +75,14 @@ def draw_lanes() -> None:
 
 def draw_solver() -> None:
     """The solutions, steps and gradients of the example."""
-    example = runpy.run_path(str(HERE.parent / "examples" / "adaptive_ode.py"))
+    example = runpy.run_path(str(EXAMPLES / "adaptive_ode.py"))
     example["draw"](example["results"]()).savefig(HERE / "pictures" / "adaptive-ode.png")
 
 
-def draw_integrator() -> None:
-    """The figure of the example, which trains for half a minute."""
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    shutil.copy(EXAMPLE.with_suffix(".png"), HERE / "pictures")
+def draw_trained(name: str) -> None:
+    """The figure of an example that trains for half a minute."""
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    shutil.copy(EXAMPLES / f"{name}.png", HERE / "pictures")
 
 
 def main() -> None:
@@ -91,7 +91,8 @@ def main() -> None:
     draw_schedules()
     draw_lanes()
     draw_solver()
-    draw_integrator()
+    for name in ("multistep_integrator", "reinforcement_learning", "normalising_flow"):
+        draw_trained(name)
 
 
 if __name__ == "__main__":

@@ -255,7 +255,8 @@ def evaluate(weights: Weights, data: Digits, atol: float | None) -> Evaluation:
 
 
 def print_training(programs: dict[str, Program], curves: dict[str, Any], normal: float) -> None:
-    table = Table("traces", "gradient, ms", "memory, MiB", "test log-density", title=f"Training, d = {DIMENSIONS}")
+    title = f"Training in {DIMENSIONS} dimensions, n products per trace"
+    table = Table("traces", "gradient, ms", "memory, MiB", "test log-density", title=title)
     for name, program in programs.items():
         found = f"{curves[name][-1]:.2f}" if name in curves else ""
         table.add_row(name, f"{program.milliseconds:.1f}", f"{program.memory:.1f}", found)
@@ -264,7 +265,12 @@ def print_training(programs: dict[str, Program], curves: dict[str, Any], normal:
 
 
 def print_evaluations(found: dict[float | None, Evaluation]) -> None:
-    table = Table("tolerance", "error", "products", "of a point", "separation", "ms", title="Evaluation")
+    title, caption = (
+        "Evaluation within a tolerance, in nats",
+        f"Separation: how often digits are denser than a {UNKNOWN}",
+    )
+    columns = "tolerance", "rms error", "products", "of a point", "separation", "ms"
+    table = Table(*columns, title=title, caption=caption)
     for atol, e in found.items():
         products = f"{e.products.mean():.0f}", f"{e.products.min():.0f} to {e.products.max():.0f}"
         name = f"{atol or '(exact)'}"
