@@ -42,7 +42,8 @@ FIGURE = Path(__file__).with_suffix(".png")
 DIMENSIONS = 16  # principal components
 UNKNOWN = 4  # a digit that the flow does not see
 HIDDEN = 64
-STEPS = 4  # of the solver, of four evaluations each
+STEPS = 4  # of the solver, the classical Runge-Kutta method of order 4
+STAGES = ((0.0, 1 / 6), (0.5, 1 / 3), (0.5, 1 / 3), (1.0, 1 / 6))  # when they are, and what they weigh
 BATCH, UPDATES, UPDATES_PER_TEST = 128, 400, 20
 LEARNING_RATE, DECAY = 1e-2, 0.3
 SEED = 0
@@ -57,7 +58,8 @@ Point = Float[Array, " d"]
 Points = Float[Any, "n d"]
 Weights = list[tuple[Float[Array, "out in"], Float[Array, " out"]]]
 Jacobian = Callable[[Point], Point]  # v -> J v
-Trace = Callable[[Jacobian, Point, PRNGKeyArray], tuple[Float[Array, ""], Int[Array, ""]]]  # and how many products
+Counted = tuple[Float[Array, ""], Int[Array, ""]]  # a trace, and the products that it took
+Trace = Callable[[Jacobian, Point, PRNGKeyArray], Counted]
 
 
 # The flow ------------------------------------------------------------------------------------------------
@@ -79,13 +81,11 @@ def velocity(weights: Weights, t: Float[Array, ""], x: Point) -> Point:
     return matrix @ units + shift
 
 
-def exact(jacobian: Jacobian, x: Point, _: PRNGKeyArray) -> tuple[Float[Array, ""], Int[Array, ""]]:
+def exact(jacobian: Jacobian, x: Point, _: PRNGKeyArray) -> Counted:
     return jnp.trace(jax.vmap(jacobian)(jnp.eye(len(x), dtype=x.dtype))), jnp.int32(len(x))
 
 
-def estimated(
-    jacobian: Jacobian, x: Point, key: PRNGKeyArray, **options: Any
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
+def estimated(jacobian: Jacobian, x: Point, key: PRNGKeyArray, **options: Any) -> Counted:
     """With `num_matvecs=` products, or with `atol=` and at most `max_matvecs=`."""
     estimate = stochtrace.estimate_trace(jacobian, key, size=x, **options)
     return estimate.value, estimate.num_matvecs
@@ -115,20 +115,14 @@ def log_density(weights: Weights, x: Point, key: PRNGKeyArray, trace: Trace) -> 
         return speed, *trace(jacobian, x, key)
 
     def step(i: Int[Array, ""], now: Flow) -> Flow:
-        evaluated, speed = [], jnp.zeros_like(x)
-        for share in (0.0, 0.5, 0.5, 1.0):
-            evaluated.append(slopes((i + share) * dt, now.x + share * dt * speed))
-            speed = evaluated[-1][0]
-        speeds, traces, products = zip(*evaluated, strict=True)
-        return Flow(now.x + dt * mean(*speeds), now.gain + dt * mean(*traces), now.products + sum(products))
+        end, speed = now, jnp.zeros_like(now.x)
+        for share, weight in STAGES:
+            speed, divergence, products = slopes((i + share) * dt, now.x + share * dt * speed)
+            end = Flow(end.x + weight * dt * speed, end.gain + weight * dt * divergence, end.products + products)
+        return end
 
     end = lx.fori_loop(0, STEPS, step, Flow(x, jnp.zeros((), x.dtype), jnp.int32(0)))
-    return LogDensity(normal_log_density(end.x) + end.gain, end.products / (4 * STEPS))
-
-
-def mean(a: Array, b: Array, c: Array, d: Array) -> Array:
-    """Of the stages of the classical Runge-Kutta method of order 4."""
-    return (a + 2 * b + 2 * c + d) / 6
+    return LogDensity(normal_log_density(end.x) + end.gain, end.products / (STEPS * len(STAGES)))
 
 
 def normal_log_density(x: Float[Any, "... d"]) -> Float[Any, "..."]:
