@@ -1,0 +1,194 @@
+"""Derivatives of estimates are those of the estimate from the same probes, in every mode and order."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from loopax.stochtrace import Hutchinson, XNysTrace, estimate_trace
+from tests.reference import assert_close
+from tests.stochtrace.cases import (
+    ESTIMATORS,
+    GENERAL,
+    KEY,
+    PSD,
+    TURNED,
+    WITH_BASIS,
+    N,
+    estimate,
+    name_of,
+    value_along,
+    with_eigenvalues,
+)
+
+each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+STEP = 1e-4
+
+
+def slope(f: Any, t: float) -> Any:
+    """A central difference of fourth order."""
+    return (8 * (f(t + STEP) - f(t - STEP)) - (f(t + 2 * STEP) - f(t - 2 * STEP))) / (12 * STEP)
+
+
+@each_estimator
+@pytest.mark.parametrize(
+    "options", [{}, {"batch": 4}, {"num_matvecs": 7, "max_matvecs": 12}, {"rtol": 0.3, "max_matvecs": 12}], ids=str
+)
+def test_value_and_error_in_both_modes(estimator: Any, options: dict[str, Any]) -> None:
+    def both(t: Any) -> Any:
+        turned = jnp.eye(N) + jnp.sin(t) * TURNED
+        return jnp.stack(estimate(estimator, **options)(turned @ PSD @ turned.T)[:2])
+
+    both = jax.jit(both)
+    expected = slope(both, 0.3)
+    assert_close(jax.jit(jax.jacfwd(both))(0.3), expected, 1e-7)
+    assert_close(jax.jit(jax.jacrev(both))(0.3), expected, 1e-7)
+
+
+@each_estimator
+def test_second_derivatives(estimator: Any) -> None:
+    value = value_along(estimator)
+    expected = slope(jax.jit(jax.grad(value)), 0.3)
+    for outer in (jax.jacfwd, jax.jacrev):
+        for inner in (jax.jacfwd, jax.jacrev):
+            assert_close(jax.jit(outer(inner(value)))(0.3), expected, 1e-6)
+
+
+@each_estimator
+@pytest.mark.parametrize("rank", [2, 3])
+def test_beyond_the_rank(estimator: Any, rank: int) -> None:
+    """What rounding errors have made of a basis beyond the rank is in no derivative."""
+    matrix = with_eigenvalues([3.0, 2.0, 1.0][:rank])
+    matvecs = 5 * estimator.products_per_sample
+    value = jax.jit(value_along(estimator, matrix, num_matvecs=matvecs))
+    assert_close(jax.jit(jax.grad(value))(0.3), slope(value, 0.3), 1e-7)
+    assert_close(jax.jit(jax.jacfwd(value))(0.3), slope(value, 0.3), 1e-7)
+    if not isinstance(estimator, Hutchinson):
+        exact = slope(
+            lambda t: jnp.trace((jnp.eye(N) + jnp.sin(t) * TURNED) @ matrix @ (jnp.eye(N) + jnp.sin(t) * TURNED).T), 0.3
+        )
+        assert_close(jax.jit(jax.grad(value))(0.3), exact, 1e-7)
+
+
+@pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if not isinstance(e, XNysTrace)], ids=name_of)
+def test_of_a_matrix_that_is_not_symmetric(estimator: Any) -> None:
+    value = jax.jit(lambda t: estimate(estimator)(GENERAL + t * TURNED).value)
+    assert_close(jax.grad(value)(0.3), slope(value, 0.3), 1e-7)
+
+
+@each_estimator
+def test_of_a_complex_operator(estimator: Any) -> None:
+    hermitian = jax.lax.complex(PSD, (GENERAL - GENERAL.T) / 8)
+
+    def value(t: Any) -> Any:
+        turned = jnp.eye(N) + jax.lax.complex(t * TURNED, t**2 * TURNED.T)
+        return estimate(estimator)(turned @ hermitian @ hermitian.conj().T @ turned.conj().T).value.real
+
+    value = jax.jit(value)
+    assert_close(jax.jit(jax.grad(value))(0.3), slope(value, 0.3), 1e-6)
+    assert_close(jax.jit(jax.jacfwd(value))(0.3), slope(value, 0.3), 1e-6)
+
+
+@each_estimator
+def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
+    counts, ts = jnp.array([3, 12, 6]), jnp.array([0.1, 0.2, 0.3])
+
+    def value(t: Any, n: Any) -> Any:
+        return value_along(estimator, num_matvecs=n, max_matvecs=N)(t)
+
+    gradient = jax.jit(jax.grad(value))
+    alone = jnp.stack([gradient(t, n) for t, n in zip(ts, counts, strict=True)])
+    assert_close(jax.jit(jax.vmap(jax.grad(value)))(ts, counts), alone)
+    assert_close(jax.jit(jax.grad(lambda ts: jax.vmap(value)(ts, counts).sum()))(ts), alone)
+
+
+@each_estimator
+def test_around_and_inside_of_other_transformations(estimator: Any) -> None:
+    value = value_along(estimator)
+    expected = jax.jit(jax.grad(value))(0.3)
+    assert_close(jax.jit(jax.grad(jax.checkpoint(value)))(0.3), expected)
+    assert_close(jax.linearize(value, 0.3)[1](1.0), expected)
+    summed = lambda t: lx.fori_loop(0, 3, lambda _, total: total + value(t), 0.0)
+    assert_close(jax.jit(jax.grad(summed))(0.3), 3 * expected)
+    assert_close(jax.jit(jax.jacfwd(summed))(0.3), 3 * expected)
+    with jax.disable_jit():
+        assert_close(jax.grad(value)(0.3), expected)
+
+
+@each_estimator
+def test_of_everything_that_a_function_closes_over(estimator: Any) -> None:
+    """Also of arrays in a module, beside integers and functions."""
+
+    class Turned(eqx.Module):
+        by: Any
+        power: int
+        at: Any
+
+        def __call__(self, v: Any) -> Any:
+            turned = jnp.eye(N) + jnp.sin(self.by) ** self.power * TURNED
+            return turned @ (PSD @ (turned.T @ v)) + 0.0 * self.at.astype(float)
+
+    value = lambda module: estimate_trace(module, KEY, estimator=estimator, num_matvecs=6, size=N).value
+    got = eqx.filter_grad(value)(Turned(jnp.asarray(0.3), 1, jnp.arange(N)))
+    assert_close(got.by, jax.grad(value_along(estimator))(0.3))
+
+
+def test_what_is_not_perturbed_is_not_differentiated() -> None:
+    """The tangent of a matrix that does not move would be as large as it."""
+
+    def value(s: Any) -> Any:
+        return estimate_trace(lambda v: s * (GENERAL @ v), KEY, num_matvecs=4, size=N).value
+
+    tangents = str(jax.make_jaxpr(lambda s: jax.jvp(value, (s,), (1.0,)))(1.0)).count(f"f64[{N},{N}]")
+    values = str(jax.make_jaxpr(value)(1.0)).count(f"f64[{N},{N}]")
+    # One loop for the values and one for the derivative, each of which is handed the matrix.
+    assert tangents <= 2 * values
+
+
+# ---- memory
+
+
+def temporary_bytes(f: Any, *arguments: Any) -> int:
+    analysis = jax.jit(f).lower(*arguments).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def of_matrix(matrix: Any, **options: Any) -> Any:
+    return estimate_trace(matrix, KEY, **options).value
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_the_memory_of_hutchinson_is_that_of_a_batch_of_products(batch: int) -> None:
+    """n = 4096, 1024 products: at most 1 MiB, and twice the matrix for a gradient."""
+    matrix = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    value = partial(of_matrix, num_matvecs=1024, batch=batch)
+    assert temporary_bytes(value, matrix) <= 2**20
+    assert temporary_bytes(jax.grad(value), matrix) <= 2 * 4 * 4096**2
+
+
+def test_the_memory_of_hutchinson_does_not_grow_with_the_number_of_products() -> None:
+    def value(scale: Any, **options: Any) -> Any:
+        return estimate_trace(lambda v: jnp.sin(scale) * v, KEY, size=scale.shape[0], **options).value
+
+    scale = jnp.ones(1024)
+    for options in ({}, {"max_matvecs": 10**6}):
+        few, many = ({"num_matvecs": n} | options for n in (64, 4096))
+        assert temporary_bytes(partial(value, **many), scale) == temporary_bytes(partial(value, **few), scale)
+        gradients = [temporary_bytes(jax.grad(partial(value, **n)), scale) for n in (few, many)]
+        assert gradients[1] == gradients[0]
+
+
+@pytest.mark.parametrize("estimator", WITH_BASIS, ids=name_of)
+def test_the_memory_of_a_basis_is_n_times_the_products(estimator: Any) -> None:
+    n, matvecs = 2048, 48
+    scale = jnp.ones(n)
+    value = lambda scale: (
+        estimate_trace(lambda v: jnp.exp(scale) * v, KEY, estimator=estimator, num_matvecs=matvecs, size=n).value
+    )
+    assert temporary_bytes(value, scale) < 4 * n * matvecs * 8
+    assert temporary_bytes(jax.grad(value), scale) < 12 * n * matvecs * 8
