@@ -57,7 +57,7 @@ class History(eqx.Module):
     -----
     Derivatives: all, in every order, also with respect to `rows`. Cost of `push`: small windows are shifted, and
     windows of 32 KiB or more are a ring in which one row is written; a gradient stores windows as it does other
-    parts of the carry. `rows` costs the window.
+    parts of the carry, with `Residuals()` only what it needs of rows that were read. `rows` costs the window.
 
     """
 

@@ -129,8 +129,14 @@ def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
 
 @_over_lanes
 def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
-    row = _read(rows, place)
-    return [row, _write(rows, place, jnp.zeros_like(row), is_alone)]
+    if rows.shape[0] == 0:
+        return [_read(rows, place), rows]
+    # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
+    inside, zero = place < rows.shape[0], jnp.zeros((), rows.dtype)
+    row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
+    row = row[0] if is_alone else row
+    left = _write(rows, place, jnp.where(inside, zero, row), is_alone)
+    return [jnp.where(inside, row, zero), left]
 
 
 def _primitive(name: str, function: Callable[..., list[Any]], params: Sequence[str]) -> Primitive:
