@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from loopax._arguments import is_traced_int
@@ -47,7 +49,7 @@ def _tolerance(operator: Operator, rtol: Any, atol: Any) -> Tolerance | None:
     values = []
     for name, value in (("rtol", rtol), ("atol", atol)):
         value = 0.0 if value is None else value
-        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
             raise TypeError(f"estimate_trace({name}=...): got {describe(value)}, expected one number.")
         if not isinstance(value, Tracer) and not float(value) >= 0:
             raise ValueError(f"estimate_trace({name}=...): got {value}, expected a number that is not negative.")

@@ -64,6 +64,7 @@ def _of_matrix(matrix: Any, size: Any) -> Operator:
         )
     matrix = jnp.asarray(matrix)
     _check_dtype(matrix.dtype)
+    _check_size(shape[0])
     return Operator(lambda v: matrix @ v, shape[0], matrix.dtype)
 
 
@@ -101,8 +102,7 @@ def _of_structure(function: Callable[[Any], Any], structure: PyTree[Any], sign: 
     structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), structure)
     leaves = jax.tree.leaves(structure)
     size = sum(math.prod(leaf.shape) for leaf in leaves)
-    if size == 0:
-        raise ValueError("estimate_trace(operator, ...): the operator's vectors have no elements.")
+    _check_size(size)
     dtype = leaves[0].dtype
     if any(leaf.dtype != dtype for leaf in leaves):
         names = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
@@ -151,6 +151,11 @@ def _check_dtype(dtype: Any) -> None:
             f"estimate_trace(operator, ...): the operator has the dtype {dtype}, expected a floating or complex one. "
             "Cast it, for example with `matrix.astype(float)`."
         )
+
+
+def _check_size(size: int) -> None:
+    if size == 0:
+        raise ValueError("estimate_trace(operator, ...): the operator's vectors have no elements.")
 
 
 def _refuse_size(what: str, size: Any) -> None:

@@ -46,8 +46,8 @@ class XTrace(BasisEstimator):
         seen = sketch.basis.conj() @ sketch.probes.T  # Q^H w, a column for each w
         through = sketch.images.conj() @ sketch.probes.T  # (A Q)^H w
         inverted = inverse(filled(sketch.coordinates, counted.is_counted)).conj().T
-        lost = inverted / jnp.linalg.norm(
-            inverted, axis=0, keepdims=True
+        lost = inverted / jnp.linalg.norm(inverted, axis=0, keepdims=True).astype(
+            inverted.dtype
         )  # the direction that goes with a probe, as Q times a column
         left = seen - lost * dots(lost, seen)[None]
         basis_part = jnp.trace(projected) - dots(lost, projected @ lost)

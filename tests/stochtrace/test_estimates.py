@@ -28,7 +28,7 @@ PROBES = ["rademacher", "normal", "sphere"]
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
 
 
-def probes_of(name: str, count: int, size: int = N) -> jax.Array:
+def probes_of(name: Any, count: int, size: int = N) -> jax.Array:
     """What an estimate with `KEY` draws, a column for each."""
     return draw(name, KEY, jnp.arange(count, dtype=jnp.int32), size, jnp.float64).T
 
@@ -37,7 +37,7 @@ def probes_of(name: str, count: int, size: int = N) -> jax.Array:
 
 
 @pytest.mark.parametrize("probes", PROBES)
-def test_hutchinson_is_the_mean_of_quadratic_forms(probes: str) -> None:
+def test_hutchinson_is_the_mean_of_quadratic_forms(probes: Any) -> None:
     w = probes_of(probes, 5)
     samples = np.asarray((w * (GENERAL @ w)).sum(0))
     got = estimate(Hutchinson(probes), num_matvecs=5)(GENERAL)
@@ -68,7 +68,7 @@ def leave_one_out(probes: jax.Array, basis_of: Any, trace_on: Any, rest_on: Any,
 
 
 @pytest.mark.parametrize("probes", PROBES)
-def test_xtrace_leaves_out_one_probe_after_the_other(probes: str) -> None:
+def test_xtrace_leaves_out_one_probe_after_the_other(probes: Any) -> None:
     m = 4
     w = probes_of(probes, m)
 
@@ -94,7 +94,7 @@ def test_xtrace_leaves_out_one_probe_after_the_other(probes: str) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("probes", PROBES)
-def test_xnystrace_leaves_out_one_probe_after_the_other(probes: str, sign: int) -> None:
+def test_xnystrace_leaves_out_one_probe_after_the_other(probes: Any, sign: int) -> None:
     m = 5
     w = probes_of(probes, m)
 

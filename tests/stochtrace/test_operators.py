@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import loopax as lx
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
@@ -25,7 +26,7 @@ def loss(p: Any) -> Any:
 
 
 def hessian_of_loss() -> Any:
-    flat, unravel = jax.flatten_util.ravel_pytree(PARAMETERS)
+    flat, unravel = ravel_pytree(PARAMETERS)
     return jax.hessian(lambda x: loss(unravel(x)))(flat)
 
 
@@ -83,7 +84,6 @@ def operators() -> dict[str, Any]:
         "scaled": 3.0 * matrix,
         "tagged": lineax.TaggedLinearOperator(lineax.MatrixLinearOperator(PSD), tag),
         "negative": -lineax.MatrixLinearOperator(PSD, tag),
-        "auxiliary": lineax.AuxLinearOperator(matrix, None),
     }
 
 
@@ -118,11 +118,8 @@ def test_the_dtype_is_that_of_the_operator_and_float32_at_least(estimator: Any, 
         seen.append(v.dtype)
         return PSD.astype(dtype) @ v
 
-    got = (
-        estimate_trace(matvec, KEY, estimator=estimator, num_matvecs=24, size=jax.ShapeDtypeStruct((N,), dtype))
-        if (isinstance(estimator, Hutchinson))
-        else estimate_trace(matvec, KEY, estimator=estimator, num_matvecs=12, size=jax.ShapeDtypeStruct((N,), dtype))
-    )
+    vector = jax.ShapeDtypeStruct((N,), dtype)
+    got = estimate_trace(matvec, KEY, estimator=estimator, num_matvecs=12, size=vector)
     assert set(seen) == {jnp.dtype(dtype)}
     assert got.value.dtype == (dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     assert got.std_error.dtype == got.value.real.dtype
@@ -172,7 +169,8 @@ def test_an_operator_with_a_loop_and_checks_of_its_own() -> None:
 )
 def test_options(options: dict[str, Any], error: Any, parts: list[str]) -> None:
     with raises(error, "estimate_trace(", *parts):
-        estimate_trace(PSD, **({"key": KEY} | options))
+        given: Any = {"key": KEY} | options
+        estimate_trace(PSD, **given)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_too_few_and_too_many_products(estimator: Any, least: int, most: int | N
 @pytest.mark.parametrize("name", ["num_matvecs", "max_matvecs", "batch"])
 def test_traced_numbers(name: str) -> None:
     with raises(TypeError, f"estimate_trace({name}=...)", "traced", "Two ways out", "static_argnames"):
-        jax.jit(lambda n: estimate_trace(PSD, KEY, **({"num_matvecs": 4} | {name: n})))(4)
+        jax.jit(lambda n: estimate(Hutchinson(), **{name: n})(PSD))(4)
     with raises(TypeError, "estimate_trace(size=...)", "traced", "Two ways out"):
         jax.jit(lambda n: estimate_trace(lambda v: v, KEY, num_matvecs=4, size=n))(4)
 
@@ -257,8 +255,9 @@ def test_a_function_that_fails_says_what_it_was_given() -> None:
     matvec = lambda v: jax.jvp(jnp.sin, (x,), (v,))[1]
     with pytest.raises(TypeError) as error:
         estimate_trace(matvec, KEY, num_matvecs=2, size=3)
-    assert "float64[3]" in error.value.__notes__[0]
-    assert "jax.ShapeDtypeStruct" in error.value.__notes__[0]
+    note = "".join(error.value.__notes__)
+    assert "float64[3]" in note
+    assert "jax.ShapeDtypeStruct" in note
     assert estimate_trace(matvec, KEY, num_matvecs=2, size=x).value.dtype == jnp.float32
 
 
