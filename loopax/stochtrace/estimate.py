@@ -24,7 +24,8 @@ class TraceEstimate(NamedTuple):
         The estimate, of the operator's dtype, float32 at least.
     std_error
         Its standard error; infinite from a single sample, which says nothing about it. The interval
-        value ± 1.96 std_error covers the trace in about 95 of 100 cases, and in 90 to 95 with a tolerance (docs/traces.md).
+        value ± 1.96 std_error covers the trace in about 95 of 100 cases, in 90 to 95 with a tolerance, and
+        docs/traces.md says when in fewer.
     num_matvecs : int32[]
         Matrix-vector products that it is from.
     converged : bool[]
