@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Small factorizations gain nothing from threads, and lose much to them where several tests run at once.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 import jax
 import pytest
 from hypothesis import HealthCheck, settings

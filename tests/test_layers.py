@@ -101,6 +101,8 @@ LAYERS = [
     "loopax.stochtrace.inverses",
     "loopax.stochtrace.hutchinson",
     "loopax.stochtrace.sketch",
+    "loopax.stochtrace.growth",
+    "loopax.stochtrace.basis",
     "loopax.stochtrace.hutchpp",
     "loopax.stochtrace.xtrace",
     "loopax.stochtrace.xnystrace",

@@ -121,9 +121,10 @@ def estimate_trace(
             "XTrace() or XNysTrace()."
         )
     square = to_operator(operator, size)
+    estimator.check(square)
     budget, checks = to_budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
     products = Products(square, budget.batch)
-    value, std_error, count = estimator.run(square, products, key, budget)
+    value, std_error, count = estimator.run(products, key, budget)
     converged = jnp.ones((), bool) if budget.tolerance is None else budget.tolerance.allows(value, std_error)
     matvecs = count * estimator.products_per_sample
     return settle(TraceEstimate(value.astype(products.dtype), std_error, matvecs, converged), checks)

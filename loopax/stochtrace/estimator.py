@@ -58,8 +58,12 @@ class Estimator(ABC):
         """How many samples make sense for an operator of this size; None: any number."""
         del size
 
+    def check(self, operator: Operator) -> None:
+        """Refuse an operator whose trace this does not estimate."""
+        del operator
+
     @abstractmethod
-    def run(self, operator: Operator, products: Products, key: Array, budget: Budget) -> Estimate:
+    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """Estimate the trace."""
 
 

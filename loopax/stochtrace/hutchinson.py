@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 from loopax.kinds import Checkpointed
 from loopax.loops import fori_loop, while_loop
 from loopax.stochtrace.estimator import Budget, Estimate, Estimator, abs2, standard_error
-from loopax.stochtrace.operators import Operator
 from loopax.stochtrace.probes import draw
 from loopax.stochtrace.products import Along, Parameters, Products, with_derivative
 
@@ -37,9 +36,8 @@ class Hutchinson(Estimator):
 
     """
 
-    def run(self, operator: Operator, products: Products, key: Array, budget: Budget) -> Estimate:
+    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
-        del operator
         stream = _Stream(self, products, budget)
         estimate = with_derivative(stream.run, stream.derivative)
         (value, std_error), count = estimate(products.parameters, (key, budget.limit, budget.tolerance))

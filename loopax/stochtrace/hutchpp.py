@@ -6,7 +6,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from loopax.stochtrace.sketch import BasisEstimator, Counted, dots
+from loopax.stochtrace.basis import BasisEstimator
+from loopax.stochtrace.sketch import Counted, dots
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from loopax.stochtrace.estimator import Budget, Estimate, abs2
+from loopax._static import Why, static_bool
+from loopax.stochtrace.basis import BasisEstimator
+from loopax.stochtrace.estimator import abs2
 from loopax.stochtrace.inverses import inverse, inverse_root
 from loopax.stochtrace.operators import Operator
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
-from loopax.stochtrace.products import Products
-from loopax.stochtrace.sketch import BasisEstimator, Counted, dots, filled
+from loopax.stochtrace.sketch import Counted, dots, filled
+
+_DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,20 @@ class XNysTrace(BasisEstimator):
 
     has_images: ClassVar[bool] = False
 
-    def run(self, operator: Operator, products: Products, key: Array, budget: Budget) -> Estimate:
-        """See `Estimator.run`."""
-        sign = operator.sign or int(self.positive_semidefinite)
-        if sign == 0:
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        static_bool("XNysTrace(positive_semidefinite=...)", self.positive_semidefinite, _DECLARED)
+
+    def check(self, operator: Operator) -> None:
+        """See `Estimator.check`."""
+        if not (operator.sign or self.positive_semidefinite):
             raise ValueError(
                 "estimate_trace(operator, estimator=XNysTrace()): the operator is not declared to be positive (or "
                 "negative) semidefinite, and for others the estimate is wrong. Tag it, as in "
                 "lineax.MatrixLinearOperator(A, lineax.positive_semidefinite_tag), or say "
                 "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
             )
-        return super().run(operator, products, key, budget)
 
     def samples(self, counted: Counted) -> Inexact[Array, " m"]:
         """See `BasisEstimator.samples`."""

@@ -6,9 +6,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from loopax.stochtrace.basis import BasisEstimator
 from loopax.stochtrace.inverses import inverse
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
-from loopax.stochtrace.sketch import BasisEstimator, Counted, dots, filled
+from loopax.stochtrace.sketch import Counted, dots, filled
 
 
 @dataclass(frozen=True)
