@@ -12,8 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 import loopax as lx
-from benchmarks import adaptive, budgets, evaluations, histories, lanes, models, ragged, workloads
-from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target, ratio
+from benchmarks import (
+    adaptive,
+    budgets,
+    evaluations,
+    histories,
+    lanes,
+    models,
+    ragged,
+    stochtrace,
+    stochtrace_errors,
+    workloads,
+)
+from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Findings, Group, Target, markdown_of, ratio
 from benchmarks.measure import Case, Measurement, machine, measure
 
 HERE = Path(__file__).parent
@@ -107,6 +118,16 @@ def groups() -> list[Group]:
         *models.groups(),
         *adaptive.groups(),
         *histories.groups(),
+        *stochtrace.groups(),
+    ]
+
+
+def tables() -> list[Findings]:
+    """All tables of what is counted, not timed."""
+    return [
+        Findings("Evaluations per step, n = 1000", evaluations.counted),
+        *stochtrace.tables(),
+        *stochtrace_errors.tables(),
     ]
 
 
@@ -165,11 +186,16 @@ def main() -> None:
         sections.append(markdown(group, found))
         targets = [{**asdict(t), "measured": ratio(t, found)} for t in group.targets]
         records.append({"title": group.title, "programs": [asdict(m) for m in found.values()], "targets": targets})
+    found_tables = []
+    for table in tables():
+        if chosen not in table.title:
+            continue
+        rows = table.rows()
+        sections.append(markdown_of(table.title, rows, table.remark))
+        console.print(sections[-1])
+        found_tables.append({"title": table.title, "remark": table.remark, "rows": rows})
     if chosen:
         return
-    counted = evaluations.counted()
-    console.print(evaluations.markdown(counted))
-    sections.append(evaluations.markdown(counted))
     counts = {
         "256 chains of slice sampling: batched iterations": ragged.nested_iterations(),
         "PLAID: steps of the cell in one epoch, forward": ragged.series_steps(),
@@ -181,7 +207,7 @@ def main() -> None:
         "machine": machine(),
         "versions": versions,
         "groups": records,
-        "evaluations": counted,
+        "tables": found_tables,
         "counts": counts,
     }
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")

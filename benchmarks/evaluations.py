@@ -57,15 +57,3 @@ def counted() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """As a table."""
-    lines = [
-        "## Evaluations per step, n = 1000",
-        "",
-        "| " + " | ".join(rows[0]) + " |",
-        "|" + "---|" * len(rows[0]),
-        *("| " + " | ".join(f"{value:.4g}" for value in row.values()) + " |" for row in rows),
-    ]
-    return "\n".join([*lines, ""])

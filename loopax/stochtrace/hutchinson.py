@@ -96,7 +96,9 @@ class _Stream:
             return (so_far.number < limit) & ~is_enough
 
         dtype = self.products.dtype
-        moments = while_loop(goes_on, step, _Moments(jnp.int32(0), jnp.zeros((), dtype), jnp.zeros((), dtype).real))
+        start = _Moments(jnp.int32(0), jnp.zeros((), dtype), jnp.zeros((), dtype).real)
+        is_single = self.budget.capacity == self.budget.batch
+        moments = step(start) if is_single else while_loop(goes_on, step, start)
         return (moments.mean, moments.std_error), moments.number
 
     def derivative(self, others: Any, out: Any, along: Along) -> tuple[Any, Any]:
