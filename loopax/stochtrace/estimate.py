@@ -82,8 +82,8 @@ def estimate_trace(
         A static bound on the number of products, which decides how large arrays are; a tolerance that is not reached
         by then ends there.
     batch
-        Products that are evaluated together, as one by `jax.vmap`, where there are so many: faster for most
-        operators, for as many times the memory.
+        Products that are evaluated together, as one by `jax.vmap`, where there are so many (of as many samples, for
+        estimators that take several products for one): faster for most operators, for as many times the memory.
     size
         For a function: the number of elements of v, which is then a vector of the default float dtype (or complex,
         where the result is); or a pytree of arrays or `jax.ShapeDtypeStruct`s like v.

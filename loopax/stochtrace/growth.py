@@ -95,7 +95,8 @@ class Growth:
             return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
 
         probes = self._draw(key, numbers)
-        images = self.products(parameters, probes)
+        others = self._draw(key, -1 - numbers) if self.has_others else probes[:0]
+        images, of_others = jnp.split(self.products(parameters, jnp.concatenate([probes, others])), [len(probes)])
         directions = self._orthonormal(sketch.basis, images, probes)
         basis = with_rows(sketch.basis, directions)
         columns = jnp.where(is_new[None], basis.conj() @ images.T, 0)
@@ -107,8 +108,7 @@ class Growth:
         if sketch.images is not None:
             sketch = sketch._replace(images=with_rows(sketch.images, self.products(parameters, directions)))
         if sketch.others is not None:
-            others = self._draw(key, -1 - numbers)
-            pairs = zip(sketch.others, (others, self.products(parameters, others)), strict=True)
+            pairs = zip(sketch.others, (others, of_others), strict=True)
             sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
         return Counted(sketch, jnp.minimum(start + self.budget.batch, target))
 
