@@ -35,7 +35,7 @@ class HutchPlusPlus(BasisEstimator):
     products_per_sample: ClassVar[int] = 3
     has_others: ClassVar[bool] = True
 
-    def samples(self, counted: Counted) -> Inexact[Array, " m"]:
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], None]:
         """See `BasisEstimator.samples`."""
         sketch = counted.sketch
         assert sketch.images is not None
@@ -45,4 +45,4 @@ class HutchPlusPlus(BasisEstimator):
         seen = sketch.basis.conj() @ others.T  # Q^H g, a column for each g
         rest = (others.conj() * of_others).sum(1) + dots(seen, projected @ seen)
         rest -= dots(sketch.images.conj() @ others.T, seen) + dots(seen, sketch.basis.conj() @ of_others.T)
-        return jnp.trace(projected) + rest
+        return jnp.trace(projected) + rest, None

@@ -62,7 +62,7 @@ class XNysTrace(BasisEstimator):
                 "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
             )
 
-    def samples(self, counted: Counted) -> Inexact[Array, " m"]:
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `BasisEstimator.samples`."""
         sketch, is_counted = counted.sketch, counted.is_counted
         gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
@@ -73,16 +73,28 @@ class XNysTrace(BasisEstimator):
         # A = Q F F^H Q^H on the span of the probes
         factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
         lengths = jnp.linalg.norm(root, axis=1, keepdims=True)
-        lost = factor @ (root / lengths.astype(root.dtype)).conj().T  # what goes with each probe
+        root = root / lengths.astype(root.dtype)
+        lost = factor @ root.conj().T  # what goes with each probe
         seen = sketch.basis.conj() @ sketch.probes.T
-        rest = abs2(dots(lost, seen)) * self._scale(counted)
-        return sign * (abs2(factor).sum() - abs2(lost).sum(0) + rest)
+        rest = abs2(dots(lost, seen))
+        outside, outside_both = self._outside(counted)
+        samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
+        # Without j too, a plane goes, from which the part of j is taken.
+        along, products = root @ root.conj().T, lost.conj().T @ lost
+        alone = 1 - abs2(along)
+        alone = jnp.where(alone > alone.shape[0] * jnp.finfo(alone.dtype).eps, alone, 1)
+        of_both = jnp.diag(products).real[:, None] + jnp.diag(products).real[None] - 2 * (along * products.T).real
+        without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
+        return sign * samples, sign * without
 
-    def _scale(self, counted: Counted) -> Float[Array, " m"]:
-        """How much longer the part of a probe outside of the span of the others is on average."""
+    def _outside(self, counted: Counted) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
+        """How much longer the part of a probe i outside of the span of the others is on average; without j too."""
         probes = counted.sketch.probes
         if not is_rotation_invariant(self.probes):
-            return jnp.ones_like(probes[:, 0].real)
+            ones = jnp.ones_like(probes[:, 0].real)
+            return ones, jnp.ones_like(ones[:, None] * ones[None])
         inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
-        outside = jnp.diag(inverted).real  # one over its squared length
-        return (probes.shape[1] - counted.num_rows + 1).astype(outside.dtype) * outside
+        own = jnp.diag(inverted).real  # one over its squared length
+        without = own[:, None] - abs2(inverted) / own[None]
+        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(own.dtype)
+        return dimensions * own, (dimensions + 1) * without

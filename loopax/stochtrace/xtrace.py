@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from loopax.stochtrace.basis import BasisEstimator
+from loopax.stochtrace.estimator import abs2
 from loopax.stochtrace.inverses import inverse
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
-from loopax.stochtrace.sketch import Counted, dots, filled
+from loopax.stochtrace.sketch import Counted, Square, dots, filled
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class XTrace(BasisEstimator):
 
     products_per_sample: ClassVar[int] = 2
 
-    def samples(self, counted: Counted) -> Inexact[Array, " m"]:
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `BasisEstimator.samples`."""
         sketch = counted.sketch
         assert sketch.images is not None
@@ -47,20 +48,50 @@ class XTrace(BasisEstimator):
         seen = sketch.basis.conj() @ sketch.probes.T  # Q^H w, a column for each w
         through = sketch.images.conj() @ sketch.probes.T  # (A Q)^H w
         inverted = inverse(filled(sketch.coordinates, counted.is_counted)).conj().T
-        lost = inverted / jnp.linalg.norm(inverted, axis=0, keepdims=True).astype(
-            inverted.dtype
-        )  # the direction that goes with a probe, as Q times a column
+        # The direction that goes with a probe: Q times a column.
+        lost = inverted / jnp.linalg.norm(inverted, axis=0, keepdims=True).astype(inverted.dtype)
         left = seen - lost * dots(lost, seen)[None]
         basis_part = jnp.trace(projected) - dots(lost, projected @ lost)
         rest = dots(seen, lost) * dots(lost, sketch.coordinates)
         rest += dots(left, projected @ left) - dots(through, left)
-        return basis_part + self._scale(counted, left) * rest
+        samples = basis_part + self._scale(counted, dots(left, left), 0) * rest
+        return samples, self._without(counted, projected, seen, through, lost)
 
-    def _scale(self, counted: Counted, left: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
-        """How much longer the part of a probe outside of the others' basis is on average."""
+    def _without(
+        self, counted: Counted, projected: Square, seen: Square, through: Square, lost: Square
+    ) -> Inexact[Array, "m m"]:
+        """The sample i on a basis without j either.
+
+        Two directions are lost, which span a plane, and `first` and `second` are the coefficients there of what the
+        probe i has in it: the formulas of `samples`, with the plane in place of a line.
+        """
+        along, seen_along = lost.conj().T @ lost, lost.conj().T @ seen
+        products = lost.conj().T @ projected @ lost
+        own, other = jnp.diag(seen_along)[:, None], seen_along.T
+        scale = 1 / _at_least_rounding(1 - abs2(along)).astype(along.dtype)
+        first, second = scale * (own - along * other), scale * (other - along.conj() * own)
+        ahead, behind = lost.conj().T @ projected @ seen, seen.conj().T @ projected @ lost - through.conj().T @ lost
+        of_own, of_other = jnp.diag(products)[:, None], jnp.diag(products)[None]
+        basis_part = jnp.trace(projected) - scale * (of_own + of_other - along * products.T - along.conj() * products)
+        rest = (dots(seen, projected @ seen) - dots(through, seen))[:, None]
+        rest += first.conj() * (dots(lost, counted.sketch.coordinates) - jnp.diag(ahead))[:, None]
+        rest -= second.conj() * ahead.T + first * jnp.diag(behind)[:, None] + second * behind
+        rest += first.conj() * (first * of_own + second * products) + second.conj() * (
+            first * products.T + second * of_other
+        )
+        inside = dots(seen, seen)[:, None] - first.conj() * own - second.conj() * other
+        return basis_part + self._scale(counted, inside.T, 1).T * rest
+
+    def _scale(self, counted: Counted, inside: Inexact[Array, "*k m"], others: int) -> Inexact[Array, "*k m"]:
+        """How much longer the part of a probe outside of the others' basis is on average; `others` are left out too."""
         probes = counted.sketch.probes
         if not is_rotation_invariant(self.probes):
-            return jnp.ones_like(probes[:, 0])
-        outside = dots(probes.T, probes.T) - dots(left, left)
-        dimensions = probes.shape[1] - counted.num_rows + 1
+            return jnp.ones_like(inside)
+        outside = dots(probes.T, probes.T) - inside if inside.ndim == 1 else dots(probes.T, probes.T)[None] - inside
+        dimensions = probes.shape[1] - counted.num_rows + 1 + others
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
+
+
+def _at_least_rounding(x: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """What is not a rounding error of one."""
+    return jnp.where(x > x.shape[0] * jnp.finfo(x.dtype).eps, x, 1)

@@ -37,7 +37,7 @@ def slope(f: Any, t: float) -> Any:
 @each_estimator
 @pytest.mark.parametrize(
     "options",
-    [{}, {"batch": 4}, {"num_matvecs": 7, "max_matvecs": 12}, {"rtol": 0.3, "max_matvecs": 12}],
+    [{}, {"batch": 4}, {"num_matvecs": 7, "max_matvecs": 12}, {"rtol": 0.3, "max_matvecs": 9}],
     ids=["plain", "batch", "bound", "tolerance"],
 )
 def test_value_and_error_in_both_modes(estimator: Any, options: dict[str, Any]) -> None:

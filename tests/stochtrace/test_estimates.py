@@ -58,60 +58,57 @@ def test_hutchplusplus_is_the_trace_on_a_basis_and_the_mean_of_the_rest() -> Non
     assert_close(got.std_error, jnp.asarray(samples.std(ddof=1) / columns**0.5))
 
 
-def leave_one_out(probes: jax.Array, basis_of: Any, trace_on: Any, rest_on: Any, scaled: Any) -> np.ndarray:
-    """What XTrace and XNysTrace compute, from a new basis for each probe."""
-    samples = []
-    for i in range(probes.shape[1]):
-        basis = basis_of(jnp.delete(probes, i, axis=1))
-        samples.append(trace_on(basis) + scaled(basis) * rest_on(basis, probes[:, i]))
-    return np.asarray(samples)
+def mean_and_error(samples_of: Any, probes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean of samples that share a basis, and what their spread and the jackknife say of its error."""
+    m = probes.shape[1]
+    samples = np.asarray(samples_of(probes))
+    without = np.asarray([np.mean(samples_of(jnp.delete(probes, j, axis=1))) for j in range(m)])
+    variances = samples.var(ddof=1) / m, (m - 1) / m * ((without - without.mean()) ** 2).sum()
+    return jnp.asarray(samples.mean()), jnp.asarray(np.prod(variances) ** 0.25)
+
+
+def scaled(probes: str, rest: jax.Array, m: int) -> Any:
+    """How much longer a part of one of m probes is on average."""
+    return 1.0 if probes == "rademacher" else (N - m + 1) / (rest @ rest)
 
 
 @pytest.mark.parametrize("probes", PROBES)
 def test_xtrace_leaves_out_one_probe_after_the_other(probes: Any) -> None:
-    m = 4
-    w = probes_of(probes, m)
+    def samples_of(w: Any) -> Any:
+        samples = []
+        for i in range(w.shape[1]):
+            q = jnp.linalg.qr(GENERAL @ jnp.delete(w, i, axis=1))[0]
+            rest = w[:, i] - q @ (q.T @ w[:, i])
+            of_rest = scaled(probes, rest, w.shape[1]) * (rest @ GENERAL @ rest)
+            samples.append(jnp.trace(q.T @ GENERAL @ q) + of_rest)
+        return samples
 
-    def outside(q: Any, x: Any) -> Any:
-        return x - q @ (q.T @ x)
-
-    def rest_on(q: Any, x: Any) -> Any:
-        rest = outside(q, x)
-        scale = 1.0 if probes == "rademacher" else (N - m + 1) / (rest @ rest)
-        return scale * (rest @ GENERAL @ rest)
-
-    samples = leave_one_out(
-        w,
-        lambda others: jnp.linalg.qr(GENERAL @ others)[0],
-        lambda q: jnp.trace(q.T @ GENERAL @ q),
-        rest_on,
-        lambda q: 1.0,
-    )
-    got = estimate(XTrace(probes), num_matvecs=2 * m)(GENERAL)
-    assert_close(got.value, jnp.asarray(samples.mean()))
-    assert_close(got.std_error, jnp.asarray(samples.std(ddof=1) / m**0.5))
+    value, error = mean_and_error(samples_of, probes_of(probes, 4))
+    got = estimate(XTrace(probes), num_matvecs=8)(GENERAL)
+    assert_close(got.value, value)
+    assert_close(got.std_error, error, 1e-8)
+    assert_close(estimate(XTrace(probes), num_matvecs=8, max_matvecs=14)(GENERAL).std_error, error, 1e-8)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("probes", PROBES)
 def test_xnystrace_leaves_out_one_probe_after_the_other(probes: Any, sign: int) -> None:
-    m = 5
-    w = probes_of(probes, m)
+    def samples_of(w: Any) -> Any:
+        samples = []
+        for i in range(w.shape[1]):
+            x, others = w[:, i], jnp.delete(w, i, axis=1)
+            nystroem = PSD @ others @ jnp.linalg.solve(others.T @ PSD @ others, others.T @ PSD)
+            q = jnp.linalg.qr(others)[0]
+            of_rest = scaled(probes, x - q @ (q.T @ x), w.shape[1]) * (x @ (PSD - nystroem) @ x)
+            samples.append(jnp.trace(nystroem) + of_rest)
+        return samples
 
-    def nystroem(others: Any) -> Any:
-        y = PSD @ others
-        return others, y @ jnp.linalg.solve(others.T @ y, y.T)
-
-    def rest_on(basis: Any, x: Any) -> Any:
-        q = jnp.linalg.qr(basis[0])[0]
-        rest = x - q @ (q.T @ x)
-        scale = 1.0 if probes == "rademacher" else (N - m + 1) / (rest @ rest)
-        return scale * (x @ (PSD - basis[1]) @ x)
-
-    samples = sign * leave_one_out(w, nystroem, lambda basis: jnp.trace(basis[1]), rest_on, lambda _: 1.0)
-    got = estimate(XNysTrace(probes, positive_semidefinite=True), num_matvecs=m)(sign * PSD)
-    assert_close(got.value, jnp.asarray(samples.mean()))
-    assert_close(got.std_error, jnp.asarray(samples.std(ddof=1) / m**0.5), 1e-8)
+    value, error = mean_and_error(samples_of, probes_of(probes, 5))
+    estimator = XNysTrace(probes, positive_semidefinite=True)
+    got = estimate(estimator, num_matvecs=5)(sign * PSD)
+    assert_close(got.value, sign * value)
+    assert_close(got.std_error, error, 1e-8)
+    assert_close(estimate(estimator, num_matvecs=5, max_matvecs=9)(sign * PSD).std_error, error, 1e-8)
 
 
 # ---- against the peers, on the same probes
