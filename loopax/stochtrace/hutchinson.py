@@ -97,8 +97,7 @@ class _Stream:
 
         dtype = self.products.dtype
         start = _Moments(jnp.int32(0), jnp.zeros((), dtype), jnp.zeros((), dtype).real)
-        is_single = self.budget.capacity == self.budget.batch
-        moments = step(start) if is_single else while_loop(goes_on, step, start)
+        moments = while_loop(goes_on, step, start)
         return (moments.mean, moments.std_error), moments.number
 
     def derivative(self, others: Any, out: Any, along: Along) -> tuple[Any, Any]:
