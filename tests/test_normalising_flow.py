@@ -129,7 +129,7 @@ def temporary(example, trace):
 def test_memory_does_not_grow_with_the_number_of_products(example):
     vars(example).update(DIMENSIONS=16, HIDDEN=32)
     one, some, many = (temporary(example, partial(example.estimated, num_matvecs=n)) for n in (1, 16, 64))
-    assert some == many < 1.2 * one
+    assert one < some == many  # a single product needs no loop
     assert temporary(example, example.exact) > many  # of as many products at once as there are dimensions
 
 

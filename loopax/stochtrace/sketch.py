@@ -42,6 +42,11 @@ def filled(square: Square, is_counted: Bool[Array, " m"]) -> Square:
     return jnp.where(is_counted[:, None] & is_counted[None], square, identity)
 
 
+def at_least_rounding(x: Square) -> Square:
+    """What is not a rounding error of one; one where it is."""
+    return jnp.where(x > x.shape[0] * jnp.finfo(x.dtype).eps, x, 1)
+
+
 def dots(a: Inexact[Array, "m k"], b: Inexact[Array, "m k"]) -> Inexact[Array, " k"]:
     """The inner product a^H b of each pair of columns."""
     return (a.conj() * b).sum(0)

@@ -13,7 +13,7 @@ from loopax.stochtrace.estimator import abs2
 from loopax.stochtrace.inverses import inverse, inverse_root
 from loopax.stochtrace.operators import Operator
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
-from loopax.stochtrace.sketch import Counted, dots, filled
+from loopax.stochtrace.sketch import Counted, at_least_rounding, dots, filled
 
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
@@ -81,8 +81,7 @@ class XNysTrace(BasisEstimator):
         samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
         # Without j too, a plane goes, from which the part of j is taken.
         along, products = root @ root.conj().T, lost.conj().T @ lost
-        alone = 1 - abs2(along)
-        alone = jnp.where(alone > alone.shape[0] * jnp.finfo(alone.dtype).eps, alone, 1)
+        alone = at_least_rounding(1 - abs2(along))
         of_both = jnp.diag(products).real[:, None] + jnp.diag(products).real[None] - 2 * (along * products.T).real
         without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
         return sign * samples, sign * without

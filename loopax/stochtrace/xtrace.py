@@ -10,7 +10,7 @@ from loopax.stochtrace.basis import BasisEstimator
 from loopax.stochtrace.estimator import abs2
 from loopax.stochtrace.inverses import inverse
 from loopax.stochtrace.probes import Probes, is_rotation_invariant
-from loopax.stochtrace.sketch import Counted, Square, dots, filled
+from loopax.stochtrace.sketch import Counted, Square, at_least_rounding, dots, filled
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class XTrace(BasisEstimator):
         along, seen_along = lost.conj().T @ lost, lost.conj().T @ seen
         products = lost.conj().T @ projected @ lost
         own, other = jnp.diag(seen_along)[:, None], seen_along.T
-        scale = 1 / _at_least_rounding(1 - abs2(along)).astype(along.dtype)
+        scale = 1 / at_least_rounding(1 - abs2(along)).astype(along.dtype)
         first, second = scale * (own - along * other), scale * (other - along.conj() * own)
         ahead, behind = lost.conj().T @ projected @ seen, seen.conj().T @ projected @ lost - through.conj().T @ lost
         of_own, of_other = jnp.diag(products)[:, None], jnp.diag(products)[None]
@@ -90,8 +90,3 @@ class XTrace(BasisEstimator):
         outside = dots(probes.T, probes.T) - inside if inside.ndim == 1 else dots(probes.T, probes.T)[None] - inside
         dimensions = probes.shape[1] - counted.num_rows + 1 + others
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
-
-
-def _at_least_rounding(x: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """What is not a rounding error of one."""
-    return jnp.where(x > x.shape[0] * jnp.finfo(x.dtype).eps, x, 1)

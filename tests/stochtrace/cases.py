@@ -27,6 +27,7 @@ ESTIMATORS = [
     stochtrace.XNysTrace(positive_semidefinite=True),
 ]
 WITH_BASIS = ESTIMATORS[1:]
+TWO_ESTIMATORS = [ESTIMATORS[0], ESTIMATORS[-1]]  # a stream and a basis, for what they share and what takes long
 
 
 def name_of(value: Any) -> str:

@@ -17,6 +17,7 @@ from tests.stochtrace.cases import (
     KEY,
     PSD,
     TURNED,
+    TWO_ESTIMATORS,
     WITH_BASIS,
     N,
     estimate,
@@ -26,6 +27,7 @@ from tests.stochtrace.cases import (
 )
 
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
 STEP = 1e-4
 
 
@@ -107,7 +109,7 @@ def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
     assert_close(jax.jit(jax.grad(lambda ts: jax.vmap(value)(ts, counts).sum()))(ts), alone)
 
 
-@each_estimator
+@two_estimators
 def test_around_and_inside_of_other_transformations(estimator: Any) -> None:
     value = value_along(estimator)
     expected = jax.jit(jax.grad(value))(0.3)

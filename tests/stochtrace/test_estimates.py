@@ -17,6 +17,7 @@ from tests.stochtrace.cases import (
     GENERAL,
     KEY,
     PSD,
+    TWO_ESTIMATORS,
     WITH_BASIS,
     N,
     estimate,
@@ -26,6 +27,7 @@ from tests.stochtrace.cases import (
 
 PROBES = ["rademacher", "normal", "sphere"]
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
 
 
 def probes_of(name: Any, count: int, size: int = N) -> jax.Array:
@@ -170,7 +172,7 @@ def test_the_number_of_products_is_that_of_whole_samples(estimator: Any) -> None
         seen.clear()
 
 
-@each_estimator
+@two_estimators
 def test_one_compilation_for_ten_counts(estimator: Any) -> None:
     traces = []
 
@@ -204,7 +206,7 @@ def test_lanes_have_operators_and_keys_of_their_own(estimator: Any) -> None:
     assert_close(jax.jit(jax.vmap(run))(scales, keys), jax.tree.map(lambda *x: jnp.stack(x), *alone))
 
 
-@each_estimator
+@two_estimators
 def test_eagerly_as_compiled(estimator: Any) -> None:
     compiled = jax.jit(estimate(estimator))(PSD)
     with jax.disable_jit():

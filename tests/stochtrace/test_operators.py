@@ -13,10 +13,11 @@ import loopax as lx
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
 from tests.limited_loops import RUN_TIME, raises
 from tests.reference import assert_close
-from tests.stochtrace.cases import ESTIMATORS, GENERAL, KEY, PSD, N, estimate, name_of
+from tests.stochtrace.cases import ESTIMATORS, GENERAL, KEY, PSD, TWO_ESTIMATORS, N, estimate, name_of
 
 lineax = pytest.importorskip("lineax")
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
 PARAMETERS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.array([0.1, -0.4])}
 
 
@@ -55,7 +56,7 @@ def test_functions_of_pytrees(estimator: Any) -> None:
         assert_close(estimate_trace(matvec, KEY, estimator=estimator, num_matvecs=6, size=size), expected)
 
 
-@each_estimator
+@two_estimators
 def test_jacobians_and_hessians_of_lineax(estimator: Any) -> None:
     expected = estimate(estimator)(hessian_of_loss())
     tag = lineax.positive_semidefinite_tag
