@@ -10,9 +10,10 @@ OTHERS := .envs/lowest .envs/newest
 PYTHON311 ?= $(shell .ci/find-python 3.11)
 PYTHON312 ?= $(shell .ci/find-python 3.12)
 
-PYTEST := -m pytest -n 2 --dist worksteal
+# Three workers on two cores: some tests wait for processes that they start.
+PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-all lint types bench docs clean
+.PHONY: demo test kill-test test-all lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -28,6 +29,10 @@ test-all: $(VENV)/.installed $(OTHERS:=/.installed)
 		$$env/bin/python $(PYTEST) || failed="$$failed $$env"; \
 	done; \
 	test -z "$$failed" || { echo "Tests fail in$$failed"; exit 1; }
+
+# Fifty runs of ten seconds, each killed at a random moment and resumed.
+kill-test: $(VENV)/.installed
+	LOOPAX_KILLS=50 $(BIN)/python $(PYTEST) tests/durable/test_kill.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Measure everything, print the tables, and write `benchmarks/results.md` and `benchmarks/results.json`."""
 
+import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ import loopax as lx
 from benchmarks import (
     adaptive,
     budgets,
+    durable,
     evaluations,
     histories,
     lanes,
     models,
+    progress,
     ragged,
+    sharded,
     stochtrace,
     stochtrace_errors,
     workloads,
@@ -118,6 +121,7 @@ def groups() -> list[Group]:
         *models.groups(),
         *adaptive.groups(),
         *histories.groups(),
+        *progress.groups(),
         *stochtrace.groups(),
     ]
 
@@ -128,22 +132,25 @@ def tables() -> list[Findings]:
         Findings("Evaluations per step, n = 1000", evaluations.counted),
         *stochtrace.tables(),
         *stochtrace_errors.tables(),
+        *durable.tables(),
+        *sharded.tables(),
     ]
 
 
-def markdown(group: Group, found: dict[str, Measurement]) -> str:
+def markdown(record: dict[str, Any]) -> str:
     """One group as tables."""
     heading = "| program | median ms | temporary MiB | trace and compile s |"
-    lines = [f"## {group.title}", "", heading, "|---|---|---|---|"]
+    lines = [f"## {record['title']}", "", heading, "|---|---|---|---|"]
     lines += [
-        f"| {m.name} | {m.milliseconds:.3g} | {m.temporary_mib:.4g} | {m.compile_seconds:.2f} |" for m in found.values()
+        f"| {m['name']} | {m['milliseconds']:.3g} | {m['temporary_mib']:.4g} | {m['compile_seconds']:.2f} |"
+        for m in record["programs"]
     ]
-    if group.targets:
+    if record["targets"]:
         lines += ["", "| target | bound | measured | met |", "|---|---|---|---|"]
-    for target in group.targets:
-        measured = ratio(target, found)
-        met = "yes" if measured <= target.bound else "**no**"
-        lines.append(f"| {target.title} | {target.bound:g} | {measured:.3g} | {met} |")
+    for target in record["targets"]:
+        met = "yes" if target["measured"] <= target["bound"] else "**no**"
+        title = Target(*(target[name] for name in ("quantity", "of", "to", "bound"))).title
+        lines.append(f"| {title} | {target['bound']:g} | {target['measured']:.3g} | {met} |")
     return "\n".join([*lines, ""])
 
 
@@ -165,52 +172,106 @@ def _counts_table(title: str, found: dict[str, Any]) -> str:
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *rows, ""])
 
 
-def main() -> None:
-    """Measure, print and write."""
-    console = Console()
-    versions = f"jax {jax.__version__}, equinox {eqx.__version__}, {jax.default_backend()}, float32"
-    heading = [
-        "# Benchmark",
-        "",
-        f"Machine: {machine()}. {versions}. Written by `make bench`: peers are measured in the same run, in turn,",
-        "and the medians are compared. What is not met is explained in `docs/benchmark.md`.",
-        "",
-    ]
-    sections, records = [], []
-    chosen = sys.argv[1] if len(sys.argv) > 1 else ""  # part of a title, to measure some groups without writing them
+def measured_groups(console: Console, part: str) -> list[dict[str, Any]]:
+    """Those whose title contains `part`."""
+    records = []
     for group in groups():
-        if chosen not in group.title:
+        if part not in group.title:
             continue
-        found = measure(group.cases, group.rounds, group.compilations)
+        with progress.unseen():
+            found = measure(group.cases, group.rounds, group.compilations)
         show(console, group, found)
-        sections.append(markdown(group, found))
         targets = [{**asdict(t), "measured": ratio(t, found)} for t in group.targets]
         records.append({"title": group.title, "programs": [asdict(m) for m in found.values()], "targets": targets})
-    found_tables = []
+    return records
+
+
+def measured_tables(console: Console, part: str) -> list[dict[str, Any]]:
+    """Those whose title contains `part`."""
+    records = []
     for table in tables():
-        if chosen not in table.title:
+        if part not in table.title:
             continue
-        rows = table.rows()
-        sections.append(markdown_of(table.title, rows, table.remark))
-        console.print(sections[-1])
-        found_tables.append({"title": table.title, "remark": table.remark, "rows": rows})
-    if chosen:
-        return
-    counts = {
+        records.append({"title": table.title, "remark": table.remark, "rows": table.rows()})
+        console.print(markdown_of(**records[-1]))
+    return records
+
+
+def counts() -> dict[str, dict[str, Any]]:
+    """What is counted once."""
+    return {
         "256 chains of slice sampling: batched iterations": ragged.nested_iterations(),
         "PLAID: steps of the cell in one epoch, forward": ragged.series_steps(),
         "Histories and buffers: compilations for ten different lengths": histories.compilations(),
     }
-    sections += [_counts_table(title, found) for title, found in counts.items()]
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The old records, those with a new one of the same title replaced, others behind them."""
+    by_title = {record["title"]: record for record in new}
+    kept = [by_title.pop(record["title"], record) for record in old]
+    return [*kept, *by_title.values()]
+
+
+def with_part(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """All results, those of a part new; they say so where they are of another machine or of other versions."""
+    setting = f"{new['machine']}. {new['versions']}"
+    elsewhere = {} if setting == f"{old['machine']}. {old['versions']}" else {"setting": setting}
+    for kind in ("groups", "tables"):
+        old[kind] = merged(old[kind], [record | elsewhere for record in new[kind]])
+    return old
+
+
+def section(record: dict[str, Any]) -> str:
+    """A group or a table, with the machine where it is not that of the others."""
+    text = markdown(record) if "programs" in record else markdown_of(**_without(record, "setting"))
+    if "setting" not in record:
+        return text
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\nMachine: {record['setting']}.\n{rest}"
+
+
+def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != name}
+
+
+def write(report: dict[str, Any]) -> None:
+    """As JSON, and as a page."""
+    heading = [
+        "# Benchmark",
+        "",
+        f"Machine: {report['machine']}. {report['versions']}. Written by `make bench`: peers are measured in the same",
+        "run, in turn,",
+        "and the medians are compared. What is not met is explained in `docs/benchmark.md`.",
+        "",
+    ]
+    sections = [
+        *map(section, report["groups"]),
+        *map(section, report["tables"]),
+        *(_counts_table(title, found) for title, found in report["counts"].items()),
+    ]
     (HERE / "results.md").write_text("\n".join([*heading, *sections]))
+    (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure and print all, and write it; or what is named only, which --write puts among the results there are."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("part", nargs="?", default="", help="measure groups and tables whose title contains this")
+    parser.add_argument("--write", action="store_true", help="put what is measured of a part among the results")
+    chosen, console = parser.parse_args(), Console()
+    versions = f"jax {jax.__version__}, equinox {eqx.__version__}, {jax.default_backend()}, float32"
     report = {
         "machine": machine(),
         "versions": versions,
-        "groups": records,
-        "tables": found_tables,
-        "counts": counts,
+        "groups": measured_groups(console, chosen.part),
+        "tables": measured_tables(console, chosen.part),
+        "counts": {} if chosen.part else counts(),
     }
-    (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    if chosen.part and chosen.write:
+        write(with_part(json.loads((HERE / "results.json").read_text()), report))
+    elif not chosen.part:
+        write(report)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def main() -> None:
     draw_schedules()
     draw_lanes()
     draw_solver()
-    for name in ("multistep_integrator", "reinforcement_learning", "normalising_flow"):
+    for name in ("multistep_integrator", "reinforcement_learning", "normalising_flow", "durable_training"):
         draw_trained(name)
 
 

@@ -1,7 +1,9 @@
 """Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
 
+from loopax import durable as durable
 from loopax import stochtrace as stochtrace
 from loopax._types import LoopInfo
+from loopax._version import __version__ as __version__
 from loopax.buffers import Buffer
 from loopax.history import History
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
@@ -9,9 +11,11 @@ from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
 from loopax.mapping import lanes_map
 from loopax.models import local
+from loopax.progress import Progress
 from loopax.report import LaneReport, lane_report
 from loopax.rewrite import rewrite_loops
 from loopax.rollout import Rollout, rollout
+from loopax.sharding import sharded_lanes
 
 __all__ = [
     "Auto",
@@ -27,6 +31,7 @@ __all__ = [
     "Lax",
     "Lockstep",
     "LoopInfo",
+    "Progress",
     "Residuals",
     "Rollout",
     "fori_loop",
@@ -36,7 +41,6 @@ __all__ = [
     "rewrite_loops",
     "rollout",
     "scan",
+    "sharded_lanes",
     "while_loop",
 ]
-
-__version__ = "0.1.0"

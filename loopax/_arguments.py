@@ -15,6 +15,7 @@ from loopax._static import Why, an_int, refuse_tracers, static_bool, static_int,
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
 from loopax.lanes import Lanes, LanesLike, to_lanes
+from loopax.progress import Progress, ProgressLike, Reporter, to_progress
 
 # Where a number of steps goes that is known only at run time.
 _TRACED_STEPS = {
@@ -44,6 +45,7 @@ class Options:
     name: str
     kind: Kind
     lanes: Lanes
+    progress: Progress | None
     max_steps: int | None
     key_data: Any
     key_impl: Any
@@ -60,6 +62,10 @@ class Options:
         """The key as an operand of the loop, last of the extra operands."""
         return [] if self.key_data is None else [self.key_data]
 
+    def reporter(self, function: Any) -> Reporter | None:
+        """Who shows how far a loop of this function is."""
+        return None if self.progress is None else Reporter.of(self.progress, self.name, function)
+
     def step_key(self, number: Any, extras: Sequence[Any]) -> dict[str, Any]:
         """The keyword arguments of the body at this step."""
         if self.key_data is None:
@@ -75,20 +81,17 @@ def options(
     kind: KindLike,
     lanes: LanesLike,
     key: Any = None,
-    progress: Any = None,
+    progress: ProgressLike = None,
     max_steps: Any = None,
     throw: Any = True,
     info: Any = False,
 ) -> Options:
     """Validate the options that all loops share."""
-    if progress is not None:
-        raise NotImplementedError(
-            f"{name}(progress={progress!r}): progress bars are not implemented yet. Leave it None."
-        )
     data, impl = prng_key(name, key)
     throw = static_bool(f"{name}(throw=...)", throw, _THROW)
     info = static_bool(f"{name}(info=...)", info, _INFO)
-    return Options(name, to_kind(kind), to_lanes(lanes), _max_steps(name, max_steps), data, impl, throw, info)
+    shown = to_progress(name, progress)
+    return Options(name, to_kind(kind), to_lanes(lanes), shown, _max_steps(name, max_steps), data, impl, throw, info)
 
 
 def prng_key(name: str, key: Any) -> tuple[Any, Any]:
@@ -201,7 +204,8 @@ def no_rows(words: Words, y: Any) -> None:
 
 def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:
     """The error of a scan without a static number of rows that has something to write to them."""
-    bound = f"{_GIVE_BOUND}{_TRACED_STEPS[words.name]} (rows of {what} that are not executed are zero)"
+    steps = _TRACED_STEPS[words.name.removeprefix("durable.")]
+    bound = f"{_GIVE_BOUND}{steps} (rows of {what} that are not executed are zero)"
     ways = two_ways("a `length` that is a Python int", bound)
     return ValueError(
         f"{words.name} has no static capacity for {what}: {words.xs} has no arrays, `length` is not static, and there "

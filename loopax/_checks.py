@@ -15,6 +15,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._compat import to_weak, trace_state
 from loopax._types import RowByRow
@@ -59,25 +62,25 @@ def failures(checks: Sequence[Check]) -> dict[str, Any]:
     return failed
 
 
-def settle(results: Any, checks: Sequence[Check]) -> Any:
-    """Hand checks to the loop whose body is being traced, or raise where they fail."""
+def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
+    """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
     stack = _active.__dict__.get("stack", [])
     if stack and stack[-1].trace == trace_state():
         stack[-1].checks.extend(checks)
         return results
     for check in checks:
-        results = _error_if(results, check)
+        results = _error_if(results, check, mesh or jax.sharding.get_abstract_mesh())
     return results
 
 
-def _error_if(results: Any, check: Check) -> Any:
+def _error_if(results: Any, check: Check, mesh: Any) -> Any:
     """Make every array of the results, and its derivatives, depend on the check.
 
     `equinox.error_if` lets tangents pass unchecked, so that a gradient whose value nobody uses would
     not raise, and it does not take arrays that vary over the axes of a `shard_map`. So it checks a
     constant, which then selects the results.
     """
-    failed = eqx.error_if(jnp.zeros((), bool), check.failed, check.message)
+    failed = _raised(check, mesh)
 
     def invalid(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: _invalid_if(failed, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
@@ -87,6 +90,26 @@ def _error_if(results: Any, check: Check) -> Any:
         return eqx.tree_at(_rows, invalid(node), _rows(node)) if isinstance(node, RowByRow) else invalid(node)
 
     return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
+
+
+def _raised(check: Check, mesh: Any) -> Any:
+    """False, or an error.
+
+    Where JAX decides on shardings it calls back from one device, and all others would wait for it for ever.
+    """
+
+    def error_if(failed: Any) -> Any:
+        return eqx.error_if(jnp.zeros((), bool), failed, check.message)
+
+    if not isinstance(check.failed, Tracer):
+        return error_if(jnp.asarray(np.asarray(check.failed)))  # on one device
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    decided = {name for name, axis_type in axes if axis_type != AxisType.Manual}
+    if mesh.size <= 1 or not decided:
+        return error_if(check.failed)
+    whole = PartitionSpec()
+    on_each = jax.shard_map(error_if, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=decided, check_vma=False)
+    return on_each(check.failed)
 
 
 def _rows(node: RowByRow) -> Any:

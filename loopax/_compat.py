@@ -261,6 +261,11 @@ def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
     ]
 
 
+def is_tracing() -> bool:
+    """Whether a transformation is under way (`jit`, `vmap`, `grad`), even one without tracers here."""
+    return not _core.trace_state_clean()
+
+
 def trace_context() -> Any:
     """The configuration under which a function is traced (`jax_enable_x64` and the like)."""
     return _config.trace_context()

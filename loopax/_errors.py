@@ -42,6 +42,13 @@ FREE_NEEDS_BOUNDS = (
 )
 
 
+CUT_LOOP_SHOWS_NOTHING = (
+    "a loop with progress= stands in the body of a loop with lanes='free', or in the function of `lanes_map`. It is "
+    "taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop with lanes='free' "
+    "can show its own."
+)
+
+
 def untraceable_message(name: str, error: Exception) -> str:
     """JAX cannot trace the function of `rewrite_loops`."""
     return (

@@ -42,12 +42,12 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any) -> tuple[
     return returned, Changes(replaced, written)
 
 
-def refuse_changes(where: str, given: Any, objects: list[Any], live: Any) -> None:
+def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
     """Refuse a function that changes the NNX objects that it is given, where nobody would see it."""
     _, changes = take_back(where, given, objects, live)
     if any(map(any, changes.written)):
         raise TypeError(
-            f"{where} changes an NNX object in xs, whose rows belong to nobody afterwards. Change a copy, "
+            f"{where} changes an NNX object in {what} belong to nobody afterwards. Change a copy, "
             "`loopax.local(module)`, and return what is needed of it."
         )
 

@@ -35,6 +35,7 @@ from loopax._written_rows import WrittenRows, written_rows
 from loopax.core.jaxprs import INDEX, split, take_out_places, trace
 from loopax.core.versions import chained
 from loopax.lanes import Lanes
+from loopax.progress import Reporter
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Walk:
     unroll: int
     storage: core.Storage
     lanes: Lanes
+    reporter: Reporter | None = None  # to whom it tells how far it is
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def run(
     flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
     start = []
     if goes_on is not None:
-        first, arrays = _first_condition(step, goes_on, spec, arrays)
+        first, arrays = first_condition(step, goes_on, spec, arrays)
         start = [vary_like(first, traced.body.out_avals[0])]
     loop = core.Loop(
         traced.body,
@@ -114,10 +116,16 @@ def run(
         unroll=walk.unroll,
         storage=walk.storage,
         stages=walk.lanes.stages,
+        reporting=walk.reporter and core.Reporting(walk.reporter),
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
     run_loop = core.run_free if walk.lanes.is_free else core.run
-    out = run_loop(loop, extent.low, extent.high, consts, carry, [x[: extent.bound] for x in x_arrays])
+    rows = [x[: extent.bound] for x in x_arrays]
+
+    def run_now() -> core.Outcome:
+        return run_loop(loop, extent.low, extent.high, consts, carry, rows)
+
+    out = walk.reporter.watch(run_now) if walk.reporter else run_now()
     last, carry, flags = split(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
@@ -144,7 +152,7 @@ def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
 
 
-def _first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
+def first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
     """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
     given = spec.unpack(arrays)
     carry, objects = thaw_numbered(given)
@@ -287,12 +295,12 @@ def _as_body(
         out, _ = function(*closed, row, *given, *arrays, *x)
         new, new_flags, ys = split(out, [len(go) + len(carry), num_flags])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
-        return [_strongly_typed(x) for x in (*new, *flags, *ys)]
+        return [strongly_typed(x) for x in (*new, *flags, *ys)]
 
     return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flags, *xs])
 
 
-def _strongly_typed(x: Any) -> jax.Array:
+def strongly_typed(x: Any) -> jax.Array:
     """An array, also from a constant of a jaxpr, without the weak types that only a user's results have."""
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype)

@@ -17,6 +17,7 @@ from loopax.core import Storage
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike
 from loopax.lanes import LanesLike
+from loopax.progress import ProgressLike
 
 
 def while_loop(
@@ -30,7 +31,7 @@ def while_loop(
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
-    progress: Any = None,
+    progress: ProgressLike = None,
 ) -> Any:
     """Repeat a body while a condition holds, with derivatives in every mode.
 
@@ -67,7 +68,8 @@ def while_loop(
     info
         Whether to return `(result, LoopInfo(num_steps, limit_reached))`.
     progress
-        Not implemented yet.
+        Whether to show how far the loop is while it runs: True, or a `Progress(...)` with a label and the like. Under
+        `jax.vmap` there is one bar for the batch, a gradient shows the forward pass only (docs/progress.md).
 
     Returns
     -------
@@ -110,7 +112,14 @@ def while_loop(
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
-    walk = tracing.Walk(extent, reverse=False, unroll=1, storage=_storage(options.kind, extent), lanes=options.lanes)
+    walk = tracing.Walk(
+        extent,
+        reverse=False,
+        unroll=1,
+        storage=_storage(options.kind, extent),
+        lanes=options.lanes,
+        reporter=options.reporter(body_fun),
+    )
     done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
     carry, _, loop_info = _finish(options, extent, done)
     return (carry, loop_info) if options.info else carry
@@ -129,7 +138,7 @@ def fori_loop(
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
-    progress: Any = None,
+    progress: ProgressLike = None,
 ) -> Any:
     """Repeat a body for a range of integers that may be known only at run time.
 
@@ -190,7 +199,12 @@ def fori_loop(
 
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
     walk = tracing.Walk(
-        extent, reverse=False, unroll=unroll, storage=_storage(options.kind, extent), lanes=options.lanes
+        extent,
+        reverse=False,
+        unroll=unroll,
+        storage=_storage(options.kind, extent),
+        lanes=options.lanes,
+        reporter=options.reporter(body_fun),
     )
     done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
     carry, _, loop_info = _finish(options, extent, done)
@@ -212,7 +226,7 @@ def scan(
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
-    progress: Any = None,
+    progress: ProgressLike = None,
 ) -> Any:
     """Scan over rows, as many as are known only at run time.
 
@@ -310,7 +324,9 @@ def scan_walk(
     rows = arguments.rows_of(words, freeze(xs))
     extent = scan_extent(words, length, rows, options.max_steps, reverse, stops)
     unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
-    return tracing.Walk(extent, reverse, unroll, _storage(options.kind, extent, stops), options.lanes)
+    return tracing.Walk(
+        extent, reverse, unroll, _storage(options.kind, extent, stops), options.lanes, options.reporter(f)
+    )
 
 
 def run_scan(

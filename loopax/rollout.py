@@ -18,6 +18,7 @@ from loopax.history import History
 from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
 from loopax.loops import ScanBody, run_scan, scan_walk
+from loopax.progress import ProgressLike
 
 WORDS = arguments.Words("rollout", "step", "inputs", "outputs", "state", "output")
 _SAVE_EVERY = Why(
@@ -61,7 +62,7 @@ def rollout(
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
-    progress: Any = None,
+    progress: ProgressLike = None,
 ) -> Any:
     """Repeat a step on its own results, for as many steps as are known only at run time.
 

@@ -56,12 +56,6 @@ def test_option_that_the_kind_does_not_use(kind: Any, option: str) -> None:
         kind(**{option: 3})
 
 
-@EACH_LOOP
-def test_what_is_planned_says_that_it_is_not_implemented(loop: Any) -> None:
-    with raises(NotImplementedError, "progress=True", "not implemented yet"):
-        loop(3, progress=True)
-
-
 # ---- the carry
 
 

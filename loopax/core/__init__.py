@@ -15,6 +15,7 @@ from loopax.core import (
 from loopax.core.free import run_free
 from loopax.core.loop import Loop, Outcome, run
 from loopax.core.queue import run_queue
+from loopax.core.reporting import Reporting
 from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Loop",
     "Nothing",
     "Outcome",
+    "Reporting",
     "Storage",
     "batching",
     "compact_linearize",

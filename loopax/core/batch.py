@@ -30,6 +30,7 @@ from loopax.core.dependence import dependence, dependence_rules
 from loopax.core.effects import guarded, guards
 from loopax.core.expansion import jvp_expanded
 from loopax.core.jaxprs import Mask, merge, num_bytes, reject, select, trace, weakly_cached
+from loopax.core.silence import silent
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
 # many bytes, or than what the lanes have already.
@@ -142,9 +143,10 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
 def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """That of the program, in the operands in which it is linear."""
     linear = [ad.is_undefined_primal(x) for x in operands]
+    program = jaxpr_as_fun(silent(Batch(**params).program))
 
     def of_linear(*values: Any) -> list[Any]:
-        return _whole(*merge(linear, reject(linear, operands), values), **params)
+        return program(*merge(linear, reject(linear, operands), values))
 
     found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
     given = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]

@@ -13,7 +13,7 @@ from loopax._compat import zeros
 from loopax.core.jaxprs import stacked
 from loopax.core.replay import Replay
 from loopax.core.sweep import Bodies, Functions, RowOf, Track
-from loopax.core.walk import Progress, Step, Walk, read, write
+from loopax.core.walk import State, Step, Walk, read, write
 
 
 class Sweep(NamedTuple):
@@ -21,12 +21,10 @@ class Sweep(NamedTuple):
 
     block: Any  # the number of the block whose turn it is
     states: list[Any]  # room for the states of one block
-    progress: Progress  # the backward walk
+    progress: State  # the backward walk
 
 
-def sweep_blocks(
-    static: Replay, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: Progress
-) -> Progress:
+def sweep_blocks(static: Replay, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: State) -> State:
     """Walk back through all blocks."""
 
     def one_block(sweep: Sweep) -> Sweep:
@@ -52,12 +50,12 @@ def _states_of_block(
         return lambda consts: lambda position, state: (functions.forward(row_of(position), consts, state), state)
 
     steps = bodies.steps(make, ahead, start, written=lambda position: position)
-    progress = Progress(state, states, jnp.int32(0))
+    progress = State(state, states, jnp.int32(0))
     progress = Walk(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
 
 
-def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: Progress) -> Progress:
+def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: State) -> State:
     """Walk one block backward.
 
     Positions count from the block's start: XLA then has one number less to carry into every fused

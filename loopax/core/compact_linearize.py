@@ -62,7 +62,13 @@ def _divide(loop: Loop, unknown: Mask) -> _Parts:
     carry, ys = unknown_outputs(loop, unknown)
     body, (used_consts, used_carry, used_xs) = prune(without_effects(loop.body), loop.sizes, carry, ys)
     rest = loop._replace(
-        body=body, num_consts=sum(used_consts), num_carry=sum(used_carry), predicated=False, saving=None, saved=()
+        body=body,
+        num_consts=sum(used_consts),
+        num_carry=sum(used_carry),
+        predicated=False,
+        saving=None,
+        saved=(),
+        reporting=None,
     )
     return _Parts(
         known_loop(loop, consts, carry, xs, ys),

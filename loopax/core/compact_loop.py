@@ -76,10 +76,15 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
     """Lanes whose windows are all that stops them."""
     low, high, _ = _lanes(loop, mapped, operands)
     num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    loop = loop._replace(saving=None, saved=())
+    groups = sum(number for number, _ in stages.groups(axis.size))
+    reporting = loop.reporting and loop.reporting._replace(runs=groups, lanes=axis.size)
+    loop = loop._replace(saving=None, saved=(), reporting=reporting)
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
-        part = loop._replace(storage=part_of(loop.storage, lanes / max(axis.size, 1)))
+        part = loop._replace(
+            storage=part_of(loop.storage, lanes / max(axis.size, 1)),
+            reporting=loop.reporting and loop.reporting._replace(size=lanes),
+        )
         carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
         return [*carry, *ys]
 
@@ -99,8 +104,9 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/compact_linearize.py`).
     """
-    loop = loop._replace(saving=None, saved=())
     sizes = stages.sizes(axis.size)
+    reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
+    loop = loop._replace(saving=None, saved=(), reporting=reporting)
     places, left, finished = jnp.arange(axis.size, dtype=jnp.int32), Results(jnp.int32(0), lanes.carry, []), []
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
         out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._compat import ClosedJaxpr, Literal, jaxpr_as_fun, open_constants, replace_jaxpr, zeros
+from loopax._errors import CUT_LOOP_SHOWS_NOTHING
 from loopax.core.jaxprs import INDEX, MOST_STEPS, bind_again, evaluate, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 from loopax.core.storage import EveryResidual, Storage
@@ -53,6 +54,8 @@ def cut(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> Parts:
     front, behind = _around(flat.jaxpr.eqns, at)
     made = {variable for eqn in front for variable in eqn.outvars}
     loop = lending(Loop(**at.params))
+    if loop.reporting is not None:
+        raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
     (low, high), consts, carry, xs = split(at.invars, [2, *loop.sizes])
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))

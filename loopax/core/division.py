@@ -88,7 +88,11 @@ def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
 
 def known_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
     """The part of the loop that depends on nothing unknown; it takes all known operands."""
+    reporting = loop.reporting
+    if loop.lanes_place is not None and carry[loop.lanes_place]:
+        reporting = reporting and reporting._replace(counts_lanes=False)
     return loop._replace(
+        reporting=reporting,
         body=_known_body(
             loop.body, [True, *invert(consts), *invert(carry), *invert(xs)], [*invert(carry), *invert(ys)]
         ),

@@ -12,11 +12,13 @@ from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
 from loopax.core.replay import Replay, lending_replay, replay_p
+from loopax.core.silence import silent
 from loopax.core.versions import touches_buffers
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop effectful equations without results (debug prints), so that a replay does not repeat them."""
+    """Drop effectful equations without results (debug prints) and progress, so that a replay does not repeat them."""
+    closed = silent(closed)
     if not closed.effects:
         return closed
     jaxpr, eqns = closed.jaxpr, []

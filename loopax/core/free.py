@@ -108,6 +108,7 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         predicated=True,
         unroll=1,
         storage=loop.storage,
+        reporting=loop.reporting,
     )
     return single, structure[0]
 

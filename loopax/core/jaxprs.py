@@ -117,12 +117,17 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     """The jaxprs in the parameters of an equation, closed or not."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else [value]:
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                yield inner
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The same without their constants."""
+    return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -50,11 +50,25 @@ def goes_on(row: Any, own: Sequence[Any], windows: Mask, reverse: bool) -> Any:
     return True
 
 
+def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
+    """Whether the batch goes on, where it has a predicate, and how many lanes do, where it shows that."""
+    go_on = carry[0] & ahead if loop.predicated else ahead
+    goes_on = [more_than(leave, go_on)] if loop.predicated else []
+    if loop.reporting is None:
+        return goes_on
+    # Where each lane is a batch that counts its own lanes, these are counted.
+    counts = jnp.ones(axis.size, jnp.int32) if loop.lanes_place is None else carry[loop.lanes_place]
+    return [*goes_on, jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32)]
+
+
 @weakly_cached
 def _lanes_loop(
     loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
 ) -> Loop:
-    """Consts: [lows], [highs], *consts; carry: [whether the batch goes on, steps of each lane], *carry."""
+    """Consts: [lows], [highs], *consts; carry: [whether the batch goes on], [lanes that do], [steps of each], *carry.
+
+    The number of lanes that go on is there where the loop shows it.
+    """
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
     window_avals, extra = avals
@@ -86,10 +100,11 @@ def _lanes_loop(
             return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry, in_place)
 
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
-        if loop.predicated:
-            ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)
-            extra = [more_than(leave, out[0] & ahead), extra[1] + active.astype(jnp.int32)]
-        return [*extra, *out]
+        if not num_extra:
+            return out
+        ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)
+        taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
+        return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
 
     carry_avals, xs_avals = loop.input_avals[1:]
     inputs = [
@@ -99,7 +114,9 @@ def _lanes_loop(
         *extra,
         *lane_avals(carry_avals, [True] * loop.num_carry, axis),
     ]
+    reporting = loop.reporting and loop.reporting._replace(counts_lanes=True)
     return loop._replace(
+        reporting=reporting,
         body=trace(body, [*inputs, *lane_avals(xs_avals, xs, axis)]),
         lent=Lent(trace(activity, inputs), (False,) * num_windows + large) if any(large) else None,
         num_consts=loop.num_consts + num_windows,
@@ -115,15 +132,17 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes, leave: 
     Lanes with a predicate stop when no more than `leave` of them go on.
     """
     extra = []
-    if loop.predicated:
+    if loop.predicated or loop.reporting is not None:
         first = high - 1 if loop.reverse else low
-        some = more_than(leave, lanes.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
-        extra = [some, vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(some))]
+        ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)
+        extra = _summary(loop, axis, leave, lanes.carry, ahead)
+    if loop.predicated:
+        extra.append(vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(extra[0])))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
     batch = _lanes_loop(loop, axis, lanes.mapped_consts, lanes.mapped_xs, lanes.windows, avals, leave)
     out = run(batch, low, high, [*lanes.own, *lanes.consts], [*extra, *lanes.carry], lanes.xs)
     extra, carry = split(out.carry, [len(extra)])
-    return out._replace(carry=carry), extra[1] if extra else None
+    return out._replace(carry=carry), extra[-1] if loop.predicated else None
 
 
 def own_limits(windows: Mask, low: Any, high: Any) -> list[Any]:

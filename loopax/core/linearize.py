@@ -14,6 +14,7 @@ from loopax.core.division import Division, divide
 from loopax.core.jaxprs import merge, reject, select, split
 from loopax.core.linear_loop import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
+from loopax.core.silence import silent_params
 
 
 def run_known(
@@ -99,8 +100,8 @@ pe.custom_partial_eval_rules[loop_p] = _partial_eval
 
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Of a loop that is linear in some operands, where JAX transposes without linearising first."""
-    loop = lending(Loop(**params))
+    """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
+    loop = lending(Loop(**silent_params(params)))
     unknown = tuple(map(ad.is_undefined_primal, operands))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))

@@ -24,6 +24,7 @@ from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
+from loopax.core.reporting import Reporting
 from loopax.core.storage import Saving, Storage
 from loopax.schedule import Stages
 
@@ -45,6 +46,12 @@ class Loop(NamedTuple):
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lent: Lent | None = None  # a batch: constants that the body expects to be lent already
     stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
+    reporting: Reporting | None = None  # how it shows how far it is; None: not
+
+    @property
+    def lanes_place(self) -> int | None:
+        """Which leaf of the carry is the number of lanes that go on; None where there are none to count."""
+        return int(self.predicated) if self.reporting is not None and self.reporting.counts_lanes else None
 
     @property
     def carry_range(self) -> range:
@@ -126,6 +133,8 @@ def _unchanged(loop: Loop) -> Mask:
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
+    if loop.lanes_place is not None:
+        same[loop.lanes_place] = False
     return tuple(same)
 
 

@@ -10,15 +10,16 @@ from loopax.core.loop import Loop, lending, loop_p
 from loopax.core.replay import Replay, lending_replay, replay_p
 from loopax.core.replay_jvp import reached
 from loopax.core.replay_linearize import bodies, known_replay, needs
+from loopax.core.silence import silent_equation
 
 
 def staged(
     eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
 ) -> Any:
-    """The answer of a rule that stages the whole equation for later, and runs `known` now."""
+    """The answer of a rule that stages the whole equation for later, in silence, and runs `known` now."""
     everything = [True] * len(eqn.outvars)
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
-    return known, eqn, unknown_outputs or everything, everything, missing
+    return known, silent_equation(eqn), unknown_outputs or everything, everything, missing
 
 
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
@@ -75,6 +76,8 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
+    if loop.lanes_place is not None:
+        wanted = tuple(keep or place == loop.lanes_place for place, keep in enumerate(wanted))
     body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
     saving = loop.saving if any(saved) or any(marks) else None
     slim = loop._replace(

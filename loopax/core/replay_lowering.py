@@ -11,7 +11,7 @@ from loopax.core.replay import Replay, replay_p
 from loopax.core.slot_sweep import sweep_slots
 from loopax.core.storage import Blocks
 from loopax.core.sweep import Track, bodies_of
-from loopax.core.walk import Progress
+from loopax.core.walk import State
 
 
 def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -21,7 +21,7 @@ def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list
     if static.bound == 0:  # there are no rows, and no marks
         return [*carry, *ys]
     track = Track.of(static, low, high, marks)
-    bodies, progress = bodies_of(static, consts, xs), Progress(carry, ys, low)
+    bodies, progress = bodies_of(static, consts, xs), State(carry, ys, low)
     if isinstance(static.saving, Blocks):
         progress = sweep_blocks(static, track, bodies, static.saving.size, saved, progress)
     else:

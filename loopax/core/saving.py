@@ -11,13 +11,13 @@ from loopax._compat import zeros
 from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
 from loopax.core.storage import Blocks, Saving
-from loopax.core.walk import Progress, Steps, Walk, read, write
+from loopax.core.walk import State, Steps, Walk, read, write
 
 
 class Saver(NamedTuple):
     """The state of a loop that saves."""
 
-    progress: Progress
+    state: State
     saved: list[Any]  # room for the carries
     marks: Any  # int32[slots]: the rows before which they were saved, or `UNUSED`; for blocks the first row
     plan: Any  # what the schedule remembers
@@ -27,37 +27,37 @@ class Saver(NamedTuple):
 Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
-def run_saving(loop: Loop, walk: Walk, steps: Steps, progress: Progress, end: Any) -> tuple[Progress, list[Any]]:
+def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and the marks."""
     assert loop.saving is not None
-    decide, plan = _decision(loop.saving, walk, progress.position)
+    decide, plan = _decision(loop.saving, walk, state.position)
     kept = select(loop.saved_mask, loop.output_avals[0])
     saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
-    marks = progress.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, UNUSED, jnp.int32)
-    saver = Saver(progress, saved, marks, plan)
+    marks = state.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, UNUSED, jnp.int32)
+    saver = Saver(state, saved, marks, plan)
     saver = _walk_saving(loop, walk._replace(limited=True), steps, decide, saver, end)
     if not walk.limited:
-        saver = saver._replace(progress=_poisoned(saver.progress))
+        saver = saver._replace(state=_poisoned(saver.state))
     saved, marks = saver.saved, saver.marks
     if isinstance(saver.plan, schedule.Online):
         saved, marks = _in_order(saver.plan, saved, marks)
-    return saver.progress, [*saved, marks]
+    return saver.state, [*saved, marks]
 
 
 def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
     def goes_on(saver: Saver) -> Any:
-        remain = walk.distance(saver.progress.position, end) > 0
-        return remain & saver.progress.carry[0] if loop.predicated else remain
+        remain = walk.distance(saver.state.position, end) > 0
+        return remain & saver.state.carry[0] if loop.predicated else remain
 
     def stretch(saver: Saver) -> Saver:
-        progress, saved, marks, _ = saver
-        remain = walk.distance(progress.position, end)
+        state, saved, marks, _ = saver
+        remain = walk.distance(state.position, end)
         room, length, plan = decide(saver, remain)
-        values = select(loop.saved_mask, progress.carry)
+        values = select(loop.saved_mask, state.carry)
         saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
-        marks = marks if isinstance(loop.saving, Blocks) else write(marks, room, progress.position)
-        next_stop = walk.advance(progress.position, jnp.minimum(length, remain))
-        return Saver(walk.run(steps, progress, next_stop), saved, marks, plan)
+        marks = marks if isinstance(loop.saving, Blocks) else write(marks, room, state.position)
+        next_stop = walk.advance(state.position, jnp.minimum(length, remain))
+        return Saver(walk.run(steps, state, next_stop), saved, marks, plan)
 
     return lax.while_loop(goes_on, stretch, saver)
 
@@ -68,7 +68,7 @@ def _decision(saving: Saving, walk: Walk, start: Any) -> tuple[Decision, Any]:
         return _at_block_starts(saving.size), jnp.int32(0)
     if saving.length_known:
         return _binomially(saving.count), jnp.int32(0)
-    return _online(lambda progress: walk.distance(start, progress.position)), schedule.start(saving.count)
+    return _online(lambda state: walk.distance(start, state.position)), schedule.start(saving.count)
 
 
 def _at_block_starts(size: int) -> Decision:
@@ -87,9 +87,9 @@ def _binomially(slots: int) -> Decision:
     return decide
 
 
-def _online(steps_so_far: Callable[[Progress], Any]) -> Decision:
+def _online(steps_so_far: Callable[[State], Any]) -> Decision:
     def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
-        plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.progress))
+        plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.state))
         return slot, length, plan
 
     return decide
@@ -130,11 +130,11 @@ def _in_order(plan: schedule.Online, saved: list[Any], marks: Any) -> tuple[list
     return saved, marks
 
 
-def _poisoned(progress: Progress) -> Progress:
+def _poisoned(state: State) -> State:
     """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
-    cut = (progress.position == MOST_STEPS) & progress.carry[0]
+    cut = (state.position == MOST_STEPS) & state.carry[0]
 
     def nan_if_cut(x: Any) -> Any:
         return jnp.where(cut, jnp.nan, x).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
-    return progress._replace(carry=[nan_if_cut(x) for x in progress.carry])
+    return state._replace(carry=[nan_if_cut(x) for x in state.carry])

@@ -17,7 +17,7 @@ from loopax import schedule
 from loopax.core.jaxprs import split
 from loopax.core.loop import UNUSED
 from loopax.core.sweep import Bodies, Functions, RowOf, Track
-from loopax.core.walk import Progress, Step, Steps, Walk, read, write
+from loopax.core.walk import State, Step, Steps, Walk, read, write
 
 
 class Segment(NamedTuple):
@@ -35,10 +35,10 @@ class Sweep(NamedTuple):
 
     segment: Segment  # the last one that has not been walked back
     end: Any  # the step behind it
-    progress: Progress  # the backward walk
+    progress: State  # the backward walk
 
 
-def sweep_slots(track: Track, bodies: Bodies, marks: Any, saved: list[Any], progress: Progress) -> Progress:
+def sweep_slots(track: Track, bodies: Bodies, marks: Any, saved: list[Any], progress: State) -> State:
     """Walk back through all steps."""
     stored_steps = jnp.where(marks == UNUSED, 0, track.step(marks))
     last = jnp.maximum(jnp.sum(marks != UNUSED, dtype=jnp.int32) - 1, 0)
@@ -70,7 +70,7 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
         steps = _forward_steps(track, bodies, segment, stores=False)
-        passed = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, Progress(state, [], jnp.int32(0)), distance)
+        passed = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, State(state, [], jnp.int32(0)), distance)
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
 
     return lax.while_loop(too_long, shorter, segment)
@@ -79,7 +79,7 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
 def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
     """The state before the last step, and the slots with those before the others."""
     steps = _forward_steps(track, bodies, run, stores=True)
-    progress = Progress(run.state, run.slots, jnp.int32(0))
+    progress = State(run.state, run.slots, jnp.int32(0))
     progress = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
     return progress.carry, progress.ys
 
@@ -96,7 +96,7 @@ def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool)
     return bodies.steps(make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position)
 
 
-def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: Progress) -> tuple[list[Any], Progress]:
+def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: State) -> tuple[list[Any], State]:
     """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
     num_state = len(run.state)
 
@@ -110,7 +110,7 @@ def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: P
         return lambda consts: partial(step, consts)
 
     steps = bodies.steps(make, track.ahead, track.row(run.step))
-    start = Progress([*run.state, *progress.carry], progress.ys, end - run.step - 1)
+    start = State([*run.state, *progress.carry], progress.ys, end - run.step - 1)
     progress = Walk(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
     state, carry = split(progress.carry, [num_state])
     return state, progress._replace(carry=carry)

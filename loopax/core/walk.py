@@ -7,12 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax.core.jaxprs import MOST_STEPS
+from loopax.core.reporting import UNKNOWN, Reports
+
+NEVER = -1  # a position that a loop without a limit does not reach
 
 # (position, carry) -> (carry, y); the constants and the rows of xs are inside.
 Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
 
 
-class Progress(NamedTuple):
+class State(NamedTuple):
     """The state of a running loop.
 
     The order counts: with the position first, XLA's CPU backend runs a tiny step 13 % slower.
@@ -21,6 +24,7 @@ class Progress(NamedTuple):
     carry: list[Any]
     ys: list[Any]  # rows already walked are written, others zero
     position: Any  # of the next step, while there is one: a row number, or one counted from elsewhere
+    due: Any = None  # the position at which to report how far the loop is; None: it does not report
 
 
 class Steps(NamedTuple):
@@ -32,7 +36,7 @@ class Steps(NamedTuple):
     common: "Common | None" = None
     # Where constants are lent: from the state at the start of a stretch of steps to the constants as
     # lent there, and to whether a later state still belongs to the stretch.
-    lend: Callable[[Progress], tuple[list[Any], Callable[[Progress], Any]]] | None = None
+    lend: Callable[[State], tuple[list[Any], Callable[[State], Any]]] | None = None
 
 
 class Common(NamedTuple):
@@ -43,6 +47,32 @@ class Common(NamedTuple):
     end: Any
 
 
+class Watch(NamedTuple):
+    """How a running loop reports how far it is."""
+
+    reports: Reports
+    start: Any  # the first position
+    lanes: int | None  # which leaf of the carry is the number of lanes that go on
+
+    def first_due(self, walk: "Walk") -> Any:
+        """The position of the first report."""
+        return self._after(walk, self.start, self.reports.first)
+
+    def next_due(self, walk: "Walk", state: State) -> Any:
+        """Where to report next; reports where that is now."""
+        active = jnp.int32(UNKNOWN) if self.lanes is None else jnp.sum(state.carry[self.lanes], dtype=jnp.int32)
+
+        def now(position: Any, active: Any, _: Any) -> Any:
+            return self._after(walk, position, self.reports.report(walk.distance(self.start, position), active))
+
+        return lax.cond(state.position == state.due, now, lambda _, __, due: due, state.position, active, state.due)
+
+    def _after(self, walk: "Walk", position: Any, steps: Any) -> Any:
+        room = position + 1 if walk.reverse else MOST_STEPS - position
+        due = walk.advance(position, jnp.minimum(steps, room))
+        return due if walk.limited else jnp.where(due == MOST_STEPS, NEVER, due)
+
+
 class Walk(NamedTuple):
     """How to walk: which way, how many steps at a time, and whether the carry may stop it."""
 
@@ -50,6 +80,7 @@ class Walk(NamedTuple):
     unroll: int = 1
     predicated: bool = False
     limited: bool = True  # False: only the predicate stops it, and the position has no meaning
+    watch: "Watch | None" = None  # how the loop reports; None: it does not
 
     def first(self, low: Any, high: Any) -> Any:
         """The row of the first step."""
@@ -63,15 +94,30 @@ class Walk(NamedTuple):
         """Steps from one position to another."""
         return start - position if self.reverse else position - start
 
-    def run(self, steps: Steps, progress: Progress, end: Any) -> Progress:
-        """Walk until the position is `end` (the first that is not walked), or the predicate is False."""
+    def run(self, steps: Steps, state: State, end: Any) -> State:
+        """Walk until the position is `end` (the first that is not walked), or the predicate is False.
+
+        A loop that reports walks in stretches of many steps, each until a report is due.
+        """
+        if self.watch is None:
+            return self._run(steps, state, end)
+        watch, nearer = self.watch, jnp.maximum if self.reverse else jnp.minimum
+
+        def until_due(state: State) -> State:
+            due = watch.next_due(self, state)
+            stop = nearer(due, end) if self.limited else due
+            return self._run(steps, state._replace(due=None), stop)._replace(due=due)
+
+        return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
+
+    def _run(self, steps: Steps, state: State, end: Any) -> State:
         if steps.lend is not None:
-            return self._run_stretches(steps, steps.lend, progress, end)
+            return self._run_stretches(steps, steps.lend, state, end)
         for make, stop in self._parts(steps, end):
             step = make(steps.consts)
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
-                progress = lax.while_loop(self._enough(stop, size), self._several(step, size, steps.row_of), progress)
-        return progress
+                state = lax.while_loop(self._enough(stop, size), self._several(step, size, steps.row_of), state)
+        return state
 
     def _parts(self, steps: Steps, end: Any) -> list[tuple[Callable[[Sequence[Any]], Step], Any]]:
         """Steps to take one after another, each until its own end: rows that all lanes walk have their own step."""
@@ -84,45 +130,48 @@ class Walk(NamedTuple):
         parts = [] if first is None else [(steps.make, nearer(first, end))]
         return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
 
-    def run_at_most_once(self, steps: Steps, progress: Progress, end: Any) -> Progress:
+    def run_at_most_once(self, steps: Steps, state: State, end: Any) -> State:
         """The same for a loop of one step or none, as a condition: XLA moves what is constant out of a loop."""
         one = self._several(steps.make(steps.consts), 1, steps.row_of)
-        return lax.cond(self._enough(end, 1)(progress), one, lambda progress: progress, progress)
+        return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
 
-    def _run_stretches(self, steps: Steps, lend: Any, progress: Progress, end: Any) -> Progress:
+    def _run_stretches(self, steps: Steps, lend: Any, state: State, end: Any) -> State:
         """The same with constants that are lent anew for each stretch."""
         enough = self._enough(end, 1)
 
-        def stretch(progress: Progress) -> Progress:
-            consts, belongs = lend(progress)
+        def stretch(state: State) -> State:
+            consts, belongs = lend(state)
             one = self._several(steps.make(consts), 1, steps.row_of)
-            return lax.while_loop(lambda later: enough(later) & belongs(later), one, progress)
+            return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
 
-        return lax.while_loop(enough, stretch, progress)
+        return lax.while_loop(enough, stretch, state)
 
-    def _enough(self, end: Any, size: int) -> Callable[[Progress], Any]:
+    def _enough(self, end: Any, size: int) -> Callable[[State], Any]:
         """Whether `size` steps remain, and the predicate holds."""
         last = self.advance(end, -(size - 1))  # compared with as it is: tiny loops feel a subtraction
 
-        def goes_on(progress: Progress) -> Any:
-            enough = progress.position > last if self.reverse else progress.position < last
+        def goes_on(state: State) -> Any:
+            enough = state.position > last if self.reverse else state.position < last
             if not self.predicated:
                 return enough
-            return progress.carry[0] & enough if self.limited else progress.carry[0]
+            if self.limited:
+                return state.carry[0] & enough
+            # The position stays at the largest in the end, where nothing is reported any more.
+            return state.carry[0] if self.watch is None else state.carry[0] & (state.position != end)
 
         return goes_on
 
-    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[Progress], Progress]:
+    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[State], State]:
         """Take `size` steps."""
 
-        def several(progress: Progress) -> Progress:
-            carry, buffers, position = progress
+        def several(state: State) -> State:
+            carry, buffers, position, _ = state
             for _ in range(size):
                 carry, y = step(position, carry)
                 row = row_of(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
                 position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
-            return Progress(carry, buffers, position)
+            return State(carry, buffers, position)
 
         return several
 

@@ -11,7 +11,7 @@ import loopax as lx
 from loopax._compat import jaxpr_as_fun
 from loopax.core.common_rows import active_lanes, common_rows, unmasked, visibly_active
 from loopax.core.jaxprs import trace
-from loopax.core.walk import Common, Progress, Steps, Walk
+from loopax.core.walk import Common, State, Steps, Walk
 
 ROWS = 12
 
@@ -24,7 +24,7 @@ def walked(walk, start, end, first, behind):
 
     def run(start, end, first, behind):
         steps = Steps(step_of(-1), [], common=Common(step_of(1), first, behind))
-        progress = Progress([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
+        progress = State([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
         return walk.run(steps, progress, end)
 
     progress = jax.jit(run)(start, end, first, behind)

@@ -1,0 +1,218 @@
+"""How progress is drawn: a bar of tqdm, a line that is written over, or a line now and then."""
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+# In a log, a line is written when so many times the interval of a terminal have passed, and when the loop has run
+# longer by this share.
+RARER, LONGER = 10, 0.1
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How far a loop is."""
+
+    label: str
+    steps: int
+    total: int | None  # None: not known
+    seconds: float
+    active: int | None  # lanes; None: there are none to count
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return self.steps / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def count(self) -> str:
+        """The steps that are done, of how many."""
+        if self.total is None:
+            return f"{self.steps} steps"
+        share = f" ({100 * self.steps // self.total}%)" if self.total else ""
+        return f"{self.steps}/{self.total} steps{share}"
+
+    @property
+    def speed(self) -> str:
+        """The rate in words."""
+        if not self.rate:
+            return "no step yet"
+        return f"{self.rate:.3g} steps/s" if self.rate >= 1 else f"{1 / self.rate:.3g} s/step"
+
+    @property
+    def lanes(self) -> str:
+        """How many are active, if they are counted."""
+        return "" if self.active is None else f"{self.active} {'lane' if self.active == 1 else 'lanes'} active"
+
+    @property
+    def running(self) -> str:
+        """In words, while the loop runs."""
+        parts = [self.count, self.speed]
+        if self.total is not None and self.rate:
+            parts.append(f"{clock(max(self.total - self.steps, 0) / self.rate)} left")
+        return f"{self.label}: {', '.join([*parts, self.lanes] if self.lanes else parts)}"
+
+    def closed(self, finished: bool) -> str:
+        """In words, at the end."""
+        if finished:
+            return f"{self.label}: {self.steps} steps in {clock(self.seconds)}, {self.speed}"
+        return f"{self.label}: last seen after {self.count}, in {clock(self.seconds)}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Drawing(ABC):
+    """What is drawn of one loop."""
+
+    @property
+    @abstractmethod
+    def stays(self) -> bool:
+        """Whether what is drawn stays, and is not drawn over."""
+
+    def interval(self, every: float, elapsed: float) -> float:
+        """Seconds to the next time it is drawn."""
+        return max(RARER * every, LONGER * elapsed) if self.stays else every
+
+    @abstractmethod
+    def draw(self, facts: Facts) -> None:
+        """Draw how far it is."""
+
+    @abstractmethod
+    def close(self, facts: Facts, finished: bool, leave: bool) -> None:
+        """Draw the end, if it is to be left there, and nothing after that."""
+
+
+class Log(Drawing):
+    """Lines, each of which stays: for what is not a terminal."""
+
+    @property
+    def stays(self) -> bool:
+        """See `Drawing.stays`."""
+        return True
+
+    def draw(self, facts: Facts) -> None:
+        """See `Drawing.draw`."""
+        _write(f"{facts.running}\n")
+
+    def close(self, facts: Facts, finished: bool, leave: bool) -> None:
+        """See `Drawing.close`."""
+        if leave:
+            _write(f"{facts.closed(finished)}\n")
+
+
+class Line(Drawing):
+    """One line of a terminal, written over; loops inside others stand behind them."""
+
+    _texts: ClassVar[dict[int, str]] = {}  # what stands in the line, by depth
+
+    def __init__(self, depth: int) -> None:
+        """The place in the line."""
+        self.depth = depth
+
+    @property
+    def stays(self) -> bool:
+        """See `Drawing.stays`."""
+        return False
+
+    def draw(self, facts: Facts) -> None:
+        """See `Drawing.draw`."""
+        self._texts[self.depth] = facts.running
+        self._show()
+
+    def close(self, facts: Facts, finished: bool, leave: bool) -> None:
+        """See `Drawing.close`."""
+        drawn = self._texts.pop(self.depth, None) is not None
+        if leave:
+            _write(f"\r\x1b[K{facts.closed(finished)}\n")
+        if drawn and (self._texts or not leave):
+            self._show()
+
+    def _show(self) -> None:
+        _write("\r\x1b[K" + " | ".join(self._texts[depth] for depth in sorted(self._texts)))
+
+
+class Bar(Drawing):
+    """A bar of tqdm, under those of the loops around it."""
+
+    def __init__(self, depth: int) -> None:
+        """The bar itself is made when it is first drawn."""
+        self.depth, self.bar = depth, None
+
+    @property
+    def stays(self) -> bool:
+        """See `Drawing.stays`."""
+        return not _is_live()
+
+    def draw(self, facts: Facts) -> None:
+        """See `Drawing.draw`."""
+        bar = self.bar = self._new(facts) if self.bar is None else self.bar
+        bar.n = facts.steps
+        if facts.lanes:
+            bar.set_postfix_str(facts.lanes, refresh=False)
+        bar.refresh()
+
+    def close(self, facts: Facts, finished: bool, leave: bool) -> None:  # noqa: ARG002 - the bar shows how far it came
+        """See `Drawing.close`."""
+        leave = leave and self.depth == 0
+        if leave:
+            self.draw(facts)
+        if self.bar is not None:
+            self.bar.leave = leave
+            self.bar.close()
+            self.bar = None
+
+    def _new(self, facts: Facts) -> Any:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(
+            total=facts.total,
+            desc=facts.label,
+            unit=" steps",
+            position=self.depth,
+            file=sys.stderr,
+            disable=False,
+        )
+        bar.start_t -= facts.seconds  # it began when the loop did
+        return bar
+
+
+def drawing(style: str, depth: int) -> Drawing:
+    """The drawing of a loop inside so many others."""
+    if style == "tqdm" or (style == "auto" and has_tqdm() and _is_live()):
+        return Bar(depth)
+    return Line(depth) if _is_terminal() else Log()
+
+
+@cache
+def has_tqdm() -> bool:
+    """Whether tqdm is installed."""
+    return importlib.util.find_spec("tqdm") is not None
+
+
+def _is_live() -> bool:
+    """Whether what is drawn can be drawn again."""
+    return _is_terminal() or _is_notebook()
+
+
+def _is_terminal() -> bool:
+    is_terminal = getattr(sys.stderr, "isatty", None)
+    return bool(is_terminal and is_terminal())
+
+
+def _is_notebook() -> bool:
+    """Whether this is a kernel of Jupyter, which is imported then."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _write(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,0 +1,17 @@
+"""The loops of loopax for long runs: saved to disk while they run, and resumed by the same call."""
+
+from loopax.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
+from loopax.durable.loops import fori_loop, scan, while_loop
+from loopax.durable.rows import Rows, outputs, steps_saved
+
+__all__ = [
+    "AnotherProgramWarning",
+    "DamagedSaveWarning",
+    "Rows",
+    "SaveError",
+    "fori_loop",
+    "outputs",
+    "scan",
+    "steps_saved",
+    "while_loop",
+]

@@ -1,0 +1,13 @@
+"""What a durable loop raises and warns of."""
+
+
+class SaveError(OSError):
+    """A state or outputs could not be written; the run has stopped, and its last good save is as it was."""
+
+
+class DamagedSaveWarning(UserWarning):
+    """A save could not be read, and the one before it is taken."""
+
+
+class AnotherProgramWarning(UserWarning):
+    """A run goes on with another program, or under another version of JAX, because it was told to."""

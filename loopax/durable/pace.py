@@ -1,0 +1,138 @@
+"""How many steps to take at a time, and when to save, so that no more than so much work can be lost."""
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf
+from operator import index
+from typing import Any
+
+import numpy as np
+
+CHUNK_SECONDS = 0.2  # a chunk takes about so long: signals are looked at between chunks
+_MOST_IN_A_ROW = 32  # chunks that are started at once
+_GROWTH = 8  # the first chunks are short, and the next ones at most so many times longer
+_MARGINS = (0.05, 0.5)  # of `checkpoint_every`: how much earlier a save begins, so that it has ended in time
+_FIRST_MARGIN = 0.25
+
+
+@dataclass(frozen=True)
+class Every:
+    """The most work that may be lost: steps, or seconds of running."""
+
+    amount: float
+    in_steps: bool
+
+
+def checkpoint_every(where: str, given: Any) -> Every:
+    """An int is a number of steps, a float or a timedelta a time."""
+    is_time = isinstance(given, float | np.floating | timedelta)
+    if not is_time and (isinstance(given, bool) or not hasattr(given, "__index__")):
+        raise TypeError(
+            f"{where}(checkpoint_every=...): got {given!r}, expected an int (steps), a float (seconds) or a "
+            "datetime.timedelta."
+        )
+    number: Any = given.total_seconds() if isinstance(given, timedelta) else given
+    amount = float(number) if is_time else index(number)
+    if not 0 < amount < inf:
+        raise ValueError(
+            f"{where}(checkpoint_every=...): got {given!r}, expected a positive number of "
+            f"{'seconds' if is_time else 'steps'}."
+        )
+    return Every(amount, not is_time)
+
+
+@dataclass
+class Pace:
+    """Measures steps and saves, and decides from that.
+
+    A kill loses what has been done since the state of the last complete save. So that this is never more than `every`,
+    a save begins a margin earlier, and where it has not ended in time the run waits for it.
+    """
+
+    every: Every
+    chunk_steps: int | None  # steps of a chunk, where the user has said so
+    unroll: int
+    step_seconds: float | None = None
+    save_seconds: float | None = None
+    last_chunk: int = 0
+    started: tuple[int, float] = field(default=(0, 0.0))  # steps and time of the state that was saved last
+    complete: tuple[int, float] = field(default=(0, 0.0))  # of the last complete save
+    idle: float = 0.0  # seconds in which the run has waited for saves, which no kill can lose
+    save_begun: float = 0.0
+
+    def begin(self, steps: int) -> None:
+        """The run begins, or goes on, at this step."""
+        self.started = self.complete = (steps, self._worked())
+
+    def chunk(self, steps: int) -> int:
+        """Steps to take next, without regard to the end of the loop."""
+        most = self.chunk_steps or self._of_time()
+        if self.every.in_steps:
+            most = min(most, max(self.next_save - steps, 1))
+        return max(most - most % self.unroll, self.unroll)
+
+    def _of_time(self) -> int:
+        """Steps that take about as long as a chunk should."""
+        if self.step_seconds is None:
+            return 1
+        return max(min(int(self._look_seconds / max(self.step_seconds, 1e-9)), _GROWTH * self.last_chunk), 1)
+
+    def in_a_row(self, chunk: int) -> int:
+        """How many chunks of so many steps take about as long as the time between two looks at signals."""
+        if self.chunk_steps is None or self.step_seconds is None:
+            return 1
+        return min(max(int(self._look_seconds / max(chunk * self.step_seconds, 1e-9)), 1), _MOST_IN_A_ROW)
+
+    @property
+    def _look_seconds(self) -> float:
+        return CHUNK_SECONDS if self.every.in_steps else min(CHUNK_SECONDS, self.every.amount / 10)
+
+    @property
+    def next_save(self) -> int:
+        """The step after which a state is to be saved, where that is counted in steps."""
+        return self.started[0] + int(self._save_after())
+
+    def took(self, steps: int, seconds: float) -> None:
+        """A chunk of so many steps has taken so long."""
+        if steps:
+            self.step_seconds, self.last_chunk = seconds / steps, max(steps, self.last_chunk // 2)
+
+    def should_save(self, steps: int) -> bool:
+        """Whether to begin to save the state after so many steps."""
+        return self._work_since(self.started, steps) >= self._save_after()
+
+    def must_wait(self, steps: int, chunk: int) -> bool:
+        """Whether more than `every` allows could be lost in the next chunk, which no save of this state precedes."""
+        if self.complete[0] == steps:
+            return False
+        ahead = chunk if self.every.in_steps else chunk * (self.step_seconds or 0.0)
+        return self._work_since(self.complete, steps) + ahead > self.every.amount
+
+    def saving(self, steps: int) -> None:
+        """A save of the state after so many steps begins."""
+        self.started = (steps, self._worked())
+        self.save_begun = time.monotonic()
+
+    def saved(self) -> None:
+        """That save is complete."""
+        if self.complete != self.started:
+            self.save_seconds = time.monotonic() - self.save_begun
+            self.complete = self.started
+
+    def _work_since(self, state: tuple[int, float], steps: int) -> float:
+        return steps - state[0] if self.every.in_steps else self._worked() - state[1]
+
+    def _worked(self) -> float:
+        """A clock that stands still where the run waits."""
+        return time.monotonic() - self.idle
+
+    def _save_after(self) -> float:
+        """The work between two saves."""
+        if self.save_seconds is None:
+            margin = _FIRST_MARGIN * self.every.amount
+        else:
+            seconds = 2 * self.save_seconds + CHUNK_SECONDS
+            margin = seconds / (self.step_seconds or seconds) if self.every.in_steps else seconds
+        low, high = (part * self.every.amount for part in _MARGINS)
+        return self.every.amount - min(max(margin, low), high)

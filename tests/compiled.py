@@ -1,0 +1,46 @@
+"""Read compiled programs: which collectives stand in loops, and how much memory a device needs."""
+
+import re
+from typing import Any
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def temporary(compiled: Any) -> int:
+    """Temporary memory of one device, in bytes."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def collectives(text: str) -> list[str]:
+    """All collective operations in a program, by name."""
+    return re.findall(rf"^\s.*? = .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", text, flags=re.MULTILINE)
+
+
+def collectives_in_loops(text: str) -> list[str]:
+    """Those in the bodies and conditions of its loops, and in what these call."""
+    computations = _computations(text)
+    seen: set[str] = set()
+    waiting = [name for body in computations.values() for name in _loop_parts(body)]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += _called(computations[name])
+    return [found for name in seen for found in collectives(computations[name])]
+
+
+def _computations(text: str) -> dict[str, str]:
+    """The computations of a module by name."""
+    parts = re.split(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _loop_parts(body: str) -> list[str]:
+    return [name for pair in re.findall(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)", body) for name in pair]
+
+
+def _called(body: str) -> list[str]:
+    names = re.findall(r"(?:to_apply|calls|condition|body|true_computation|false_computation)=%?([\w.\-]+)", body)
+    for several in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", body):
+        names += [name.strip().lstrip("%") for name in several.split(",")]
+    return names

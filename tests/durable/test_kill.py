@@ -1,0 +1,93 @@
+"""Runs that are killed (SIGKILL) at random moments, also in the middle of a save, resume to the same bits.
+
+`make kill-test` does this fifty times with a run of ten seconds; here it is a few times, with a shorter one.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.durable import victim
+
+KILLS = int(os.environ.get("LOOPAX_KILLS", "2"))
+LONG = "LOOPAX_KILLS" in os.environ
+STEPS = 9000 if LONG else 900
+EVERY = STEPS // 10
+ROOT = Path(__file__).parents[2]
+
+
+def start(directory, marks):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.durable.victim",
+        str(directory),
+        str(marks),
+        "0.001",
+        str(STEPS),
+        str(EVERY),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}  # optimized, on one device
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition, process):
+    while not condition() and process.poll() is None:
+        time.sleep(0.0005)
+
+
+def steps_of(marks):
+    return victim.marked(marks) if marks.exists() else []
+
+
+def saves_in(directory):
+    return len(os.listdir(directory / "saves")) if (directory / "saves").exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("uninterrupted")
+    process = start(path / "run", path / "marks")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert victim.marked(path / "marks") == list(range(STEPS))
+    return out.strip()
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_killed_runs_resume_to_the_same_bits(number, uninterrupted, tmp_path):
+    """Every other one is killed while a save is written."""
+    choose = random.Random(number)
+    directory, marks = tmp_path / "run", tmp_path / "marks"
+    process = start(directory, marks)
+    if number % 2:
+        moment = choose.randrange(1, 9)
+        wait_for(lambda: len(steps_of(marks)) > moment * EVERY * 0.7, process)
+        before = saves_in(directory)
+        wait_for(lambda: saves_in(directory) > before, process)
+        time.sleep(choose.uniform(0, 0.03))
+    else:
+        moment = choose.randrange(1, STEPS - 1)
+        wait_for(lambda: len(steps_of(marks)) > moment, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    taken = victim.marked(marks)
+    assert process.returncode == -signal.SIGKILL or len(taken) == STEPS
+    assert taken == list(range(len(taken)))
+
+    process = start(directory, marks)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.strip() == uninterrupted
+    again = victim.marked(marks)[len(taken) :]
+    first = again[0] if again else STEPS
+    assert again == list(range(first, STEPS))
+    assert len(taken) - EVERY <= first <= len(taken)

@@ -1,0 +1,150 @@
+"""When states are saved: a kill loses no more work than `checkpoint_every`, whenever it comes."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopax.durable import pace as paces
+from loopax.durable import run as runs
+from loopax.durable.interrupts import Interrupts
+from loopax.durable.pace import Every, Pace, checkpoint_every
+from loopax.durable.saves import State
+
+
+class Simulation:
+    """A run of steps and saves that take made-up times, under the real control."""
+
+    def __init__(self, every: Every, step_seconds: list[float], save_seconds: list[float], total: int) -> None:
+        self.now, self.work = 0.0, 0.0
+        self.every, self.total = every, total
+        self.step_seconds, self.save_seconds = step_seconds, save_seconds
+        self.saves: list[tuple[float, int, float]] = []  # when complete, the steps, the work until then
+        self.chunks: list[int] = []
+        self.lost = 0.0
+
+    # ---- a clock
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("results of chunks are there at once")
+
+    # ---- a chunk
+
+    def run(self, arrays: Any, start: Any, most: int) -> Any:
+        (begin,) = start
+        for step in range(begin, begin + most):
+            seconds = self.step_seconds[step % len(self.step_seconds)]
+            self.now += seconds
+            self.work += seconds
+            self._kill_now(step + 1)
+        self.chunks.append(most)
+        return arrays, [], jnp.int32(most), np.bool_(True)
+
+    def _kill_now(self, steps: int) -> None:
+        """What would be lost."""
+        complete = [(at, state, work) for at, state, work in self.saves if at <= self.now]
+        _, state, work = complete[-1] if complete else (0.0, 0, 0.0)
+        self.lost = max(self.lost, steps - state if self.every.in_steps else self.work - work)
+
+    # ---- saves, one at a time
+
+    newest_step = None
+    directory = None
+
+    def start(self, state: State) -> None:
+        self.finish()
+        seconds = self.save_seconds[len(self.saves) % len(self.save_seconds)]
+        self.saves.append((self.now + seconds, state.steps, self.work))
+
+    def in_progress(self) -> bool:
+        return bool(self.saves) and self.saves[-1][0] > self.now
+
+    def finish(self) -> None:
+        if self.saves:
+            self.now = max(self.now, self.saves[-1][0])
+
+    def go(self, chunk_steps: int | None = None, unroll: int = 1) -> None:
+        pace = Pace(self.every, chunk_steps, unroll)
+        chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
+        fake: Any = self
+        run = runs.Run("a test", chunk, lambda steps: [steps], self.total, fake, None, None, pace, stops=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paces, "time", self)
+            patch.setattr(runs, "time", self)
+            runs.advance(run, State(0, True, []), Interrupts(), lambda _: None)
+        assert sum(self.chunks) == self.total
+
+
+SECONDS = st.floats(1e-6, 20.0)
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 60),
+    st.lists(SECONDS, min_size=1, max_size=5),
+    st.lists(SECONDS, min_size=1, max_size=3),
+    st.none() | st.integers(1, 100),
+)
+def test_steps(every: int, step_seconds: Any, save_seconds: Any, chunk_steps: Any) -> None:
+    """However long steps and saves take."""
+    simulation = Simulation(Every(every, True), step_seconds, save_seconds, 150)
+    simulation.go(chunk_steps)
+    assert simulation.lost <= every
+
+
+@settings(max_examples=80)
+@given(st.floats(0.01, 100.0), st.floats(1e-3, 1.0), st.lists(SECONDS, min_size=1, max_size=3))
+def test_seconds(every: float, part: float, save_seconds: Any) -> None:
+    """Of steps that take the same time, each less than is allowed."""
+    simulation = Simulation(Every(every, False), [part * every], save_seconds, min(int(10 / part), 1000))
+    simulation.go()
+    assert simulation.lost <= every * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(st.floats(1.0, 100.0), st.lists(st.floats(1e-3, 2e-3), min_size=1, max_size=7), st.floats(1e-3, 100.0))
+def test_seconds_of_steps_that_vary(every: float, step_seconds: Any, save_seconds: float) -> None:
+    """At worst by a chunk that takes longer than the last ones."""
+    simulation = Simulation(Every(every, False), step_seconds, [save_seconds], 2000)
+    simulation.go()
+    assert simulation.lost <= every + 0.2
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(2, 7), st.none() | st.integers(1, 30))
+def test_chunks_are_whole_iterations(every: int, unroll: int, chunk_steps: Any) -> None:
+    simulation = Simulation(Every(every, True), [0.01], [0.05], 10 * unroll + 1)
+    simulation.go(chunk_steps, unroll)
+    assert all(chunk % unroll == 0 for chunk in simulation.chunks[:-1])
+    assert simulation.lost <= max(every, unroll)
+
+
+def test_saves_are_not_more_than_needed() -> None:
+    """One for each `checkpoint_every`, about: margins are for the time that a save takes."""
+    simulation = Simulation(Every(10.0, False), [0.01], [0.2], 20_000)
+    simulation.go()
+    assert 20 <= len(simulation.saves) <= 23
+    simulation = Simulation(Every(1000, True), [0.01], [0.2], 20_000)
+    simulation.go()
+    assert 20 <= len(simulation.saves) <= 23
+
+
+def test_chunks_take_a_fifth_of_a_second() -> None:
+    simulation = Simulation(Every(100.0, False), [1e-4], [0.2], 100_000)
+    simulation.go()
+    assert simulation.chunks[:5] == [1, 8, 64, 512, 1999]
+    assert len(simulation.chunks) < 100_000 * 1e-4 / 0.2 + 10
+
+
+def test_what_checkpoint_every_means() -> None:
+    assert checkpoint_every("f", 5) == Every(5, True)
+    assert checkpoint_every("f", 5.0) == Every(5.0, False)
+    assert checkpoint_every("f", timedelta(minutes=2)) == Every(120.0, False)

@@ -1,0 +1,465 @@
+"""Durable loops mean what loopax's loops mean."""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import loopax as lx
+from loopax import durable
+from tests.durable.cases import bits, compilations, read_rows, same_bits, saves
+from tests.reference import assert_close
+
+X = jnp.array([1.0, -0.5, 2.0])
+XS = jnp.asarray(np.random.RandomState(0).randn(11, 3))
+KEY = jax.random.key(3)
+
+
+def wave(i: Any, x: Any) -> Any:
+    return jnp.sin(x) * 1.5 + 0.1 * i
+
+
+def summed(carry: Any, x: Any) -> Any:
+    h, n = carry
+    h = jnp.tanh(h + x)
+    return (h, n + 1), {"h": h * 2.0, "more": [h.sum(), n, "kept", None, True]}
+
+
+@pytest.fixture
+def here(tmp_path: Any) -> Any:
+    """Options of a durable run in several chunks."""
+    return {"directory": tmp_path / "run", "chunk_steps": 3, "checkpoint_every": 1000}
+
+
+# ---- limits, and how a loop ends
+
+
+LIMITS = {
+    "static": (0, 10),
+    "from 4": (4, 9),
+    "negative": (-5, 5),
+    "no steps": (3, 3),
+    "backwards": (5, 2),
+    "arrays": (jnp.int32(1), jnp.int32(8)),
+    "small index": (np.int8(-3), np.int8(7)),
+    "unsigned": (jnp.uint32(2), jnp.uint32(9)),
+    "numpy": (np.int64(2), 9),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_fori_loop(limits: Any, here: Any) -> None:
+    lower, upper = limits
+
+    def body(i: Any, carry: Any) -> Any:
+        return wave(i.astype(float), carry[0]), carry[1] * 3 + i.astype(jnp.int64)
+
+    init = (X, jnp.int64(1))
+    actual, info = durable.fori_loop(lower, upper, body, init, info=True, **here)
+    expected, expected_info = lx.fori_loop(lower, upper, body, init, info=True)
+    assert_close(actual, expected)
+    assert (info.num_steps, info.limit_reached) == (int(expected_info.num_steps), False)
+    assert info.num_steps.dtype == np.int64
+
+
+def test_the_index_has_the_type_that_it_has_in_loopax(here: Any) -> None:
+    """Weak for Python numbers: a small array takes it in."""
+    small = jnp.arange(3, dtype=jnp.int8)
+    for k, limits in enumerate([(0, 5), (np.int16(0), np.int16(5)), (jnp.int8(0), jnp.int8(5))]):
+        lower, upper = cast(tuple[int, int], limits)
+        here["directory"] = here["directory"].with_name(f"run{k}")
+        body = lambda i, x: (x[0] + i, i)
+        init = (small, lx.fori_loop(lower, upper, lambda i, _: i, 0))
+        same_bits(durable.fori_loop(lower, upper, body, init, **here), lx.fori_loop(lower, upper, body, init))
+
+
+@pytest.mark.parametrize("start", [0, 9])
+def test_while_loop(start: int, here: Any) -> None:
+    body = lambda c: (c[0] + 1, wave(c[0].astype(float), c[1]))
+    init = (jnp.asarray(start), X)
+    actual, info = durable.while_loop(lambda c: c[0] < 8, body, init, info=True, **here)
+    assert_close(actual, lx.while_loop(lambda c: c[0] < 8, body, init))
+    assert (info.num_steps, info.limit_reached) == (max(8 - start, 0), False)
+
+
+@pytest.mark.parametrize("name", ["while", "fori", "scan"])
+def test_max_steps(name: str, here: Any) -> None:
+    """An error as in loopax, or, with throw=False, what there is; more steps later go on."""
+    loops: dict[str, Callable[..., Any]] = {
+        "while": lambda lib, **o: lib.while_loop(lambda x: x[0] < 9, lambda x: x + 1.0, X, **o),
+        "fori": lambda lib, **o: lib.fori_loop(0, 8, wave, X, **o),
+        "scan": lambda lib, **o: lib.scan(lambda c, x: (c + x, None), X, XS, 8, **o),
+    }
+    loop = loops[name]
+    with pytest.raises(ValueError if name != "while" else Exception, match="max_steps=5 stopped") as error:
+        loop(durable, max_steps=5, **here)
+    assert "durable." in str(error.value)
+    actual, info = loop(durable, max_steps=5, throw=False, info=True, **here)
+    expected, expected_info = loop(lx, max_steps=5, throw=False, info=True)
+    assert_close(actual, expected)
+    assert (info.num_steps, info.limit_reached) == (5, True) == tuple(map(int, expected_info))
+    actual, info = loop(durable, max_steps=8, info=True, **here)
+    assert_close(actual, loop(lx, max_steps=8))
+    assert (info.num_steps, info.limit_reached) == (8, False)
+
+
+SCANS = {
+    "rows": {"xs": XS},
+    "some rows": {"xs": XS, "length": 7},
+    "reverse": {"xs": XS, "length": 7, "reverse": True},
+    "length": {"length": 7},
+    "length, reverse": {"length": 7, "reverse": True},
+    "unroll": {"xs": XS, "unroll": 2},
+    "unroll all": {"xs": XS, "unroll": True, "reverse": True},
+    "stop": {"xs": XS, "stop": lambda c, _: c[1] >= 5},
+    "stop, reverse": {"xs": XS, "stop": lambda c, y: y["more"][1] >= 5, "reverse": True},
+    "bound": {"stop": lambda c, _: c[1] >= 5, "max_steps": 9},
+    "no rows": {"xs": XS[:0]},
+    "no steps": {"xs": XS, "length": 0},
+    "length 0": {"length": 0},
+    "length array": {"xs": XS, "length": jnp.int32(6)},
+}
+
+
+@pytest.mark.parametrize("options", SCANS.values(), ids=SCANS)
+def test_scan(options: Any, here: Any) -> None:
+    f = lambda carry, x: summed(carry, jnp.zeros(3) if x is None else x)
+    (carry, ys), info = durable.scan(f, (X, 0), info=True, **options, **here)
+    (expected, expected_ys), expected_info = lx.scan(f, (X, 0), info=True, **options)
+    assert_close(carry, expected)
+    assert info.num_steps == int(expected_info.num_steps)
+    arrays = lambda ys: [ys["h"], *ys["more"][:2], ys["more"][4]]
+    assert_close(arrays(read_rows(ys)), arrays(expected_ys))
+    assert ys["more"][2:4] == ["kept", None]
+
+
+def test_outputs_within_chunks_do_not_depend_on_unroll(here: Any) -> None:
+    """A chunk is made of whole iterations, whatever the user or memory asks for."""
+    f = lambda c, _: (jnp.sin(c) * 1.5 + 0.1, c)
+    runs = []
+    for k, steps in enumerate([1, 5, 7, 1000]):
+        here |= {"chunk_steps": steps, "directory": here["directory"].with_name(f"run{k}")}
+        runs.append(read_rows(durable.scan(f, X, length=23, unroll=4, **here)))
+    for run in runs[1:]:
+        same_bits(run, runs[0])
+
+
+def test_xs_are_a_pytree(here: Any) -> None:
+    """With leaves that are not arrays, keys, and an array that stands in it twice."""
+    xs = {"x": XS, "again": XS, "n": jnp.arange(11.0), "keys": jax.random.split(KEY, 11), "name": "sin", "on": True}
+
+    def f(carry: Any, x: Any) -> Any:
+        assert (x["name"], x["on"]) == ("sin", True)
+        y = jnp.sin(carry) + x["x"] * x["n"] - x["again"] + jax.random.normal(x["keys"])
+        return y, (y, x["keys"], x["name"])
+
+    actual, expected = durable.scan(f, X, xs, reverse=True, **here), lx.scan(f, X, xs, reverse=True)
+    (carry, ys), (expected_carry, expected_ys) = actual, expected
+    assert_close(carry, expected_carry)
+    assert_close(read_rows(ys[0]), expected_ys[0])
+    same_bits(ys[1][:], expected_ys[1])
+    assert ys[2] == "sin"
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=["key", "raw", "rbg"])
+def test_keys_of_steps(key: Any, here: Any) -> None:
+    draw = lambda i, x, key: x * 0.5 + jax.random.normal(key, (3,))
+    assert_close(durable.fori_loop(2, 9, draw, X, key=key, **here), lx.fori_loop(2, 9, draw, X, key=key))
+    if key is not KEY:
+        return
+    here["directory"] = here["directory"].with_name("while")
+    loop = lambda lib, **o: lib.while_loop(
+        lambda c: c[0] < 7, lambda c, key: (c[0] + 1, draw(0, c[1], key)), (0, X), key=key, **o
+    )
+    assert_close(loop(durable, **here), loop(lx))
+    here["directory"] = here["directory"].with_name("scan")
+    f = lambda c, x, key: (draw(0, c, key), jax.random.uniform(key))
+    carry, ys = durable.scan(f, X, XS, reverse=True, key=key, **here)
+    assert_close((carry, read_rows(ys)), lx.scan(f, X, XS, reverse=True, key=key))
+
+
+# ---- what a carry may hold
+
+
+def dtypes() -> list[str]:
+    names = "bool int2 int4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 bfloat16 float16 float32 float64"
+    return [*names.split(), "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
+
+
+def test_every_dtype(here: Any) -> None:
+    """In the carry and in outputs, with arrays that have no elements, and scalars."""
+    init: dict[str, Any] = {"none": jnp.zeros((0, 3)), "scalar": jnp.float32(1.5)}
+    for name in dtypes():
+        init[name] = jnp.asarray(np.arange(-3, 4) % 7 - 3.0).astype(name)
+    step = lambda x: ~x if x.dtype == jnp.bool_ else (x + x.astype(x.dtype)).astype(x.dtype)
+    f = lambda c, _: (jax.tree.map(step, c), c)
+    carry, ys = durable.scan(f, init, length=5, **here)
+    expected, expected_ys = lx.scan(f, init, length=5)
+    same_bits(carry, expected)
+    same_bits(read_rows(ys), expected_ys)
+    types = lambda ys: jax.tree.map(lambda y: (y.shape, y.dtype), ys, is_leaf=lambda y: hasattr(y, "dtype"))
+    assert types(ys) == types(expected_ys)
+    again, ys = durable.scan(f, init, length=5, **here)  # read from disk
+    same_bits((again, read_rows(ys)), (expected, expected_ys))
+
+
+def test_weak_types_and_numbers_that_are_promoted(here: Any) -> None:
+    init = {"n": 0, "x": 1.0, "flag": True, "z": 1j, "weak": jnp.asarray(2.0), "int": 1, "same": False}
+
+    def body(_: Any, c: Any) -> Any:
+        return {
+            **c,
+            "n": c["n"] + 1,
+            "x": c["x"] * jnp.float32(0.5),
+            "flag": c["n"] > 2,
+            "weak": c["weak"] * 0.5,
+            "int": c["int"] * 1.5,
+        }
+
+    same_bits(durable.fori_loop(0, 5, body, init, **here), lx.fori_loop(0, 5, body, init))
+
+
+@pytest.mark.parametrize(
+    "init",
+    [(), None, {"a": "text", "f": jnp.sin}, [jnp.zeros((0, 3))]],
+    ids=["empty tuple", "None", "no arrays", "no elements"],
+)
+def test_carries_without_numbers(init: Any, here: Any) -> None:
+    same_bits(durable.fori_loop(0, 7, lambda _, c: c, init, **here), init)
+    same_bits(durable.fori_loop(0, 7, lambda _, c: c, init, **here), init)
+
+
+def test_keys_in_the_carry(here: Any) -> None:
+    def f(carry: Any, _: Any) -> Any:
+        key, raw, x = carry
+        key, use = jax.random.split(key)
+        raw, other = jax.random.split(raw)
+        return (key, raw, x + jax.random.normal(use) + jax.random.normal(other)), (use, x)
+
+    init = (KEY, jax.random.PRNGKey(1), 0.0)
+    carry, ys = durable.scan(f, init, length=8, **here)
+    expected, expected_ys = lx.scan(f, init, length=8)
+    same_bits(carry[:2], expected[:2])
+    assert_close(carry[2], expected[2])
+    same_bits(ys[0][:], expected_ys[0])
+
+
+class Net(eqx.Module):
+    """Weights, a function, and numbers that stay."""
+
+    linear: eqx.nn.Linear
+    activation: Callable[..., Any]
+    rate: float
+    name: str = eqx.field(static=True, default="net")
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.rate * self.activation(self.linear(x))
+
+
+def test_training_with_equinox_and_optax(here: Any) -> None:
+    net = Net(eqx.nn.Linear(3, 3, key=KEY, dtype=float), partial(jnp.clip, min=-1.0), 0.5)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    init = (net, optimizer.init(eqx.filter(net, eqx.is_inexact_array)))
+
+    def f(carry: Any, x: Any) -> Any:
+        net, state = carry
+        loss, grads = eqx.filter_value_and_grad(lambda net: (net(x) ** 2).sum())(net)
+        updates, state = optimizer.update(grads, state)
+        return (eqx.apply_updates(net, updates), state), loss
+
+    carry, losses = durable.scan(f, init, XS, **here)
+    expected, expected_losses = lx.scan(f, init, XS)
+    arrays = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    assert_close(arrays(carry), arrays(expected))
+    assert_close(read_rows(losses), expected_losses)
+    assert carry[0].activation is net.activation
+    assert carry[0].rate == 0.5
+
+
+class Cell(nnx.Module):
+    """Weights, a counter and dropout."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 3, param_dtype=jnp.float64, rngs=rngs)
+        self.count = nnx.Variable(jnp.int32(0))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        self.count[...] += 1
+        return x + 0.1 * self.dropout(jnp.tanh(self.linear(x)))
+
+
+def state_of(*objects: Any) -> list[Any]:
+    return [bits(x) for x in jax.tree.leaves([nnx.split(x)[1] for x in objects])]
+
+
+def test_nnx_objects_are_updated_in_place(here: Any) -> None:
+    def start() -> Any:
+        model = Cell()
+        return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    def f(carry: Any, x: Any) -> Any:
+        model, optimizer = carry
+        loss, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).sum())(model)
+        optimizer.update(model, gradient)
+        return carry, loss
+
+    (model, optimizer), expected = start(), start()
+    kernel = model.linear.kernel
+    carry, losses = durable.scan(f, (model, optimizer), XS, **here)
+    assert carry[0] is model
+    assert carry[1] is optimizer
+    assert model.linear.kernel is kernel
+    (_, expected_losses) = nnx.jit(lambda objects, xs: lx.scan(f, objects, xs))(expected, XS)
+    assert_close(read_rows(losses), expected_losses)
+    assert_close(kernel[...], expected[0].linear.kernel[...])
+    assert (model.count[...], optimizer.step[...]) == (11, 11)
+    again = start()  # the finished run gives its state to new objects
+    assert durable.scan(f, again, XS, **here)[0][0] is again[0]
+    np.testing.assert_equal(state_of(*again), state_of(model, optimizer))
+
+
+def test_nnx_rngs_and_conditions_that_change_objects(here: Any) -> None:
+    rngs, expected = nnx.Rngs(7), nnx.Rngs(7)
+    draw = lambda rngs, _: (rngs, rngs.normal())
+    _, ys = durable.scan(draw, rngs, length=8, **here)
+    assert_close(read_rows(ys), lx.scan(draw, expected, length=8)[1])
+    assert rngs.default.count[...] == expected.default.count[...] == 8
+
+    def goes_on(model: Any) -> Any:
+        model.count[...] += 1
+        return model.count[...] < 10
+
+    def step(model: Any) -> Any:
+        model.count[...] += 1
+        return model
+
+    here["directory"] = here["directory"].with_name("while")
+    model = Cell()
+    assert durable.while_loop(goes_on, step, model, **here) is model
+    assert model.count[...] == 11
+    model.count[...] = 20
+    here["directory"] = here["directory"].with_name("none")
+    durable.while_loop(goes_on, step, model, **here)
+    assert model.count[...] == 21
+
+
+def test_objects_of_a_run_that_failed_are_as_they_were(here: Any) -> None:
+    def body(_: Any, model: Any) -> Any:
+        model.count[...] += 1
+        lx.while_loop(lambda n: n < model.count[...], lambda n: n + 1, jnp.int32(0), max_steps=5)
+        return model
+
+    model = Cell()
+    with pytest.raises(Exception, match="max_steps=5 stopped"):
+        durable.fori_loop(0, 9, body, model, **here)
+    assert model.count[...] == 0
+
+
+# ---- closures, checks and callbacks
+
+
+def test_closed_over_arrays_and_keys(here: Any) -> None:
+    w, key, table = jnp.eye(3) * 0.5, jax.random.key(1), np.arange(9.0)
+    body = lambda i, x: w @ x + jax.random.normal(key) + jnp.asarray(table)[i]
+    assert_close(durable.fori_loop(0, 8, body, X, **here), lx.fori_loop(0, 8, body, X))
+
+
+def test_the_callers_arrays_stay(here: Any) -> None:
+    init = {"x": X + 0.0, "key": jax.random.key(1), "np": np.ones(3)}
+    init["same"] = init["x"]
+    xs = XS + 0.0
+    durable.scan(lambda c, x: ({**c, "x": c["x"] + x}, c["x"]), init, xs, **here)
+    assert not any(x.is_deleted() for x in [init["x"], init["key"], xs])
+    assert_close(init["x"], X)
+
+
+def test_a_result_that_stands_in_the_carry_twice(here: Any) -> None:
+    """Memory that two leaves share could not be handed on twice."""
+    body = lambda _, c: (c[1], c[1], c[0] + c[2], c[3])
+    init = (X, X, X, X)
+    same_bits(durable.fori_loop(0, 8, body, init, **here), lx.fori_loop(0, 8, body, init))
+
+
+def test_a_check_in_the_body_stops_the_run_and_leaves_its_saves(here: Any) -> None:
+    def body(i: Any, x: Any) -> Any:
+        return lx.while_loop(lambda c: c[0] < i, lambda c: (c[0] + 1, c[1] + 1.0), (0, x), max_steps=5)[1]
+
+    here |= {"chunk_steps": 2, "checkpoint_every": 2}
+    with pytest.raises(Exception, match="max_steps=5 stopped"):
+        durable.fori_loop(0, 9, body, X, **here)
+    assert max(saves(here["directory"])) in (4, 6)
+    result = durable.fori_loop(0, 6, body, X, **here)
+    assert_close(result, lx.fori_loop(0, 6, body, X))
+
+
+def test_callbacks_in_the_body(here: Any) -> None:
+    seen: list[int] = []
+
+    def body(i: Any, x: Any) -> Any:
+        jax.debug.callback(lambda i: seen.append(int(i)), i, ordered=True)
+        return wave(i, x)
+
+    durable.fori_loop(0, 8, body, X, **here)
+    jax.effects_barrier()
+    assert seen == list(range(8))
+
+
+# ---- chunks
+
+
+def test_results_do_not_depend_on_chunks_and_one_compilation_serves_all(tmp_path: Any) -> None:
+    traces = []
+
+    def f(c: Any, _: Any) -> Any:
+        traces.append(None)
+        return jnp.sin(c) * 1.5 + 0.1, c
+
+    runs, counts = [], []
+    for steps in (1, 7, 1000, None):
+        traces.clear()
+        options: dict[str, Any] = {"checkpoint_every": 1000, "directory": tmp_path / str(steps), "chunk_steps": steps}
+        with compilations() as compiled:
+            runs.append(read_rows(durable.scan(f, X, length=25, **options)))
+        counts.append(len(compiled))
+        assert 1 <= len(traces) <= 2
+    for run in runs[1:]:
+        same_bits(run, runs[0])
+    assert len(set(counts[1:])) == 1  # the first run compiles copies and checksums too
+
+
+def test_without_64_bit_types(here: Any) -> None:
+    with jax.enable_x64(False):
+        f = lambda c, x: ({"x": jnp.sin(c["x"]) + x, "n": c["n"] + 1}, (c["x"].sum(), c["n"]))
+        init = {"x": jnp.ones(3), "n": 0}
+        assert init["x"].dtype == jnp.float32
+        carry, ys = durable.scan(f, init, XS.astype(jnp.float32), **here)
+        expected = lx.scan(f, init, XS.astype(jnp.float32))
+        assert_close((carry, read_rows(ys)), expected, 1e-6)
+        again, info = durable.scan(f, init, XS.astype(jnp.float32), info=True, **here)
+        same_bits(again[0], carry)
+        assert (info.num_steps, info.num_steps.dtype) == (11, np.int64)
+
+
+def test_arguments_that_only_change_how_a_loop_is_differentiated_are_taken(here: Any) -> None:
+    expected = lx.fori_loop(0, 5, wave, X)
+    options: list[Any] = [{"kind": "bounded", "lanes": "compact"}, {"kind": lx.Checkpointed(2), "lanes": "free"}]
+    for how in options:
+        assert_close(durable.fori_loop(0, 5, wave, X, **how, **here), expected)
+
+
+def test_no_memory_is_kept(here: Any) -> None:
+    """A run that has ended holds none of its arrays."""
+    before = len(jax.live_arrays())
+    durable.fori_loop(0, 5, lambda i, x: (x[0] + 1.0, x[1]), (X, X), **here)
+    gc.collect()
+    assert len(jax.live_arrays()) <= before + 1

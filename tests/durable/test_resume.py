@@ -1,0 +1,324 @@
+"""Runs that stop and go on: the bits of a run that was never interrupted, and only of the same program."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from loopax import durable
+from loopax.durable.directory import Directory
+from loopax.durable.saves import Saves, State
+from tests.durable.cases import Steps, python, read_rows, same_bits, saves, stopped
+from tests.reference import assert_close
+
+X = jnp.array([1.0, -0.5, 2.0])
+XS = jnp.asarray(np.random.RandomState(0).randn(20, 3))
+OFTEN: dict[str, Any] = {"checkpoint_every": 4, "chunk_steps": 2}
+
+
+def scan_of(steps: Steps) -> Any:
+    def f(c: Any, x: Any) -> Any:
+        h, n = c
+        steps.at(n)
+        h = jnp.sin(h) * 1.5 + x
+        return (h, n + 1), (h * 2.0, n)
+
+    return f
+
+
+def run_scan(steps: Steps, directory: Any, **options: Any) -> Any:
+    (carry, ys), info = durable.scan(scan_of(steps), (X, 0), XS, directory=directory, info=True, **{**OFTEN, **options})
+    jax.effects_barrier()
+    return carry, read_rows(ys), int(info.num_steps)
+
+
+def run_while(steps: Steps, directory: Any, **options: Any) -> Any:
+    def body(c: Any, key: Any) -> Any:
+        steps.at(c[1])
+        return jnp.sin(c[0]) + jax.random.normal(key), c[1] + 1
+
+    key = jax.random.key(2)
+    options = {**OFTEN, **options, "key": key, "info": True, "directory": directory}
+    carry, info = durable.while_loop(lambda c: c[1] < 20, body, (X, 0), **options)
+    jax.effects_barrier()
+    return carry, int(info.num_steps)
+
+
+RUNS = [run_scan, partial(run_scan, reverse=True), partial(run_scan, unroll=2), run_while]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["scan", "reverse", "unroll", "while"])
+def test_a_run_that_stops_goes_on_with_the_same_bits(run: Any, tmp_path: Any) -> None:
+    steps = Steps()
+    expected = run(steps, tmp_path / "whole")
+    steps.stop_at = 13
+    stopped(lambda: run(steps, tmp_path / "run"))
+    last = max(saves(tmp_path / "run"))
+    assert 13 - 6 <= last <= 13
+    steps.stop_at, steps.taken = None, []
+    same_bits(run(steps, tmp_path / "run"), expected)
+    assert sorted(steps.taken) == list(range(last, 20))  # what was saved is not executed again
+    steps.taken = []
+    same_bits(run(steps, tmp_path / "run"), expected)  # a finished run gives its results
+    assert steps.taken == []
+
+
+def test_a_larger_upper_limit_goes_on(tmp_path: Any) -> None:
+    steps = Steps()
+
+    def body(i: Any, x: Any) -> Any:
+        steps.at(i)
+        return jnp.sin(x) * 1.5 + 0.1 * i.astype(float)
+
+    def run(upper: int, directory: Any, **options: Any) -> Any:
+        result, info = durable.fori_loop(3, upper, body, X, directory=directory, info=True, **OFTEN, **options)
+        jax.effects_barrier()
+        return result, int(info.num_steps)
+
+    expected = run(20, tmp_path / "whole")
+    run(11, tmp_path / "run", keep=3)
+    assert len(saves(tmp_path / "run")) == 3
+    steps.taken = []
+    same_bits(run(20, tmp_path / "run", keep=1), expected)
+    assert sorted(steps.taken) == list(range(11, 20))
+    assert saves(tmp_path / "run") == [17]
+    with pytest.raises(ValueError, match=r"has taken 17 steps, and only 9 are asked for\. Ask for as many"):
+        run(12, tmp_path / "run")
+
+
+def test_a_longer_scan_goes_on(tmp_path: Any) -> None:
+    """Its outputs have more rows."""
+    f = lambda c, _: (jnp.sin(c) * 1.5 + 0.1, c)
+    run = lambda length, name: durable.scan(f, X, length=length, directory=tmp_path / name, **OFTEN)
+    expected, expected_ys = run(20, "whole")
+    run(9, "run")
+    carry, ys = run(20, "run")
+    same_bits((carry, read_rows(ys)), (expected, read_rows(expected_ys)))
+    with pytest.raises(ValueError, match="has taken 20 steps, and only 9"):
+        run(9, "run")
+
+
+def test_a_stop_that_is_reached_stays(tmp_path: Any) -> None:
+    calls = Steps()
+
+    def f(c: Any, _: Any) -> Any:
+        calls.at(c)
+        return c + 1, c
+
+    run = lambda: durable.scan(f, 0, XS, stop=lambda c, _: c >= 7, directory=tmp_path, info=True, **OFTEN)
+    for _ in range(2):
+        (carry, ys), info = run()
+        jax.effects_barrier()
+        assert (int(carry), int(info.num_steps), list(ys[5:9])) == (7, 7, [5, 6, 0, 0])
+    assert sorted(calls.taken) == list(range(7))
+
+
+@pytest.mark.parametrize("beyond", [2**31 - 3, 5 * 2**31 - 2])
+def test_steps_are_counted_in_64_bits(beyond: int, tmp_path: Any) -> None:
+    """Keys of later steps are of other streams, and results do not depend on chunks there either."""
+    key = jax.random.key(5)
+
+    def body(c: Any, key: Any) -> Any:
+        return {
+            "n": c["n"] + 1,
+            "x": c["x"] + jax.random.normal(key),
+            "keys": c["keys"].at[c["n"]].set(jax.random.key_data(key)),
+        }
+
+    init = {"n": jnp.int64(0), "x": 0.0, "keys": jnp.zeros((6, 2), jnp.uint32)}
+    results = []
+    for chunk_steps in (1, 4, 1000):
+        options: dict[str, Any] = {"directory": tmp_path / str(chunk_steps), "chunk_steps": chunk_steps, "key": key}
+        run = partial(durable.while_loop, lambda c: c["n"] < 6, body, init, info=True, **options)
+        durable.while_loop(lambda c: c["n"] < 6, body, init, max_steps=0, throw=False, **options)
+        arrays = [jnp.asarray(x) for x in jax.tree.leaves({**init, "x": jnp.float64(0)})]
+        store = Saves("a test", Directory(options["directory"]), 2)
+        store.start(State(beyond, True, arrays))
+        store.close()
+        result, info = run()
+        assert (info.num_steps, info.num_steps.dtype) == (beyond + 6, np.int64)
+        results.append(result)
+    for result in results[1:]:
+        same_bits(result, results[0])
+    keys = results[0]["keys"]
+    assert len({tuple(k) for k in keys.tolist()}) == 6
+    early = [jax.random.key_data(jax.random.fold_in(key, (beyond + k) % 2**31)).tolist() for k in range(6)]
+    same = [k.tolist() == e for k, e in zip(keys, early, strict=True)]
+    assert same == [beyond + k < 2**31 for k in range(6)]
+
+
+# ---- another program
+
+
+def programs(directory: Path) -> dict[str, Any]:
+    """Runs that differ in one thing from the first, with what the error says."""
+    go = partial(durable.scan, directory=directory, chunk_steps=2, length=4)
+    w = jnp.arange(3.0)
+    f = lambda c, x, key: (jnp.sin(c) * w + x, c.sum())
+    key = jax.random.key(0)
+    at = lambda f=f, init=X, xs=XS, key=key, **o: partial(go, f, init, xs, key=key, **o)
+    other_w = w + 1.0
+    return {
+        "same": (at(), ""),
+        "body": (at(lambda c, x, key: (jnp.cos(c) * w + x, c.sum())), r"-.* = sin .*\n(.*\n)*.*\+.* = cos "),
+        "number": (at(lambda c, x, key: (jnp.sin(c) * w + 2.0 * x, c.sum())), r"\+.* = mul 2.0:f64"),
+        "closure": (at(lambda c, x, key: (jnp.sin(c) * other_w + x, c.sum())), r"closed-over value \d+, float64\[3\]"),
+        "init": (at(init=X + 1), "first carry: other values"),
+        "xs": (at(xs=XS.at[9, 2].add(1e-9)), "xs, array 0: other values"),
+        "key": (at(key=jax.random.key(1)), "key: other values"),
+        "rows": (at(xs=XS[:-1]), "rows of xs: stored 20, now 19"),
+        "reverse": (at(reverse=True), "first row: stored 0, now 3"),
+    }
+
+
+def test_another_program_is_an_error_that_says_what_differs(tmp_path: Any) -> None:
+    runs = programs(tmp_path)
+    runs.pop("same")[0]()
+    texts = {}
+    for name, (run, message) in runs.items():
+        with pytest.raises(ValueError, match=message) as error:
+            run()
+        texts[name] = str(error.value)
+        assert 'give resume="anyway"' in texts[name]
+    for name in ("init", "xs", "key", "closure"):
+        assert texts[name].count("other values") == 1
+        assert "as JAX has traced it" not in texts[name]
+    assert "other values" not in texts["body"] + texts["number"]
+
+
+def test_anyway_goes_on_with_a_warning(tmp_path: Any) -> None:
+    run = lambda factor, upper, **o: durable.fori_loop(0, upper, lambda _, x: x * factor, X, directory=tmp_path, **o)
+    run(2.0, 3)
+    with pytest.warns(durable.AnotherProgramWarning, match=r"going on with a run of another program:\n(.*\n)*.*3\.0"):
+        result = run(3.0, 5, resume="anyway")
+    assert_close(result, X * 8 * 9)
+    assert_close(run(3.0, 6), X * 8 * 27)  # it is the program of this run now
+    with pytest.raises(ValueError, match="one of another program"):
+        run(2.0, 7)
+
+
+def test_other_types_are_an_error_whatever_resume_says(tmp_path: Any) -> None:
+    run = partial(durable.fori_loop, 0, 3, lambda _, x: x, directory=tmp_path, resume="anyway")
+    run({"a": X})
+    with pytest.raises(ValueError, match=r"carry\['a'\]: stored float64\[3\], now float32\[3\]"):
+        run({"a": X.astype(jnp.float32)})
+    with pytest.raises(ValueError, match=r"carry\['b'\]: stored nothing, now float64\[\]"):
+        run({"a": X, "b": 1.0})
+    with pytest.raises(ValueError, match=r"the loop: stored durable.fori_loop, now durable.while_loop"):
+        durable.while_loop(lambda c: c["a"][0] < 0, lambda c: c, {"a": X}, directory=tmp_path)
+
+
+def test_another_version_of_jax_and_other_formats(tmp_path: Any) -> None:
+    run = partial(durable.fori_loop, 0, 3, lambda _, x: x * 2.0, X, directory=tmp_path)
+    result = run()
+    path = tmp_path / "program.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "jax": "0.1.2", "text": ["another text"]}))
+    with pytest.raises(ValueError, match=rf"JAX: stored 0\.1\.2, now {jax.__version__}") as error:
+        run()
+    assert "another text" not in str(error.value)  # every version writes programs in its own way
+    with pytest.warns(durable.AnotherProgramWarning, match=r"JAX: stored 0\.1\.2"):
+        same_bits(run(resume="anyway"), result)
+    path.write_text(json.dumps({"format": 99, "loopax": "7.0"}))
+    with pytest.raises(RuntimeError, match=r"has format 99, .*Go on with loopax 7\.0, or give another directory"):
+        run()
+    for garbage in ("", "{", "[]", "3", '{"format": 1}', "\0\xff", json.dumps({**stored, "more": 1})):
+        path.write_text(garbage)
+        with pytest.raises(RuntimeError, match="is no description of a run that loopax has written"):
+            run(resume="anyway")
+    path.write_text(json.dumps(stored))
+    same_bits(run(), result)
+
+
+class Model(eqx.Module):
+    """A function in a model, one with an address in its text."""
+
+    weight: Any
+    activation: Any
+
+
+@jax.custom_jvp
+def softened(x: Any) -> Any:
+    return jnp.tanh(x) * 0.9
+
+
+softened.defjvp(lambda x, t: (softened(x[0]), t[0]))
+
+
+@jax.custom_vjp
+def halved(x: Any) -> Any:
+    return x * 0.5
+
+
+halved.defvjp(lambda x: (halved(x), None), lambda _, g: (g,))
+
+
+def run_everything(directory: Any, upper: int) -> Any:
+    """A program whose text holds functions, callbacks, keys and NNX objects."""
+    from flax import nnx
+
+    module = nnx.Linear(3, 3, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    model = Model(jnp.eye(3), partial(jnp.clip, min=-2.0))
+    key = jax.random.key(1)
+    shape = jax.ShapeDtypeStruct((3,), jnp.float64)
+
+    def body(i: Any, c: Any) -> Any:
+        model, module, x = c
+        x = model.activation(model.weight @ softened(halved(x))) + jax.random.normal(key, (3,))
+        x = jax.pure_callback(lambda x: x * 2.0, shape, x) + jax.jit(jnp.cos)(x)
+        x = jax.lax.cond(i > 2, lambda x: x + 1.0, lambda x: x, x)
+        jax.debug.callback(lambda _: None, x)
+        return model, module, x + module(x)
+
+    return durable.fori_loop(0, upper, body, (model, module, X), directory=directory)[2]
+
+
+FRESH = """
+import sys, tests.conftest
+import numpy as np
+from tests.durable.test_resume import run_everything
+np.save(sys.argv[1] + ".npy", run_everything(sys.argv[1], 6))
+"""
+
+
+def test_the_program_is_the_same_in_another_process(tmp_path: Any) -> None:
+    expected = run_everything(tmp_path / "whole", 6)
+    run_everything(tmp_path / "run", 3)
+    done = python(FRESH, tmp_path / "run", PYTHONHASHSEED="77")
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "run.npy"), expected)
+
+
+def test_values_that_inner_functions_close_over_count(tmp_path: Any) -> None:
+    """Wherever JAX keeps them: in `jit`, `cond`, custom rules, loops in loops."""
+
+    def run(directory: Any, number: float) -> Any:
+        table = np.arange(3.0) + number
+        array = jnp.asarray(table)
+
+        @jax.custom_jvp
+        def rule(x: Any) -> Any:
+            return x + array
+
+        rule.defjvp(lambda x, t: (rule(x[0]), t[0]))
+        inner = {
+            "jit": jax.jit(lambda x: x + table),
+            "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x + array, lambda x: x, x),
+            "rule": rule,
+            "scan": lambda x: lx.scan(lambda c, _: (c + array, None), x, length=2)[0],
+            "lax": lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + table, x),
+            "checkpoint": jax.checkpoint(lambda x: x * array),
+        }[directory.name]
+        return durable.fori_loop(0, 3, lambda _, x: inner(x), X, directory=directory)
+
+    for name in ("jit", "cond", "rule", "scan", "lax", "checkpoint"):
+        run(tmp_path / name, 1.0)
+        with pytest.raises(ValueError, match="another program"):
+            run(tmp_path / name, 1.5)

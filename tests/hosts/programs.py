@@ -1,0 +1,81 @@
+"""Programs that several processes run together, and one process alone for comparison."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import loopax as lx
+
+LANES = 10  # which 4 and 8 devices do not divide
+FEATURES = 8
+
+
+def mesh_of(devices: Any) -> Mesh:
+    """All devices in a row."""
+    return Mesh(np.array(devices), ("d",), axis_types=(AxisType.Auto,))
+
+
+def lanes(mesh: Mesh) -> dict[str, Any]:
+    """Lanes of different length, their gradients, and that of weights which they share."""
+    counts = np.array([3, 40, 1, 7, 0, 12, 5, 2, 9, 21])
+    starts, weight = np.linspace(-1.0, 1.0, LANES), np.float64(1.1)
+
+    def values(weight: Any, starts: Any, counts: Any) -> Any:
+        step = lambda _, h: jnp.sin(weight * h) + 0.1
+        lane = lambda h, n: lx.fori_loop(0, n, step, h, max_steps=50, lanes=lx.Compact(min_lanes=1))
+        return lx.sharded_lanes(lane, mesh, "d")(starts, counts, counts=counts)
+
+    total = lambda weight, starts: (values(weight, starts, counts) ** 2).sum()
+    gradients = jax.jit(jax.grad(total, (0, 1)))(weight, starts)
+    return {"values": jax.jit(values)(weight, starts, counts), "weight": gradients[0], "starts": gradients[1]}
+
+
+def carry(mesh: Mesh) -> dict[str, Any]:
+    """A loop whose carry is sharded over all devices, and its gradient."""
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    values = np.linspace(-1.0, 1.0, FEATURES)
+    start = jax.make_array_from_callback((FEATURES,), sharding, lambda index: values[index])
+
+    def total(h: Any, n: Any) -> Any:
+        h, ys = lx.scan(lambda h, _: (jnp.sin(h) * 1.1, h), h, None, length=n, max_steps=30)
+        return (h**2).sum() + ys.sum(), h
+
+    (_, h), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(start, np.int64(20))
+    return {"carry": h, "gradient": gradient}
+
+
+def results(devices: Any) -> dict[str, Any]:
+    """What is compared."""
+    mesh = mesh_of(devices)
+    with jax.set_mesh(mesh):
+        return {"lanes": lanes(mesh), "carry": carry(mesh)}
+
+
+def shards(tree: Any) -> dict[str, list[Any]]:
+    """The bits of all shards in this process, by the name of the array."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path): sorted(
+            [str(shard.index), np.asarray(shard.data).tobytes().hex()] for shard in leaf.addressable_shards
+        )
+        for path, leaf in leaves
+    }
+
+
+def show() -> None:
+    """What each process does: one line with its shards."""
+    print("shards: " + json.dumps(shards(results(jax.devices()))))
+
+
+def sum_for_ever() -> None:
+    """Let the devices of all processes depend on each other in every step of a loop."""
+    mesh = mesh_of(jax.devices())
+    start = jax.device_put(np.ones(FEATURES), NamedSharding(mesh, PartitionSpec("d")))
+    run = jax.jit(lambda h: lx.fori_loop(0, 100, lambda _, h: h / h.sum() + jnp.roll(h, 1) / 2, h))
+    while True:
+        start = jax.block_until_ready(run(start))
+        print("at work")

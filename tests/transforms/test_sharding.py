@@ -1,0 +1,139 @@
+"""Shardings that JAX propagates: loops keep those of carries and streams, in the backward pass too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import loopax as lx
+from tests.compiled import collectives, collectives_in_loops, temporary
+from tests.problem import KINDS, WITH_LAX, name_of
+from tests.reference import assert_close
+
+STEPS, FEATURES = 40, 1 << 12
+ROOT = Path(__file__).parent.parent.parent
+
+
+def mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+
+
+def step(h, x=0.1):
+    return jnp.sin(h) * 1.1 + x
+
+
+def scan_loop(kind, h, xs, n):
+    """Rows of xs and ys are sharded as the carry is."""
+    h, ys = lx.scan(lambda h, x: (step(h, x), h * 2.0), h, xs, length=n, kind=kind)
+    return h, ys
+
+
+def fori_loop(kind, h, xs, n):
+    return lx.fori_loop(0, n, lambda i, h: step(h, xs[i]), h, max_steps=STEPS, kind=kind), None
+
+
+def while_loop(kind, h, xs, n):
+    body = lambda c: (step(c[0], xs[c[1]]), c[1] + 1)
+    return lx.while_loop(lambda c: c[1] < n, body, (h, 0), max_steps=STEPS, kind=kind)[0], None
+
+
+LOOPS = {"scan": scan_loop, "fori": fori_loop, "while": while_loop}
+
+
+def total(loop, kind):
+    def f(h, xs, n):
+        h, ys = LOOPS[loop](kind, h, xs, n)
+        return (h**2).sum() + (0.0 if ys is None else jnp.sin(ys).sum())
+
+    return f
+
+
+def arguments(mesh, carry, rows):
+    """A start and rows, sharded so, and a number of steps known at run time."""
+    h = jax.device_put(jnp.linspace(-0.9, 1.1, FEATURES), NamedSharding(mesh, carry))
+    xs = jnp.outer(jnp.linspace(0.0, 0.2, STEPS), jnp.ones(FEATURES))
+    return h, jax.device_put(xs, NamedSharding(mesh, rows)), jnp.int32(STEPS - 3)
+
+
+FEATURE = PartitionSpec("d"), PartitionSpec(None, "d")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_results_are_sharded_as_the_start(kind, loop, axis_type):
+    devices = mesh(axis_type)
+    with jax.set_mesh(devices):
+        args = arguments(devices, *FEATURE)
+        h, ys = jax.jit(lambda *args: LOOPS[loop](kind, *args))(*args)
+    assert h.sharding.is_equivalent_to(args[0].sharding, 1)
+    assert ys is None or ys.sharding.is_equivalent_to(args[1].sharding, 2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_gradients_and_what_they_store_are_sharded_as_the_start(kind, loop, axis_type):
+    devices, gradient = mesh(axis_type), jax.value_and_grad(total(loop, kind), (0, 1))
+    with jax.set_mesh(devices):
+        args = arguments(devices, *FEATURE)
+        compiled = jax.jit(gradient).lower(*args).compile()
+    ct_h, ct_xs = compiled(*args)[1]
+    assert ct_h.sharding.is_equivalent_to(args[0].sharding, 1)
+    assert ct_xs.sharding.is_equivalent_to(args[1].sharding, 2)
+    text = compiled.as_text() or ""
+    assert set(collectives(text)) <= {"all-reduce"}  # of the sum
+    assert collectives_in_loops(text) == []
+    alone = jax.jit(gradient).lower(*jax.device_get(args)).compile()
+    assert temporary(compiled) <= temporary(alone) / 8 * 1.1 + 4096
+    assert_close(jax.device_get((ct_h, ct_xs)), jax.device_get(alone(*jax.device_get(args))[1]))
+
+
+def recurrent(kind):
+    """Sequences in the rows of a batch, which is what is sharded."""
+
+    def f(w, h, xs):
+        h, ys = lx.scan(lambda h, x: (jnp.tanh(h @ w + x), h * 2.0), h, xs, kind=kind)
+        return (h**2).sum() + jnp.sin(ys).sum()
+
+    return f
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_batch_axis(kind):
+    """A gradient communicates in loops only for weights that all devices share, as often as that of `jax.lax.scan`."""
+    devices, batch = mesh(), PartitionSpec(None, "d", None)
+    random = np.random.RandomState(0)
+    w, h, xs = random.randn(16, 16) * 0.1, random.randn(64, 16), random.randn(STEPS, 64, 16)
+    h = jax.device_put(h, NamedSharding(devices, PartitionSpec("d", None)))
+    xs = jax.device_put(xs, NamedSharding(devices, batch))
+    of_data = jax.jit(jax.grad(recurrent(kind), (1, 2))).lower(w, h, xs).compile()
+    assert collectives(of_data.as_text() or "") == []
+    assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(of_data(w, h, xs), (h, xs), strict=True))
+    of_weights = jax.jit(jax.grad(recurrent(kind))).lower(w, h, xs).compile()
+    assert collectives_in_loops(of_weights.as_text() or "") == ["all-reduce"]
+    assert_close(jax.device_get(of_weights(w, h, xs)), jax.grad(recurrent(kind))(w, *jax.device_get((h, xs))))
+
+
+def test_checks_that_fail_are_raised_by_all_devices():
+    """If one did, as JAX would have it, the others would wait for it until the process is aborted."""
+    command = [sys.executable, "-W", "error", "-m", "tests.failing_checks"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lanes = sum(1.1**i for i in range(6))  # and its derivative, as each lane is linear in x
+    found = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    assert [name for name, result in found if result == "raised"] == [
+        "lanes",
+        "lanes in jit",
+        "gradient of lanes",
+        "gradient of lanes in jit",
+        "carry",
+        "carry in jit",
+    ]
+    numbers = [float(result) for _, result in found if result != "raised"]
+    assert numbers == pytest.approx([lanes, lanes, lanes, lanes, 80 * 1.1**3, 80 * 1.1**3])
