@@ -6,6 +6,7 @@ from loopax._types import LoopInfo
 from loopax._version import __version__ as __version__
 from loopax.buffers import Buffer
 from loopax.history import History
+from loopax.insight import Comparison, Explanation, compare, explain
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop
@@ -23,6 +24,8 @@ __all__ = [
     "Buffer",
     "Checkpointed",
     "Compact",
+    "Comparison",
+    "Explanation",
     "Free",
     "History",
     "Kind",
@@ -34,6 +37,8 @@ __all__ = [
     "Progress",
     "Residuals",
     "Rollout",
+    "compare",
+    "explain",
     "fori_loop",
     "lane_report",
     "lanes_map",

@@ -93,6 +93,12 @@ class Spec:
         """The types of the arrays, weak types kept."""
         return [leaf.aval for leaf in self.leaves if isinstance(leaf, Dynamic)]
 
+    def names(self, root: str = "") -> list[str]:
+        """The paths of the arrays in the pytree, from its `root` on."""
+        numbered = self.treedef.unflatten(range(len(self.leaves)))
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(numbered)[0]]
+        return [root + path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Dynamic)]
+
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """The user's pytree from its arrays."""
         values = iter(arrays)

@@ -6,6 +6,7 @@ of loopax imports these names from here, so that a new JAX version is a change t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "ad",
+    "argument_names",
     "axis_arguments",
     "batched_outputs",
     "batching",
@@ -41,6 +43,7 @@ __all__ = [
     "evaluate_partially",
     "is_known",
     "is_nonzero",
+    "is_of_jax",
     "is_reference",
     "jaxpr_as_fun",
     "known_value",
@@ -59,10 +62,12 @@ __all__ = [
     "trace_state",
     "undifferentiable_effects",
     "unmapped_aval",
+    "user_lines",
     "vary_like",
     "zeros",
 ]
 
+_JAX = str(Path(jax.__file__).parent)
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
 
 
@@ -133,6 +138,27 @@ def equation_context(eqn: Any) -> Iterator[None]:
     names = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
+
+
+def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of the calls that led to an equation, innermost first, without JAX's own.
+
+    JAX prints them beside jaxprs; there is no public way to ask.
+    """
+    for frame in _source_info.user_frames(eqn.source_info.traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
+def argument_names(closed: ClosedJaxpr) -> tuple[str, ...]:
+    """What the inputs of a jaxpr were called in the function that was traced; empty where that is not known."""
+    names = closed.jaxpr.debug_info.arg_names  # type: ignore[attr-defined]
+    return tuple(names) if names is not None and len(names) == len(closed.in_avals) else ()
+
+
+def is_of_jax(closed: ClosedJaxpr) -> bool:
+    """Whether a jaxpr is of a function of JAX, which may have been traced for another caller, and have his lines."""
+    source = closed.jaxpr.debug_info.func_src_info  # type: ignore[attr-defined]
+    return f"{_JAX}/" in (source or "")
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:

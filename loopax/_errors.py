@@ -49,10 +49,10 @@ CUT_LOOP_SHOWS_NOTHING = (
 )
 
 
-def untraceable_message(name: str, error: Exception) -> str:
-    """JAX cannot trace the function of `rewrite_loops`."""
+def untraceable_message(caller: str, name: str, error: Exception) -> str:
+    """JAX cannot trace the function that `rewrite_loops`, `explain` or `compare` is given."""
     return (
-        f"rewrite_loops({name}): the function cannot be traced by JAX, and only what is traced can be rewritten. It "
+        f"{caller}({name}): the function cannot be traced by JAX, and only what is traced has loops to look at. It "
         "uses the value of an array where Python has to decide something (an `if`, a shape, a conversion to NumPy). "
         "Give what it decides by as a Python number, which stays one, or rewrite the part of it that is pure JAX. JAX "
         f"says:\n{error}"

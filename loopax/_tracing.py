@@ -34,6 +34,7 @@ from loopax._rows import refuse_strays
 from loopax._written_rows import WrittenRows, written_rows
 from loopax.core.jaxprs import INDEX, split, take_out_places, trace
 from loopax.core.versions import chained
+from loopax.kinds import Kind
 from loopax.lanes import Lanes
 from loopax.progress import Reporter
 
@@ -54,12 +55,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Walk:
-    """The rows that a loop walks, and what it stores."""
+    """The rows that a loop walks, and how."""
 
+    name: str  # of the loop, as the user calls it
     extent: Extent
     reverse: bool
     unroll: int
-    storage: core.Storage
+    kind: Kind
     lanes: Lanes
     reporter: Reporter | None = None  # to whom it tells how far it is
 
@@ -76,6 +78,7 @@ class Traced:
     row_changes: Changes  # and to those in rows of xs
     rows: WrittenRows  # whose written arrays are the first ys
     messages: list[str]  # one for each flag: what went wrong where it is True
+    names: core.Names
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ def run(
 ) -> Finished:
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = walk.extent
+    fixed = extent.fixed and goes_on is None
+    storage = walk.kind.storage(extent.bound, fixed, extent.is_precaution)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
@@ -114,9 +119,10 @@ def run(
         reverse=walk.reverse,
         predicated=goes_on is not None,
         unroll=walk.unroll,
-        storage=walk.storage,
+        storage=storage,
         stages=walk.lanes.stages,
         reporting=walk.reporter and core.Reporting(walk.reporter),
+        origin=core.Origin(walk.name, walk.kind, walk.lanes, fixed, extent.is_precaution, traced.names),
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
     run_loop = core.run_free if walk.lanes.is_free else core.run
@@ -266,7 +272,19 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     refuse_references(step.where, closed_over)
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
-    return Traced(body, closed_over, **found)
+    return Traced(body, closed_over, **found, names=_names(body, spec, x_rows, found, predicated))
+
+
+def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool) -> core.Names:
+    """What the operands and the rows of results are called in the user's pytrees."""
+
+    def unnamed(count: int) -> tuple[str, ...]:
+        return (core.UNNAMED,) * count
+
+    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(len(found["messages"])))
+    xs, ys = x_rows.names("xs"), found["y_spec"].names("ys")
+    consts = unnamed(len(body.in_avals) - 1 - len(carry) - len(xs))
+    return core.Names(consts, carry, tuple(xs), (*unnamed(sum(found["rows"].written)), *ys))
 
 
 def _as_they_came(given: list[Any], spec: Spec, start: list[Any], arrays: list[Any], end: Any) -> list[Any]:

@@ -13,9 +13,8 @@ from loopax._compat import to_weak
 from loopax._lengths import Extent, first_index, fori_extent, scan_extent
 from loopax._nnx import freeze, thaw
 from loopax._types import LoopInfo
-from loopax.core import Storage
 from loopax.core.jaxprs import MOST_STEPS
-from loopax.kinds import Kind, KindLike
+from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
 from loopax.progress import ProgressLike
 
@@ -113,10 +112,11 @@ def while_loop(
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
     walk = tracing.Walk(
+        options.name,
         extent,
         reverse=False,
         unroll=1,
-        storage=_storage(options.kind, extent),
+        kind=options.kind,
         lanes=options.lanes,
         reporter=options.reporter(body_fun),
     )
@@ -199,10 +199,11 @@ def fori_loop(
 
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
     walk = tracing.Walk(
+        options.name,
         extent,
         reverse=False,
         unroll=unroll,
-        storage=_storage(options.kind, extent),
+        kind=options.kind,
         lanes=options.lanes,
         reporter=options.reporter(body_fun),
     )
@@ -324,9 +325,7 @@ def scan_walk(
     rows = arguments.rows_of(words, freeze(xs))
     extent = scan_extent(words, length, rows, options.max_steps, reverse, stops)
     unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
-    return tracing.Walk(
-        extent, reverse, unroll, _storage(options.kind, extent, stops), options.lanes, options.reporter(f)
-    )
+    return tracing.Walk(words.name, extent, reverse, unroll, options.kind, options.lanes, options.reporter(f))
 
 
 def run_scan(
@@ -348,11 +347,6 @@ def run_scan(
     done = tracing.run(step, walk, options.extras, init, xs, start)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
-
-
-def _storage(kind: Kind, extent: Extent, stops: bool = False) -> Storage:
-    """What a loop of this kind and extent stores for its gradient."""
-    return kind.storage(extent.bound, extent.fixed and not stops, extent.is_precaution)
 
 
 def _finish(options: arguments.Options, extent: Extent, done: tracing.Finished) -> tuple[Any, Any, LoopInfo]:

@@ -1,17 +1,12 @@
 """Run the `jax.lax` loops inside someone else's function on loopax."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import equinox as eqx
-import jax
-
 from loopax import _arguments as arguments
-from loopax._carry import is_static
-from loopax._compat import ClosedJaxpr
-from loopax._errors import untraceable_message
 from loopax._exchange import Exchange
+from loopax._program import trace_program
 from loopax._static import Why, static_bool
 from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
@@ -86,32 +81,7 @@ def rewrite_loops(
 
     @wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
-        closed, arrays, result_of = _traced(fn, args, kwargs)
-        return result_of(exchange.evaluate(closed, arrays))
+        program = trace_program("rewrite_loops", fn, args, kwargs)
+        return program.result_of(exchange.evaluate(program.closed, program.arrays))
 
     return rewritten
-
-
-def _traced(
-    fn: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[ClosedJaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
-    """The function as a jaxpr, the arrays among its arguments, and its result from the results of the jaxpr."""
-    given, other = eqx.partition((args, kwargs), _is_array)
-    arrays, treedef = jax.tree.flatten(given)
-    found: dict[str, Any] = {}
-
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = eqx.combine(treedef.unflatten(arrays), other)
-        results, found["other"] = eqx.partition(fn(*args, **kwargs), _is_array)
-        leaves, found["treedef"] = jax.tree.flatten(results)
-        return leaves
-
-    try:
-        closed = jax.make_jaxpr(flat)(*arrays)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise TypeError(untraceable_message(getattr(fn, "__name__", repr(fn)), error)) from error
-    return closed, arrays, lambda results: eqx.combine(found["treedef"].unflatten(results), found["other"])
-
-
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) and not is_static(leaf)

@@ -14,17 +14,21 @@ from loopax.core import (
 )
 from loopax.core.free import run_free
 from loopax.core.loop import Loop, Outcome, run
+from loopax.core.origin import UNNAMED, Names, Origin
 from loopax.core.queue import run_queue
 from loopax.core.reporting import Reporting
 from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 
 __all__ = [
+    "UNNAMED",
     "Checkpoints",
     "EveryCarry",
     "EveryResidual",
     "Fastest",
     "Loop",
+    "Names",
     "Nothing",
+    "Origin",
     "Outcome",
     "Reporting",
     "Storage",

@@ -27,12 +27,13 @@ def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     for eqn in closed.jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if any(inputs):
-            for variable, needed in zip(eqn.outvars, _equation(eqn), strict=True):
+            for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
                 known[variable] = union(inputs, needed)
     return tuple(read(atom) for atom in closed.jaxpr.outvars)
 
 
-def _equation(eqn: Any) -> list[int]:
+def of_equation(eqn: Any) -> list[int]:
+    """The same for the outputs and inputs of one equation."""
     everything = [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
     if len(eqn.outvars) == 1:
         return everything

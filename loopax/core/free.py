@@ -109,6 +109,7 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         unroll=1,
         storage=loop.storage,
         reporting=loop.reporting,
+        origin=loop.origin,
     )
     return single, structure[0]
 

@@ -1,6 +1,7 @@
 """Small tools for jaxprs: trace, prune, look through, split lists of operands."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from math import prod
 from sys import maxsize
@@ -96,9 +97,12 @@ def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Close
 
 
 def evaluate(
-    closed: ClosedJaxpr, inputs: Sequence[Any], equation: Callable[[Any, list[Any]], Sequence[Any]]
+    closed: ClosedJaxpr,
+    inputs: Sequence[Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    context: Callable[[Any], AbstractContextManager[None]] = equation_context,
 ) -> list[Any]:
-    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations."""
+    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it."""
     values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, inputs, strict=True))
 
@@ -106,7 +110,7 @@ def evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in closed.jaxpr.eqns:
-        with equation_context(eqn):
+        with context(eqn):
             values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 

@@ -106,7 +106,11 @@ def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Lo
     body = joint(loop.body, sizes, [consts, carry, xs], [loop.num_carry, len(ys)], [carry, ys])
     saved = loop.saved and (*loop.saved, *select(carry, loop.saved))
     return loop._replace(
-        body=body, num_consts=loop.num_consts + sum(consts), num_carry=loop.num_carry + sum(carry), saved=saved
+        body=body,
+        num_consts=loop.num_consts + sum(consts),
+        num_carry=loop.num_carry + sum(carry),
+        saved=saved,
+        origin=loop.origin and loop.origin.renamed(loop.names.with_tangents(consts, carry, xs, ys)),
     )
 
 

@@ -24,6 +24,7 @@ from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
+from loopax.core.origin import Names, Origin
 from loopax.core.reporting import Reporting
 from loopax.core.storage import Saving, Storage
 from loopax.schedule import Stages
@@ -47,6 +48,7 @@ class Loop(NamedTuple):
     lent: Lent | None = None  # a batch: constants that the body expects to be lent already
     stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
     reporting: Reporting | None = None  # how it shows how far it is; None: not
+    origin: Origin | None = None  # what a user called; None: the loop is our own
 
     @property
     def lanes_place(self) -> int | None:
@@ -72,6 +74,13 @@ class Loop(NamedTuple):
     def output_avals(self) -> list[list[Any]]:
         """The types of carry and rows of ys."""
         return split(self.body.out_avals, [self.num_carry])
+
+    @property
+    def names(self) -> Names:
+        """The names of consts, carry, xs and ys."""
+        consts, carry, xs = self.input_avals
+        names = self.origin.names if self.origin else Names((), (), (), ())
+        return names.fit([len(consts), len(carry), len(xs), len(self.output_avals[1])])
 
     @property
     def saved_mask(self) -> Mask:
@@ -149,8 +158,13 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
         [row, *consts, *select(fixed, carry), *reject(fixed, carry), *xs],
         [*reject(fixed, new_carry), *ys],
     )
+    names = loop.names
+    hoisted = names._replace(
+        consts=(*names.consts, *select(fixed, names.carry)), carry=tuple(reject(fixed, names.carry))
+    )
     return loop._replace(
         body=body,
+        origin=loop.origin and loop.origin.renamed(hoisted),
         num_consts=loop.num_consts + sum(fixed),
         num_carry=loop.num_carry - sum(fixed),
         saved=tuple(reject(fixed, loop.saved)) if loop.saved else (),

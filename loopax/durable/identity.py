@@ -11,7 +11,6 @@ from loopax.durable.chunk import Traced, row_types
 from loopax.durable.directory import Directory
 from loopax.durable.hosts import on_first
 from loopax.durable.orbax import tensorstore as import_tensorstore
-from loopax.durable.output_arrays import names
 
 
 def refuse_unsavable(name: str, traced: Traced) -> None:
@@ -37,7 +36,7 @@ def _is_known(tensorstore: Any, dtype: Any) -> bool:
 
 def _types(what: str, spec: Spec) -> list[tuple[str, Any]]:
     """The types of the arrays of a pytree, by path."""
-    return [(f"{what}{path}", aval) for path, aval in zip(names(spec), spec.avals, strict=True)]
+    return [(f"{what}{path}", aval) for path, aval in zip(spec.names(), spec.avals, strict=True)]
 
 
 def describe(

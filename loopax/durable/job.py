@@ -120,9 +120,7 @@ def _walk(job: Job) -> chunks.Walk:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
         step = tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
-        how = tracing.Walk(
-            extent, reverse=False, unroll=job.unroll, storage=Lax().storage(None, False, True), lanes=Lockstep()
-        )
+        how = tracing.Walk(job.options.name, extent, reverse=False, unroll=job.unroll, kind=Lax(), lanes=Lockstep())
         first = (lambda _: jnp.ones((), bool)) if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on

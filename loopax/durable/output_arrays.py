@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.tree_util import keystr, tree_flatten_with_path
-
 from loopax._carry import Dynamic, Spec
 from loopax.durable.chunk import row_types
 from loopax.durable.directory import Directory
@@ -23,19 +21,12 @@ def open_outputs(where: str, directory: Directory, spec: Spec, capacity: int, is
         )
 
     def create_all() -> None:
-        for path, name, (shape, dtype, key_impl) in zip(paths, names(spec), types, strict=True):
+        for path, name, (shape, dtype, key_impl) in zip(paths, spec.names(), types, strict=True):
             create(path, name, (capacity, *shape), dtype, key_impl)
         all_begun(directory.outputs)
 
     on_first(create_all)
     return [rows_at(path) for path in paths]
-
-
-def names(spec: Spec) -> list[str]:
-    """The paths of the arrays in a pytree."""
-    numbered = spec.treedef.unflatten(range(len(spec.leaves)))
-    paths = [keystr(path) for path, _ in tree_flatten_with_path(numbered)[0]]
-    return [path for path, leaf in zip(paths, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
 
 
 def with_rows(spec: Spec, arrays: Sequence[Rows]) -> Any:

@@ -1,0 +1,54 @@
+"""A function of pytrees as a jaxpr."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from loopax._carry import is_static
+from loopax._compat import ClosedJaxpr
+from loopax._errors import untraceable_message
+
+
+class Program(NamedTuple):
+    """A traced function."""
+
+    closed: ClosedJaxpr  # arrays -> arrays
+    arrays: list[Any]  # among the arguments
+    arguments: list[int]  # the number of the positional argument in which each stands; -1: a keyword
+    paths: list[Any]  # where in it
+    result_of: Callable[[Sequence[Any]], Any]  # what the function returns, from the results of the jaxpr
+
+
+def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+    """Trace a function, for a function of loopax; what is not an array in its arguments stays what it is.
+
+    An argument may also hold a `jax.ShapeDtypeStruct` in place of an array.
+    """
+    given, other = eqx.partition((tuple(args), dict(kwargs)), _is_array)
+    leaves, treedef = jax.tree.flatten_with_path(given)
+    found: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = eqx.combine(treedef.unflatten(arrays), other)
+        results, found["other"] = eqx.partition(fn(*args, **kwargs), _is_array)
+        leaves, found["treedef"] = jax.tree.flatten(results)
+        return leaves
+
+    arrays = [leaf for _, leaf in leaves]
+    try:
+        closed = jax.make_jaxpr(flat)(*arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise TypeError(untraceable_message(caller, getattr(fn, "__name__", repr(fn)), error)) from error
+    return Program(
+        closed,
+        arrays,
+        [path[1].idx if path[0].idx == 0 else -1 for path, _ in leaves],
+        [path[2:] for path, _ in leaves],
+        lambda results: eqx.combine(found["treedef"].unflatten(results), found["other"]),
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or (eqx.is_array(leaf) and not is_static(leaf))

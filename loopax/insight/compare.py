@@ -1,0 +1,215 @@
+"""`compare`: every kind of loop, measured on a user's own function."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun
+from loopax._program import trace_program
+from loopax._static import Why, positive_int
+from loopax.insight import comparison
+from loopax.insight.comparison import Comparison, Measured
+from loopax.insight.exchange import with_kind
+from loopax.insight.explain import REFUSALS
+from loopax.insight.loops import Found, find
+from loopax.insight.memory import temporary_bytes
+from loopax.insight.storing import stored_by
+from loopax.insight.subject import Subject, gradient_of, subject
+from loopax.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
+
+_ROUNDS = Why("how often compiled programs are run", "give the number outside of `jit`")
+KINDS: tuple[KindLike, ...] = (Checkpointed(), Bounded(), Residuals())
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    kinds: Sequence[KindLike] = KINDS,
+    argnums: int | Sequence[int] | None = None,
+    rounds: int = 5,
+) -> Comparison:
+    """Measure a function and its gradient with every kind of loop.
+
+    ::
+
+        print(lx.compare(loss, params, xs, jnp.int32(700)))
+
+    The function is compiled as it is written, and once for each kind, which takes the place of that of every loop of
+    loopax in it. The programs are run in turn. Loops of `jax.lax` stay as they are (`rewrite_loops` exchanges them).
+
+    Parameters
+    ----------
+    fn, *args
+        As in `explain`; the function is run, so a `jax.ShapeDtypeStruct` is not enough.
+    kinds
+        Kinds, or names of them. With the default, `Checkpointed()`, `Bounded()` and `Residuals()`.
+    argnums
+        The numbers of the arguments of which a gradient is taken; all floating-point arrays unless given.
+    rounds
+        How often each program is run; medians are taken. An int from 1 on.
+
+    Returns
+    -------
+    Comparison
+        A row for each kind: times in milliseconds, seconds to trace and compile the gradient, its temporary memory in
+        bytes as XLA reports it and as `explain` predicts it, and how often the function was traced. A kind that cannot
+        be had has the reason instead. Printed, a table; `.plot()` draws time against memory.
+
+    Raises
+    ------
+    TypeError
+        As in `explain`; `kinds` is not a sequence of kinds; `rounds` is not an int.
+    ValueError
+        As in `explain`; there is no loop of loopax in the function; an unknown kind; `rounds` is less than 1.
+
+    Notes
+    -----
+    Cost: two compilations for each kind, and `rounds` + 1 runs of each program. What the function does besides
+    (callbacks, prints) happens as often.
+
+    """
+    if isinstance(kinds, str | Kind):
+        raise TypeError(f"compare(kinds=...): got {kinds!r}, expected several: `kinds=[{kinds!r}]`.")
+    chosen = [to_kind(kind) for kind in kinds]
+    rounds = positive_int("compare(rounds=...)", rounds, "runs of each program", _ROUNDS)
+    asked = subject("compare", fn, args, argnums)
+    _refuse_types(asked)
+    if not any(asked.perturbed):
+        raise TypeError(
+            f"compare({asked.name}, ...): there is no floating-point array among the arguments, so there is no "
+            "gradient, and without one all kinds are the same."
+        )
+    loops = _of_loopax(find(asked.program.closed, asked.inputs))
+    if not loops:
+        raise ValueError(
+            f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
+            "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
+        )
+    candidates = [_Candidate(fn, asked, kind) for kind in (None, *chosen)]
+    rows = _measured(candidates, rounds)
+    written = replace(rows[0], name=f"as written: {_written(loops)}", is_chosen=True)
+    return Comparison(asked.name, (written, *rows[1:]))
+
+
+def _refuse_types(asked: Subject) -> None:
+    for value, array in zip(asked.inputs, asked.program.arrays, strict=True):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"compare({asked.name}, ...): {value.name} is a type without values (a `jax.ShapeDtypeStruct`). The "
+                "function is run: give an array. `loopax.explain` takes types."
+            )
+
+
+def _of_loopax(found: Sequence[Found]) -> list[Found]:
+    """The loops of loopax among these and in their bodies."""
+    return [f for outer in found for f in (outer, *_of_loopax(outer.inner)) if f.seen.library == "loopax"]
+
+
+def _written(loops: Sequence[Found]) -> str:
+    """The kinds of the loops as they are written, and what they take."""
+    names = {}
+    for found in loops:
+        origin = found.seen.loop.origin
+        if origin is not None:
+            names[_taken(found, comparison.kind_name(origin.kind))] = None
+    return ", ".join(names)
+
+
+def _taken(found: Found, name: str) -> str:
+    perturbed = tuple(value.perturbed for value in found.operands)
+    if not any(perturbed):
+        return name
+    try:
+        taken = stored_by(found.seen.loop, perturbed).kind
+    except REFUSALS:
+        return name
+    return name if taken == name else f"{name} takes {taken}"
+
+
+@dataclass
+class _Candidate:
+    """A function with a kind for all its loops; None: as it is written."""
+
+    fn: Callable[..., Any]
+    asked: Subject
+    kind: Kind | None
+    traces: int = 0
+
+    def forward(self, *arrays: Any) -> list[Any]:
+        """What the function computes."""
+        return jaxpr_as_fun(self._program())(*arrays)
+
+    def gradient(self, *arrays: Any) -> list[Any]:
+        """Its gradient."""
+        return jaxpr_as_fun(gradient_of(self._program(), self.asked.perturbed))(*arrays)
+
+    def predicted(self) -> int:
+        """The temporary memory of the gradient, predicted."""
+        return temporary_bytes(gradient_of(self._exchanged(self.asked.program.closed), self.asked.perturbed))
+
+    def _program(self) -> ClosedJaxpr:
+        def counted(*args: Any) -> Any:
+            self.traces += 1
+            return self.fn(*args)
+
+        return self._exchanged(trace_program("compare", counted, self.asked.args, {}).closed)
+
+    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        return closed if self.kind is None else with_kind(closed, self.kind)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The two programs of a candidate, ready to run."""
+
+    forward: Any
+    gradient: Any
+    seconds: float  # to trace and compile the gradient
+
+
+def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
+    """A row for each, measured in turn."""
+    arrays = candidates[0].asked.program.arrays
+    compiled = [_compiled(candidate, arrays) for candidate in candidates]
+    programs = [
+        program for found in compiled if isinstance(found, _Compiled) for program in (found.forward, found.gradient)
+    ]
+    times = iter(_milliseconds(programs, arrays, rounds))
+    rows = []
+    for candidate, found in zip(candidates, compiled, strict=True):
+        name = comparison.kind_name(candidate.kind)
+        if not isinstance(found, _Compiled):
+            rows.append(Measured(name, problem=str(found)))
+            continue
+        temporary = found.gradient.memory_analysis().temp_size_in_bytes
+        predicted = candidate.predicted()
+        rows.append(Measured(name, next(times), next(times), found.seconds, temporary, predicted, candidate.traces))
+    return rows
+
+
+def _compiled(candidate: _Candidate, arrays: Sequence[Any]) -> _Compiled | Exception:
+    """The programs, or why they cannot be had."""
+    try:
+        forward = jax.jit(candidate.forward).lower(*arrays).compile()
+        start = time.perf_counter()
+        gradient = jax.jit(candidate.gradient).lower(*arrays).compile()
+        return _Compiled(forward, gradient, time.perf_counter() - start)
+    except REFUSALS as error:
+        return error
+
+
+def _milliseconds(programs: Sequence[Any], arrays: Sequence[Any], rounds: int) -> list[float]:
+    """The median time of each program; they are run in turn, so that the machine's mood hits all alike."""
+    for program in programs:
+        jax.block_until_ready(program(*arrays))
+    times: list[list[float]] = [[] for _ in programs]
+    for _ in range(rounds):
+        for program, found in zip(programs, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            found.append(1e3 * (time.perf_counter() - start))
+    return list(map(statistics.median, times))

@@ -1,0 +1,64 @@
+"""A program with loopax's operations spelled out in JAX's own, and without calls."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+
+from loopax._compat import ClosedJaxpr, dce, is_of_jax
+from loopax.core import buffers
+from loopax.core.batch import batch_p
+from loopax.core.common_rows import active_p
+from loopax.core.effects import only_if_p
+from loopax.core.jaxprs import bind_again, evaluate, inner_programs
+from loopax.core.lending import borrowed_p
+from loopax.core.linear_loop import linear_loop_p
+from loopax.core.linear_replay import linear_replay_p
+from loopax.core.loop import loop_p
+from loopax.core.replay import replay_p
+
+_OURS = {loop_p, replay_p, linear_loop_p, linear_replay_p, batch_p, active_p, only_if_p, borrowed_p, *buffers.VERSION}
+_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call", "core_call")
+
+
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls, once and with its own operands; None where it is no call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    inner = next(inner_programs(eqn), None)
+    return inner if inner is None or isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+
+
+def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program as one list of JAX's operations, without dead code; bodies of loops stay as they are."""
+    flat = jax.make_jaxpr(lambda *inputs: _inlined(closed, inputs))(*closed.in_avals)
+    return dce(flat, [True] * len(flat.out_avals), True)[0]
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without calls, with loopax's operations as they are."""
+    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, _call))(*closed.in_avals)
+    return dce(flat, [True] * len(flat.out_avals), True)[0]
+
+
+def _inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    return evaluate(closed, inputs, _equation)
+
+
+def _equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    if eqn.primitive in _OURS:
+        program = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*operands)
+        return _inlined(program, operands)
+    inner = called(eqn)
+    return bind_again(eqn, operands) if inner is None else _inlined(inner, operands)
+
+
+def _call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    inner = called(eqn)
+    if inner is None:
+        return bind_again(eqn, operands)
+    if not is_of_jax(inner):
+        return evaluate(inner, operands, _call)
+    return evaluate(inner, operands, _call, lambda _: nullcontext())  # its lines are those of this call

@@ -1,0 +1,115 @@
+"""Kinds measured on a function: the rows, not their times."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+import loopax as lx
+from loopax.core import Loop
+from loopax.core.batch import batch_p
+from loopax.core.jaxprs import inner_jaxprs
+from loopax.core.loop import loop_p
+from loopax.insight.exchange import with_kind
+
+
+def loop_parameters(jaxpr):
+    """All loops in a jaxpr."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is loop_p:
+            yield Loop(**eqn.params)
+        if eqn.primitive is batch_p:
+            yield eqn.params["static"]
+        for inner in inner_jaxprs(eqn):
+            yield from loop_parameters(inner)
+
+
+def program(x, n):
+    step = lambda i, x: jnp.sin(jnp.exp(-(x**2))) * jnp.cos(x)
+    return (lx.fori_loop(0, n, step, x, max_steps=50) ** 2).sum()
+
+
+ARGS = jnp.linspace(0.1, 1, 600), jnp.int32(40)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return lx.compare(program, *ARGS, kinds=[lx.Checkpointed(4), "bounded", "residuals", "lax"], rounds=2)
+
+
+def test_rows(compared):
+    written, few, bounded, residuals, none = compared.rows
+    assert written.name.startswith("as written: Auto() takes ")
+    assert [row.is_chosen for row in compared.rows] == [True, False, False, False, False]
+    assert [row.name for row in compared.rows[1:]] == [
+        "Checkpointed(checkpoints=4)",
+        "Bounded()",
+        "Residuals()",
+        "Lax()",
+    ]
+    assert few.temporary_bytes < bounded.temporary_bytes < residuals.temporary_bytes
+    for row in (written, few, bounded, residuals):
+        assert row.traces == 2
+        assert min(row.forward_ms, row.gradient_ms, row.compile_seconds) > 0
+        assert abs(row.predicted_bytes - row.temporary_bytes) <= 64 * 1024
+    assert "Choose a kind that has it" in none.problem
+    assert math.isnan(none.gradient_ms)
+
+
+def test_the_table(compared):
+    lines = str(compared).splitlines()
+    assert lines[0].startswith("program: its loops by kind")
+    assert lines[2].startswith("* as written: Auto()")
+    assert lines[6].split() == ["Lax()", "none"]
+    assert lines[7].startswith("Lax(): reverse mode")
+    assert len(lines) == 8
+
+
+def test_the_picture(compared):
+    mpl = pytest.importorskip("matplotlib")
+    mpl.use("Agg")
+    axes = compared.plot()
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [row.name for row in compared.rows if not row.problem]
+    assert compared.plot(axes) is axes
+
+
+@pytest.mark.parametrize("kind", [lx.Checkpointed(3), lx.Bounded(), lx.Residuals()], ids=repr)
+def test_every_loop_gets_the_kind_and_computes_the_same(kind):
+    """In `jit`, in a branch, in a compact batch, and in another loop."""
+
+    def nested(x):
+        inner = lambda i, x: lx.fori_loop(0, 3, lambda j, x: jnp.sin(x), x, kind="checkpointed")
+        x = jax.jit(lambda x: lx.fori_loop(0, 4, inner, x))(x)
+        x = lax.cond(x.sum() > 0, lambda x: lx.fori_loop(0, 5, lambda i, x: jnp.cos(x), x), lambda x: x, x)
+        one = lambda x: lx.while_loop(lambda x: x < 3, lambda x: x * 1.3, x, lanes="compact", max_steps=20)
+        return jax.vmap(one)(x).sum()
+
+    x = jnp.linspace(0.5, 1, 3)
+    closed = with_kind(jax.make_jaxpr(nested)(x), kind)
+    assert {repr(loop.origin.kind) for loop in loop_parameters(closed) if loop.origin} == {repr(kind)}
+    found = jax.grad(lambda x: jaxpr_as_fun(closed)(x)[0])(x)
+    np.testing.assert_allclose(found, jax.grad(nested)(x), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((lambda x: x + 1, 1.0), {}, ValueError, "there is no loop of loopax in this function"),
+        ((lambda x: lax.fori_loop(0, 3, lambda i, x: x + 1, x), 1.0), {}, ValueError, "rewrite_loops"),
+        ((program,), {}, TypeError, r"compare\(program, \.\.\.\): the arguments do not fit"),
+        ((program, *ARGS), {"kinds": "auto"}, TypeError, r"expected several: `kinds=\['auto'\]`"),
+        ((program, *ARGS), {"kinds": ["banana"]}, ValueError, "is not a kind of loop"),
+        ((program, *ARGS), {"rounds": 0}, ValueError, r"compare\(rounds=\.\.\.\)"),
+        ((program, jax.ShapeDtypeStruct((3,), jnp.float64), ARGS[1]), {}, TypeError, "x is a type without values"),
+        ((lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0), jnp.int32(3)), {}, TypeError, "no floating-point array"),
+    ],
+)
+def test_bad_input(args, options, error, message):
+    with pytest.raises(error, match=message):
+        lx.compare(*args, **options)

@@ -1,0 +1,293 @@
+"""What `explain` says of the loops in a function, from its trace."""
+
+import re
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import loopax as lx
+from benchmarks.counter import Counter
+from loopax.insight import LoopExplanation
+
+
+def only(found: lx.Explanation) -> LoopExplanation:
+    (loop,) = found.walk()
+    return loop
+
+
+def roles(loop: LoopExplanation) -> dict[str, str]:
+    return {leaf.name: leaf.role for leaf in loop.leaves}
+
+
+def recurrent(params, xs, n, **options):
+    def step(c, x):
+        h = jnp.tanh(c["h"] @ c["w"] + x)
+        return {"h": h, "w": c["w"], "count": c["count"] + 1}, h.sum()
+
+    start = {"h": xs[0], "w": params["w"], "count": 0}
+    last, ys = lx.scan(step, start, xs, n, **options)
+    return (last["h"] ** 2).sum() * last["count"] + ys.sum()
+
+
+ARGS = {"w": jnp.ones((4, 4))}, jnp.ones((100, 4)), jnp.int32(70)
+
+
+def test_the_arrays_of_a_loop():
+    loop = only(lx.explain(recurrent, *ARGS, argnums=0))
+    assert roles(loop) == {
+        "carry['h']": "carried",
+        "carry['count']": "carried",
+        "xs": "stream",
+        "ys": "stream",
+        "carry['w']": "constant",
+    }
+    leaves = {leaf.name: leaf for leaf in loop.leaves}
+    assert (leaves["xs"].shape, leaves["xs"].dtype, leaves["xs"].size) == ((100, 4), jnp.float64, 3200)
+    assert (leaves["ys"].shape, leaves["carry['h']"].shape, leaves["carry['h']"].size) == ((100,), (4,), 32)
+    assert {name for name, leaf in leaves.items() if leaf.is_stored} <= {"carry['h']", "carry['count']"}
+    assert {name for name, leaf in leaves.items() if leaf.is_differentiated} == {"carry['h']", "carry['w']"}
+
+
+def test_where_it_stands_and_what_it_is():
+    loop = only(lx.explain(recurrent, *ARGS))
+    assert loop.function == "loopax.scan"
+    assert "test_explain.py:" in loop.source
+    assert loop.source.endswith("(recurrent)")
+    assert (loop.kind, loop.lanes, loop.most_steps, loop.is_fixed) == (lx.Auto(), lx.Lockstep(), 100, False)
+    line = int(loop.source.split(":")[1].split()[0])
+    with open(__file__) as file:
+        assert "lx.scan(step" in file.read().splitlines()[line - 1]
+
+
+def test_why_auto_chooses():
+    stored = only(lx.explain(recurrent, *ARGS)).stored
+    assert stored is not None
+    costs = {
+        name: float(cost) for name, cost in re.findall(r"(\w+) ([\d.]+)(?:,|$)", stored.reason.split("costs: ")[1])
+    }
+    assert costs.keys() == {"Residuals", "Bounded", "Checkpointed"}
+    assert stored.kind == f"{min(costs, key=costs.__getitem__)}()"
+    stored = only(lx.explain(partial(recurrent, kind=lx.Auto(memory=100)), *ARGS)).stored
+    assert stored is not None
+    assert stored.kind.startswith("Checkpointed(")
+    assert (stored.carries * stored.size <= 100, stored.carries > 0) == (True, True)
+
+
+@pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(5), lx.Bounded(), lx.Residuals()], ids=repr)
+@pytest.mark.parametrize("steps", [2, 10, 37])
+def test_evaluations_are_those_that_are_made(kind, steps):
+    counter = Counter()
+
+    def program(x):
+        return lx.fori_loop(0, steps, lambda i, x: 0.9 * counter(x), x, kind=kind)
+
+    x = jnp.float64(0.5)
+    stored = only(lx.explain(program, x)).stored
+    assert stored is not None
+    assert counter.of(jax.jit(jax.grad(program)), x) == stored.evaluations
+
+
+@pytest.mark.parametrize(
+    ("kind", "carries"),
+    [(lx.Checkpointed(7), 7), (lx.Bounded(), 1000), (lx.Checkpointed(), 63)],
+    ids=repr,
+)
+def test_stored_carries(kind, carries):
+    """A state of a KiB; about 2 sqrt(1000) of them where nothing is said."""
+    program = lambda x: lx.fori_loop(0, 1000, lambda i, x: jnp.sin(x), x, kind=kind).sum()
+    loop = only(lx.explain(program, jnp.ones(128)))
+    assert loop.stored is not None
+    assert loop.stored.size == 1024
+    assert abs(loop.stored.carries - carries) <= 1
+    assert loop.stored_bytes == 1024 * loop.stored.carries
+
+
+def test_loops_in_loops_are_indented():
+    def program(x):
+        inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: jnp.sin(x), x)
+        return lax.fori_loop(0, 3, lambda i, x: lx.fori_loop(0, 5, inner, x), x)
+
+    found = lx.explain(program, 1.0)
+    (outer,) = found.loops
+    assert [loop.function for loop in found.walk()] == ["lax.scan", "loopax.fori_loop", "loopax.fori_loop"]
+    assert outer.inner[0].inner[0].most_steps is None
+    lines = str(found).splitlines()
+    assert [len(line) - len(line.lstrip()) for line in lines if "_loop at" in line or "scan at" in line] == [0, 4, 8]
+
+
+def test_loops_are_found_wherever_they_stand():
+    @jax.custom_jvp
+    def custom(x):
+        return lx.fori_loop(0, 2, lambda i, x: x + 1, x)
+
+    custom.defjvp(lambda p, t: (custom(*p), t[0]))
+
+    def program(x):
+        x = lax.cond(x > 0, lambda x: lx.fori_loop(0, 3, lambda i, x: x * 2, x), lambda x: x, x)
+        x = jax.checkpoint(lambda x: lx.fori_loop(0, 4, lambda i, x: jnp.sin(x), x))(x)
+        x = jax.jit(lambda x: lx.fori_loop(0, 5, lambda i, x: jnp.sin(x), x))(x)
+        x = jax.vmap(lambda x: lx.fori_loop(0, 6, lambda i, x: jnp.sin(x), x))(x[None])[0]
+        return custom(x)
+
+    assert sorted(loop.most_steps or 0 for loop in lx.explain(program, 1.0).loops) == [2, 3, 4, 5, 6]
+
+
+def test_loops_of_jax():
+    def program(w, xs):
+        h, _ = lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), xs[0], xs)
+        return lax.while_loop(lambda h: h.sum() > 1, lambda h: h / 2, h).sum()
+
+    scan, loop = lx.explain(program, jnp.ones((4, 4)), jnp.ones((9, 4))).loops
+    assert (scan.function, scan.kind, scan.most_steps, scan.is_fixed) == ("lax.scan", None, 9, True)
+    assert roles(scan) == {"h": "carried", "x": "stream", "w": "constant"}
+    assert scan.stored is not None
+    assert (scan.stored.kind, scan.stored.evaluations) == ("Residuals()", 9)
+    assert (loop.function, loop.most_steps, loop.stored) == ("lax.while_loop", None, None)
+    assert "has no reverse mode" in loop.problem
+    assert "gradient none" in str(lx.explain(program, jnp.ones((4, 4)), jnp.ones((9, 4))))
+
+
+def test_lanes():
+    one = lambda x: lx.while_loop(lambda x: x < 10, lambda x: x * 1.5, x)
+    mapped = only(lx.explain(jax.vmap(one), jnp.ones(50)))
+    assert mapped.waiting == 50
+    assert [(leaf.name, leaf.shape) for leaf in mapped.leaves] == [("carry", (50,))]
+    same = only(lx.explain(jax.vmap(lambda x: lx.fori_loop(0, 5, lambda i, x: jnp.sin(x), x)), jnp.ones(50)))
+    assert same.waiting == 1
+    compact = lambda x: lx.while_loop(lambda x: x < 10, lambda x: x * jnp.sin(x), x, lanes="compact")
+    packed = only(lx.explain(jax.vmap(compact), jnp.ones(50)))
+    assert (packed.waiting, packed.lanes) == (1, lx.Compact())
+    assert packed.stored is not None
+    assert packed.stored_bytes == 50 * packed.stored.carries * packed.stored.size > 0
+
+
+def test_models():
+    cell = eqx.nn.GRUCell(3, 5, key=jax.random.key(0))
+    program = lambda cell, xs: lx.scan(lambda c, x: ((c[0], c[0](x, c[1])), None), (cell, jnp.zeros(5)), xs)[0][1].sum()
+    found = lx.explain(program, cell, jnp.ones((7, 3)))
+    assert found.differentiated[0] == "cell.weight_ih"
+    assert roles(only(found))["carry[0].weight_ih"] == "constant"
+    layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    program = lambda layer, x: lx.fori_loop(0, 5, lambda i, c: (c[0], c[0](c[1])), (layer, x))[1].sum()
+    loop = only(lx.explain(program, layer, jnp.ones(3)))
+    assert roles(loop)["carry[0].kernel"] == "constant"
+
+
+def test_a_gradient_in_the_function():
+    """Its forward pass is a loop as any other."""
+    step = lambda params, xs, n: jax.tree.map(lambda p, g: p - g, params, jax.grad(recurrent)(params, xs, n))
+    found = lx.explain(step, *ARGS)
+    assert any(loop.function == "loopax.scan" and roles(loop).get("xs") == "stream" for loop in found.walk())
+
+
+def test_nothing_is_run_and_types_are_enough():
+    ran = []
+
+    def program(x):
+        jax.debug.callback(lambda _: ran.append(1), x)
+        return lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x).sum()
+
+    assert only(lx.explain(program, jax.ShapeDtypeStruct((8,), jnp.float32))).leaves[0].size == 32
+    jax.effects_barrier()
+    assert ran == []
+
+
+def test_python_numbers():
+    """An int is a static length, a float is differentiated."""
+    program = lambda x, n: lx.fori_loop(0, n, lambda i, x: jnp.sin(x), x)
+    found = lx.explain(program, 1.0, 7)
+    assert (only(found).most_steps, only(found).is_fixed, found.differentiated) == (7, True, ("x",))
+    assert only(lx.explain(program, 1.0, jnp.int32(7))).most_steps is None
+
+
+def test_what_is_differentiated():
+    program = lambda a, b: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x) * b["x"], a)
+    arguments = jnp.float64(1.0), {"x": jnp.float64(1.0), "n": jnp.int32(1)}
+    assert lx.explain(program, *arguments).differentiated == ("a", "b['x']")
+    assert lx.explain(program, *arguments, argnums=1).differentiated == ("b['x']",)
+    assert lx.explain(program, *arguments, argnums=(-1,)).differentiated == ("b['x']",)
+    stopped = lambda a, b: program(lax.stop_gradient(a), {"x": 1.0})
+    assert only(lx.explain(stopped, *arguments)).stored is None
+
+
+def test_no_steps_and_no_floats():
+    program = lambda x: lx.scan(lambda c, x: (c + x, c), x.dtype.type(0), x)[0]
+    assert only(lx.explain(program, jnp.zeros(0))).most_steps == 0
+    found = lx.explain(program, jnp.arange(3))
+    assert (found.gradient_bytes, found.problem) == (None, "no floating-point array among the arguments")
+
+
+def test_a_kind_without_reverse_mode_is_said_so():
+    found = lx.explain(lambda x: lx.while_loop(lambda x: x < 9, lambda x: x * 2, x, kind="lax"), 1.0)
+    assert found.gradient_bytes is None
+    assert "Choose a kind that has it" in only(found).problem
+    found = lx.explain(lambda x: lx.fori_loop(0, 9, lambda i, x: jnp.sin(x), x, kind=lx.Auto(memory=1)), jnp.ones(4))
+    assert "stores at least one carry" in only(found).problem
+
+
+# ---- what is printed
+
+
+def test_the_text():
+    text = str(lx.explain(recurrent, *ARGS, argnums=0))
+    assert text.splitlines()[0] == "recurrent: 1 loop, gradient with respect to params['w']"
+    assert "kind: Auto(), takes Bounded() (at most 268435456 bytes for 100 steps" in text
+    assert "steps: at most 100" in text
+    assert "gradient stores 100 carries x" in text
+    assert "body evaluations: forward 100, with the gradient 200 for as many steps as the bound" in text
+    assert "warnings: 0" in text
+
+
+def test_many_constants_are_summed_up():
+    weights = {f"w{i:02}": jnp.ones(i + 2) for i in range(20)}
+    program = lambda w, x: lx.fori_loop(0, 3, lambda i, c: (c[0], c[1] * sum(v[0] for v in w.values())), (w, x))[1]
+    assert "12 more" in str(lx.explain(program, weights, 1.0))
+
+
+def test_not_a_terminal(capsys):
+    found = lx.explain(recurrent, *ARGS)
+    found.show()
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lx.explain(recurrent, *ARGS).show()
+    printed = capsys.readouterr().out
+    assert "━" in printed
+    assert "carry['h']" in printed
+
+
+# ---- bad input
+
+
+def test_a_function_without_loops():
+    found = lx.explain(lambda x: x + 1, 1.0)
+    assert found.loops == ()
+    assert str(found) == "<lambda>: no loops, neither of loopax nor of jax.lax."
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((3, 1.0), {}, TypeError, "fn of explain: got int 3, expected a callable"),
+        ((recurrent,), {}, TypeError, r"explain\(recurrent, \.\.\.\): the arguments do not fit: missing a required"),
+        ((lambda x: 1 if x > 0 else 2, 1.0), {}, TypeError, r"explain\(<lambda>\): the function cannot be traced"),
+        ((recurrent, *ARGS), {"argnums": 3}, ValueError, r"explain\(argnums=\.\.\.\): got 3, .* from 0 to 2"),
+        ((recurrent, *ARGS), {"argnums": 1.0}, ValueError, r"explain\(argnums=\.\.\.\): got 1.0, expected"),
+        ((recurrent, *ARGS), {"argnums": 2}, TypeError, "there are no floating-point arrays in these arguments"),
+    ],
+)
+def test_bad_input(args, options, error, message):
+    with pytest.raises(error, match=message):
+        lx.explain(*args, **options)
+
+
+def test_an_error_in_the_function_is_the_users():
+    with pytest.raises(ZeroDivisionError):
+        lx.explain(lambda x: 1 / 0, 1.0)
