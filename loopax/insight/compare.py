@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun
 from loopax._program import trace_program
@@ -101,6 +102,11 @@ def _refuse_types(asked: Subject) -> None:
             raise TypeError(
                 f"compare({asked.name}, ...): {value.name} is a type without values (a `jax.ShapeDtypeStruct`). The "
                 "function is run: give an array. `loopax.explain` takes types."
+            )
+        if isinstance(array, Tracer):
+            raise TypeError(
+                f"compare({asked.name}, ...): {value.name} is a traced value. The function is compiled and run: call "
+                "`compare` outside of `jit`, `vmap` and `grad`."
             )
 
 

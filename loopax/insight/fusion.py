@@ -1,6 +1,6 @@
 """Which values of a program XLA writes to memory, and which only live inside of a fused operation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from loopax._compat import Literal
@@ -25,7 +25,7 @@ def is_fusible(eqn: Any) -> bool:
     return eqn.primitive.name not in _TAKES_FUSED | _ALONE | RENAMES
 
 
-def fused_into(eqns: Sequence[Any], users: Mapping[Any, Sequence[int]], results: set[Any]) -> list[set[int]]:
+def fused_into(eqns: Sequence[Any], users: Mapping[Any, Sequence[int]], results: Container[Any]) -> list[set[int]]:
     """For each equation, the places of those inside of which it is computed; its own where its results are written.
 
     `users` are the places of the equations that use a variable, `results` those that the program returns.

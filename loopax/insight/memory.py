@@ -9,6 +9,7 @@ use. The temporary memory is the most that is in use at one time, without the ar
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from loopax._compat import ClosedJaxpr, Literal, scan_sizes
@@ -40,14 +41,21 @@ class _Layout:
     def __init__(self, closed: ClosedJaxpr, carried: Mapping[int, int]) -> None:
         """`carried` says which input a result of a loop's body becomes: both stand in one place, outside."""
         jaxpr = unfolded(closed).jaxpr
-        self.eqns, self.results = jaxpr.eqns, list(jaxpr.outvars)
+        self.eqns = jaxpr.eqns
+        self.numbers: dict[Any, list[int]] = {}  # of a result: which ones of the program it is
+        for number, atom in enumerate(jaxpr.outvars):
+            if not isinstance(atom, Literal):
+                self.numbers.setdefault(atom, []).append(number)
         self.users: dict[Any, list[int]] = {}
         for place, eqn in enumerate(self.eqns):
             for variable in variables(eqn):
                 self.users.setdefault(variable, []).append(place)
-        returned = {atom for atom in self.results if not isinstance(atom, Literal)}
-        self.fused = fused_into(self.eqns, self.users, returned)
+        self.fused = fused_into(self.eqns, self.users, self.numbers.keys())
         # What is fused reads its operands when the operation runs that it is part of.
+        self.parts: dict[int, list[int]] = {}
+        for part, into in enumerate(self.fused):
+            for place in into:
+                self.parts.setdefault(place, []).append(part)
         self.last_read = {v: max(max(self.fused[p]) for p in places) for v, places in self.users.items()}
         self.needs = _ancestors(self.eqns)
         self.inputs = {result: jaxpr.invars[given] for result, given in carried.items()}
@@ -58,16 +66,17 @@ class _Layout:
         # XLA writes nothing over the results of a loop, whatever needs them.
         self.of_loops = {v for eqn in self.eqns if eqn.primitive.name in ("while", "scan") for v in eqn.outvars}
         self.inside = [self._run(place, eqn) for place, eqn in enumerate(self.eqns)]
-        self._note_last_uses(returned)
+        self._note_last_uses()
 
     def most(self) -> int:
         """The bytes at the fullest moment."""
-        sizes = list(self.inside)
+        changes = [0] * (len(self.eqns) + 1)
         for buffer in self.buffers:
             if buffer.is_ours:
-                for place in range(max(buffer.since, 0), min(buffer.until + 1, len(sizes))):
-                    sizes[place] += buffer.size
-        return max(sizes, default=0)
+                changes[buffer.since] += buffer.size
+                changes[min(buffer.until + 1, len(self.eqns))] -= buffer.size
+        held = accumulate(changes)
+        return max((inside + ours for inside, ours in zip(self.inside, held, strict=False)), default=0)
 
     def _run(self, place: int, eqn: Any) -> int:
         """Give the results of an equation their buffers; returns the bytes that it needs meanwhile."""
@@ -156,21 +165,19 @@ class _Layout:
 
     def _read_last_by(self, place: int) -> list[Any]:
         """What the operation at a place, with all that is fused into it, is the last to read."""
-        parts = (eqn for eqn, into in zip(self.eqns, self.fused, strict=True) if place in into)
-        return [variable for eqn in parts for variable in variables(eqn) if self.last_read[variable] == place]
+        parts = [variable for part in self.parts[place] for variable in variables(self.eqns[part])]
+        return [variable for variable in parts if self.last_read[variable] == place]
 
     def _goes_outside(self, place: int, variable: Any) -> bool:
         """Whether a value is written to where a result of the program stands, which nothing else needs any more."""
-        for number, result in enumerate(self.results):
-            if result is variable:
-                given = self.inputs.get(number)
-                return given is None or self._comes_last(place, given)
-        return False
+        numbers = self.numbers.get(variable, [])
+        given = [self.inputs.get(number) for number in numbers]
+        return bool(numbers) and (given[0] is None or self._comes_last(place, given[0]))
 
-    def _note_last_uses(self, returned: set[Any]) -> None:
+    def _note_last_uses(self) -> None:
         for variable, buffer in self.buffer_of.items():
             if buffer is not None:
-                end = len(self.eqns) if variable in returned else self.last_read.get(variable, -1)
+                end = len(self.eqns) if variable in self.numbers else self.last_read.get(variable, -1)
                 buffer.until = max(buffer.until, end)
 
 

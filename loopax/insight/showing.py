@@ -62,7 +62,8 @@ def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
 def _leaf_row(leaf: Leaf) -> list[str]:
     note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
     shape = ",".join(map(str, leaf.shape))
-    return [leaf.name or "(closed over)", leaf.role, f"{leaf.dtype}[{shape}]", in_bytes(leaf.size), note]
+    name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
+    return [name, leaf.role, f"{leaf.dtype}[{shape}]", in_bytes(leaf.size), note]
 
 
 def facts(loop: LoopExplanation) -> Iterator[str]:

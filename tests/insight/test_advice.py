@@ -137,6 +137,9 @@ def test_a_batch_that_does_not_wait():
     same = lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)
     for one in (compact, same):
         assert warned(jax.vmap(one), jnp.ones(100)) == []
+    inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: x * 1.5, x)
+    free = lambda n: lx.fori_loop(0, n, inner, 1.0, lanes="free")
+    assert warned(jax.vmap(free), jnp.arange(100)) == []
 
 
 def deep(x, **options):
