@@ -33,13 +33,29 @@ def draw(axes: Axes, actions: Iterable[Action], title: str) -> None:
     for action in actions:
         match action.name:
             case "advance":
-                axes.plot([time, time + 1], [action.step, action.step + 1], color="tab:blue", linewidth=1.5)
+                axes.plot(
+                    [time, time + 1],
+                    [action.step, action.step + 1],
+                    color="tab:blue",
+                    linewidth=1.5,
+                )
             case "reverse":
-                axes.plot([time, time + 1], [action.step + 1, action.step], color="tab:red", linewidth=1.5)
+                axes.plot(
+                    [time, time + 1],
+                    [action.step + 1, action.step],
+                    color="tab:red",
+                    linewidth=1.5,
+                )
             case "keep":
                 kept[action.step] = time
             case "drop":
-                axes.plot([kept.pop(action.step), time], [action.step] * 2, color="tab:gray", linewidth=0.8, zorder=0)
+                axes.plot(
+                    [kept.pop(action.step), time],
+                    [action.step] * 2,
+                    color="tab:gray",
+                    linewidth=0.8,
+                    zorder=0,
+                )
         if action.name in ("advance", "reverse"):
             time, evaluations = time + 1, evaluations + 1
     axes.set_title(f"{title}: {evaluations} evaluations", fontsize=10)
@@ -51,10 +67,14 @@ def draw_schedules() -> None:
     """Three schedules of checkpoints."""
     programs = {
         "two levels, 6 blocks of 5, at most 11 carries": schedule.two_level(STEPS, 5),
-        f"binomial, known length, at most {SLOTS} carries": schedule.binomial(STEPS, SLOTS),
+        f"binomial, known length, at most {SLOTS} carries": schedule.binomial(
+            STEPS, SLOTS
+        ),
         f"online, unknown length, at most {SLOTS} carries": online(STEPS, SLOTS),
     }
-    figure, rows = plt.subplots(len(programs), 1, figsize=(8, 8), sharex=True, layout="constrained")
+    figure, rows = plt.subplots(
+        len(programs), 1, figsize=(8, 8), sharex=True, layout="constrained"
+    )
     for axes, (title, actions) in zip(rows, programs.items(), strict=True):
         draw(axes, actions, title)
     rows[-1].set_xlabel("evaluations of the body")
@@ -65,7 +85,11 @@ def draw_lanes() -> None:
     """The occupancy of a batch whose lanes take log-normal numbers of steps: mean 65, sigma 1.2."""
     counts = np.random.RandomState(0).lognormal(np.log(65) - 1.2**2 / 2, 1.2, 1024)
     report = lx.lane_report(np.clip(counts, 1, 1000).astype(int))
-    ways = {"Lockstep()": report.lockstep, "Compact(), in groups": report.groups, "Compact(), in stages": report.stages}
+    ways = {
+        "Lockstep()": report.lockstep,
+        "Compact(), in groups": report.groups,
+        "Compact(), in stages": report.stages,
+    }
     figure, rows = plt.subplots(len(ways), 1, figsize=(8, 7), layout="constrained")
     for axes, (title, stretches) in zip(rows, ways.items(), strict=True):
         report.plot(stretches, axes)
@@ -76,7 +100,9 @@ def draw_lanes() -> None:
 def draw_solver() -> None:
     """The solutions, steps and gradients of the example."""
     example = runpy.run_path(str(EXAMPLES / "adaptive_ode.py"))
-    example["draw"](example["results"]()).savefig(HERE / "pictures" / "adaptive-ode.png")
+    example["draw"](example["results"]()).savefig(
+        HERE / "pictures" / "adaptive-ode.png"
+    )
 
 
 def draw_trained(name: str) -> None:
@@ -91,7 +117,12 @@ def main() -> None:
     draw_schedules()
     draw_lanes()
     draw_solver()
-    for name in ("multistep_integrator", "reinforcement_learning", "normalising_flow", "durable_training"):
+    for name in (
+        "multistep_integrator",
+        "reinforcement_learning",
+        "normalising_flow",
+        "durable_training",
+    ):
         draw_trained(name)
 
 
