@@ -1,36 +1,78 @@
-"""The code of the README and of the pages runs as written."""
+"""The code of the README and of the pages runs as written, and prints what they show."""
 
+import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import jax
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.pages import PAGES, ROOT, Block, blocks, default_settings
+
+ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
 
 
-def code(page):
-    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+def python(page: Path) -> list[Block]:
+    """What runs: all blocks of Python, but those of PyTorch where there is none."""
+    found = [block for block in blocks(page) if block.language == "python"]
+    has_torch = importlib.util.find_spec("torch") is not None
+    return [block for block in found if block.title != "PyTorch" or has_torch]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if python(p) and p != ERRORS], ids=lambda p: p.name)
 def test_page(page):
-    """One after another, as somebody types them: with JAX's default settings."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(code(page), page.name, "exec"), {"__name__": page.stem})
+    """One after another, as somebody types them."""
+    names = {"__name__": page.stem}
+    with default_settings():
+        for block in python(page):
+            printed = block.run(page, names)
+            if block.output is not None:
+                assert tokens(printed) == tokens(block.output), f"{page.name}, line {block.line}"
+
+
+def tokens(text: str) -> list:
+    """Words, and numbers to what is the same on all machines."""
+    return [token(word) for word in re.findall(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?|\w+|[^\w\s]", text)]
+
+
+def token(word: str):
+    return pytest.approx(float(word), rel=1e-3, abs=1e-6) if re.fullmatch(r"[-+]?\d+\..*", word) else word
 
 
 def test_the_first_example_of_the_readme():
     """What its comments say."""
-    source = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    readme = ROOT / "README.md"
     names = {}
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        exec(source, names)
+    with default_settings():
+        python(readme)[0].run(readme, names)
         roots = jax.vmap(names["newton"])(names["targets"], names["targets"])
         slopes = jax.vmap(jax.grad(names["newton"], 1))(names["targets"], names["targets"])
     assert roots.tolist() == pytest.approx([2**0.5, 3.0, 1000.0], rel=1e-5)
     assert slopes.tolist() == pytest.approx([0.5 / 2**0.5, 1 / 6, 1 / 2000], rel=1e-3)
+
+
+def test_code_that_is_shown_but_not_run_is_python():
+    """Blocks of `py` need several hosts (tests/hosts runs such programs)."""
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in {"python", "py", "bash", "text", "yaml"}, f"{page.name}: {block.language}"
+            if block.language == "py":
+                compile(block.code, page.name, "exec")
+
+
+def test_commands_are_there():
+    """Targets of make, scripts and extras that the pages name."""
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        text = page.read_text()
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+        for script in re.findall(r"python ((?:examples|benchmarks|docs)/\S+?\.py)", text):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
+        for names in re.findall(r"pip install \"?(?:loopax|\.)\[([\w,]+)\]", text):
+            assert set(names.split(",")) <= extras.keys(), f"{page.name}: {names}"
 
 
 def test_links_between_pages():

@@ -1,0 +1,41 @@
+"""The page of errors: its programs raise what it says, and messages begin as its headings do."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from tests.pages import ROOT, Block, blocks, default_settings
+
+PAGE = ROOT / "docs" / "errors.md"
+
+
+class Entry(NamedTuple):
+    """An error of the page."""
+
+    beginning: str  # of the message, with … for what differs
+    program: Block
+    name: str  # of the exception
+
+
+def entries() -> list[Entry]:
+    """Every heading, with the block and the first words below it."""
+    text = PAGE.read_text()
+    sections = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    _, *programs = [block for block in blocks(PAGE) if block.language == "python"]
+    assert len(sections) == len(programs)
+    beginnings = [section.splitlines()[0].strip("`") for section in sections]
+    names = [re.findall(r"^\*\*(\w+)\.\*\*", section, re.MULTILINE)[0] for section in sections]
+    return [Entry(*entry) for entry in zip(beginnings, programs, names, strict=True)]
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.beginning[:40])
+def test_error(entry):
+    names = {"__name__": "errors"}
+    with default_settings():
+        next(iter(blocks(PAGE))).run(PAGE, names)  # what all programs begin with
+        with pytest.raises(Exception) as raised:  # noqa: PT011, the page says which
+            entry.program.run(PAGE, names)
+    assert raised.type.__name__ == entry.name
+    beginning = re.escape(entry.beginning).replace("…", ".*?")
+    assert re.search(rf"(^|Error: ){beginning}", str(raised.value))
