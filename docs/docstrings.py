@@ -24,7 +24,11 @@ class Docstrings(griffe.Extension):
         obj.docstring.parser = griffe.Parser.numpy
         for section in obj.docstring.parsed:
             if section.kind == griffe.DocstringSectionKind.parameters:
-                section.value = joined(section.value)
+                types = {
+                    one.name: str(one.annotation)
+                    for one in getattr(obj, "parameters", ())
+                }
+                section.value = joined(section.value, types)
 
 
 def linked(text: str) -> str:
@@ -41,21 +45,25 @@ def title(page: str) -> str:
 
 
 def joined(
-    parameters: list[griffe.DocstringParameter],
+    parameters: list[griffe.DocstringParameter], types: dict[str, str]
 ) -> list[griffe.DocstringParameter]:
     """One entry for those that follow each other with the same text."""
     groups = [
         list(group)
         for _, group in groupby(parameters, lambda parameter: parameter.description)
     ]
-    return [group[0] if len(group) == 1 else one_of(group) for group in groups]
+    return [group[0] if len(group) == 1 else one_of(group, types) for group in groups]
 
 
-def one_of(group: list[griffe.DocstringParameter]) -> griffe.DocstringParameter:
+def one_of(
+    group: list[griffe.DocstringParameter], types: dict[str, str]
+) -> griffe.DocstringParameter:
     """The entry of several; with their type, if they have the same."""
-    names = ", ".join(parameter.name for parameter in group)
-    types = {str(parameter.annotation) for parameter in group}
-    annotation = group[0].annotation if len(types) == 1 else None
+    names = [parameter.name for parameter in group]
+    is_common = len({types.get(name) for name in names}) == 1
     return griffe.DocstringParameter(
-        names, annotation=annotation, description=group[0].description, value=None
+        ", ".join(names),
+        annotation=group[0].annotation if is_common else None,
+        description=group[0].description,
+        value=None,
     )
