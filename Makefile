@@ -13,7 +13,7 @@ PYTHON312 ?= $(shell .ci/find-python 3.12)
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test kill-test test-all lint types bench docs clean
+.PHONY: demo test kill-test test-all lint types bench docs pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -44,9 +44,15 @@ types: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
 
+# The site, built strictly and checked, then all code that it shows (two minutes). Its pictures are committed: drawing
+# them runs the examples, which takes several minutes, and is a command of its own.
 docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check.py
+	$(BIN)/python $(PYTEST) tests/test_docs.py tests/test_documented_errors.py
+
+pictures: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py
-	$(BIN)/mkdocs build --strict
 
 # An environment with exactly the versions of a lock file: $(call install,python,environment,lock). The stamp is made
 # last, so that an interrupted installation is done again.

@@ -122,6 +122,7 @@ def main() -> None:
         "reinforcement_learning",
         "normalising_flow",
         "durable_training",
+        "hessian_trace",
     ):
         draw_trained(name)
 

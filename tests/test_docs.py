@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+import loopax
+import loopax.schedule
 from tests.pages import PAGES, ROOT, Block, blocks, default_settings
 
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
@@ -79,3 +81,12 @@ def test_links_between_pages():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r'^::: (\S+)|<a id="(\S+)">', reference, re.MULTILINE))
+    shown = {name for names in shown for name in names}
+    for module in (loopax, loopax.durable, loopax.schedule, loopax.stochtrace):
+        for name in module.__all__:
+            assert f"{module.__name__}.{name}" in shown
