@@ -6,7 +6,9 @@ from loopax._types import LoopInfo
 from loopax._version import __version__ as __version__
 from loopax.buffers import Buffer
 from loopax.history import History
-from loopax.insight import Comparison, Explanation, compare, explain
+from loopax.insight.compare import compare
+from loopax.insight.comparison import Comparison
+from loopax.insight.explain import Explanation, explain
 from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
 from loopax.lanes import Compact, Free, Lanes, Lockstep
 from loopax.loops import fori_loop, scan, while_loop

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 from loopax.insight.explanation import Leaf, LoopExplanation
@@ -11,6 +12,7 @@ from loopax.kinds import Auto
 from loopax.lanes import Lockstep
 
 MOST_CONSTANTS = 8  # shown one by one
+WIDTH = 88  # of a text
 
 
 def text(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> str:
@@ -39,9 +41,9 @@ def _lines(loop: LoopExplanation) -> Iterator[str]:
             ).rstrip()
         )
     for line in facts(loop):
-        yield f"  {line}"
+        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
     for warning in loop.warnings:
-        yield f"  ! {warning}"
+        yield from wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def title(loop: LoopExplanation) -> str:
