@@ -8,7 +8,8 @@ from loopax.core.cost import IN_CACHE, arithmetic, storing
 from loopax.core.division import divide
 from loopax.core.jaxprs import Mask, num_bytes, select, weakly_cached
 from loopax.core.loop import Loop
-from loopax.core.storage import DEFAULT_SLOTS, Checkpoints, EveryCarry, EveryResidual, Fastest, Storage, saved_carries
+from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Storage
+from loopax.schedule import DEFAULT_SLOTS, saved_carries
 
 # A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
 # that are set to zero for all of them.

@@ -13,8 +13,9 @@ from loopax.core.effects import without_effects
 from loopax.core.jaxprs import Mask, either, invert, merge, num_bytes, reject, select, split, trace, weakly_cached
 from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
-from loopax.core.storage import Checkpoints, EveryResidual, Nothing, Saving, saving_for
+from loopax.core.storage import Checkpoints, EveryResidual, Nothing, saving_for
 from loopax.core.versions import buffers, frozen_body
+from loopax.schedule import Saving
 
 
 class Division(NamedTuple):

@@ -17,9 +17,9 @@ from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
 from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
-from loopax.core.storage import Nothing, Saving, Storage
+from loopax.core.storage import Nothing, Storage
 from loopax.core.versions import chained, read_only
-from loopax.schedule import Stages
+from loopax.schedule import Saving, Stages
 
 
 class LinearLoop(NamedTuple):

@@ -25,8 +25,8 @@ from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
 from loopax.core.loop import run
 from loopax.core.replay import Replay, replay, saving_loop, walk_and_replay
-from loopax.core.storage import Saving, Storage
-from loopax.schedule import Stages
+from loopax.core.storage import Storage
+from loopax.schedule import Saving, Stages
 
 
 class LinearReplay(NamedTuple):

@@ -26,8 +26,8 @@ from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.origin import Names, Origin
 from loopax.core.reporting import Reporting
-from loopax.core.storage import Saving, Storage
-from loopax.schedule import Stages
+from loopax.core.storage import Storage
+from loopax.schedule import Saving, Stages
 
 UNUSED = -1  # among marks
 

@@ -9,9 +9,9 @@ from loopax.core.block_sweep import sweep_blocks
 from loopax.core.jaxprs import split, stacked
 from loopax.core.replay import Replay, replay_p
 from loopax.core.slot_sweep import sweep_slots
-from loopax.core.storage import Blocks
 from loopax.core.sweep import Track, bodies_of
 from loopax.core.walk import State
+from loopax.schedule import Blocks
 
 
 def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -10,8 +10,8 @@ from loopax import schedule
 from loopax._compat import zeros
 from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
-from loopax.core.storage import Blocks, Saving
 from loopax.core.walk import State, Steps, Walk, read, write
+from loopax.schedule import Blocks, Saving
 
 
 class Saver(NamedTuple):

@@ -9,7 +9,7 @@ from loopax.core.choice import resolved
 from loopax.core.division import Division, divide
 from loopax.core.jaxprs import Mask, merge, num_bytes, select, split
 from loopax.core.jvp import joint_loop
-from loopax.core.storage import Blocks
+from loopax.schedule import Blocks
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,20 @@
 from loopax.schedule.actions import Action
 from loopax.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
 from loopax.schedule.blocks import block_size, shortest_block, two_level
-from loopax.schedule.online import Online, online, start, store
+from loopax.schedule.online import Online, online, online_stored, start, store
+from loopax.schedule.picture import SchedulePicture, picture
 from loopax.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
+from loopax.schedule.saving import DEFAULT_SLOTS, Blocks, Saving, Slots, length_known, saved_carries, saving_for
 from loopax.schedule.stages import Stages
 
 __all__ = [
+    "DEFAULT_SLOTS",
     "Action",
+    "Blocks",
     "Online",
+    "Saving",
+    "SchedulePicture",
+    "Slots",
     "Stages",
     "advance",
     "binomial",
@@ -17,8 +24,13 @@ __all__ = [
     "evaluations",
     "evaluations_from",
     "forward",
+    "length_known",
     "online",
+    "online_stored",
+    "picture",
     "replay",
+    "saved_carries",
+    "saving_for",
     "shortest_block",
     "start",
     "starts",

@@ -57,15 +57,28 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
 
 def online(slots: int) -> Iterator[tuple[int, ...]]:
     """The schedule in Python: step by step, which carries are stored before the step is taken."""
-    state, step, stop = start(slots), 0, 0
-    stored: tuple[int, ...] = ()
+    for stored, length in _stretches(slots):
+        for _ in range(length):
+            yield stored
+
+
+def online_stored(num_steps: int, slots: int) -> tuple[int, ...]:
+    """Which carries are stored after so many steps: what `online` has at the last one, without every step before it."""
+    step = 0
+    for stored, length in _stretches(slots):
+        step += length
+        if step >= num_steps:
+            return stored if num_steps else ()
+    raise AssertionError("the schedule has no end")
+
+
+def _stretches(slots: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Which carries are stored, and for how many steps."""
+    state, step = start(slots), 0
     while True:
-        if step == stop:
-            state, _, length = _store(state, jnp.int32(step))
-            stop += int(length)
-            stored = tuple(s for s in state.stored.tolist() if s >= 0)
-        yield stored
-        step += 1
+        state, _, length = _store(state, jnp.int32(step))
+        yield tuple(s for s in state.stored.tolist() if s >= 0), int(length)
+        step += int(length)
 
 
 def _is_unused(state: Online) -> Any:
