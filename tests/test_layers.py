@@ -161,6 +161,21 @@ LAYERS = [
     "loopax.stochtrace.estimate",
     "loopax.stochtrace",
     "loopax",
+    "loopax.command.hlo",
+    "loopax.command.table",
+    "loopax.command.versions",
+    "loopax.command.settings",
+    "loopax.command.selftest",
+    "loopax.command.copies",
+    "loopax.command.doctor",
+    "loopax.command.measure",
+    "loopax.command.peers",
+    "loopax.command.programs",
+    "loopax.command.bench",
+    "loopax.command.volley",
+    "loopax.command.demo",
+    "loopax.command",
+    "loopax.__main__",
 ]
 
 

@@ -1,0 +1,113 @@
+"""Cannon shots through air: loops that end where a shot lands, batched and differentiated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import loopax as lx
+
+GRAVITY, DRAG, DT = 9.81, 0.004, 0.01
+GUNS, LONGEST = 64, 4000
+CLOSE = 0.05  # metres
+
+
+def guns() -> tuple[Any, Any]:
+    """Angles and speeds: some shots take twenty times as many steps as others."""
+    random = np.random.RandomState(0)
+    angles = random.uniform(0.3, 1.2, GUNS)
+    speeds = np.clip(random.lognormal(3.2, 0.6, GUNS), 6.0, 120.0)
+    return jnp.asarray(angles, jnp.float32), jnp.asarray(speeds, jnp.float32)
+
+
+def fly(drag: Any, shot: Any) -> Any:
+    """One step of `DT` seconds; a shot is (x, y, speed to the right, speed upwards)."""
+    x, y, right, up = shot
+    slower = 1.0 - DT * drag * jnp.hypot(right, up)
+    right, up = right * slower, up * slower - DT * GRAVITY
+    return x + DT * right, y + DT * up, right, up
+
+
+def muzzle(angle: Any, speed: Any) -> Any:
+    """A shot that leaves."""
+    zero = jnp.zeros_like(angle)
+    return zero, zero, speed * jnp.cos(angle), speed * jnp.sin(angle)
+
+
+def shoot(drag: Any, angle: Any, speed: Any) -> Any:
+    """Where a shot lands, and how many steps it took."""
+
+    def in_air(shot: Any) -> Any:
+        return (shot[1] > 0.0) | (shot[3] > 0.0)
+
+    # The first step is taken in any case, so that there is something to fall.
+    start = fly(drag, muzzle(angle, speed))
+    (x, y, right, up), info = lx.while_loop(in_air, lambda shot: fly(drag, shot), start, max_steps=LONGEST, info=True)
+    return x - y * right / up, info  # back to the ground: the loop ends a little below it
+
+
+shots = jax.vmap(shoot, in_axes=(None, 0, 0))
+
+
+def distances(drag: Any, angles: Any, speeds: Any) -> Any:
+    """Where all shots land."""
+    return shots(drag, angles, speeds)[0]
+
+
+def fit(landed: Any, angles: Any, speeds: Any) -> Any:
+    """The drag with which the shots land there, by gradient descent; shows how far it is."""
+
+    def error(log_drag: Any) -> Any:
+        return ((distances(jnp.exp(log_drag), angles, speeds) - landed) ** 2).mean()
+
+    rate = 0.5 / (landed**2).mean()
+
+    def descend(_: Any, log_drag: Any) -> Any:
+        return log_drag - rate * jax.grad(error)(log_drag)
+
+    start = jnp.log(5 * DRAG) + 0.0 * landed[0]
+    return jnp.exp(lx.fori_loop(0, 400, descend, start, progress=lx.Progress("fit")))
+
+
+def aim(target: Any, speed: Any) -> Any:
+    """The angle at which a shot lands on the target: Newton's method, with the derivative through the shot."""
+
+    def misses(carry: Any) -> Any:
+        _, miss, _ = carry
+        return jnp.abs(miss) > CLOSE
+
+    def correct(carry: Any) -> Any:
+        angle, miss, slope = carry
+        return shot_at(angle - jnp.clip(miss / slope, -0.2, 0.2))
+
+    def shot_at(angle: Any) -> Any:
+        distance, slope = jax.value_and_grad(lambda angle: shoot(DRAG, angle, speed)[0])(angle)
+        return angle, distance - target, slope
+
+    (angle, _, _), info = lx.while_loop(misses, correct, shot_at(jnp.full_like(speed, 0.2)), max_steps=30, info=True)
+    return angle, info
+
+
+def drawing(angles: Any, speeds: Any, width: int, height: int) -> str:
+    """The paths of some shots as text; `scan` with `stop` returns rows for as many steps as each one takes."""
+
+    def path(angle: Any, speed: Any) -> Any:
+        def step(shot: Any, _: Any) -> Any:
+            return fly(DRAG, shot), shot[:2]
+
+        def lands(shot: Any, _: Any) -> Any:
+            return (shot[1] <= 0.0) & (shot[3] < 0.0)
+
+        return lx.scan(step, muzzle(angle, speed), length=LONGEST, stop=lands)[1]
+
+    xs, ys = map(np.asarray, jax.jit(jax.vmap(path))(angles, speeds))
+    across = (width - 1) / xs.max()
+    up = (height - 1) / ys.max()
+    grid = [[" "] * width for _ in range(height)]
+    for number, (row_x, row_y) in enumerate(zip(xs, ys, strict=True)):
+        for x, y in zip(row_x, row_y, strict=True):
+            if y > 0.0:
+                grid[height - 1 - round(y * up)][round(x * across)] = "*o+x."[number % 5]
+    ruler = f"{'0':<{width - 8}}{xs.max():>6.0f} m"
+    return "\n".join([*("".join(line).rstrip() for line in grid), "=" * width, ruler])
