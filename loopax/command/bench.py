@@ -31,12 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and write what is asked for; the exit code is 1 where loopax itself fails."""
-    for path in filter(None, (arguments.json, arguments.figure)):
-        if not path.parent.is_dir():
-            print(f"{path}: there is no folder {path.parent}", file=sys.stderr)
-            return 2
-    if arguments.figure:
-        optional("matplotlib", "matplotlib", "bench --figure")
+    problem = _problem(arguments)
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
     print(machine(), flush=True)
     print(", ".join(f"{name} {version}" for name, version in versions.of(PEERS).items()) + "\n", flush=True)
     measured = []
@@ -50,6 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         draw(measured).savefig(arguments.figure, dpi=110)
     return int(any(row.library.startswith("loopax") and row.milliseconds is None for row in measured))
+
+
+def _problem(arguments: argparse.Namespace) -> str:
+    """What would make the files fail, known before anything is measured."""
+    for path in filter(None, (arguments.json, arguments.figure)):
+        if not path.parent.is_dir():
+            return f"{path}: there is no folder {path.parent}"
+    try:
+        if arguments.figure:
+            optional("matplotlib", "matplotlib", "bench --figure")
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 HEADERS = ["library", "ms", "x loopax", "temporary MiB", "compile s", "steps/s", "note"]

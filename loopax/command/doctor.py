@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     failed = [*_versions(), *_settings(), *_transformations(), *_copies()]
     seconds = time.perf_counter() - start
-    print(f"{len(failed)} failed ({', '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
+    print(f"{len(failed)} failed ({'; '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
     return 1 if failed else 0
 
 

@@ -63,4 +63,6 @@ def _flag(name: str) -> Any:
 
 
 def _environment() -> list[Setting]:
-    return [Setting(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
+    """Each flag on a line of its own."""
+    found = [(name, os.environ.get(name, "").split()) for name in _VARIABLES]
+    return [Setting(name, value) for name, values in found for value in dict.fromkeys(values)]

@@ -8,6 +8,8 @@ from importlib import metadata
 from itertools import takewhile
 from typing import NamedTuple
 
+from loopax._version import __version__
+
 _REQUIREMENT = re.compile(r"([\w.\-]+)(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*?extra\s*==\s*['\"]([\w\-]+)['\"])?")
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     ">=": operator.ge,
@@ -49,7 +51,7 @@ def found() -> list[Found]:
     packages = [_parsed(requirement) for requirement in required]
     place = 1 + next((i for i, package in enumerate(packages) if package.name == "jax"), -1)
     packages.insert(place, _look_up("jaxlib", "", ""))
-    return [Found("Python", platform.python_version(), python, ""), _look_up("loopax", "", ""), *packages]
+    return [Found("Python", platform.python_version(), python, ""), Found("loopax", __version__, "", ""), *packages]
 
 
 def in_range(version: str, wanted: str) -> bool:
@@ -87,5 +89,5 @@ def _look_up(name: str, wanted: str, extra: str) -> Found:
 
 def of(names: Sequence[str]) -> dict[str, str]:
     """The versions of these packages, as far as they are installed, after loopax's."""
-    found = [_look_up(name, "", "") for name in ("loopax", *names)]
-    return {package.name: package.version for package in found if package.version is not None}
+    versions = {name: _look_up(name, "", "").version for name in names}
+    return {"loopax": __version__, **{name: version for name, version in versions.items() if version is not None}}

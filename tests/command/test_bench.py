@@ -1,0 +1,109 @@
+"""`python -m loopax bench`: every library computes the same, failures are rows, and files are written."""
+
+import json
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from loopax.__main__ import main
+from loopax.command import bench, programs
+from loopax.command.measure import Contender, Program, measure
+from tests.examples import precision_of_a_user
+
+SMALL = {
+    "ODE_STEPS": 5,
+    "ODE_BOUND": 9,
+    "SEQUENCES": 40,
+    "LONGEST": 12,
+    "HIDDEN": 4,
+    "LANES": 40,
+    "MOST_STEPS": 9,
+    "SMALL_STEPS": 20,
+}
+LIBRARIES = {
+    "neural_ode": {"Equinox", "jax.lax, to the bound", "Flax NNX, to the bound", "Diffrax"},
+    "ragged": {"Equinox", "jax.lax, to the bound", "Flax NNX, to the bound"},
+    "uneven": {"Equinox", "jax.lax", "Flax NNX"},
+    "small_body": {"Equinox", "jax.lax", "Flax NNX"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(programs, name, value)
+
+
+@pytest.mark.parametrize("build", programs.programs(), ids=lambda f: f.__name__)
+def test_all_libraries_compute_the_same(build):
+    with precision_of_a_user():
+        rows = measure(build(), rounds=1)
+    assert {row.library for row in rows if not row.library.startswith("loopax")} == LIBRARIES[build.__name__]
+    assert rows[0].library.startswith("loopax")
+    assert rows[0].ratio == 1.0
+    for row in rows:
+        assert row.note == "", row
+        assert row.milliseconds is not None
+        assert row.temporary_mib is not None
+        assert (row.steps_per_second is not None) == (build.__name__ == "small_body")
+
+
+def contenders():
+    def broken(x):
+        raise ValueError("no such thing\nand more")
+
+    functions = {"loopax": jnp.sin, "same": jnp.sin, "other": jnp.cos, "broken": broken, "shape": lambda x: x[:1]}
+    return [Contender(name, function) for name, function in functions.items()]
+
+
+def test_failures_and_other_results_are_rows():
+    rows = {row.library: row for row in measure(Program("sines", contenders(), (jnp.ones(3),)), rounds=2)}
+    assert rows["same"].note == ""
+    assert rows["other"].note.startswith("another result: 3.6e-01 away")
+    assert rows["shape"].note == "another result"
+    assert rows["broken"].note == "ValueError: no such thing"
+    assert rows["broken"].milliseconds is None
+
+
+def one_program(monkeypatch, functions):
+    monkeypatch.setattr(bench, "programs", lambda: [lambda: Program("sines", functions, (jnp.ones(3),), steps=3)])
+
+
+def test_files(monkeypatch, tmp_path, capsys):
+    one_program(monkeypatch, contenders())
+    files = tmp_path / "figures.json", tmp_path / "figure.svg"
+    assert main(["bench", "--json", str(files[0]), "--figure", str(files[1])]) == 0
+    written = json.loads(files[0].read_text())
+    assert written["versions"].keys() == {"loopax", "jax", "jaxlib", "equinox", "flax", "diffrax"}
+    assert written["machine"]
+    assert [row["library"] for row in written["measured"]] == ["loopax", "same", "other", "shape", "broken"]
+    assert "<svg" in files[1].read_text()
+    lines = capsys.readouterr().out.splitlines()
+    assert "sines" in lines
+    assert any(line.split() == ["broken", "ValueError:", "no", "such", "thing"] for line in lines)
+
+
+def test_columns_in_which_nothing_stands_are_left_out():
+    rows = measure(Program("sines", contenders()[:2], (jnp.ones(3),)), rounds=1)
+    headers, lines = bench.columns(rows)
+    assert headers == ["library", "ms", "x loopax", "temporary MiB", "compile s"]
+    assert all(len(line) == len(headers) for line in lines)
+
+
+def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
+    broken, fine = contenders()[3], contenders()[1]
+    one_program(monkeypatch, [Contender("loopax", broken.function), fine])
+    assert main(["bench"]) == 1
+    assert "no such thing" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    assert main(["bench", "--json", str(tmp_path / "none" / "x.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_without_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--figure", str(tmp_path / "x.png")]) == 2
+    assert "pip install loopax[matplotlib]" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""`python -m loopax demo`: it runs, and what it says is true."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopax.__main__ import main
+from loopax.command import volley
+from tests.examples import precision_of_a_user
+
+
+@pytest.mark.slow
+def test_demo(capsys):
+    with precision_of_a_user():
+        assert main(["demo"]) == 0
+    shown = capsys.readouterr()
+    assert "fitted 0.00400, true 0.00400" in shown.out
+    by_grad, by_difference = map(float, re.findall(r"(-[\d.]+) m, say", shown.out))
+    assert by_grad == pytest.approx(by_difference, rel=1e-4)
+    assert "64 lanes" in shown.out
+    assert float(re.findall(r"worst miss is ([\d.]+) cm", shown.out)[0]) <= 100 * volley.CLOSE + 0.5
+    assert "fit: 400 steps" in shown.err
+
+
+def test_a_shot_in_python():
+    """Step by step, as the loop says."""
+    shot, steps = volley.fly(volley.DRAG, (0.0, 0.0, 20.0 * np.cos(0.7), 20.0 * np.sin(0.7))), 0
+    while shot[1] > 0 or shot[3] > 0:
+        shot, steps = volley.fly(volley.DRAG, shot), steps + 1
+    x, y, right, up = shot
+    distance, info = jax.jit(volley.shoot)(volley.DRAG, 0.7, 20.0)
+    assert distance == pytest.approx(float(x - y * right / up))
+    assert info.num_steps == steps
+
+
+def test_without_air_it_is_a_parabola():
+    distance, _ = volley.shoot(0.0, jnp.asarray(0.7), jnp.asarray(20.0))
+    assert distance == pytest.approx(20.0**2 * np.sin(1.4) / volley.GRAVITY, rel=1e-2)
+
+
+def test_drawing():
+    text = volley.drawing(jnp.array([0.5, 1.0]), jnp.array([10.0, 20.0]), 40, 8)
+    lines = text.split("\n")
+    assert len(lines) == 10
+    assert max(map(len, lines)) == 40
+    assert {"*", "o"} <= set(text)
+    assert lines[-1].endswith("m")

@@ -1,0 +1,111 @@
+"""`python -m loopax doctor`: what fails is reported, and is the exit code."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from loopax.__main__ import main
+from loopax.command import copies, selftest, versions
+from loopax.command.copies import Program
+from loopax.command.selftest import Check, Result
+from loopax.command.settings import settings
+from loopax.command.versions import Found
+from tests.command.copying import swapped
+
+
+def test_all_is_well_here():
+    """The whole of it, as users call it."""
+    done = subprocess.run([sys.executable, "-m", "loopax", "doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("all is well")
+    assert "FAILS" not in done.stdout
+    for words in ("Versions", "8 x cpu", "shard_map of grad, 8 devices", "run-time check raises", "Buffer, appended"):
+        assert words in done.stdout
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without the checks that take long."""
+    monkeypatch.setattr(copies, "programs", list)
+    monkeypatch.setattr(selftest, "checks", list)
+    return monkeypatch
+
+
+def test_nothing_fails(quick, capsys):
+    assert main(["doctor"]) == 0
+    assert "all is well" in capsys.readouterr().out
+
+
+def test_a_broken_transformation_is_reported(quick, capsys):
+    kept = [check for check in selftest._derivatives() if check.name in ("jvp", "jax.linearize")]
+    quick.setattr(selftest, "checks", lambda: kept)
+
+    def broken(*_):
+        raise ValueError("out of order\nand so on")
+
+    quick.setattr(jax, "linearize", broken)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["jvp", "ok"] for line in lines)
+    assert any(line.startswith("jax.linearize") and "FAILS: ValueError: out of order" in line for line in lines)
+    assert lines[-1] == "1 failed (jax.linearize)"
+
+
+def test_a_copy_in_every_step_is_reported(quick, capsys):
+    quick.setattr(copies, "programs", lambda: [Program("swapped", swapped)])
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILS: copy f64[2063,16] in every step" in out
+    assert "failed (swapped, forward" in out
+
+
+def test_a_version_out_of_range_is_reported(quick, capsys):
+    quick.setattr(versions, "found", lambda: [Found("jax", "0.4.1", ">=0.10.0", "")])
+    assert main(["doctor"]) == 1
+    assert "1 failed (jax)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "error"),
+    [
+        (1.0, 1.0, ""),
+        (np.ones(2), [1.0, 1.00001], ""),
+        (1.5, 1.0, "got 1.5, expected 1.0"),
+        (np.ones(2), 1.0, "got [1.0, 1.0], expected 1.0"),
+        (float("nan"), 1.0, "got nan, expected 1.0"),
+    ],
+)
+def test_answers_are_compared(got, wanted, error):
+    assert selftest.run(Check("this", lambda: (got, wanted))) == Result("this", error)
+
+
+def test_an_error_without_words():
+    def fails():
+        raise RuntimeError
+
+    assert selftest.run(Check("this", fails)).error == "RuntimeError: "
+
+
+def test_the_answers_are_those_of_calculus():
+    """Not only those of the same formula: by differences."""
+    value, slope, curvature = selftest.in_python(0.7, 5)
+    step = 1e-4
+    after, before = (selftest.in_python(0.7 + d, 5)[0] for d in (step, -step))
+    assert slope == pytest.approx((after - before) / (2 * step), rel=1e-6)
+    assert curvature == pytest.approx((after - 2 * value + before) / step**2, rel=1e-4)
+
+
+def test_settings_say_what_is_unusual(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", " --one=1 --two=2 --one=1")
+    with jax.debug_nans(True), jax.enable_x64(False):
+        found = {setting.name: setting for setting in settings()}
+    assert found["jax_debug_nans"].value == "True"
+    assert "a NaN in any result is an error" in found["jax_debug_nans"].note
+    assert found["jax_debug_infs"].note == ""
+    assert found["jax_enable_x64"].note == "float64 becomes float32"
+    assert found["devices"].value.startswith("8 x cpu")
+    assert [setting.value for setting in settings() if setting.name == "XLA_FLAGS"] == ["--one=1", "--two=2"]
+    assert found["compilation cache"].value == "off"
