@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import loopax as lx
 from loopax.command.hlo import copied_in_steps
+from loopax.command.table import in_words
 
 CAPACITIES = 1031, 2063  # no other array has so many rows; windows of so many are rings (`loopax.History`)
 WIDTH = 16
@@ -36,15 +37,18 @@ class Verdict(NamedTuple):
     arrays: float  # of all rows that the temporary memory holds
     copies: list[str]
     known: str
+    error: str = ""  # where it does not compile
 
     @property
     def fails(self) -> bool:
         """Whether a loop costs more per step, or more memory, than it should."""
-        return (bool(self.copies) and not self.known) or self.arrays > MOST_ARRAYS
+        return bool(self.error) or (bool(self.copies) and not self.known) or self.arrays > MOST_ARRAYS
 
     @property
     def status(self) -> str:
         """In words: `ok`, or which arrays are copied."""
+        if self.error:
+            return f"FAILS: {self.error}"
         if self.arrays > MOST_ARRAYS:
             return f"FAILS: stores the rows {self.arrays:.0f} times"
         if self.copies:
@@ -54,17 +58,26 @@ class Verdict(NamedTuple):
 
 
 def judge(program: Program, gradient: bool) -> Verdict:
-    """Compile a program, or its gradient, for both capacities."""
-    transformed = jax.grad(program.function, 1) if gradient else program.function
+    """Compile a program, or its gradient, and look for copies; one that does not compile is reported."""
+    name = f"{program.name}, {'gradient' if gradient else 'forward'}"
+    function = jax.grad(program.function, 1) if gradient else program.function
+    try:
+        arrays, copies = _compiled(function)
+    except Exception as error:  # noqa: BLE001 - what is looked for here
+        return Verdict(name, 0.0, [], program.known, in_words(error))
+    return Verdict(name, arrays, copies, program.known)
+
+
+def _compiled(function: Callable[..., Any]) -> tuple[float, list[str]]:
+    """How many arrays of all rows the temporary memory holds, from both capacities, and what is copied in a step."""
     temporary, copies = [], []
     for capacity in CAPACITIES:
-        compiled = jax.jit(partial(transformed, capacity)).lower(jnp.ones(WIDTH), jnp.int32(50)).compile()
+        compiled = jax.jit(partial(function, capacity)).lower(jnp.ones(WIDTH), jnp.int32(50)).compile()
         analysis = compiled.memory_analysis()
         temporary.append(analysis.temp_size_in_bytes if analysis else 0)
         copies = copied_in_steps(compiled.as_text() or "", capacity * WIDTH)
     row = jnp.ones(WIDTH).nbytes
-    arrays = (temporary[1] - temporary[0]) / (row * (CAPACITIES[1] - CAPACITIES[0]))
-    return Verdict(f"{program.name}, {'gradient' if gradient else 'forward'}", arrays, copies, program.known)
+    return (temporary[1] - temporary[0]) / (row * (CAPACITIES[1] - CAPACITIES[0])), copies
 
 
 def programs() -> list[Program]:

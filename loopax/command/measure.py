@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from loopax.command.table import in_words
+
 ROUNDS = 7
 
 
@@ -67,8 +69,7 @@ def measure(program: Program, rounds: int = ROUNDS) -> list[Measurement]:
         try:
             compiled, result = _compile(program, contender, expected)
         except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the others are measured all the same
-            first, *_ = [*str(error).strip().splitlines(), ""]
-            failed.append(Measurement(program.name, contender.library, note=f"{type(error).__name__}: {first}"[:160]))
+            failed.append(Measurement(program.name, contender.library, note=in_words(error)))
         else:
             working.append(compiled)
             expected = result if expected is None else expected

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
+from loopax.command.table import in_words
 
 X, STEPS, BOUND = 0.7, 5, 9
 STARTS, COUNTS = [0.7, 0.2, 1.1], [5, 1, 9]
@@ -49,8 +50,7 @@ def run(check: Check) -> Result:
             return Result(check.name, "")
         return Result(check.name, f"got {got.tolist()}, expected {wanted.tolist()}")
     except Exception as error:  # noqa: BLE001 - what is looked for here
-        first, *_ = [*str(error).strip().splitlines(), ""]
-        return Result(check.name, f"{type(error).__name__}: {first}"[:300])
+        return Result(check.name, in_words(error))
 
 
 def in_python(x: float, steps: int) -> tuple[float, float, float]:

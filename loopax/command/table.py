@@ -47,3 +47,9 @@ def _style(cell: str) -> str:
     if cell in GOOD:
         return "green"
     return "bold red" if cell.startswith(BAD) else ""
+
+
+def in_words(error: Exception) -> str:
+    """The class and the first line of an error, for a cell."""
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {first}"[:200]
