@@ -7,7 +7,7 @@ larger, and stands in the repository.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,21 +99,26 @@ def draw(measured: Sequence[Measurement]) -> Any:
     for name, (left, right) in zip(names, axes, strict=True):
         rows = [row for row in measured if row.program == name and row.milliseconds is not None][::-1]
         libraries = [row.library for row in rows]
-        colours = ["#1f4e79" if library.startswith("loopax") else "#b8c4d2" for library in libraries]
-        _bars(left, libraries, [row.milliseconds for row in rows], colours, "ms")
-        _bars(right, libraries, [row.temporary_mib for row in rows], colours, "MiB")
+        _bars(left, libraries, [row.milliseconds or 0.0 for row in rows], "{:.3g} ms".format)
+        _bars(right, libraries, [row.temporary_mib or 0.0 for row in rows], _memory)
         left.set_title(name, fontsize="medium", loc="left")
         right.set_title("temporary memory", fontsize="medium", loc="left")
         right.set_yticklabels([])
     return figure
 
 
-def _bars(
-    axes: Any, libraries: Sequence[str], values: Sequence[float | None], colours: Sequence[str], unit: str
-) -> None:
-    heights = [value or 0.0 for value in values]
-    bars = axes.barh(libraries, heights, color=colours)
-    axes.bar_label(bars, [f"{value:.3g} {unit}" for value in heights], padding=3, fontsize="small")
-    axes.set_xlim(0, 1.3 * max(heights, default=0.0) or 1.0)
-    axes.spines[["top", "right"]].set_visible(False)
+def _bars(axes: Any, libraries: Sequence[str], values: Sequence[float], in_words: Callable[[float], str]) -> None:
+    colours = ["#1f4e79" if library.startswith("loopax") else "#b8c4d2" for library in libraries]
+    bars = axes.barh(libraries, values, color=colours)
+    axes.bar_label(bars, [in_words(value) for value in values], padding=3, fontsize="small")
+    axes.set_xlim(0, 1.3 * max(values, default=0.0) or 1.0)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.tick_params(labelsize="small")
+
+
+def _memory(mib: float) -> str:
+    for unit, size in (("MiB", 1.0), ("KiB", 2.0**-10)):
+        if mib >= size:
+            return f"{mib / size:.3g} {unit}"
+    return f"{mib * 2**20:.0f} B"
