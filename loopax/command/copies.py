@@ -87,7 +87,7 @@ def programs() -> list[Program]:
         Program("scan, rows of xs", _rows_read),
         Program("Buffer, appended and read", _buffer),
         Program("History, pushes what it reads", _history),
-        Program("History, pushes something else", _delay_line, known="see Histories, cost"),
+        Program("History, pushes something else", _delay_line, known="docs: Histories"),
     ]
 
 

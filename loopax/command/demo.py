@@ -49,7 +49,7 @@ def _check_gradient(angles: Any, speeds: Any) -> bool:
         mean = jax.jit(lambda drag: distances(drag, *arrays).mean())
         slope, step = float(jax.jit(jax.grad(mean))(DRAG)), 1e-6
         difference = float(mean(DRAG + step) - mean(DRAG - step)) / (2 * step)
-    print("\nA thousandth more drag of the air changes how far they fly, on average, by")
+    print("\nWith 0.001 more drag, the shots fly farther, on average, by")
     print(f"  {slope / 1000:.6f} m, says `jax.grad`, through the loops;")
     print(f"  {difference / 1000:.6f} m, say two more volleys and a subtraction.")
     return not np.isclose(slope, difference, rtol=1e-4)

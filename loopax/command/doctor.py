@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _versions() -> list[str]:
     packages = versions.found()
-    headers = ["package", "version", "supported", "for", ""]
-    rows = [[p.name, p.version or "-", p.wanted, p.extra and f"loopax[{p.extra}]", p.status] for p in packages]
+    headers = ["package", "version", "supported", "extra", ""]
+    rows = [[p.name, p.version or "-", p.wanted, p.extra, p.status] for p in packages]
     show_table("Versions", headers, rows)
     return [package.name for package in packages if package.fails]
 
