@@ -43,6 +43,7 @@ LAYERS = [
     "loopax.core.common_rows",
     "loopax.core.lending",
     "loopax.core.reporting",
+    "loopax.core.rows",
     "loopax.core.silence",
     "loopax.core.origin",
     "loopax.core.loop",

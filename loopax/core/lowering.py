@@ -13,12 +13,13 @@ from loopax.core.jaxprs import split, stacked
 from loopax.core.lending import in_stretches
 from loopax.core.loop import Loop, loop_p, result_avals
 from loopax.core.reporting import UNKNOWN, Reports
+from loopax.core.rows import unvarying
 from loopax.core.saving import run_saving
 from loopax.core.walk import Common, State, Step, Steps, Walk, Watch, read
 
 
 def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
-    loop = Loop(**params)
+    loop, low, high = Loop(**params), unvarying(low), unvarying(high)
     if loop.reporting is None:
         return _walk(loop, None, low, high, operands)
     reports = Reports.begin(loop.reporting, UNKNOWN if loop.predicated else jnp.maximum(high - low, 0))

@@ -8,6 +8,7 @@ from loopax._compat import mlir, zeros
 from loopax.core.block_sweep import sweep_blocks
 from loopax.core.jaxprs import split, stacked
 from loopax.core.replay import Replay, replay_p
+from loopax.core.rows import unvarying
 from loopax.core.slot_sweep import sweep_slots
 from loopax.core.sweep import Track, bodies_of
 from loopax.core.walk import State
@@ -16,6 +17,7 @@ from loopax.schedule import Blocks
 
 def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:
     static = Replay(**params)
+    low, high, marks = map(unvarying, (low, high, marks))
     consts, _, saved, carry, xs = split(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
     if static.bound == 0:  # there are no rows, and no marks

@@ -83,6 +83,72 @@ def test_counts_that_differ_between_devices(kind):
     assert_close(jax.jit(f)(STARTS, counts), wanted)
 
 
+def of_count(kind, bound, **options):
+    return lambda h, n: lx.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h, max_steps=bound, kind=kind, **options)
+
+
+def of_condition(kind, bound, **options):
+    def loop(h, n):
+        body = lambda c: (jnp.sin(c[0]) * 1.1, c[1] + 1)
+        return lx.while_loop(lambda c: c[1] < n, body, (h, 0), max_steps=bound, kind=kind, **options)[0]
+
+    return loop
+
+
+def of_rows(kind, bound, **options):
+    def loop(h, n):
+        step = lambda h, x: (jnp.sin(h) * x, None)
+        return lx.scan(step, h, jnp.full(bound, 1.1), length=n, reverse=True, kind=kind, **options)[0]
+
+    return loop
+
+
+PER_DEVICE = {
+    "grad": lambda f: lambda h, n: jax.grad(f)(h[0], n[0])[None],
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+    "grad of vmap": lambda f: jax.grad(lambda h, n: jax.vmap(f)(h, n).sum()),
+}
+
+
+@pytest.mark.parametrize("transform", PER_DEVICE)
+@pytest.mark.parametrize(
+    ("loop", "kind", "bound"),
+    [
+        *((loop, kind, 9) for loop in (of_count, of_condition, of_rows) for kind in KINDS),
+        *((loop, kind, None) for loop in (of_count, of_condition) for kind in (lx.Checkpointed(), lx.Checkpointed(3))),
+    ],
+)
+def test_gradients_of_counts_that_differ_between_devices(loop, kind, bound, transform):
+    """Rows of the replay vary, and JAX's check of what varies is on."""
+    one_each = transform == "grad"
+    starts = STARTS[::2] if one_each else STARTS
+    counts = jnp.arange(len(starts), dtype=jnp.int32) % 9
+    f = sharded(PER_DEVICE[transform](loop(kind, bound)), True)
+    assert_close(jax.jit(f)(starts, counts), _slopes(starts, counts))
+
+
+def _slopes(starts, counts):
+    slope = jax.grad(lambda h, n: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h))
+    return jnp.stack([slope(h, int(n)) for h, n in zip(starts, counts, strict=True)])
+
+
+@pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(3), lx.Residuals()], ids=name_of)
+@pytest.mark.parametrize("loop", [of_count, of_condition])
+def test_hessians_of_counts_that_differ_between_devices(loop, kind):
+    counts = jnp.arange(16, dtype=jnp.int32) % 9
+    f = sharded(jax.vmap(jax.hessian(loop(kind, 9))), True)
+    hessian = jax.hessian(lambda h, n: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h))
+    wanted = [hessian(h, int(n)) for h, n in zip(STARTS, counts, strict=True)]
+    assert_close(jax.jit(f)(STARTS, counts), jnp.stack(wanted))
+
+
+@pytest.mark.parametrize("loop", [of_count, of_condition])
+def test_compact_lanes_of_counts_that_differ_between_devices(loop):
+    counts = jnp.arange(16, dtype=jnp.int32) % 9
+    lanes = jax.vmap(jax.grad(loop(lx.Checkpointed(), 9, lanes=lx.Compact(min_lanes=1))))
+    assert_close(jax.jit(sharded(lanes, True))(STARTS, counts), _slopes(STARTS, counts))
+
+
 def test_start_that_is_the_same_on_all_devices():
     """The body mixes it with data that varies: the start is marked as varying, as a weak type is promoted."""
     f = sharded(lambda x: lx.fori_loop(0, 3, lambda i, total: total + x.sum(), jnp.zeros(()))[None], True)
