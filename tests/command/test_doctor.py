@@ -22,7 +22,13 @@ def test_all_is_well_here():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("all is well")
     assert "FAILS" not in done.stdout
-    for words in ("Versions", "8 x cpu", "shard_map of grad, 8 devices", "run-time check raises", "Buffer, appended"):
+    for words in (
+        "Versions",
+        "8 x cpu",
+        "shard_map of vmap of grad, devices: 8",
+        "run-time check raises",
+        "Buffer, appended",
+    ):
         assert words in done.stdout
 
 
