@@ -1,6 +1,7 @@
 """`python -m loopax`: look whether loopax works here, how fast it is, and what it does."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,4 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # `| head` has seen enough; Python would write the rest at its end, and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
