@@ -4,6 +4,8 @@ import runpy
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -45,6 +47,22 @@ def draw_lanes() -> None:
     figure.savefig(HERE / "pictures" / "lanes.png", dpi=110)
 
 
+def draw_comparison() -> None:
+    """Kinds on the gradient of a small network that a solver goes through: time against memory."""
+
+    def loss(weights: jax.Array, y: jax.Array) -> jax.Array:
+        def step(_: jax.Array, y: jax.Array) -> jax.Array:
+            return y + 0.01 * jnp.tanh(jnp.tanh(y @ weights) @ weights)
+
+        return (lx.fori_loop(0, 2000, step, y) ** 2).mean()
+
+    kinds = [lx.Checkpointed(10), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+    weights, y = 0.1 * jnp.ones((32, 32)), jnp.ones((16, 32))
+    compared = lx.compare(loss, weights, y, kinds=kinds)
+    axes = plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
+    compared.plot(axes).figure.savefig(HERE / "pictures" / "compare.png", dpi=110)
+
+
 def draw_solver() -> None:
     """The solutions, steps and gradients of the example."""
     example = runpy.run_path(str(EXAMPLES / "adaptive_ode.py"))
@@ -64,6 +82,7 @@ def main() -> None:
     mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
     draw_schedules()
     draw_lanes()
+    draw_comparison()
     draw_solver()
     for name in (
         "multistep_integrator",

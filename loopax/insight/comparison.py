@@ -90,6 +90,9 @@ class Comparison:
             if row.is_chosen:
                 axes.scatter(memory[0], row.gradient_ms, s=180, facecolors="none", edgecolors="black", zorder=3)
         axes.set(xscale="log", yscale="log", xlabel="temporary memory of the gradient, MiB", ylabel="gradient, ms")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_title(self.name)
         axes.legend(frameon=False)
         return axes

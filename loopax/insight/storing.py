@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from loopax import schedule
 from loopax.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
 from loopax.core.choice import resolved
 from loopax.core.division import Division, divide
 from loopax.core.jaxprs import Mask, merge, num_bytes, select, split
 from loopax.core.jvp import joint_loop
-from loopax.schedule import Blocks
+from loopax.schedule import SchedulePicture, Slots, evaluations
+
+# An online schedule of more steps is not followed step by step; it needs at most so many times the evaluations of one
+# that knows its length (docs/kinds.md).
+_COUNTED, _ONLINE = 100_000, 1.15
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Stored:
     leaves
         Which leaves of the carry are stored.
     evaluations
-        Of the body, forward and gradient together, for as many steps as the bound; None where there is none.
+        Of the body, forward and gradient together, for as many steps as the bound, at most; None where there is none.
 
     """
 
@@ -80,10 +83,9 @@ def _kept(loop: Loop, division: Division) -> tuple[int, int]:
         return loop.bound or 0, num_bytes(division.known.output_avals[1][division.num_known_ys :])
     size = num_bytes(select(division.states, division.known.output_avals[0]))
     saving = division.known.saving
-    if saving is None:
-        return loop.bound or 0, size
-    in_block = saving.size if isinstance(saving, Blocks) else 0
-    return saving.rows(loop.bound) + in_block, size
+    if loop.bound is None:
+        return saving.rows(None) if saving else 0, size
+    return SchedulePicture(loop.bound, saving).room, size
 
 
 def _leaves(division: Division, num_carry: int) -> Mask:
@@ -98,11 +100,9 @@ def _evaluations(loop: Loop, division: Division) -> int | None:
         return None
     if isinstance(loop.storage, EveryResidual):
         return steps
-    if saving is None or not any(division.states):
-        return 2 * steps
-    if isinstance(saving, Blocks):
-        return 3 * steps - saving.rows(steps)  # the last step of a block is not evaluated again before its derivative
-    return schedule.evaluations(steps, saving.count)
+    if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
+        return int(_ONLINE * evaluations(steps, saving.count))
+    return SchedulePicture(steps, saving if any(division.states) else None).evaluations
 
 
 def _kind(storage: Checkpoints | EveryCarry | EveryResidual) -> str:
