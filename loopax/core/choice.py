@@ -9,7 +9,7 @@ from loopax.core.division import divide
 from loopax.core.jaxprs import Mask, num_bytes, select, weakly_cached
 from loopax.core.loop import Loop
 from loopax.core.storage import Checkpoints, EveryCarry, EveryResidual, Fastest, Storage
-from loopax.schedule import DEFAULT_SLOTS, saved_carries
+from loopax.schedule.saving import DEFAULT_SLOTS, saved_carries
 
 # A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
 # that are set to zero for all of them.

@@ -15,7 +15,7 @@ from loopax.core.linear_loop import LinearLoop
 from loopax.core.loop import Loop
 from loopax.core.storage import Checkpoints, EveryResidual, Nothing, saving_for
 from loopax.core.versions import buffers, frozen_body
-from loopax.schedule import Saving
+from loopax.schedule.saving import Saving
 
 
 class Division(NamedTuple):

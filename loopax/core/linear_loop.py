@@ -19,7 +19,8 @@ from loopax.core.loop import Loop, run
 from loopax.core.replay import Replay, replay
 from loopax.core.storage import Nothing, Storage
 from loopax.core.versions import chained, read_only
-from loopax.schedule import Saving, Stages
+from loopax.schedule import Stages
+from loopax.schedule.saving import Saving
 
 
 class LinearLoop(NamedTuple):

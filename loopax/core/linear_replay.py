@@ -26,7 +26,8 @@ from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stack
 from loopax.core.loop import run
 from loopax.core.replay import Replay, replay, saving_loop, walk_and_replay
 from loopax.core.storage import Storage
-from loopax.schedule import Saving, Stages
+from loopax.schedule import Stages
+from loopax.schedule.saving import Saving
 
 
 class LinearReplay(NamedTuple):

@@ -27,7 +27,8 @@ from loopax.core.lending import Lent, lend_in_body
 from loopax.core.origin import Names, Origin
 from loopax.core.reporting import Reporting
 from loopax.core.storage import Storage
-from loopax.schedule import Saving, Stages
+from loopax.schedule import Stages
+from loopax.schedule.saving import Saving
 
 UNUSED = -1  # among marks
 

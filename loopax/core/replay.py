@@ -28,7 +28,8 @@ from loopax.core.jaxprs import split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.loop import Loop, run
 from loopax.core.storage import Storage
-from loopax.schedule import Saving, Stages, length_known
+from loopax.schedule import Stages
+from loopax.schedule.saving import Saving, length_known
 
 
 class Replay(NamedTuple):

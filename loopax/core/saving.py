@@ -11,7 +11,7 @@ from loopax._compat import zeros
 from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
 from loopax.core.walk import State, Steps, Walk, read, write
-from loopax.schedule import Blocks, Saving
+from loopax.schedule.saving import Blocks, Saving
 
 
 class Saver(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from loopax import schedule
-from loopax.schedule import Saving
+from loopax.schedule.saving import Saving
 
 # Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 

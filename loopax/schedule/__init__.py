@@ -6,15 +6,13 @@ from loopax.schedule.blocks import block_size, shortest_block, two_level
 from loopax.schedule.online import Online, online, online_stored, start, store
 from loopax.schedule.picture import SchedulePicture, picture
 from loopax.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
-from loopax.schedule.saving import DEFAULT_SLOTS, Blocks, Saving, Slots, length_known, saved_carries, saving_for
+from loopax.schedule.saving import Blocks, Slots, saving_for
 from loopax.schedule.stages import Stages
 
 __all__ = [
-    "DEFAULT_SLOTS",
     "Action",
     "Blocks",
     "Online",
-    "Saving",
     "SchedulePicture",
     "Slots",
     "Stages",
@@ -24,12 +22,10 @@ __all__ = [
     "evaluations",
     "evaluations_from",
     "forward",
-    "length_known",
     "online",
     "online_stored",
     "picture",
     "replay",
-    "saved_carries",
     "saving_for",
     "shortest_block",
     "start",
