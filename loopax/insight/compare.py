@@ -92,7 +92,7 @@ def compare(
         )
     candidates = [_Candidate(fn, asked, kind) for kind in (None, *chosen)]
     rows = _measured(candidates, rounds)
-    written = replace(rows[0], name=f"as written: {_written(loops)}", is_chosen=True)
+    written = replace(rows[0], name=_written(loops), is_chosen=True)
     return Comparison(asked.name, (written, *rows[1:]))
 
 

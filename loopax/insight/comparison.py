@@ -64,7 +64,7 @@ class Comparison:
         """A table."""
         cells = [_COLUMNS, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in cells if len(row) > i) for i in range(len(_COLUMNS))]
-        lines = [f"{self.name}: its loops by kind; times are medians, memory is that of the gradient"]
+        lines = [f"{self.name}: its loops by kind (* as written); medians, memory of the gradient"]
         for row in cells:
             pairs = zip(row, widths, strict=False)
             lines.append("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(pairs)).rstrip())
@@ -85,7 +85,13 @@ class Comparison:
             color = f"C{place}"
             memory = [max(size, 1) / 2**20 for size in (row.temporary_bytes, row.predicted_bytes)]
             axes.plot(memory, [row.gradient_ms] * 2, color=color, linewidth=0.8, zorder=1)
-            axes.scatter(memory[0], row.gradient_ms, color=color, label=row.name, zorder=2)
+            axes.scatter(
+                memory[0],
+                row.gradient_ms,
+                color=color,
+                label=f"as written: {row.name}" if row.is_chosen else row.name,
+                zorder=2,
+            )
             axes.scatter(memory[1], row.gradient_ms, facecolors="none", edgecolors=color, zorder=2)
             if row.is_chosen:
                 axes.scatter(memory[0], row.gradient_ms, s=180, facecolors="none", edgecolors="black", zorder=3)
