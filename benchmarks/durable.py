@@ -1,5 +1,6 @@
 """Durable loops: what chunks and saves cost, and outputs larger than memory."""
 
+import os
 import resource
 import shutil
 import subprocess
@@ -132,7 +133,8 @@ ROWS, ROW = 3 * 1024, 1 << 18  # 3 GiB of float32
 def outputs() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path:
         command = [sys.executable, "-m", "benchmarks.durable", path]
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # an accelerator's memory is this process's
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     peak, seconds = float(found[-2]), float(found[-1])
     return [{"GiB of ys": 3.0, "peak GiB": peak, "bound": 1.5, "met": peak < 1.5, "s": seconds}]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.counter import Counter
+from benchmarks.groups import Findings
 from loopax import schedule
 
 CHECKPOINTS = (3, 10, 20, 44)
@@ -57,3 +58,9 @@ def counted() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def tables() -> list[Findings]:
+    """One table."""
+    ours = ("known length", "online", "online / optimum, worst to 100000", "online / Equinox, worst")
+    return [Findings("Evaluations per step, n = 1000", counted, counts=ours)]

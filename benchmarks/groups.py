@@ -8,6 +8,20 @@ from benchmarks.measure import Case, Measurement
 
 EQUINOX, EVERY_CARRY, LAX_SCAN = "Equinox checkpointed", "lax.scan of jax.checkpoint", "lax.scan"
 
+# What the names of other libraries' programs begin with.
+PEERS = (
+    "Diffrax",
+    "Equinox",
+    "brainstate",
+    "jaxmore",
+    "lax",
+    "matfree",
+    "nnx",
+    "padded and masked lax",
+    "traceax",
+    "vmapped lax",
+)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -35,6 +49,8 @@ class Group:
     targets: list[Target]
     rounds: int = 11
     compilations: int = 1
+    steps: int | None = None  # of every program, where steps per second say more than milliseconds
+    missing: tuple[str, ...] = ()  # libraries that are not installed, and whose programs are left out
 
 
 def ratio(target: Target, found: dict[str, Measurement]) -> float:
@@ -51,24 +67,20 @@ class Findings:
     title: str
     rows: Callable[[], list[dict[str, Any]]]
     remark: str = ""
+    counts: tuple[str, ...] = ()  # columns of counts and of memory, the same on every machine: fewer is better
 
 
-def markdown_of(title: str, rows: list[dict[str, Any]], remark: str = "") -> str:
-    """Rows as a table."""
-    lines = [
-        f"## {title}",
-        *(["", remark] if remark else []),
-        "",
-        "| " + " | ".join(rows[0]) + " |",
-        "|" + "---|" * len(rows[0]),
-        *("| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in rows),
-    ]
-    return "\n".join([*lines, ""])
+@dataclass(frozen=True)
+class Counts:
+    """Numbers that are counted once, and are the same on every machine: fewer is better."""
+
+    title: str
+    values: Callable[[], dict[str, Any]]
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "**no**"
-    return value if isinstance(value, str) else f"{value:.4g}"
+Item = Group | Findings | Counts
+
+
+def is_peer(program: str) -> bool:
+    """Whether a program is another library's."""
+    return program.startswith(PEERS)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 import loopax as lx
-from benchmarks.groups import EQUINOX, LAX_SCAN, Group, Target
+from benchmarks.groups import EQUINOX, LAX_SCAN, Counts, Group, Target
 from benchmarks.measure import Case
 from examples import multistep_integrator as example
 
@@ -215,3 +215,8 @@ def compilations() -> dict[str, int]:
 def groups() -> list[Group]:
     """All tables."""
     return [one_series(), of_lanes(32, 1.5), of_lanes(16, None), integrators()]
+
+
+def counts() -> list[Counts]:
+    """What is counted once."""
+    return [Counts("Histories and buffers: compilations for ten different lengths", compilations)]

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox.internal as eqxi
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 import loopax as lx
+from benchmarks.groups import Group
+from benchmarks.measure import Case
 from loopax.core import lanes, lanes_loop, lanes_replay
 
 BOUND = 1000
@@ -65,3 +68,19 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
             lanes_loop.large_constants = lanes_replay.large_constants = large_constants
 
     return traced
+
+
+def borrowing() -> Group:
+    """What borrowing costs where every lane has weights of its own: no peer, and no target."""
+    forward = jax.vmap(lane_with_loopax)
+    gradient = jax.vmap(jax.grad(lane_with_loopax))
+    outside = jax.grad(lambda weights, y, n: forward(weights, y, n).sum())
+    programs = {"forward": forward, "vmap of grad": gradient, "grad of vmap": outside}
+    programs |= {f"{name}, not borrowing": without_borrowing(f) for name, f in programs.items()}
+    cases = [Case(name, program, ensemble()) for name, program in programs.items()]
+    return Group("64 lanes with weights of their own: what borrowing costs", cases, [])
+
+
+def groups() -> list[Group]:
+    """One table."""
+    return [borrowing()]

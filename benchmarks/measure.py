@@ -1,9 +1,11 @@
 """Measure compiled programs side by side, in one run, so that the machine's mood hits all alike."""
 
+import contextlib
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,14 @@ class Measurement:
     compile_seconds: float  # trace, lower and compile; the least of the repetitions
 
 
+ENOUGH_ROUNDS, ENOUGH_SECONDS = 3, 120.0
+
+
 def measure(cases: Sequence[Case], rounds: int, compilations: int = 1) -> dict[str, Measurement]:
     """Measure all cases in turn, round by round.
 
     Each is called once before it is timed: what ran before it, and how much memory that gave back, would
-    matter else.
+    matter else. Where programs are slow (loops of small steps on an accelerator), three rounds are enough.
     """
     compiled, seconds = {}, {}
     for case in cases:
@@ -46,8 +51,10 @@ def measure(cases: Sequence[Case], rounds: int, compilations: int = 1) -> dict[s
             times.append(time.perf_counter() - start)
         seconds[case.name] = min(times)
         jax.block_until_ready(compiled[case.name](*case.arguments))
-    times = {case.name: [] for case in cases}
-    for _ in range(rounds):
+    times, start_of_all = {case.name: [] for case in cases}, time.perf_counter()
+    for i in range(rounds):
+        if i >= ENOUGH_ROUNDS and time.perf_counter() - start_of_all > ENOUGH_SECONDS:
+            break
         for case in cases:
             jax.block_until_ready(compiled[case.name](*case.arguments))
             start = time.perf_counter()
@@ -64,8 +71,22 @@ def measure(cases: Sequence[Case], rounds: int, compilations: int = 1) -> dict[s
     }
 
 
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """What programs show of their progress goes nowhere."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
 def machine() -> str:
-    """The machine in words."""
+    """The machine in words: its processor, and the accelerators where there are some."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        return _processor()
+    return f"{len(devices)} x {devices[0].device_kind}, {_processor()}"
+
+
+def _processor() -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

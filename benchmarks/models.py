@@ -1,4 +1,4 @@
-"""Models in the carry: what they cost beside the same model closed over as plain arrays."""
+"""Models in the carry: what they cost beside the same model closed over as plain arrays, and beside NNX's own loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +85,54 @@ def shared_weights(how: str) -> Group:
     return Group(title, cases, targets, rounds=15)
 
 
+# ---- one loop, beside NNX's own
+
+STEPS = 1000
+
+
+def with_nnx_scan(weight: Array, x: Array, _: Array) -> Array:
+    """A number of steps that is known when the program is compiled."""
+
+    @nnx.scan(in_axes=nnx.Carry, out_axes=nnx.Carry, length=STEPS)
+    def scanned(carry: Any) -> Any:
+        layer, x = carry
+        return layer, layer(x)
+
+    return (scanned((Layer(weight), x))[1] ** 2).sum()
+
+
+def while_loop(loop: Callable[..., Any], **options: Any) -> Callable[..., Array]:
+    """A condition on a counter in the carry."""
+
+    def program(weight: Array, x: Array, n: Array) -> Array:
+        def step(carry: Any) -> Any:
+            layer, x, i, n = carry
+            return layer, layer(x), i + 1, n
+
+        start = Layer(weight), x, jnp.int32(0), n
+        return (loop(lambda carry: carry[2] < carry[3], step, start, **options)[1] ** 2).sum()
+
+    return program
+
+
+def one_loop(differentiated: bool) -> Group:
+    """A batch through one layer, again and again: a module in the carry of one loop."""
+    bound: Any = {"max_steps": STEPS, "throw": False}
+    programs = {"nnx.scan, static n": with_nnx_scan}
+    if differentiated:
+        kinds = [lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+    else:
+        kinds = [lx.Lax()]
+        programs["nnx.while_loop"] = while_loop(nnx.while_loop)
+    programs |= {f"loopax while_loop, {kind}": while_loop(lx.while_loop, kind=kind, **bound) for kind in kinds}
+    if differentiated:
+        programs = {name: jax.grad(program) for name, program in programs.items()}
+    weight, _, x = arguments()
+    cases = [Case(name, program, (weight, x, jnp.int32(STEPS))) for name, program in programs.items()]
+    what = "gradient" if differentiated else "forward"
+    return Group(f"NNX: {what}, batch {LANES}, {SIZE} x {SIZE} weights, n = {STEPS}", cases, [])
+
+
 def groups() -> list[Group]:
     """All tables."""
-    return [shared_weights(how) for how in ("lockstep", "compact")]
+    return [*(shared_weights(how) for how in ("lockstep", "compact")), one_loop(False), one_loop(True)]

@@ -1,8 +1,5 @@
 """What it costs to show how far a loop is: steps of about a microsecond, beside the same loop without."""
 
-import contextlib
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +9,7 @@ import jax.numpy as jnp
 import loopax as lx
 from benchmarks.groups import Group, Target
 from benchmarks.measure import Case
+from benchmarks.peers import is_installed, missing
 
 STEPS, WIDTH = 1_000_000, 64
 GRADIENT_STEPS = 300_000
@@ -52,18 +50,11 @@ def saving(progress: lx.Progress | None) -> Callable[..., Any]:
 
 def with_peer(x: Any, n: Any) -> Any:
     """`lax.scan` with the bar of jax-tqdm, which asks in each step whether to call."""
-    from jax_tqdm import scan_tqdm  # pyright: ignore[reportMissingImports]
+    from jax_tqdm import scan_tqdm  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
     del n
     body = scan_tqdm(STEPS)(lambda x, _: (step(x), None))
     return jax.lax.scan(body, x, jnp.arange(STEPS))[0]
-
-
-@contextlib.contextmanager
-def unseen() -> Any:
-    """What is shown goes nowhere."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        yield
 
 
 def group(title: str, steps: int, program: Callable[..., Any], peers: dict[str, Any] | None = None) -> Group:
@@ -72,13 +63,17 @@ def group(title: str, steps: int, program: Callable[..., Any], peers: dict[str, 
     programs = {NONE: program(None), SHOWN: program(TEXT), **(peers or {})}
     cases = [Case(name, f, arguments) for name, f in programs.items()]
     return Group(
-        f"Progress: {title}, {steps} steps of a microsecond", cases, [Target("time", SHOWN, NONE, 1.03)], rounds=9
+        f"Progress: {title}, {steps} steps of a microsecond",
+        cases,
+        [Target("time", SHOWN, NONE, 1.03)],
+        rounds=9,
+        missing=missing("jax_tqdm"),
     )
 
 
 def groups() -> list[Group]:
     """All tables."""
-    peers = {PEER: with_peer} if importlib.util.find_spec("jax_tqdm") else {}
+    peers = {PEER: with_peer} if is_installed("jax_tqdm") else {}
     return [
         group("a known number", STEPS, counted, peers),
         group("until a condition", STEPS, conditional),

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 import loopax as lx
 from benchmarks import lanes
-from benchmarks.groups import EQUINOX, Group, Target
+from benchmarks.groups import EQUINOX, Counts, Group, Target
 from benchmarks.measure import Case
 from benchmarks.workloads import gated_unit
 
@@ -24,7 +24,7 @@ STAGES_2, QUEUE = "loopax Compact(shrink=2), while_loop", "loopax lanes_map, 128
 VMAPPED_EQUINOX = f"{EQUINOX} under vmap"
 
 
-def counts() -> dict[str, Array]:
+def trip_counts() -> dict[str, Array]:
     """The numbers of steps of 1024 lanes."""
     random = np.random.RandomState(0)
     exponential = np.clip(np.ceil(random.exponential(100, 1024)), 1, lanes.BOUND)
@@ -291,10 +291,18 @@ def groups() -> list[Group]:
     bounds = {"log-normal counts": (1 / 9, 1 / 16), "exponential counts": (1 / 6, 1 / 8)}
     bounds |= {"uniform counts": (0.65, 0.42), "equal counts": (1.05, 0.6)}
     return [
-        *(group for name, n in counts().items() for group in of_counts(name, n, *bounds[name])),
+        *(group for name, n in trip_counts().items() for group in of_counts(name, n, *bounds[name])),
         real_series(64, 1 / 3),
         real_series(32, None),
         real_series(128, None),
         nested(OBSERVATIONS, 1 / 1.5),
         nested(OBSERVATIONS // 64, None),
+    ]
+
+
+def counts() -> list[Counts]:
+    """What is counted once."""
+    return [
+        Counts("256 chains of slice sampling: batched iterations", nested_iterations),
+        Counts("PLAID: steps of the cell in one epoch, forward", series_steps),
     ]

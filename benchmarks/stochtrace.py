@@ -200,6 +200,8 @@ def _memory_of(
 def tables() -> list[Findings]:
     """All tables but those of times."""
     return [
-        Findings("Traces: ten numbers of products, n = 256", compilations),
-        Findings("Traces: temporary memory of Hutchinson's estimate", memory),
+        Findings("Traces: ten numbers of products, n = 256", compilations, counts=("loopax: compilations",)),
+        Findings(
+            "Traces: temporary memory of Hutchinson's estimate", memory, counts=("loopax, batch=1", "loopax, batch=16")
+        ),
     ]

@@ -1,0 +1,52 @@
+"""All that is measured, in the order of the page."""
+
+from benchmarks import (
+    adaptive,
+    budgets,
+    durable,
+    evaluations,
+    histories,
+    lanes,
+    models,
+    progress,
+    ragged,
+    recurrences,
+    sharded,
+    stochtrace,
+    stochtrace_errors,
+)
+from benchmarks.groups import Item
+
+WITH_GROUPS = (
+    recurrences,
+    lanes,
+    ragged,
+    budgets,
+    models,
+    adaptive,
+    histories,
+    progress,
+    stochtrace,
+)
+WITH_TABLES = (
+    evaluations,
+    stochtrace,
+    stochtrace_errors,
+    durable,
+    sharded,
+)
+WITH_COUNTS = (ragged, histories)
+
+
+def items() -> list[Item]:
+    """Programs that are compared, other tables, and counts."""
+    return [
+        *(group for module in WITH_GROUPS for group in module.groups()),
+        *(table for module in WITH_TABLES for table in module.tables()),
+        *(counts for module in WITH_COUNTS for counts in module.counts()),
+    ]
+
+
+def chosen(part: str) -> list[Item]:
+    """Those whose title contains `part`."""
+    return [item for item in items() if part in item.title]
