@@ -3,6 +3,7 @@
 from benchmarks import (
     adaptive,
     budgets,
+    condition_checks,
     durable,
     evaluations,
     histories,
@@ -12,6 +13,7 @@ from benchmarks import (
     ragged,
     recurrences,
     sharded,
+    small_bodies,
     stochtrace,
     stochtrace_errors,
 )
@@ -27,6 +29,7 @@ WITH_GROUPS = (
     histories,
     progress,
     stochtrace,
+    small_bodies,
 )
 WITH_TABLES = (
     evaluations,
@@ -34,6 +37,7 @@ WITH_TABLES = (
     stochtrace_errors,
     durable,
     sharded,
+    condition_checks,
 )
 WITH_COUNTS = (ragged, histories)
 

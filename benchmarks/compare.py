@@ -33,11 +33,11 @@ def changes(old: Report, new: Report, times: float = TIMES) -> list[Change]:
     compared between devices of different kinds.
     """
     found: list[Change] = []
-    is_same_device = _device(old) == _device(new)
     for kind in KINDS:
         latest = by_title(new, kind)
         for title, before in by_title(old, kind).items():
             if title in latest:
+                is_same_device = _device(before, old) == _device(latest[title], new)
                 found += _of_record(before, latest[title], times, is_same_device)
     return found
 
@@ -69,9 +69,9 @@ def _percent(change: Change) -> str:
     return f"{100 * (change.now / change.before - 1):+.0f} %"
 
 
-def _device(report: Report) -> str:
+def _device(record: Record, report: Report) -> str:
     """The backend, from the versions: "jax 0.10.2, equinox 0.13.8, cpu, float32"."""
-    return report["versions"].split(", ")[-2] if report["versions"].count(", ") > 1 else ""
+    return record.get("setting", report["versions"]).split(", ")[-2]
 
 
 def _of_record(old: Record, new: Record, times: float, is_same_device: bool) -> Iterator[Change]:
@@ -80,7 +80,7 @@ def _of_record(old: Record, new: Record, times: float, is_same_device: bool) -> 
         if is_same_device:
             yield from _of_memory(old, new)
     elif "rows" in new:
-        yield from _of_rows(old, new)
+        yield from _of_rows(old, new, is_same_device)
     else:
         whole = {name: value for name, value in new["values"].items() if " / " not in name}  # ratios follow from these
         yield from _of_counts(new["title"], "", old["values"], whole)
@@ -138,8 +138,8 @@ def _change(title: str, what: str, before: float, now: float, is_of_peer: bool =
 # ---- other tables
 
 
-def _of_rows(old: Record, new: Record) -> Iterator[Change]:
-    counts = new.get("counts", old.get("counts", []))
+def _of_rows(old: Record, new: Record, is_same_device: bool) -> Iterator[Change]:
+    counts = [*new.get("counts", []), *(new.get("memory", []) if is_same_device else [])]
     before = dict(_named(old["rows"]))
     for name, now in _named(new["rows"]):
         row = before.get(name, {})

@@ -67,7 +67,8 @@ class Findings:
     title: str
     rows: Callable[[], list[dict[str, Any]]]
     remark: str = ""
-    counts: tuple[str, ...] = ()  # columns of counts and of memory, the same on every machine: fewer is better
+    counts: tuple[str, ...] = ()  # columns of counts, the same on every machine: fewer is better
+    memory: tuple[str, ...] = ()  # columns of memory, the same on every machine of a kind
 
 
 @dataclass(frozen=True)

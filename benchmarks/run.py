@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -65,7 +64,8 @@ def _measured(item: Item) -> Record:
     if isinstance(item, Group):
         return _measured_group(item)
     if isinstance(item, Findings):
-        about: dict[str, Any] = {"counts": list(item.counts)} if item.counts else {}
+        columns = {"counts": list(item.counts), "memory": list(item.memory)}
+        about = {name: titles for name, titles in columns.items() if titles}
         return {"title": item.title, "remark": item.remark, **about, "rows": item.rows()}
     return {"title": item.title, "values": item.values()}
 

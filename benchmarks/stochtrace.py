@@ -202,6 +202,6 @@ def tables() -> list[Findings]:
     return [
         Findings("Traces: ten numbers of products, n = 256", compilations, counts=("loopax: compilations",)),
         Findings(
-            "Traces: temporary memory of Hutchinson's estimate", memory, counts=("loopax, batch=1", "loopax, batch=16")
+            "Traces: temporary memory of Hutchinson's estimate", memory, memory=("loopax, batch=1", "loopax, batch=16")
         ),
     ]

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import compare, page, records
+from benchmarks import compare, figures, page, records
 from benchmarks.groups import Counts, Group
 from benchmarks.run import estimates, run
 
@@ -131,8 +131,19 @@ def test_memory_is_not_compared_with_that_of_another_kind_of_device():
         new["versions"] = "jax 0.10.2, equinox 0.13.8, gpu, float32"
         new["groups"][0]["programs"][0]["temporary_mib"] = 5.0
         new["groups"][0]["targets"][1]["measured"] = 5.0
+        new["tables"][0] |= {"counts": [], "memory": ["evaluations"]}
+        new["tables"][0]["rows"][0]["evaluations"] = 9.0
 
     assert changed(edit) == []
+
+
+def test_a_record_of_another_machine_is_of_its_device():
+    old = report()
+    old["versions"] = "jax 0.10.2, equinox 0.13.8, gpu, float32"
+    old["groups"][0]["setting"] = f"A. {report()['versions']}"
+    new = report()
+    new["groups"][0]["programs"][0]["temporary_mib"] = 5.0
+    assert [c.fails for c in compare.changes(old, new)] == [True]
 
 
 def test_counts_in_tables_are_found_by_the_words_of_their_row():
@@ -208,7 +219,7 @@ def test_results_without_what_they_are_compared_with(monkeypatch, capsys):
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path):
-    path, old = tmp_path / "results.json", report() | {"versions": "older, cpu, float32"}
+    path, old = tmp_path / "results.json", report() | {"versions": "older, equinox 0.13.8, cpu, float32"}
 
     def interrupted():
         raise KeyboardInterrupt
@@ -273,3 +284,16 @@ def test_titles_are_of_one_table_each():
     committed = records.read(COMMITTED)
     titles = [title for kind in records.KINDS for title in records.by_title(committed, kind)]
     assert len(titles) == len(set(titles)) == sum(len(committed[kind]) for kind in records.KINDS)
+
+
+def test_figures_are_drawn_of_what_there_is(tmp_path):
+    committed = records.read(COMMITTED)
+    lorenz = [record for record in committed["groups"] if "Lorenz, RK4" in record["title"]]
+    some = committed | {"groups": lorenz, "tables": [], "counts": []}
+    drawn = figures.draw(some, tmp_path)
+    assert sorted(path.name for path in drawn) == [
+        "benchmark-auto.png",
+        "benchmark-budgets.png",
+        "benchmark-gradients.png",
+    ]
+    assert sorted(tmp_path.iterdir()) == sorted(drawn)
