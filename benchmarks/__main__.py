@@ -72,7 +72,10 @@ def measured(console: Console, part: str, path: Path | None) -> tuple[Report, li
         if path:
             write(records.with_part(committed, report), path)
 
-    report, failed = run.run(items, console, run.estimates(items, committed), save)
+    try:
+        report, failed = run.run(items, console, run.estimates(items, committed), save)
+    except KeyboardInterrupt:
+        sys.exit(f"\nInterrupted. What was measured is in {path}." if path else "\nInterrupted. Nothing was written.")
     if path and not part:
         write(records.with_whole(committed, report, [item.title for item in items]), path)
     for title in failed:
