@@ -36,6 +36,13 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.results and not chosen.against:
         parser.error("--results needs --against FILE, which it is compared with")
+    if chosen.write and not chosen.part:
+        parser.error("--write is for a part: all results are written without it")
+    is_measured = not (chosen.results or chosen.figures or chosen.list)
+    if chosen.part and not is_measured:
+        parser.error("a part is measured: it does not go with --results, --figures or --list")
+    if chosen.against and (chosen.write or chosen.figures or chosen.list):
+        parser.error("--against writes nothing: it does not go with --write, --figures or --list")
     return chosen
 
 

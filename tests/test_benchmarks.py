@@ -208,11 +208,20 @@ def test_two_files_are_compared(tmp_path, monkeypatch, capsys, measured, code):
     assert f"1 change beyond the tolerance, {code} for the worse" in output
 
 
-def test_results_without_what_they_are_compared_with(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "--results", "new.json"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--results", "new.json"], "--results needs --against FILE"),
+        (["--write"], "--write is for a part"),
+        (["a part", "--figures"], "a part is measured"),
+        (["--against", "--list"], "--against writes nothing"),
+    ],
+)
+def test_arguments_that_do_not_go_together(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
     with pytest.raises(SystemExit):
         command.main()
-    assert "--results needs --against FILE" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # ---- a run
