@@ -9,6 +9,7 @@ from benchmarks import (
     histories,
     lanes,
     models,
+    predictions,
     progress,
     ragged,
     recurrences,
@@ -33,6 +34,7 @@ WITH_GROUPS = (
 )
 WITH_TABLES = (
     evaluations,
+    predictions,
     stochtrace,
     stochtrace_errors,
     durable,

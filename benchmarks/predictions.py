@@ -40,5 +40,6 @@ def predicted() -> list[dict[str, Any]]:
 
 def tables() -> list[Findings]:
     """What is counted, not timed."""
+    title = "Temporary memory of a gradient: predicted by `explain`, reported by XLA"
     remark = "Bound: 15 %, or 64 KiB where the stored carries are under 1 MiB."
-    return [Findings("Temporary memory of a gradient: predicted by `explain`, reported by XLA", predicted, remark)]
+    return [Findings(title, predicted, remark, memory=("predicted MiB", "reported MiB"))]
