@@ -50,7 +50,7 @@ class Measured:
     is_chosen: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Kinds of loops on one function, the one as it is written first.
 
@@ -70,6 +70,10 @@ class Comparison:
             lines.append("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(pairs)).rstrip())
         lines += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """The same: what a notebook and a Python prompt show."""
+        return str(self)
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the time of the gradient against its memory, on logarithmic scales; returns the axes (needs matplotlib).

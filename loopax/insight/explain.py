@@ -18,7 +18,7 @@ MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The loops of a function, and what a gradient of it stores.
 
@@ -60,6 +60,10 @@ class Explanation:
     def __str__(self) -> str:
         """As a text."""
         return showing.text(self._heading(), self.loops, self._summary())
+
+    def __repr__(self) -> str:
+        """The same: what a notebook and a Python prompt show."""
+        return str(self)
 
     def show(self) -> None:
         """Print it: as tables in a terminal, where rich is installed, else as a text."""

@@ -67,6 +67,7 @@ def test_the_table(compared):
     assert lines[6].split() == ["Lax()", "none"]
     assert lines[7].startswith("Lax(): reverse mode")
     assert len(lines) == 8
+    assert repr(compared) == str(compared)
 
 
 def test_the_picture(compared):

@@ -241,6 +241,7 @@ def test_the_text():
     assert "gradient stores 100 " in text
     assert "body evaluations: forward 100, with the gradient " in text
     assert "warnings: 0" in text
+    assert repr(lx.explain(recurrent, *ARGS, argnums=0)) == text
 
 
 def test_many_constants_are_summed_up():
