@@ -15,10 +15,9 @@ from loopax._static import Why, positive_int
 from loopax.insight import comparison
 from loopax.insight.comparison import Comparison, Measured
 from loopax.insight.exchange import with_kind
-from loopax.insight.explain import REFUSALS
+from loopax.insight.explain import REFUSALS, stored_of
 from loopax.insight.loops import Found, find
 from loopax.insight.memory import temporary_bytes
-from loopax.insight.storing import stored_by
 from loopax.insight.subject import Subject, gradient_of, subject
 from loopax.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
 
@@ -126,14 +125,8 @@ def _written(loops: Sequence[Found]) -> str:
 
 
 def _taken(found: Found, name: str) -> str:
-    perturbed = tuple(value.perturbed for value in found.operands)
-    if not any(perturbed):
-        return name
-    try:
-        taken = stored_by(found.seen.loop, perturbed).kind
-    except REFUSALS:
-        return name
-    return name if taken == name else f"{name} takes {taken}"
+    stored, _ = stored_of(found)
+    return name if stored is None or stored.kind == name else f"{name} takes {stored.kind}"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from loopax._extras import optional
 from loopax.insight.sizes import in_bytes
 from loopax.kinds import Auto, Checkpointed
 
@@ -81,9 +82,9 @@ class Comparison:
         Filled: as XLA reports the memory. Hollow: as it is predicted. The kind as written has a ring around it.
         """
         if axes is None:
-            from matplotlib import pyplot as plt
-
-            axes = plt.subplots(layout="constrained")[1]
+            axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison").subplots(
+                layout="constrained"
+            )[1]
         rows = [row for row in self.rows if not row.problem]
         for place, row in enumerate(rows):
             color = f"C{place}"

@@ -157,7 +157,7 @@ def _gradient_bytes(asked: Subject) -> tuple[int | None, str]:
 def _explained(found: Found) -> LoopExplanation:
     seen, loop = found.seen, found.seen.loop
     origin = loop.origin
-    stored, problem = _stored(found)
+    stored, problem = stored_of(found)
     is_lax = seen.library == "lax"
     return LoopExplanation(
         f"{seen.library}.{origin.function}" if origin else "a loop of loopax",
@@ -176,7 +176,8 @@ def _explained(found: Found) -> LoopExplanation:
     )
 
 
-def _stored(found: Found) -> tuple[Stored | None, str]:
+def stored_of(found: Found) -> tuple[Stored | None, str]:
+    """What a gradient of a loop stores, if any is taken of it, or why none can be."""
     perturbed = tuple(value.perturbed for value in found.operands)
     if not any(perturbed):
         return None, ""

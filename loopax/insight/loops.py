@@ -149,11 +149,10 @@ def _results(loop: Loop, eqn: Any) -> list[Any]:
 def _see_scan(eqn: Any) -> Seen:
     num_consts, num_carry = scan_sizes(eqn)
     body = eqn.params["jaxpr"]
-    function = jaxpr_as_fun(body)
     names = argument_names(body)
     consts, carry, xs = split(names, [num_consts, num_carry])
     loop = Loop(
-        trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals]),
+        _with_row(body),
         num_consts,
         num_carry,
         bound=eqn.params["length"],
@@ -170,10 +169,9 @@ def _see_while(eqn: Any) -> Seen:
     """A loop of the body alone: what the condition reads besides is of no interest here."""
     num_cond, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"]
-    function = jaxpr_as_fun(body)
     consts, carry, _ = split(argument_names(body), [num_consts, len(eqn.outvars)])
     loop = Loop(
-        trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals]),
+        _with_row(body),
         num_consts,
         len(eqn.outvars),
         bound=None,
@@ -185,6 +183,12 @@ def _see_while(eqn: Any) -> Seen:
     )
     lanes = prod(eqn.params["cond_jaxpr"].out_avals[0].shape)
     return Seen(loop, "lax", eqn.invars[num_cond:], eqn.outvars, waiting=lanes)
+
+
+def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
+    """A body as those of the core: it is handed the number of the row, too."""
+    function = jaxpr_as_fun(body)
+    return trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals])
 
 
 def _origin(function: str, names: Names, fixed: bool) -> Origin:

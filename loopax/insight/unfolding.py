@@ -1,6 +1,6 @@
 """A program with loopax's operations spelled out in JAX's own, and without calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,26 +33,26 @@ def called(eqn: Any) -> ClosedJaxpr | None:
 
 def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program as one list of JAX's operations, without dead code; bodies of loops stay as they are."""
-    flat = jax.make_jaxpr(lambda *inputs: _inlined(closed, inputs))(*closed.in_avals)
-    return dce(flat, [True] * len(flat.out_avals), True)[0]
+    return _evaluated(closed, _operation)
 
 
 def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without calls, with loopax's operations as they are."""
-    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, _call))(*closed.in_avals)
+    return _evaluated(closed, _call)
+
+
+def _evaluated(closed: ClosedJaxpr, equation: Callable[[Any, list[Any]], Sequence[Any]]) -> ClosedJaxpr:
+    """A program that evaluates another, without dead code."""
+    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, equation))(*closed.in_avals)
     return dce(flat, [True] * len(flat.out_avals), True)[0]
 
 
-def _inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    return evaluate(closed, inputs, _equation)
-
-
-def _equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _operation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.primitive in _OURS:
         program = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*operands)
-        return _inlined(program, operands)
+        return evaluate(program, operands, _operation)
     inner = called(eqn)
-    return bind_again(eqn, operands) if inner is None else _inlined(inner, operands)
+    return bind_again(eqn, operands) if inner is None else evaluate(inner, operands, _operation)
 
 
 def _call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
