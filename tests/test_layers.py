@@ -102,6 +102,7 @@ LAYERS = [
     "loopax.rollout",
     "loopax._exchange",
     "loopax._program",
+    "loopax._timing",
     "loopax.rewrite",
     "loopax.mapping",
     "loopax._lane_axes",

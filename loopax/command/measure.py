@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
+from loopax._timing import in_turn
 from loopax.command.table import in_words
 
 ROUNDS = 7
@@ -73,7 +73,7 @@ def measure(program: Program, rounds: int = ROUNDS) -> list[Measurement]:
         else:
             working.append(compiled)
             expected = result if expected is None else expected
-    times = _times([compiled.call for compiled in working], rounds)
+    times = in_turn([compiled.call for compiled in working], rounds)
     rows = zip(working, times, strict=True)
     return [*(_measurement(program, compiled, ms, times[0]) for compiled, ms in rows), *failed]
 
@@ -102,17 +102,6 @@ def _difference(result: Any, expected: Any) -> str:
         return "another result"
     error = np.linalg.norm(ours - theirs) / max(np.linalg.norm(ours), 1e-30)
     return "" if error < 1e-3 else f"another result: {error:.1e} away"
-
-
-def _times(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Milliseconds of each."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, of_call in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            of_call.append(1e3 * (time.perf_counter() - start))
-    return [median(of_call) for of_call in times]
 
 
 def _measurement(program: Program, compiled: Compiled, milliseconds: float, ours: float) -> Measurement:

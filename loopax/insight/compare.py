@@ -1,6 +1,5 @@
 """`compare`: every kind of loop, measured on a user's own function."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from jax.core import Tracer
 from loopax._compat import ClosedJaxpr, jaxpr_as_fun
 from loopax._program import trace_program
 from loopax._static import Why, positive_int
+from loopax._timing import in_turn
 from loopax.insight import comparison
 from loopax.insight.comparison import Comparison, Measured
 from loopax.insight.exchange import with_kind
@@ -202,13 +202,8 @@ def _compiled(candidate: _Candidate, arrays: Sequence[Any]) -> _Compiled | Excep
 
 
 def _milliseconds(programs: Sequence[Any], arrays: Sequence[Any], rounds: int) -> list[float]:
-    """The median time of each program; they are run in turn, so that the machine's mood hits all alike."""
-    for program in programs:
-        jax.block_until_ready(program(*arrays))
-    times: list[list[float]] = [[] for _ in programs]
-    for _ in range(rounds):
-        for program, found in zip(programs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            found.append(1e3 * (time.perf_counter() - start))
-    return list(map(statistics.median, times))
+    """The median time of each program, which is run once before."""
+    calls = [lambda program=program: jax.block_until_ready(program(*arrays)) for program in programs]
+    for call in calls:
+        call()
+    return in_turn(calls, rounds)
