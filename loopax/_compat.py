@@ -49,6 +49,7 @@ __all__ = [
     "known_value",
     "mapped_aval",
     "mlir",
+    "new_primitive",
     "of_weak_type",
     "open_constants",
     "partial_eval_jaxpr",
@@ -69,6 +70,20 @@ __all__ = [
 
 _JAX = str(Path(jax.__file__).parent)
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
+
+
+def new_primitive(name: str) -> Primitive:
+    """A primitive of several results. JAX may call its bodies high-level, but never has to lower them by a rule.
+
+    From JAX 0.12 on, `jnp.searchsorted` and the like are equations that hold an object with its own derivatives. JAX
+    lowers such equations before it compiles, and calls every primitive high-level that has one in a jaxpr among its
+    parameters; it then asks that primitive for a rule, `to_lojax`. Here a body keeps these equations, because
+    derivatives and batches want their rules, and `mlir.lower_fun`, by which loops are compiled, lowers all it traces.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.is_high = lambda *_, **__: False  # pyright: ignore[reportAttributeAccessIssue]
+    return primitive
 
 
 def strong(aval: AbstractValue) -> AbstractValue:

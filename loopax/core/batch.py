@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from loopax._compat import (
     ClosedJaxpr,
-    Primitive,
     ad,
     axis_arguments,
     batched_outputs,
@@ -22,6 +21,7 @@ from loopax._compat import (
     collective_over,
     jaxpr_as_fun,
     mlir,
+    new_primitive,
     zeros,
 )
 from loopax._errors import collective_message
@@ -56,8 +56,7 @@ class Batch(NamedTuple):
     mapped: Mask  # which operands have an axis of lanes
 
 
-batch_p = Primitive("lanes")
-batch_p.multiple_results = True
+batch_p = new_primitive("lanes")
 
 
 @weakly_cached

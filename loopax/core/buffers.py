@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopax._compat import Primitive, ad, batching, is_nonzero, mlir, zeros
+from loopax._compat import Primitive, ad, batching, is_nonzero, mlir, new_primitive, zeros
 from loopax.core.axes import Axis, fill_axis
 from loopax.core.dependence import dependence_rules
 from loopax.core.jaxprs import written_out
@@ -140,8 +140,7 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
 
 
 def _primitive(name: str, function: Callable[..., list[Any]], params: Sequence[str]) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+    primitive = new_primitive(name)
     primitive.def_impl(jax.jit(function, static_argnames=params))
     primitive.def_abstract_eval(lambda *avals, **p: jax.make_jaxpr(partial(function, **p))(*avals).out_avals)
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, Primitive, batching, mlir, vary_like
+from loopax._compat import ClosedJaxpr, batching, mlir, new_primitive, vary_like
 from loopax.core.expansion import batch_expanded
 from loopax.core.jaxprs import Mask, bind_again, evaluate
 
-active_p = Primitive("active_lanes")
-active_p.multiple_results = True
+active_p = new_primitive("active_lanes")
 
 
 def active_lanes(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:

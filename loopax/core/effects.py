@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, scan_sizes
+from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, new_primitive, scan_sizes
 from loopax.core.buffers import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax.core.jaxprs import bind_again, evaluate, split, trace
 from loopax.core.loop import Loop, lending, loop_p
@@ -51,8 +51,7 @@ def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
 
 
 # An effect without results that happens where `active` is True. Operands: active, *operands.
-only_if_p = Primitive("only_if")
-only_if_p.multiple_results = True
+only_if_p = new_primitive("only_if")
 
 
 def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> list[Any]:

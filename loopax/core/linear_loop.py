@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, mlir, strong, zeros
+from loopax._compat import ClosedJaxpr, ad, batching, dce, mlir, new_primitive, strong, zeros
 from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
 from loopax.core.loop import Loop, run
@@ -114,8 +114,7 @@ class Operands(NamedTuple):
         return cls(low, high, *groups)
 
 
-linear_loop_p = Primitive("linear_loop")
-linear_loop_p.multiple_results = True
+linear_loop_p = new_primitive("linear_loop")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:

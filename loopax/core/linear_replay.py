@@ -19,7 +19,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._compat import ClosedJaxpr, Primitive, ad, batching, dce, jaxpr_as_fun, mlir, replace_jaxpr, strong, zeros
+from loopax._compat import (
+    ClosedJaxpr,
+    ad,
+    batching,
+    dce,
+    jaxpr_as_fun,
+    mlir,
+    new_primitive,
+    replace_jaxpr,
+    strong,
+    zeros,
+)
 from loopax.core.dependence import dependence, to_bits
 from loopax.core.expansion import batch_expanded, jvp_expanded
 from loopax.core.jaxprs import Mask, invert, merge, reject, select, split, stacked, trace, weakly_cached, written_out
@@ -114,8 +125,7 @@ class Operands(NamedTuple):
         return cls(low, high, groups[:4], groups[4:])
 
 
-linear_replay_p = Primitive("loop_linear_replay")
-linear_replay_p.multiple_results = True
+linear_replay_p = new_primitive("loop_linear_replay")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jax import core
 
-from loopax._compat import ClosedJaxpr, Primitive, replace_jaxpr
+from loopax._compat import ClosedJaxpr, new_primitive, replace_jaxpr
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
@@ -104,8 +104,7 @@ class Outcome(NamedTuple):
     marks: list[Any]  # one array; none where the loop does not save
 
 
-loop_p = Primitive("loop")
-loop_p.multiple_results = True
+loop_p = new_primitive("loop")
 
 
 def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:

@@ -22,7 +22,7 @@ first ones do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._compat import ClosedJaxpr, Primitive
+from loopax._compat import ClosedJaxpr, new_primitive
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
 from loopax.core.jaxprs import split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
@@ -70,8 +70,7 @@ class Replay(NamedTuple):
         return self.backward.out_avals[self.num_carry :]
 
 
-replay_p = Primitive("loop_replay")
-replay_p.multiple_results = True
+replay_p = new_primitive("loop_replay")
 
 
 @weakly_cached
