@@ -6,11 +6,13 @@ of loopax imports these names from here, so that a new JAX version is a change t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import lax
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
@@ -19,6 +21,7 @@ from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
+from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -83,7 +86,37 @@ def new_primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.is_high = lambda *_, **__: False  # pyright: ignore[reportAttributeAccessIssue]
+    jet.jet_rules[primitive] = _refuse_jet
+    _checkify.error_checks[primitive] = partial(_only_user_checks_outside, primitive)
     return primitive
+
+
+def _refuse_jet(*_: Any, **__: Any) -> None:
+    """Instead of a KeyError with the primitive's name. `jet` has no rules for loops of `jax.lax` either."""
+    raise NotImplementedError(
+        "jax.experimental.jet has no rule for loops, neither of loopax nor of jax.lax. Nest jax.jvp instead: "
+        "`jax.jvp(lambda x: jax.jvp(f, (x,), (v,))[1], (x,), (v,))` holds the second derivative along v."
+    )
+
+
+def _only_user_checks_outside(primitive: Primitive, *arguments: Any, **params: Any) -> Any:
+    """Refuse what `checkify` would look for in a body. Without this rule JAX would not look, and say nothing."""
+    # The arguments are the error so far, what to look for, and operands. JAX 0.12 has a context before them.
+    error_at = next(i for i, argument in enumerate(arguments) if isinstance(argument, _checkify.Error))
+    error, enabled, *operands = arguments[error_at:]
+    bodies = [value for value in params.values() if isinstance(value, ClosedJaxpr)]
+    if bodies and not enabled <= _checkify.user_checks:
+        raise NotImplementedError(
+            "jax.experimental.checkify does not look into loops of loopax, so it would miss what its automatic checks "
+            "(float_checks, index_checks, div_checks) are for. Give errors=checkify.user_checks, its default, and find "
+            "NaNs in loops with `jax.debug_nans(True)`."
+        )
+    if any(isinstance(effect, _checkify.ErrorEffect) for body in bodies for effect in body.effects):
+        raise NotImplementedError(
+            "the body of a loop calls checkify.check, which loops of loopax do not hand on. Call `equinox.error_if` in "
+            "the body, or keep a flag in the carry and check it after the loop."
+        )
+    return error, primitive.bind(*operands, **params)
 
 
 def strong(aval: AbstractValue) -> AbstractValue:
