@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from loopax.core.jaxprs import MOST_STEPS
 from loopax.durable import chunk as chunks
 from loopax.durable.arguments import Checked, Durability, check
 from loopax.durable.directory import locked
+from loopax.durable.first_format import as_first
 from loopax.durable.identity import describe, refuse_unsavable
 from loopax.durable.identity import settle as settle_program
 from loopax.durable.interrupts import watching
@@ -95,8 +97,7 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     """`one` describes the program: a chunk of one row, whatever the number of rows."""
     name, directory = job.options.name, checked.directory
     chunk = _compile(job, one, start)
-    described = describe(name, one, chunk.first, job.arrays, job.options.key_data, job.settings)
-    settle_program(name, directory, described, checked.anyway)
+    _settle_program(job, checked, one, chunk.first, start)
     saves = Saves(name, directory, checked.keep)
     try:
         state = saves.newest(chunk.first) or _first_state(job, chunk)
@@ -113,13 +114,28 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     return _results(job, chunk, state, arrays)
 
 
+def _settle_program(
+    job: Job, checked: Checked, one: chunks.Traced, first: Sequence[jax.Array], start: list[Any]
+) -> None:
+    """Whether the run that is stored, if there is one, is the one that is asked for."""
+    name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
+    step = tracing.trace_step(_step(job), start, one.init, job.stops)
+    described = describe(name, step, one, first, named, job.options.key_data, job.settings)
+    in_first_format = partial(as_first, described, one.closed, named)
+    settle_program(name, checked.directory, described, in_first_format, checked.anyway)
+
+
+def _step(job: Job) -> tracing.Step:
+    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
+
+
 def _walk(job: Job) -> chunks.Walk:
     """A chunk of the loop."""
 
     def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.Walked:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
-        step = tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
+        step = _step(job)
         how = tracing.Walk(job.options.name, extent, reverse=False, unroll=job.unroll, kind=Lax(), lanes=Lockstep())
         first = (lambda _: jnp.ones((), bool)) if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)

@@ -1,7 +1,7 @@
 """The programs whose interrupted runs are stored in `tests/durable/stored`: never to be changed, only added to.
 
-`python -m tests.durable.stored_programs DIRECTORY` makes them; archives of them stand there. `stored/format1` was written by the last version
-of loopax that recognised a program by JAX's text of it, under JAX 0.10.2.
+`python -m tests.durable.stored_programs DIRECTORY` makes them; archives of them stand there. `format1` was written by
+the last version of loopax that recognised a program by JAX's text of it, under JAX 0.10.2.
 """
 
 import sys

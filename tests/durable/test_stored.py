@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from loopax import durable
-from tests.durable.cases import Steps, read_rows, same_bits
+from tests.durable.cases import Steps, read_rows
 from tests.durable.stored_programs import PROGRAMS
 from tests.reference import assert_close
 
