@@ -68,7 +68,7 @@ def called(eqn: Any) -> Program | None:
 
 def meaning(eqn: Any) -> Meaning:
     """What any other equation does."""
-    own = _OWN.get(eqn.primitive)
+    own = OWN.get(eqn.primitive)
     if own is not None:
         return own(eqn.params)
     if eqn.primitive.name == "scan":
@@ -150,7 +150,7 @@ def _plain(word: str, *, lanes: bool = True) -> Callable[[dict[str, Any]], Meani
     return lambda params: Meaning(word, {"lanes": params["lanes"]} if lanes else {})
 
 
-_OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
+OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
     loop_p: lambda params: _loop(Loop(**params)),
     replay_p: lambda params: _sweep(Replay(**params)),
     linear_loop_p: _linear_loop,

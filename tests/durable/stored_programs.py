@@ -23,7 +23,7 @@ TABLE = np.arange(3.0)
 OFTEN: dict[str, Any] = {"checkpoint_every": 4, "chunk_steps": 2, "keep": 1}
 
 
-def outputs(directory: Any, steps: Steps) -> Any:
+def outputs(directory: Any, steps: Steps, **options: Any) -> Any:
     """A scan with rows of xs, a key and outputs."""
 
     def f(c: Any, x: Any, key: Any) -> Any:
@@ -32,10 +32,10 @@ def outputs(directory: Any, steps: Steps) -> Any:
         h = jnp.where(h > 1, h * 0.5, jnp.sin(h) * 1.5) + x + jax.random.uniform(key, (3,))
         return (h, n + 1), {"h": h.sum().astype(jnp.float32), "n": n.astype(jnp.int8)}
 
-    return durable.scan(f, (X, 0), XS, key=jax.random.key(0), directory=directory, **OFTEN)
+    return durable.scan(f, (X, 0), XS, key=jax.random.key(0), directory=directory, **OFTEN, **options)
 
 
-def loops(directory: Any, steps: Steps) -> Any:
+def loops(directory: Any, steps: Steps, **options: Any) -> Any:
     """Loops of loopax and of JAX in the body, with a derivative and lanes."""
     w = jnp.eye(3) * 0.5
 
@@ -54,10 +54,24 @@ def loops(directory: Any, steps: Steps) -> Any:
         lanes = jax.vmap(lambda x, n: lx.fori_loop(0, n, lambda _, x: x * 0.7, x, max_steps=5))
         return lanes(x, jnp.arange(3, dtype=jnp.int32) + n)
 
-    return durable.fori_loop(0, 12, body, X, directory=directory, **OFTEN)
+    return durable.fori_loop(0, 12, body, X, directory=directory, **OFTEN, **options)
 
 
-PROGRAMS: dict[str, Callable[[Any, Steps], Any]] = {"outputs": outputs, "loops": loops}
+def calls(directory: Any, steps: Steps, **options: Any) -> Any:
+    """Functions of Python in the body, and a condition."""
+    shape = jax.ShapeDtypeStruct((3,), jnp.float64)
+
+    def work(x: Any) -> Any:
+        return np.sin(x) * 1.5
+
+    def body(c: Any) -> Any:
+        steps.at(c[1])
+        return jax.pure_callback(work, shape, c[0]) + 0.1, c[1] + 1
+
+    return durable.while_loop(lambda c: c[1] < 12, body, (X, 0), directory=directory, **OFTEN, **options)
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {"outputs": outputs, "loops": loops, "calls": calls}
 
 
 def main(directory: str) -> None:
