@@ -15,8 +15,8 @@ from loopax._nnx import freeze, roots, thaw_numbered
 from loopax._nnx_changes import Changes, take_back
 from loopax._tracing import strongly_typed
 from loopax.core.jaxprs import num_bytes, split
-from loopax.durable.rows import CHUNK_BYTES
 
+CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
 MOST_ROWS = 1 << 16  # of outputs in a chunk
 
 

@@ -26,14 +26,13 @@ from loopax.durable.first_format import as_first
 from loopax.durable.identity import describe, refuse_unsavable
 from loopax.durable.identity import settle as settle_program
 from loopax.durable.interrupts import watching
-from loopax.durable.output_arrays import open_outputs, with_rows
+from loopax.durable.output_arrays import Outputs, with_rows
 from loopax.durable.pace import Pace
-from loopax.durable.rows import Rows, Writer
+from loopax.durable.rows import Rows
 from loopax.durable.run import EPOCH, RowPlan, Run, advance
 from loopax.durable.saves import Saves, State
 from loopax.durable.showing import shown
-from loopax.kinds import Lax
-from loopax.lanes import Lockstep
+from loopax.durable.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,13 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     _settle_program(job, checked, one, chunk.first, start)
     saves = Saves(name, directory, checked.keep)
     try:
-        state = saves.newest(chunk.first) or _first_state(job, chunk)
+        outputs = _outputs(job, checked, chunk)
+        if outputs and saves.newest_step:
+            outputs.refuse_gone()
+        state = saves.newest(chunk.first, _whole_rows(job, outputs)) or _first_state(job, chunk)
         _refuse_shorter(name, state, job.total)
-        spec, is_new = chunk.traced.y_spec, state.steps == 0
-        arrays = open_outputs(name, directory, spec, job.rows.capacity, is_new) if job.rows else []
-        writer = Writer(arrays) if arrays and jax.process_index() == 0 else None
+        arrays, journals = outputs.open(*job.rows.taken(state.steps)) if job.rows and outputs else ([], [])
+        writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
         run = Run(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
         with watching() as interrupts, shown(job.options.reporter(job.function), state.steps, job.total) as show:
@@ -112,6 +113,21 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     finally:
         saves.close()
     return _results(job, chunk, state, arrays)
+
+
+def _outputs(job: Job, checked: Checked, chunk: chunks.Chunk) -> Outputs | None:
+    rows, spec = job.rows, chunk.traced.y_spec
+    return Outputs(job.options.name, checked.directory, spec, rows.capacity, rows.reverse) if rows else None
+
+
+def _whole_rows(job: Job, outputs: Outputs | None) -> Callable[[int], None]:
+    """Raises where rows are lost that belong to a save of so many steps."""
+
+    def check(steps: int) -> None:
+        if outputs and job.rows:
+            outputs.check(*job.rows.taken(steps))
+
+    return check
 
 
 def _settle_program(
@@ -136,7 +152,8 @@ def _walk(job: Job) -> chunks.Walk:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
         step = _step(job)
-        how = tracing.Walk(job.options.name, extent, reverse=False, unroll=job.unroll, kind=Lax(), lanes=Lockstep())
+        name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
+        how = tracing.Walk(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
         first = (lambda _: jnp.ones((), bool)) if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on

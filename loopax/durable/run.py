@@ -12,8 +12,8 @@ from loopax.durable.chunk import Chunk
 from loopax.durable.hosts import agreed, all_agree
 from loopax.durable.interrupts import Interrupts
 from loopax.durable.pace import Pace
-from loopax.durable.rows import Writer
 from loopax.durable.saves import Saves, State
+from loopax.durable.writer import Writer
 
 EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
 _POLL_SECONDS = 0.05
@@ -30,6 +30,11 @@ class RowPlan(NamedTuple):
     def lowest(self, steps: int, some: int) -> int:
         """The lowest row of some steps that come after so many."""
         return self.first - steps - some + 1 if self.reverse else self.first + steps
+
+    def taken(self, steps: int) -> tuple[int, int]:
+        """The rows of so many first steps, from and to."""
+        low = self.lowest(0, steps)
+        return low, low + steps
 
 
 @dataclass(frozen=True)
