@@ -132,6 +132,7 @@ LAYERS = [
     "loopax.durable.directory",
     "loopax.durable.checksum",
     "loopax.durable.indices",
+    "loopax.durable.row_plan",
     "loopax.durable.described",
     "loopax.durable.pieces",
     "loopax.durable.zarr",

@@ -13,18 +13,6 @@ DESCRIPTION = ".loopax.json"
 METADATA = ".zarray"  # Zarr's own
 
 
-class DamagedOutputsError(RuntimeError):
-    """What is on disk is not what a scan has written."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        """A file and what is wrong with it, and what can be done apart from a backup."""
-        self.problem = problem
-        super().__init__(
-            f"the outputs of a `loopax.durable.scan` are damaged: {problem}. Restore the file from a backup,{remedy} "
-            "or delete the directory of the run to start anew."
-        )
-
-
 @dataclass(frozen=True)
 class Description:
     """Of one array; those that format 1 has written have the first two fields only, and no checksums."""
@@ -75,6 +63,9 @@ def zarr_metadata(directory: Path) -> tuple[int, dict[str, Any]]:
     return rows, {**found, "shape": shape}
 
 
-def damaged(file: Path, what: str, remedy: str = "") -> DamagedOutputsError:
-    """The error for a file of outputs; `what` goes on after its name."""
-    return DamagedOutputsError(f"{file} {what}", remedy)
+def damaged(file: Path, what: str, remedy: str = "") -> RuntimeError:
+    """The error for a file of outputs: what is wrong with it, and, on a line of its own, what to do."""
+    return RuntimeError(
+        f"the outputs of a loopax.durable.scan are damaged: {file} {what}.\nRestore the file from a backup,{remedy} "
+        "or delete the directory of the run to start anew."
+    )

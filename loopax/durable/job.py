@@ -28,8 +28,9 @@ from loopax.durable.identity import settle as settle_program
 from loopax.durable.interrupts import watching
 from loopax.durable.output_arrays import Outputs, with_rows
 from loopax.durable.pace import Pace
+from loopax.durable.row_plan import RowPlan
 from loopax.durable.rows import Rows
-from loopax.durable.run import EPOCH, RowPlan, Run, advance
+from loopax.durable.run import EPOCH, Run, advance
 from loopax.durable.saves import Saves, State
 from loopax.durable.showing import shown
 from loopax.durable.writer import Writer
@@ -99,12 +100,12 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     _settle_program(job, checked, one, chunk.first, start)
     saves = Saves(name, directory, checked.keep)
     try:
-        outputs = _outputs(job, checked, chunk)
+        outputs = Outputs(name, directory, chunk.traced.y_spec, job.rows) if job.rows else None
         if outputs and saves.newest_step:
             outputs.refuse_gone()
-        state = saves.newest(chunk.first, _whole_rows(job, outputs)) or _first_state(job, chunk)
+        state = saves.newest(chunk.first, outputs.check if outputs else None) or _first_state(job, chunk)
         _refuse_shorter(name, state, job.total)
-        arrays, journals = outputs.open(*job.rows.taken(state.steps)) if job.rows and outputs else ([], [])
+        arrays, journals = outputs.open(state.steps) if outputs else ([], [])
         writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
         run = Run(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
@@ -113,21 +114,6 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     finally:
         saves.close()
     return _results(job, chunk, state, arrays)
-
-
-def _outputs(job: Job, checked: Checked, chunk: chunks.Chunk) -> Outputs | None:
-    rows, spec = job.rows, chunk.traced.y_spec
-    return Outputs(job.options.name, checked.directory, spec, rows.capacity, rows.reverse) if rows else None
-
-
-def _whole_rows(job: Job, outputs: Outputs | None) -> Callable[[int], None]:
-    """Raises where rows are lost that belong to a save of so many steps."""
-
-    def check(steps: int) -> None:
-        if outputs and job.rows:
-            outputs.check(*job.rows.taken(steps))
-
-    return check
 
 
 def _settle_program(

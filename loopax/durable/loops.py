@@ -18,7 +18,8 @@ from loopax._nnx_changes import refuse_changes
 from loopax.core.walk import read
 from loopax.durable.arguments import Durability, max_steps_of, refuse_transformations
 from loopax.durable.job import Job, run_job, step_key_data
-from loopax.durable.run import EPOCH, RowPlan
+from loopax.durable.row_plan import RowPlan
+from loopax.durable.run import EPOCH
 from loopax.kinds import Lax
 from loopax.lanes import Lockstep
 

@@ -11,6 +11,7 @@ from loopax.durable.described import Description
 from loopax.durable.directory import Directory
 from loopax.durable.hosts import on_first
 from loopax.durable.pieces import Journal
+from loopax.durable.row_plan import RowPlan
 from loopax.durable.rows import Rows, all_begun, array_name, rows_at
 from loopax.durable.zarr import create, is_there, make_room, open_array, pieces_of
 
@@ -22,8 +23,7 @@ class Outputs:
     where: str
     directory: Directory
     spec: Spec
-    capacity: int
-    reverse: bool
+    plan: RowPlan
 
     @property
     def paths(self) -> list[Path]:
@@ -40,24 +40,25 @@ class Outputs:
         for path in self.paths:
             rows_at(path)
 
-    def check(self, start: int, stop: int) -> None:
-        """Raise where these rows, all those that belong to a save, are not on disk as they were written."""
+    def check(self, steps: int) -> None:
+        """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
 
         def check_all() -> None:
             for pieces in filter(None, (rows_at(path).pieces for path in self.paths)):
-                pieces.check_settled(start, stop)
+                pieces.check_settled(*self.plan.taken(steps))
 
         on_first(check_all)
 
-    def open(self, start: int, stop: int) -> tuple[list[Rows], list[Journal]]:
-        """The arrays, to be written after these rows, and who keeps their checksums (in the first process)."""
+    def open(self, steps: int) -> tuple[list[Rows], list[Journal]]:
+        """The arrays, to be written after the rows of so many steps, and, in the first process, their journals."""
         journals: list[Journal] = []
         types = zip(self.paths, self.spec.names(), row_types(self.spec), strict=True)
 
         def open_all() -> None:
             for path, name, (shape, dtype, key_impl) in types:
-                description = Description(name, key_impl, self.reverse)
-                journals.append(_open(path, description, (self.capacity, *shape), dtype, (start, stop)))
+                description = Description(name, key_impl, self.plan.reverse)
+                shape = (self.plan.capacity, *shape)
+                journals.append(_open(path, description, shape, dtype, self.plan.taken(steps)))
             all_begun(self.directory.outputs, len(self.paths))
 
         on_first(open_all)

@@ -33,7 +33,17 @@ class Span:
     @property
     def line(self) -> str:
         """As it stands in the journal."""
-        return f"{self.start} {self.stop} {self.total:08x}\n"
+        text = f"{self.start} {self.stop} {self.total:08x}"
+        return f"{text} {crc32(text.encode()):08x}\n"
+
+    @staticmethod
+    def of_line(line: str) -> "Span":
+        """The span of a line; an error where it is none."""
+        start, stop, total, _ = line.split(" ")
+        span = Span(int(start), int(stop), int(total, 16))
+        if span.line != line + "\n":
+            raise ValueError(f"the checksum of the line {line!r} differs")
+        return span
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,7 @@ def _parsed(file: Path, modified: int, size: int) -> tuple[Span, ...]:
     """The lines of a journal; one that is being written has no end yet."""
     del modified, size
     whole, _, _ = file.read_text().rpartition("\n")
-    lines = (line.split(" ") for line in whole.splitlines())
-    return tuple(Span(int(start), int(stop), int(total, 16)) for start, stop, total in lines)
+    return tuple(map(Span.of_line, whole.split("\n") if whole else ()))
 
 
 class Journal:

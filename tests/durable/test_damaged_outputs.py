@@ -41,10 +41,21 @@ def run(directory: Path, steps: Steps | None = None, **options: Any) -> Any:
     return carry, read_rows(ys)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["forward", "reverse"])
+@pytest.fixture(scope="module")
+def forward(tmp_path_factory: Any) -> Any:
+    """A whole run, and one that has stopped; what the whole one gives; whether rows are written from the last on."""
+    return store(tmp_path_factory.mktemp("forward"), False)
+
+
+@pytest.fixture(scope="module", params=["forward", "reverse"])
 def stored(request: Any, tmp_path_factory: Any) -> Any:
-    """A whole run, and one that has stopped; whether they write rows from the last on."""
-    path, reverse = tmp_path_factory.mktemp("stored"), request.param
+    """The same in both directions."""
+    if request.param == "forward":
+        return request.getfixturevalue("forward")
+    return store(tmp_path_factory.mktemp("reverse"), True)
+
+
+def store(path: Path, reverse: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zarr, "PIECE_BYTES", 64)
         patch.setattr(zarr, "_FEW_ROWS", 1)
@@ -81,8 +92,8 @@ def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: An
     assert not gone or damage is Path.unlink
 
 
-def test_the_error_names_file_and_rows_and_says_what_to_do(stored: Any, tmp_path: Any) -> None:
-    path, (_, expected), _ = stored
+def test_the_error_names_file_and_rows_and_says_what_to_do(forward: Any, tmp_path: Any) -> None:
+    path, (_, expected), _ = forward
     shutil.copytree(path / "whole", tmp_path / "run")
     flip(tmp_path / "run" / "outputs" / "0001" / "3.0")
     y = durable.outputs(tmp_path / "run")["['y']"]
@@ -133,7 +144,7 @@ def test_rows_that_no_save_precedes_are_an_error(stored: Any, tmp_path: Any) -> 
             run(directory, reverse=reverse, keep=5)
         rows = "44 to 47" if reverse else "0 to 3"
         count = len(saves(path / name))
-        assert str(error.value).count(f"{piece} does not hold rows {rows} as they were written\n") == count
+        assert str(error.value).count(f"{piece} does not hold rows {rows} as they were written.\n") == count
         assert "Restore what is damaged from a backup, or delete the directory" in str(error.value)
         assert saves(directory) == saves(path / name)  # for a person to look at
 
@@ -152,8 +163,8 @@ def test_what_no_save_has_is_written_again_whatever_it_is(stored: Any, tmp_path:
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=lambda f: f.__name__)
-def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], stored: Any, tmp_path: Any) -> None:
-    path, _, reverse = stored
+def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], forward: Any, tmp_path: Any) -> None:
+    path, _, reverse = forward
     for name in (".loopax.json", ".zarray"):
         directory = tmp_path / name
         shutil.copytree(path / "stopped", directory)
@@ -167,8 +178,8 @@ def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], stored:
         assert saves(directory) == saves(path / "stopped")
 
 
-def test_without_its_journal_a_run_goes_on_from_where_it_is_good(stored: Any, tmp_path: Any) -> None:
-    path, expected, reverse = stored
+def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, tmp_path: Any) -> None:
+    path, expected, reverse = forward
     shutil.copytree(path / "stopped", tmp_path / "run")
     journal = tmp_path / "run" / "outputs" / "0001" / ".checksums"
     truncate(journal)
