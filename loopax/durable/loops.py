@@ -64,8 +64,8 @@ def while_loop(
         The number of saves that are kept, at least 1. With 2 or more, a damaged one does not lose the run.
     resume
         "auto": go on where a run of the same program is stored, an error where one of another program is, and a new run
-        where none is. "anyway": also go on from a state of another program, or of another version of JAX, if the types
-        of the carry are the same; a warning says what differs.
+        where none is. "anyway": also go on from a state of another program, if the types of the carry are the same; a
+        warning says what differs. Under another version of JAX a program is the same if its steps are.
     chunk_steps
         Steps of a compiled chunk. Default: as many as take about 0.2 seconds, which is how long an interrupt waits.
         Results do not depend on it.
@@ -87,7 +87,7 @@ def while_loop(
     loopax.durable.SaveError
         Something could not be written. The last good save is as it was.
     RuntimeError
-        Another process runs in the directory, or no save in it can be read.
+        Another process runs in the directory, or no save in it is whole (with the rows of outputs that belong to it).
     KeyboardInterrupt, SystemExit
         Ctrl-C or SIGTERM, after the state has been saved. A second one does not wait.
 
@@ -263,7 +263,7 @@ def scan(
         As in `loopax.scan`.
     ys
         A pytree of `durable.Rows`: arrays on disk, of which is read what is indexed (`ys[1000:2000]`,
-        `np.asarray(ys)`).
+        `np.asarray(ys)`), and compared with the checksums that were written with it.
 
     Raises
     ------

@@ -116,17 +116,18 @@ class Pieces:
     def settle(self, start: int, stop: int, trusted: bool) -> Span | None:
         """Begin to write after these rows, which are good; gives the span of the last piece, if it has some.
 
-        Pieces and checksums of rows that will be written again go; `trusted`: what is on disk gets its checksums now.
+        Pieces and checksums of rows that will be written again go; those of fewer rows stay, for saves before this one.
+        `trusted`: what is on disk gets its checksums now.
         """
         parts = self.parts(start, stop)
-        known = {(span.start, span.stop): span for span in (self.journal() if parts and not trusted else ())}
-        spans = [self.on_disk(*part) if trusted else known[part] for part in parts]
+        known = self.journal() if parts and not trusted else [self.on_disk(*part) for part in parts]
+        spans = [span for span in known if start <= span.start and span.stop <= stop]
         write_whole(self.directory / JOURNAL, "".join(span.line for span in spans))
         kept = {self.file(low) for low, _ in parts}
         for path in self.directory.iterdir():
             if path.name[0].isdigit() and path not in kept:
                 path.unlink()
-        return spans[-1] if spans else None
+        return next((span for span in spans if (span.start, span.stop) == parts[-1]), None)
 
 
 @lru_cache(maxsize=64)

@@ -178,6 +178,19 @@ def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], forward
         assert saves(directory) == saves(path / "stopped")
 
 
+def test_rows_of_a_save_are_known_however_often_the_run_has_gone_on_since(forward: Any, tmp_path: Any) -> None:
+    """What is known of rows is kept for each save: those after it may turn out to be damaged."""
+    path, expected, _ = forward
+    shutil.copytree(path / "stopped", tmp_path / "run")
+    *_, before, last = saves(path / "stopped")
+    stopped(lambda: run(tmp_path / "run", Steps(33), keep=9))
+    for step in saves(tmp_path / "run"):
+        if step >= last:
+            shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
+    with pytest.warns(durable.DamagedSaveWarning, match=f"from step {before} instead"):
+        same_bits(run(tmp_path / "run", keep=9), expected)
+
+
 def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, tmp_path: Any) -> None:
     path, expected, reverse = forward
     shutil.copytree(path / "stopped", tmp_path / "run")

@@ -193,6 +193,24 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path: Any) -> No
     assert "other values" not in texts["body"] + texts["number"]
 
 
+def test_another_function_of_python_is_another_program(tmp_path: Any) -> None:
+    shape = jax.ShapeDtypeStruct((3,), jnp.float64)
+
+    def run(work: Any) -> Any:
+        body = lambda _, x: jax.pure_callback(work, shape, x)
+        return durable.fori_loop(0, 3, body, X, directory=tmp_path)
+
+    result = run(lambda x: x * 2.0)
+    with pytest.raises(ValueError, match=r"callback 0: stored (.*)<lambda>, now \1<lambda> with other code") as error:
+        run(lambda x: x * 3.0)
+    assert "the program (" not in str(error.value)
+    same_bits(run(lambda x: x * 2.0), result)  # another function with the same code
+    path = tmp_path / "program.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "python": "cpython 3.99"}))  # writes code in another way
+    same_bits(run(lambda x: x * 3.0), result)
+
+
 def test_anyway_goes_on_with_a_warning(tmp_path: Any) -> None:
     run = lambda factor, upper, **o: durable.fori_loop(0, upper, lambda _, x: x * factor, X, directory=tmp_path, **o)
     run(2.0, 3)
