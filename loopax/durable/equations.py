@@ -22,8 +22,9 @@ from loopax.core.rows import unvarying_p
 
 Program = ClosedJaxpr | Jaxpr
 
-# JAX's primitives whose result is their operand.
-_SAME = {"stop_gradient", "copy", "copy_p", "name", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
+# JAX's primitives whose results are their operands.
+_SAME = {"stop_gradient", "copy", "copy_p", "name", "device_put", "optimization_barrier"}
+_SAME |= {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
 # Those that evaluate a program on their operands, and what else they say about it has no part in values.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -42,7 +43,7 @@ class Meaning:
 
 
 def is_same(eqn: Any) -> bool:
-    """Whether the result is the first operand."""
+    """Whether the results are the operands."""
     if eqn.primitive.name == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return eqn.primitive.name in _SAME or eqn.primitive in (unvarying_p, borrowed_p)

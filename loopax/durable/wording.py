@@ -107,7 +107,7 @@ def _operations(program: Program, inputs: Sequence[_Value], operations: list[_Op
         if equations.is_shown(eqn):
             continue
         if equations.is_same(eqn):
-            results = operands[:1]
+            results = operands[: len(eqn.outvars)]
         elif (inner := equations.called(eqn)) is not None:
             results = _operations(inner, operands, operations)
         else:

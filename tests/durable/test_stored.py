@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 
+import loopax as lx
 from loopax import durable
 from loopax.durable import equations, job
 from tests.durable.cases import Steps, read_rows, same_bits, stopped
@@ -55,11 +56,15 @@ def maybe_another_jax(directory: Path) -> Iterator[None]:
         yield
 
 
+def rename_primitives(monkeypatch: Any) -> None:
+    for i, primitive in enumerate([*equations.OWN, equations.unvarying_p, equations.borrowed_p]):
+        monkeypatch.setattr(primitive, "name", f"renamed_{i}")
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_stored_in_format_2_go_on(name: str, tmp_path: Any, monkeypatch: Any) -> None:
     """Under any version of JAX, and when loopax's primitives have other names than they had."""
-    for i, primitive in enumerate([*equations.OWN, equations.unvarying_p, equations.borrowed_p]):
-        monkeypatch.setattr(primitive, "name", f"renamed_{i}")
+    rename_primitives(monkeypatch)
     directory = unpack("format2", tmp_path) / name
     with maybe_another_jax(directory):
         goes_on(name, directory, tmp_path)
@@ -76,11 +81,23 @@ def test_runs_stored_in_format_1_go_on_or_name_the_version(name: str, tmp_path: 
             goes_on(name, directory, tmp_path)
     except ValueError as error:
         refused = str(error)
-    if refused:
-        assert "was stored by loopax 0.1.0 and JAX 0.10.2 (format 1), and this is loopax" in refused
-        assert 'give resume="anyway"' in refused
-        with pytest.warns(durable.AnotherProgramWarning, match="going on with a run of another program"):
-            PROGRAMS[name](directory, Steps(), resume="anyway")
+    assert not refused or "was stored by loopax 0.1.0 and JAX 0.10.2 (format 1), and this is loopax" in refused
+    assert json.loads((directory / "program.json").read_text())["format"] == (1 if refused else 2)
+
+
+def test_a_run_of_format_1_is_refused_by_version_when_primitives_have_other_names(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    rename_primitives(monkeypatch)
+    directory, steps = unpack("format1", tmp_path) / "outputs", Steps()
+    with pytest.raises(ValueError, match=r"was stored by loopax 0\.1\.0 and JAX 0\.10\.2 \(format 1\)") as error:
+        PROGRAMS["outputs"](directory, Steps())
+    assert f"and this is loopax {lx.__version__} and JAX {jax.__version__} (format 2)" in str(error.value)
+    assert 'If the functions are the same, give resume="anyway", or go on with the versions' in str(error.value)
+    with pytest.warns(durable.AnotherProgramWarning, match="going on with a run of another program"):
+        PROGRAMS["outputs"](directory, steps, resume="anyway")
+    jax.effects_barrier()
+    assert sorted(steps.taken) == [9, 10, 11]
     assert json.loads((directory / "program.json").read_text())["format"] == 2
 
 

@@ -73,6 +73,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "a rule for derivatives": (renamed, ruled),
     "what is shown": (renamed, shown),
     "stop_gradient": (renamed, lambda x: jax.lax.stop_gradient(renamed(x))),
+    "a device": (renamed, lambda x: jax.device_put(jax.lax.optimization_barrier((x, renamed(x)))[1])),
     "a Python number": (renamed, lambda x: jnp.sin(x) * np.float64(2.0)),
     "a scalar closed over": (renamed, lambda x: jnp.sin(x) * TWO),
     "how a loop is differentiated": (while_of, lambda x: while_of(x, kind="bounded")),
