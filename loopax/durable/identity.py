@@ -11,7 +11,7 @@ from loopax._tracing import Traced as Step
 from loopax.durable import program as programs
 from loopax.durable.chunk import Traced, row_types
 from loopax.durable.directory import Directory
-from loopax.durable.hosts import on_first
+from loopax.durable.hosts import all_agree, on_first
 from loopax.durable.orbax import tensorstore as import_tensorstore
 from loopax.durable.wording import Written, write
 
@@ -43,7 +43,7 @@ def _types(what: str, spec: Spec) -> list[tuple[str, Any]]:
 
 
 def describe(
-    job: str,
+    loop: str,
     step: Step,
     traced: Traced,
     first: Sequence[jax.Array],
@@ -60,7 +60,7 @@ def describe(
     values |= {name: to_array(x)[0] for name, x in written.arrays.items()}
     if key_data is not None:
         values["key"] = key_data
-    return programs.describe(job, settings, types, values, written)
+    return programs.describe(loop, settings, types, values, written)
 
 
 def _written(step: Step, carry: Sequence[str], named: Mapping[int, str]) -> Written:
@@ -78,11 +78,14 @@ def settle(
     where: str, directory: Directory, new: programs.Program, first: Callable[[], programs.Program], anyway: bool
 ) -> None:
     """Compare a program with the stored one, and store it where it is new; `first` describes it in format 1."""
+    found: list[programs.Program | None] = []
+    on_first(lambda: found.append(programs.stored(where, directory)))
+    old = found[0] if found else None
+    described = first() if all_agree(old is not None and old.format == programs.FIRST) else new
 
     def settle_with_stored() -> None:
-        old = programs.stored(where, directory)
         if old is not None:
-            programs.check(where, directory, old, first() if old.format == programs.FIRST else new, anyway)
+            programs.check(where, directory, old, described, anyway)
         if old != new:
             programs.store(directory, new)
 

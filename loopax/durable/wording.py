@@ -6,7 +6,7 @@ source, `jit` and `jax.checkpoint` around a part, rules for derivatives, what is
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -78,7 +78,7 @@ def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int,
         for name, aval in zip(inputs, closed.in_avals, strict=True)
     ]
     writer = _Writer(named)
-    writer.write(_block(closed, values), "")
+    writer.write(replace(_block(closed, values), inputs=[]), "")  # they have names, in the order of somebody else
     return writer.written
 
 
@@ -160,8 +160,8 @@ class _Writer:
 
     def write(self, block: _Block, indent: str) -> None:
         """Append the lines of a block."""
-        taken = [f"{self._name(x)}:{x.type}" for x in block.inputs if x.array is None]
-        self._line(indent, f"takes {', '.join(taken)}")
+        if block.inputs:
+            self._line(indent, f"takes {', '.join(f'{self._name(x)}:{x.type}' for x in block.inputs)}")
         for operation in block.operations:
             settings = [f"{name}={text}" for name, text in self._settings(operation.settings)]
             words = [operation.word, *settings, *(self._name(x) for x in operation.operands)]

@@ -211,6 +211,17 @@ def test_another_function_of_python_is_another_program(tmp_path: Any) -> None:
     same_bits(run(lambda x: x * 3.0), result)
 
 
+def test_checks_are_no_part_of_the_program(tmp_path: Any) -> None:
+    """A run goes on without them, or with others."""
+
+    def body(_: Any, x: Any, **options: Any) -> Any:
+        return lx.while_loop(lambda x: x[0] < 3.0, lambda x: x + 1.0, x, max_steps=9, **options) * 0.5
+
+    durable.fori_loop(0, 2, body, X, directory=tmp_path)
+    result = durable.fori_loop(0, 4, partial(body, throw=False), X, directory=tmp_path)
+    assert_close(result, lx.fori_loop(0, 4, body, X))
+
+
 def test_anyway_goes_on_with_a_warning(tmp_path: Any) -> None:
     run = lambda factor, upper, **o: durable.fori_loop(0, upper, lambda _, x: x * factor, X, directory=tmp_path, **o)
     run(2.0, 3)
