@@ -25,8 +25,9 @@ def fingerprint(callback: Any) -> dict[str, str]:
 
 
 def _name(function: Any) -> str:
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return f"{module}.{name or type(function).__qualname__}"
 
 
 def _functions(callback: Any) -> list[FunctionType]:
@@ -47,7 +48,7 @@ def _functions(callback: Any) -> list[FunctionType]:
 def _within(one: Any) -> Iterator[Any]:
     """What a callable is made of."""
     if isinstance(one, functools.partial):
-        yield from (one.func, *one.args)
+        yield from (one.func, *one.args, *one.keywords.values())
     elif isinstance(one, MethodType):
         yield one.__func__
     elif isinstance(one, FunctionType):

@@ -202,6 +202,9 @@ class Work:
     def method(self, x: Any) -> Any:
         return x * 3.0
 
+    def applied(self, x: Any, how: Any) -> Any:
+        return how(x)
+
 
 def closing_over(value: Any, function: Any) -> Any:
     return lambda x: function(x) + value
@@ -230,11 +233,13 @@ def test_functions_with_the_same_code_are_the_same() -> None:
         (closing_over(1.0, helper), closing_over(1.0, calls_a_helper)),
         (Work(1), Work(1).method),
         (partial(helper), partial(calls_a_helper)),
+        (partial(Work(1).applied, how=helper), partial(Work(1).applied, how=calls_a_helper)),
         (lambda x: [y - 1 for y in x], lambda x: [y + 1 for y in x]),
     ]
     for one, two in other:
         assert code(one) != code(two)
-    assert fingerprint(np.sin) == {"name": "numpy.sin", "code": ""}
+    assert fingerprint(max) == {"name": "builtins.max", "code": ""}
+    assert fingerprint(np.sin) != fingerprint(np.cos)
 
 
 def test_the_message_of_a_check_does_not_count() -> None:
