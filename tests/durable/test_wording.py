@@ -62,6 +62,14 @@ def lanes_of(x: Any, **how: Any) -> Any:
     return jax.vmap(partial(fori_of, max_steps=4, **how))(x, LANES)
 
 
+def showing(x: Any, show: Callable[[Any], Any]) -> Any:
+    def body(_: Any, x: Any) -> Any:
+        show(x)
+        return jnp.sin(x)
+
+    return jax.vmap(lambda x, n: lx.fori_loop(0, n, body, x, max_steps=4))(x, LANES)
+
+
 def lax_scan_of(x: Any, **how: Any) -> Any:
     return jax.lax.scan(lambda c, y: (c + y, c), x, jnp.stack([x, x]), **how)
 
@@ -72,6 +80,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "checkpoint": (renamed, jax.checkpoint(renamed)),
     "a rule for derivatives": (renamed, ruled),
     "what is shown": (renamed, shown),
+    "what lanes show": (lambda x: showing(x, lambda _: None), lambda x: showing(x, lambda x: jax.debug.print("{}", x))),
     "stop_gradient": (renamed, lambda x: jax.lax.stop_gradient(renamed(x))),
     "a device": (renamed, lambda x: jax.device_put(jax.lax.optimization_barrier((x, renamed(x)))[1])),
     "a Python number": (renamed, lambda x: jnp.sin(x) * np.float64(2.0)),
