@@ -154,6 +154,11 @@ def run(
     )
 
 
+def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
+    """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
+    return _trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
+
+
 def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     """Which rows the loop has been at."""
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)

@@ -1,6 +1,6 @@
 """The compiled part of a durable loop: from the arrays of a carry to the same some steps on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from loopax._carry import CarryMismatchError, Dynamic, Spec, match_carry, pack
-from loopax._compat import ClosedJaxpr, Literal, jaxpr_as_fun, of_weak_type, open_constants, strong
+from loopax._compat import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
 from loopax._nnx import freeze, roots, thaw_numbered
 from loopax._nnx_changes import Changes, take_back
 from loopax._tracing import strongly_typed
-from loopax.core.jaxprs import inner_programs, num_bytes, split
-from loopax.durable.rows import CHUNK_BYTES
+from loopax.core.jaxprs import num_bytes, split
 
+CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
 MOST_ROWS = 1 << 16  # of outputs in a chunk
 
 
@@ -45,25 +45,6 @@ class Traced:
     y_spec: Spec
     changes: Changes  # what the body does to NNX objects
     carry_avals: list[Any]  # of what the body returns, with weak types
-
-    @property
-    def text(self) -> str:
-        """The program, without positions in the source."""
-        return str(self.closed)
-
-    @property
-    def constants(self) -> list[Any]:
-        """The arrays in it, of which the text shows the types only."""
-        return [*self.closed.consts, *_inner_constants(self.closed.jaxpr)]
-
-
-def _inner_constants(jaxpr: Any) -> Iterator[Any]:
-    """Arrays that functions inside of a jaxpr keep, as `jax.jit` does with those of NumPy."""
-    for eqn in jaxpr.eqns:
-        yield from (x.val for x in eqn.invars if isinstance(x, Literal) and jnp.ndim(x.val))
-        for inner in inner_programs(eqn):
-            yield from getattr(inner, "consts", ())
-            yield from _inner_constants(getattr(inner, "jaxpr", inner))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The directory of a durable run: where things stand in it, and that only one process uses it."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,7 @@ def open_directory(where: str, path: Any) -> Directory:
     """The directory, made if it is not there; an error where it cannot be written to."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{where}(directory=...): got {path!r}, expected a path (a str or a pathlib.Path).")
-    root = Path(path).expanduser().absolute()
+    root = whole_path(where, path)
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".writable-{os.getpid()}"
@@ -60,6 +61,20 @@ def open_directory(where: str, path: Any) -> Directory:
             str(root),
         ) from error
     return Directory(root)
+
+
+def whole_path(where: str, path: str | os.PathLike[str]) -> Path:
+    """From the root of the file system on; an error where a link on the way leads nowhere."""
+    whole = Path(path).expanduser().absolute()
+    for one in [*reversed(whole.parents), whole]:
+        if one.is_symlink() and not one.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{where}(directory=...) leads through a link to {os.readlink(one)}, which is not there. Make that "
+                "directory (a disk may not be mounted), or remove the link",
+                str(one),
+            )
+    return whole
 
 
 @contextmanager

@@ -6,8 +6,8 @@ class SaveError(OSError):
 
 
 class DamagedSaveWarning(UserWarning):
-    """A save could not be read, and the one before it is taken."""
+    """A save, or outputs that belong to it, are damaged, and a save before it is taken."""
 
 
 class AnotherProgramWarning(UserWarning):
-    """A run goes on with another program, or under another version of JAX, because it was told to."""
+    """A run goes on with another program, because it was told to, or under another version of JAX."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -21,17 +22,18 @@ from loopax.core.jaxprs import MOST_STEPS
 from loopax.durable import chunk as chunks
 from loopax.durable.arguments import Checked, Durability, check
 from loopax.durable.directory import locked
+from loopax.durable.first_format import as_first
 from loopax.durable.identity import describe, refuse_unsavable
 from loopax.durable.identity import settle as settle_program
 from loopax.durable.interrupts import watching
-from loopax.durable.output_arrays import open_outputs, with_rows
+from loopax.durable.output_arrays import Outputs, with_rows
 from loopax.durable.pace import Pace
-from loopax.durable.rows import Rows, Writer
-from loopax.durable.run import EPOCH, RowPlan, Run, advance
+from loopax.durable.row_plan import RowPlan
+from loopax.durable.rows import Rows
+from loopax.durable.run import EPOCH, Run, advance
 from loopax.durable.saves import Saves, State
 from loopax.durable.showing import shown
-from loopax.kinds import Lax
-from loopax.lanes import Lockstep
+from loopax.durable.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,16 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     """`one` describes the program: a chunk of one row, whatever the number of rows."""
     name, directory = job.options.name, checked.directory
     chunk = _compile(job, one, start)
-    described = describe(name, one, chunk.first, job.arrays, job.options.key_data, job.settings)
-    settle_program(name, directory, described, checked.anyway)
+    _settle_program(job, checked, one, chunk.first, start)
     saves = Saves(name, directory, checked.keep)
     try:
-        state = saves.newest(chunk.first) or _first_state(job, chunk)
+        outputs = Outputs(name, directory, chunk.traced.y_spec, job.rows) if job.rows else None
+        if outputs and saves.newest_step:
+            outputs.refuse_gone()
+        state = saves.newest(chunk.first, outputs.check if outputs else None) or _first_state(job, chunk)
         _refuse_shorter(name, state, job.total)
-        spec, is_new = chunk.traced.y_spec, state.steps == 0
-        arrays = open_outputs(name, directory, spec, job.rows.capacity, is_new) if job.rows else []
-        writer = Writer(arrays) if arrays and jax.process_index() == 0 else None
+        arrays, journals = outputs.open(state.steps) if outputs else ([], [])
+        writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
         run = Run(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
         with watching() as interrupts, shown(job.options.reporter(job.function), state.steps, job.total) as show:
@@ -113,14 +116,30 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
     return _results(job, chunk, state, arrays)
 
 
+def _settle_program(
+    job: Job, checked: Checked, one: chunks.Traced, first: Sequence[jax.Array], start: list[Any]
+) -> None:
+    """Whether the run that is stored, if there is one, is the one that is asked for."""
+    name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
+    step = tracing.trace_step(_step(job), start, one.init, job.stops)
+    described = describe(name, step, one, first, named, job.options.key_data, job.settings)
+    in_first_format = partial(as_first, described, one.closed, named)
+    settle_program(name, checked.directory, described, in_first_format, checked.anyway)
+
+
+def _step(job: Job) -> tracing.Step:
+    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
+
+
 def _walk(job: Job) -> chunks.Walk:
     """A chunk of the loop."""
 
     def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.Walked:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
-        step = tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
-        how = tracing.Walk(job.options.name, extent, reverse=False, unroll=job.unroll, kind=Lax(), lanes=Lockstep())
+        step = _step(job)
+        name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
+        how = tracing.Walk(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
         first = (lambda _: jnp.ones((), bool)) if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on

@@ -18,9 +18,13 @@ from loopax._nnx_changes import refuse_changes
 from loopax.core.walk import read
 from loopax.durable.arguments import Durability, max_steps_of, refuse_transformations
 from loopax.durable.job import Job, run_job, step_key_data
-from loopax.durable.run import EPOCH, RowPlan
-from loopax.kinds import KindLike
-from loopax.lanes import LanesLike
+from loopax.durable.row_plan import RowPlan
+from loopax.durable.run import EPOCH
+from loopax.kinds import Lax
+from loopax.lanes import Lockstep
+
+# A durable loop is neither differentiated nor batched, so its callers have no say in how.
+_KIND, _LANES = Lax(), Lockstep()
 
 
 def while_loop(
@@ -34,8 +38,6 @@ def while_loop(
     resume: str = "auto",
     chunk_steps: int | None = None,
     max_steps: int | None = None,
-    kind: KindLike = "auto",
-    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -62,16 +64,13 @@ def while_loop(
         The number of saves that are kept, at least 1. With 2 or more, a damaged one does not lose the run.
     resume
         "auto": go on where a run of the same program is stored, an error where one of another program is, and a new run
-        where none is. "anyway": also go on from a state of another program, or of another version of JAX, if the types
-        of the carry are the same; a warning says what differs.
+        where none is. "anyway": also go on from a state of another program, if the types of the carry are the same; a
+        warning says what differs. Under another version of JAX a program is the same if its steps are.
     chunk_steps
         Steps of a compiled chunk. Default: as many as take about 0.2 seconds, which is how long an interrupt waits.
         Results do not depend on it.
     max_steps
         As in `loopax.while_loop`, up to 2**63 - 1. It may be larger when a run is resumed.
-    kind, lanes
-        Taken so that a call can be changed to a durable one. They say what a gradient stores and how a batch runs,
-        neither of which there is here.
     progress
         As in `loopax.while_loop`; one bar for all chunks.
 
@@ -88,7 +87,7 @@ def while_loop(
     loopax.durable.SaveError
         Something could not be written. The last good save is as it was.
     RuntimeError
-        Another process runs in the directory, or no save in it can be read.
+        Another process runs in the directory, or no save in it is whole (with the rows of outputs that belong to it).
     KeyboardInterrupt, SystemExit
         Ctrl-C or SIGTERM, after the state has been saved. A second one does not wait.
 
@@ -97,11 +96,12 @@ def while_loop(
     Cost: one compilation, a fraction of a millisecond per chunk, and for each save a copy of the carry, in memory and
     on disk. Steps are counted in 64 bits; with `key`, step i gets `fold_in(key, i)` up to 2147483647, and then a key of
     a stream that is derived from `key` and the multiples of 2147483648. Several processes (`jax.distributed`) call it
-    together, with the same directory on a file system that they share. Derivatives: none.
+    together, with the same directory on a file system that they share. There are no derivatives and no batches of
+    durable loops, so there is no `kind` and no `lanes`; loops in the body have both.
 
     """
     refuse_transformations("durable.while_loop", init_val, key)
-    options = arguments.options("durable.while_loop", kind, lanes, key, progress, None, throw, info)
+    options = arguments.options("durable.while_loop", _KIND, _LANES, key, progress, None, throw, info)
     arguments.check_callable("cond_fun of durable.while_loop", cond_fun)
     arguments.check_callable("body_fun of durable.while_loop", body_fun)
     total = max_steps_of(options.name, max_steps)
@@ -136,8 +136,6 @@ def fori_loop(
     chunk_steps: int | None = None,
     unroll: int | bool | None = None,
     max_steps: int | None = None,
-    kind: KindLike = "auto",
-    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -154,7 +152,7 @@ def fori_loop(
         that is resumed may have a larger `upper` than before, and goes on to it.
     unroll
         Steps per iteration of the compiled loop. Chunks are made of whole iterations.
-    directory, checkpoint_every, keep, resume, chunk_steps, kind, lanes, progress
+    directory, checkpoint_every, keep, resume, chunk_steps, progress
         As in `durable.while_loop`.
 
     Returns
@@ -173,7 +171,7 @@ def fori_loop(
 
     """
     refuse_transformations("durable.fori_loop", lower, upper, init_val, key)
-    options = arguments.options("durable.fori_loop", kind, lanes, key, progress, None, throw, info)
+    options = arguments.options("durable.fori_loop", _KIND, _LANES, key, progress, None, throw, info)
     arguments.check_callable("body_fun of durable.fori_loop", body_fun)
     first, is_weak = _first_index(lower, upper)
     length = max(int(upper) - int(lower), 0)
@@ -239,8 +237,6 @@ def scan(
     chunk_steps: int | None = None,
     stop: Callable[[Any, Any], Any] | None = None,
     max_steps: int | None = None,
-    kind: KindLike = "auto",
-    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -258,7 +254,7 @@ def scan(
         As in `loopax.scan`. Without rows of `xs`, a run that is resumed may have a larger `length` than before.
     unroll
         As in `durable.fori_loop`.
-    directory, checkpoint_every, keep, resume, chunk_steps, kind, lanes, progress
+    directory, checkpoint_every, keep, resume, chunk_steps, progress
         As in `durable.while_loop`.
 
     Returns
@@ -267,7 +263,7 @@ def scan(
         As in `loopax.scan`.
     ys
         A pytree of `durable.Rows`: arrays on disk, of which is read what is indexed (`ys[1000:2000]`,
-        `np.asarray(ys)`).
+        `np.asarray(ys)`), and compared with the checksums that were written with it.
 
     Raises
     ------
@@ -283,7 +279,7 @@ def scan(
     """
     words = arguments.Words("durable.scan", "f", "xs", "ys")
     refuse_transformations(words.name, init, xs, length, key)
-    options = arguments.options(words.name, kind, lanes, key, progress, None, throw, info)
+    options = arguments.options(words.name, _KIND, _LANES, key, progress, None, throw, info)
     arguments.check_callable(words.where, f)
     if stop is not None:
         arguments.check_callable("stop of durable.scan", stop)

@@ -1,13 +1,8 @@
-"""Outputs of a durable scan: on disk as they come, read without loading more than is asked for.
+"""Outputs of a durable scan as users read them: without loading more than is asked for."""
 
-Each leaf is an array in Zarr's format (version 2), which TensorStore writes and any Zarr library reads.
-"""
-
-import base64
-import json
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,18 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopax.durable.directory import write_whole
-from loopax.durable.errors import SaveError
+from loopax.durable.described import Description, damaged
+from loopax.durable.directory import whole_path, write_whole
 from loopax.durable.indices import in_bounds
-from loopax.durable.orbax import ocp, tensorstore
+from loopax.durable.orbax import ocp
+from loopax.durable.pieces import Pieces
+from loopax.durable.zarr import PIECE_BYTES, open_array, pieces_of
 
-# Bytes of one stored piece of an array, rows of a compiled chunk of steps, and rows that wait to be written.
-PIECE_BYTES = 1 << 20
-CHUNK_BYTES = 32 << 20
-WAITING_BYTES = 8 << 20
-WAITING_SECONDS = 1.0  # readers see what a run has written with this delay
-_FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed
-_FORMAT = ".loopax.json"
 _ALL = ".all"  # in the directory of the arrays, when each has been begun
 
 
@@ -46,6 +36,7 @@ class Rows:
     shape: tuple[int, ...]
     dtype: Any
     key_impl: str | None = None  # of PRNG keys, which stand there as integers
+    pieces: Pieces | None = field(default=None, repr=False)  # None: without checksums, as format 1 wrote them
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -62,8 +53,23 @@ class Rows:
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> Any:
-        """Read a part: a NumPy array (JAX's for PRNG keys). Ints, slices and arrays of ints or bools are taken."""
-        found = np.asarray(_open(self.path)[in_bounds(index, self.shape)].read().result())
+        """Read a part: a NumPy array (JAX's for PRNG keys). Ints, slices and arrays of ints or bools are taken.
+
+        Raises
+        ------
+        IndexError
+            There is no such row.
+        RuntimeError
+            Rows on disk are not those that were written; the error names the file and the rows.
+
+        """
+        index = in_bounds(index, self.shape)
+        if self.pieces is not None:
+            self.pieces.check_read(_touched(index, len(self), self.pieces.rows))
+        try:
+            found = np.asarray(open_array(self.path)[index].read().result())
+        except ValueError as error:
+            raise damaged(self.path, f"cannot be read ({error})") from error
         return found if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(found), impl=self.key_impl)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -79,137 +85,70 @@ class Rows:
             yield from self[start : start + some]
 
 
-class Writer:
-    """Writes the rows of a run, which come in order, up or down; a few megabytes wait and are written together."""
-
-    def __init__(self, arrays: Sequence[Rows]) -> None:
-        """Write to these."""
-        self._stores = [_open(rows.path) for rows in arrays]
-        self._dtypes = [store.dtype.numpy_dtype for store in self._stores]
-        self._waiting: list[tuple[int, list[np.ndarray]]] = []
-        self._writing: list[Any] = []
-        self._begun = time.monotonic()
-
-    def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
-        """Rows from `start` on, for each array; they are not changed afterwards."""
-        self._waiting.append((start, list(pieces)))
-        is_much = sum(_num_bytes(pieces) for _, pieces in self._waiting) >= WAITING_BYTES
-        if is_much or time.monotonic() - self._begun >= WAITING_SECONDS:
-            self._begin()
-
-    def flush(self) -> None:
-        """Wait until everything is on disk."""
-        self._begin()
-        self._finish()
-
-    def _finish(self) -> None:
-        """Wait for what is being written."""
-        writing, self._writing = self._writing, []
-        try:
-            for future in writing:
-                future.result()
-        except Exception as error:
-            raise SaveError(
-                f"writing outputs of a durable scan failed ({type(error).__name__}: {error}). The last good save is as "
-                "it was. Make room or mend the file system, and call again to go on from there."
-            ) from error
-
-    def _begin(self) -> None:
-        """Begin to write what waits."""
-        if not self._waiting:
-            return
-        self._finish()  # two writes at once into one piece of a file could lose one of them
-        self._begun = time.monotonic()
-        waiting, self._waiting = sorted(self._waiting, key=lambda item: item[0]), []
-        start = waiting[0][0]
-        for store, dtype, *parts in zip(self._stores, self._dtypes, *(pieces for _, pieces in waiting), strict=True):
-            rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-            if rows.size:
-                self._writing.append(store[start : start + len(rows)].write(rows.view(dtype)))
-
-
-def _num_bytes(arrays: Sequence[np.ndarray]) -> int:
-    return sum(array.nbytes for array in arrays)
-
-
-def _row_bytes(shape: Sequence[int], dtype: Any) -> int:
-    return prod(shape[1:]) * np.dtype(dtype).itemsize
-
-
-def create(path: Path, name: str, shape: Sequence[int], dtype: Any, key_impl: str | None) -> None:
-    """Make an array of zeros, which takes no room, or go on with the one that an interrupted run has begun."""
-    some = max(min(PIECE_BYTES // max(_row_bytes(shape, dtype), 1), max(shape[0], _FEW_ROWS)), 1)
-    spec = {
-        "shape": list(shape),
-        "chunks": [some, *(max(size, 1) for size in shape[1:])],
-        "dtype": _zarr_dtype(np.dtype(dtype)),
-        "fill_value": _zero(np.dtype(dtype)),
-        "compressor": None,
-    }
-    if is_there(path):  # of fewer rows, perhaps
-        _open(path).resize(exclusive_max=list(shape)).result()
-    else:
-        tensorstore().open(_spec(path) | {"metadata": spec}, create=True).result()
-        write_whole(path / _FORMAT, json.dumps({"path": name, "key_impl": key_impl}))
+def _touched(index: tuple[Any, ...], rows: int, some: int) -> Iterable[int]:
+    """The pieces of which an index reads rows."""
+    first = next((part for part in index if part is not None), slice(None))
+    if isinstance(first, slice):
+        start, stop, _ = first.indices(rows)
+        return range(start // some, -(-stop // some)) if stop > start else ()
+    return np.unique(np.asarray(first) // some).tolist()
 
 
 def rows_at(path: Path) -> Rows:
-    """What is on disk."""
-    store, key_impl = _open(path), json.loads((path / _FORMAT).read_text())["key_impl"]
-    shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
-    if key_impl is None:
-        return Rows(path, shape, dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
+    """What is on disk; an error where what describes it is damaged."""
+    description = Description.stored(path)
+    store = open_array(path)
+    pieces = pieces_of(path, store, description) if description.has_checksums else None
+    shape, dtype, impl = tuple(store.shape), store.dtype.numpy_dtype, description.key_impl
+    if impl is None:
+        return Rows(path, shape, dtype, None, pieces)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     data = jax.eval_shape(jax.random.key_data, key)
-    return Rows(path, shape[: len(shape) - data.ndim], key.dtype, key_impl)
+    return Rows(path, shape[: len(shape) - data.ndim], key.dtype, impl, pieces)
 
 
-def is_there(path: Path) -> bool:
-    """Whether an array has been begun."""
-    return (path / _FORMAT).exists() and (path / ".zarray").exists()
-
-
-def all_begun(directory: Path) -> None:
+def all_begun(directory: Path, count: int) -> None:
     """Say to readers that every array is there: they see all of a run's or none."""
     directory.mkdir(exist_ok=True)
-    (directory / _ALL).touch()
+    write_whole(directory / _ALL, f"{count} arrays")
 
 
 def outputs(directory: Any) -> dict[str, Rows]:
     """The outputs in the directory of a durable scan, by their paths in the pytree, also while it runs.
 
     Rows that the run has not written yet are zero; `steps_saved` says how many will not be written again.
+
+    Raises
+    ------
+    FileNotFoundError
+        The directory holds no outputs.
+    RuntimeError
+        What describes them is damaged; the error names the file.
+
     """
-    root = Path(directory).expanduser().absolute() / "outputs"
+    root = whole_path("durable.outputs", directory) / "outputs"
     if not (root / _ALL).exists():
         raise FileNotFoundError(f"{root.parent} holds no outputs of a `loopax.durable.scan`.")
-    found = {}
-    for path in sorted(filter(is_there, root.iterdir())):
-        found[json.loads((path / _FORMAT).read_text())["path"]] = rows_at(path)
-    return found
+    return {Description.stored(path).path: rows_at(path) for path in _arrays(root)}
+
+
+def _arrays(root: Path) -> list[Path]:
+    """The directories of all arrays."""
+    text = (root / _ALL).read_text(errors="replace")
+    found = re.fullmatch("([0-9]+) arrays", text)
+    if found:
+        return [root / array_name(i) for i in range(int(found[1]))]
+    if text:
+        raise damaged(root / _ALL, "does not say how many arrays there are")
+    return sorted(path for path in root.iterdir() if path.is_dir())  # of format 1
+
+
+def array_name(i: int) -> str:
+    """Of the directory of an array."""
+    return f"{i:04d}"
 
 
 def steps_saved(directory: Any) -> int:
     """The steps up to the newest save in the directory of a durable loop; 0 where there is none."""
-    saves = Path(directory).expanduser().absolute() / "saves"
+    saves = whole_path("durable.steps_saved", directory) / "saves"
     return max(ocp().utils.checkpoint_steps(saves), default=0) if saves.is_dir() else 0
-
-
-def _open(path: Path) -> Any:
-    return tensorstore().open(_spec(path), open=True).result()
-
-
-def _spec(path: Path) -> dict[str, Any]:
-    return {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}}
-
-
-def _zero(dtype: np.dtype) -> Any:
-    """Zero as Zarr writes it for this type."""
-    if dtype.kind == "c":
-        return base64.b64encode(bytes(dtype.itemsize)).decode()
-    return False if dtype == np.bool_ else 0
-
-
-def _zarr_dtype(dtype: np.dtype) -> str:
-    """As Zarr writes it; what NumPy itself does not know (bfloat16) has a name only."""
-    return dtype.name if dtype.kind == "V" or dtype.name.startswith(("float8", "int4", "uint4")) else dtype.str

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,24 +12,13 @@ from loopax.durable.chunk import Chunk
 from loopax.durable.hosts import agreed, all_agree
 from loopax.durable.interrupts import Interrupts
 from loopax.durable.pace import Pace
-from loopax.durable.rows import Writer
+from loopax.durable.row_plan import RowPlan
 from loopax.durable.saves import Saves, State
+from loopax.durable.writer import Writer
 
 EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 1e-4
-
-
-class RowPlan(NamedTuple):
-    """Where the outputs of a scan stand."""
-
-    capacity: int
-    first: int  # the row of the first step
-    reverse: bool
-
-    def lowest(self, steps: int, some: int) -> int:
-        """The lowest row of some steps that come after so many."""
-        return self.first - steps - some + 1 if self.reverse else self.first + steps
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """States of a run on disk: saved while the run goes on, the newest good one found again. Orbax writes them."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from hashlib import sha256
@@ -14,6 +14,8 @@ from loopax.durable.checksum import checksums
 from loopax.durable.directory import Directory
 from loopax.durable.errors import DamagedSaveWarning, SaveError
 from loopax.durable.orbax import ocp
+
+_MOST_TEXT = 1000  # of the error of a damaged file
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,20 @@ class Saves:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def newest(self, like: Sequence[jax.Array]) -> State | None:
-        """The newest save that is whole, with the types and shardings of these arrays; None: there is none."""
+    def newest(self, like: Sequence[jax.Array], check_rows: Callable[[int], None] | None = None) -> State | None:
+        """The newest save that is whole, with the types and shardings of these arrays; None: there is none.
+
+        `check_rows` raises where rows of outputs are lost that belong to a save of so many steps.
+        """
         steps = sorted(self._manager.all_steps(), reverse=True)
         problems = []
         for step in steps:
             try:
                 state = self._restore(step, like)
+                if check_rows is not None:
+                    check_rows(step)
             except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
-                problems.append(f"  step {step}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                problems.append(f"  step {step}: {type(error).__name__}: {str(error).splitlines()[0][:_MOST_TEXT]}")
                 continue
             for damaged in steps[: len(problems)]:
                 self._manager.delete(damaged)
@@ -104,8 +111,8 @@ class Saves:
             return state
         if problems:
             raise RuntimeError(
-                f"{self.where}: no save in {self.directory} can be read:\n" + "\n".join(problems) + "\nRestore one "
-                "from a backup, or delete the directory of the run to start anew."
+                f"{self.where}: no save in {self.directory} is whole:\n" + "\n".join(problems) + "\nRestore what "
+                "is damaged from a backup, or delete the directory of the run to start anew."
             )
         return None
 
@@ -150,7 +157,8 @@ def _name(i: int) -> str:
 
 def _warn_of_damage(where: str, directory: Any, problems: Sequence[str], step: int) -> None:
     warnings.warn(
-        f"{where}: saves in {directory} are damaged, and have been removed:\n" + "\n".join(problems) + "\nThe run goes "
+        f"{where}: saves in {directory}, or outputs that belong to them, are damaged. These saves have been "
+        "removed:\n" + "\n".join(problems) + "\nThe run goes "
         f"on from step {step} instead.",
         DamagedSaveWarning,
         stacklevel=2,

@@ -141,7 +141,7 @@ def test_no_good_save_is_an_error(stored: Any, tmp_path: Any) -> None:
     shutil.copytree(source, tmp_path / "run")
     for path in files(tmp_path / "run" / "saves"):
         path.write_bytes(b"x")
-    with pytest.raises(RuntimeError, match=r"no save in .* can be read") as error:
+    with pytest.raises(RuntimeError, match=r"no save in .* is whole") as error:
         run(tmp_path / "run")
     assert all(f"step {step}: " in str(error.value) for step in saves(source))
     assert saves(tmp_path / "run") == saves(source)  # for a person to look at

@@ -167,8 +167,8 @@ def programs(directory: Path) -> dict[str, Any]:
     other_w = w + 1.0
     return {
         "same": (at(), ""),
-        "body": (at(lambda c, x, key: (jnp.cos(c) * w + x, c.sum())), r"-.* = sin .*\n(.*\n)*.*\+.* = cos "),
-        "number": (at(lambda c, x, key: (jnp.sin(c) * w + 2.0 * x, c.sum())), r"\+.* = mul 2.0:f64"),
+        "body": (at(lambda c, x, key: (jnp.cos(c) * w + x, c.sum())), r"-x.* = sin .*\n(.*\n)*.*\+x.* = cos "),
+        "number": (at(lambda c, x, key: (jnp.sin(c) * w + 2.0 * x, c.sum())), r"\+.* = mul 2.0:float64"),
         "closure": (at(lambda c, x, key: (jnp.sin(c) * other_w + x, c.sum())), r"closed-over value \d+, float64\[3\]"),
         "init": (at(init=X + 1), "first carry: other values"),
         "xs": (at(xs=XS.at[9, 2].add(1e-9)), "xs, array 0: other values"),
@@ -189,8 +189,37 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path: Any) -> No
         assert 'give resume="anyway"' in texts[name]
     for name in ("init", "xs", "key", "closure"):
         assert texts[name].count("other values") == 1
-        assert "as JAX has traced it" not in texts[name]
+        assert "the program" not in texts[name]
     assert "other values" not in texts["body"] + texts["number"]
+
+
+def test_another_function_of_python_is_another_program(tmp_path: Any) -> None:
+    shape = jax.ShapeDtypeStruct((3,), jnp.float64)
+
+    def run(work: Any) -> Any:
+        body = lambda _, x: jax.pure_callback(work, shape, x)
+        return durable.fori_loop(0, 3, body, X, directory=tmp_path)
+
+    result = run(lambda x: x * 2.0)
+    with pytest.raises(ValueError, match=r"callback 0: stored (.*)<lambda>, now \1<lambda> with other code") as error:
+        run(lambda x: x * 3.0)
+    assert "the program (" not in str(error.value)
+    same_bits(run(lambda x: x * 2.0), result)  # another function with the same code
+    path = tmp_path / "program.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "python": "cpython 3.99"}))  # writes code in another way
+    same_bits(run(lambda x: x * 3.0), result)
+
+
+def test_checks_are_no_part_of_the_program(tmp_path: Any) -> None:
+    """A run goes on without them, or with others."""
+
+    def body(_: Any, x: Any, **options: Any) -> Any:
+        return lx.while_loop(lambda x: x[0] < 3.0, lambda x: x + 1.0, x, max_steps=9, **options) * 0.5
+
+    durable.fori_loop(0, 2, body, X, directory=tmp_path)
+    result = durable.fori_loop(0, 4, partial(body, throw=False), X, directory=tmp_path)
+    assert_close(result, lx.fori_loop(0, 4, body, X))
 
 
 def test_anyway_goes_on_with_a_warning(tmp_path: Any) -> None:
@@ -223,9 +252,14 @@ def test_another_version_of_jax_and_other_formats(tmp_path: Any) -> None:
     path.write_text(json.dumps({**stored, "jax": "0.1.2", "text": ["another text"]}))
     with pytest.raises(ValueError, match=rf"JAX: stored 0\.1\.2, now {jax.__version__}") as error:
         run()
-    assert "another text" not in str(error.value)  # every version writes programs in its own way
+    assert "-another text" in str(error.value)
+    assert "stored by loopax 0.1.0 and JAX 0.1.2 (format 2), and this is" in str(error.value)
     with pytest.warns(durable.AnotherProgramWarning, match=r"JAX: stored 0\.1\.2"):
         same_bits(run(resume="anyway"), result)
+    path.write_text(json.dumps({**stored, "jax": "0.1.2"}))  # the same program
+    with pytest.warns(durable.AnotherProgramWarning, match=r"goes on under another version of JAX: stored 0\.1\.2"):
+        same_bits(run(), result)
+    assert json.loads(path.read_text()) == stored
     path.write_text(json.dumps({"format": 99, "loopax": "7.0"}))
     with pytest.raises(RuntimeError, match=r"has format 99, .*Go on with loopax 7\.0, or give another directory"):
         run()

@@ -11,6 +11,7 @@ import tensorstore
 
 from loopax import durable
 from loopax.durable import rows as disk
+from loopax.durable import writer, zarr
 from tests.durable.cases import Steps, python, same_bits, saves, stopped
 
 
@@ -129,7 +130,7 @@ def test_a_reader_sees_all_arrays_of_a_run_or_none(tmp_path: Any, monkeypatch: A
     def create_one(*args: Any) -> None:
         if made:
             raise KeyboardInterrupt
-        made.append(disk.create(*args))
+        made.append(zarr.create(*args))
 
     def run() -> Any:
         return durable.scan(lambda c, x: (c, (x, 2 * x)), 0, jnp.arange(3), directory=tmp_path)
@@ -190,9 +191,9 @@ def test_another_process_reads_while_the_run_goes_on(tmp_path: Any) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_rows_that_wait_are_written_in_order(reverse: bool, tmp_path: Any, monkeypatch: Any) -> None:
     """In pieces that begin and end in the middle of stored ones, before the run stops and after."""
-    monkeypatch.setattr(disk, "WAITING_BYTES", 100)
-    monkeypatch.setattr(disk, "PIECE_BYTES", 64)
-    monkeypatch.setattr(disk, "_FEW_ROWS", 1)
+    monkeypatch.setattr(writer, "WAITING_BYTES", 100)
+    monkeypatch.setattr(zarr, "PIECE_BYTES", 64)
+    monkeypatch.setattr(zarr, "_FEW_ROWS", 1)
     steps = Steps(14)
 
     def f(c: Any, x: Any) -> Any:

@@ -1,0 +1,222 @@
+"""Damaged outputs: found when they are read and when the run goes on; lost rows are computed again, or named."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopax import durable
+from loopax.durable import zarr
+from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
+from tests.durable.test_damage import DAMAGE, files, flip, truncate
+
+LENGTH = 48
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: Any) -> None:
+    """Of four rows of `y`, and of sixteen of `n`."""
+    monkeypatch.setattr(zarr, "PIECE_BYTES", 64)
+    monkeypatch.setattr(zarr, "_FEW_ROWS", 1)
+
+
+def run(directory: Path, steps: Steps | None = None, **options: Any) -> Any:
+    steps = steps or Steps()
+
+    def f(c: Any, _: Any) -> Any:
+        steps.at(c["n"])
+        n = c["n"] + 1
+        return {"x": jnp.sin(c["x"]) * 1.5, "n": n}, {"y": c["x"] + 1.0, "n": n.astype(jnp.int32)}
+
+    init = {"x": jnp.arange(2.0) + 0.5, "n": jnp.int64(0)}
+    options = {"checkpoint_every": 8, "chunk_steps": 2, "length": LENGTH, **options}
+    carry, ys = durable.scan(f, init, directory=directory, **options)
+    jax.effects_barrier()
+    return carry, read_rows(ys)
+
+
+@pytest.fixture(scope="module")
+def forward(tmp_path_factory: Any) -> Any:
+    """A whole run, and one that has stopped; what the whole one gives; whether rows are written from the last on."""
+    return store(tmp_path_factory.mktemp("forward"), False)
+
+
+@pytest.fixture(scope="module", params=["forward", "reverse"])
+def stored(request: Any, tmp_path_factory: Any) -> Any:
+    """The same in both directions."""
+    if request.param == "forward":
+        return request.getfixturevalue("forward")
+    return store(tmp_path_factory.mktemp("reverse"), True)
+
+
+def store(path: Path, reverse: bool) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zarr, "PIECE_BYTES", 64)
+        patch.setattr(zarr, "_FEW_ROWS", 1)
+        expected = run(path / "whole", reverse=reverse, keep=5)
+        stopped(lambda: run(path / "stopped", Steps(27), reverse=reverse, keep=5))
+    return path, expected, reverse
+
+
+def names(directory: Path) -> list[Path]:
+    """The files of outputs, relative to the directory of the run."""
+    return [path.relative_to(directory) for path in files(directory / "outputs")]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: Any, tmp_path: Any) -> None:
+    """Each file of a finished run, one at a time: what is read is right, or an error names the file."""
+    path, (_, expected), _ = stored
+    source = path / "whole"
+    found: dict[Path, str] = {}
+    for i, name in enumerate(names(source)):
+        directory = tmp_path / str(i)
+        shutil.copytree(source / "outputs", directory / "outputs")
+        damage(directory / name)
+        try:
+            rows = durable.outputs(directory)
+            same_bits({key: jnp.asarray(rows[f"['{key}']"][:]) for key in ("n", "y")}, expected)
+        except (RuntimeError, FileNotFoundError) as error:
+            found[name] = str(error).replace(str(directory / name), "FILE")
+    pieces = {name for name in names(source) if name.name[0].isdigit()}
+    assert len(pieces) > 10
+    assert pieces <= found.keys()
+    gone = {name: text for name, text in found.items() if "are damaged: FILE" not in text}
+    assert all(name.name == ".all" and "holds no outputs" in text for name, text in gone.items())
+    assert not gone or damage is Path.unlink
+
+
+def test_the_error_names_file_and_rows_and_says_what_to_do(forward: Any, tmp_path: Any) -> None:
+    path, (_, expected), _ = forward
+    shutil.copytree(path / "whole", tmp_path / "run")
+    flip(tmp_path / "run" / "outputs" / "0001" / "3.0")
+    y = durable.outputs(tmp_path / "run")["['y']"]
+    where = tmp_path / "run" / "outputs" / "0001" / "3.0"
+    for index in (13, -35, slice(10, 20), (slice(None), 0), np.array([2, 14]), np.arange(LENGTH) == 12, ..., (14, 1)):
+        with pytest.raises(RuntimeError) as error:
+            y[index]
+        assert f"{where} does not hold rows 12 to 15 as they were written" in str(error.value)
+        assert "Restore the file from a backup, call the same scan again" in str(error.value)
+    with pytest.raises(RuntimeError, match="rows 12 to 15"):
+        list(y)
+    for index in (slice(0, 12), slice(16, None), 11, 16, np.array([2, 17]), slice(16, 3)):
+        np.testing.assert_array_equal(y[index], np.asarray(expected["y"])[index])
+
+
+LOST: list[Any] = [("whole", Path.unlink), ("stopped", flip), ("stopped", truncate)]
+
+
+@pytest.mark.parametrize(("name", "damage"), LOST)
+def test_lost_rows_are_computed_again_from_the_last_save_that_precedes_them(
+    name: str, damage: Callable[[Path], None], stored: Any, tmp_path: Any
+) -> None:
+    path, expected, reverse = stored
+    shutil.copytree(path / name, tmp_path / "run")
+    *_, before, newest = saves(path / name)
+    lost = newest - 5  # in a piece whose rows all belong to that save
+    piece = (LENGTH - 1 - lost if reverse else lost) // 4
+    damage(tmp_path / "run" / "outputs" / "0001" / f"{piece}.0")
+    steps = Steps()
+    with pytest.warns(durable.DamagedSaveWarning) as warned:
+        same_bits(run(tmp_path / "run", steps, reverse=reverse, keep=5), expected)
+    text = str(warned[0].message)
+    assert f"{piece}.0 " in text
+    start = int(text.rpartition("The run goes on from step ")[2].split()[0])
+    assert start <= before
+    assert sorted(steps.taken) == list(range(start, LENGTH))
+    same_bits(run(tmp_path / "run", steps, reverse=reverse), expected)  # all is well again
+
+
+def test_rows_that_no_save_precedes_are_an_error(stored: Any, tmp_path: Any) -> None:
+    path, _, reverse = stored
+    for name in ("whole", "stopped"):
+        directory = tmp_path / name
+        shutil.copytree(path / name, directory)
+        piece = directory / "outputs" / "0001" / ("11.0" if reverse else "0.0")  # the first that is written
+        piece.unlink()
+        with pytest.raises(RuntimeError, match=r"no save in .* is whole") as error:
+            run(directory, reverse=reverse, keep=5)
+        rows = "44 to 47" if reverse else "0 to 3"
+        count = len(saves(path / name))
+        assert str(error.value).count(f"{piece} does not hold rows {rows} as they were written.\n") == count
+        assert "Restore what is damaged from a backup, or delete the directory" in str(error.value)
+        assert saves(directory) == saves(path / name)  # for a person to look at
+
+
+def test_what_no_save_has_is_written_again_whatever_it_is(stored: Any, tmp_path: Any) -> None:
+    """Rows after the newest save do not count: they are computed again."""
+    path, expected, reverse = stored
+    shutil.copytree(path / "stopped", tmp_path / "run")
+    last = max(saves(tmp_path / "run"))
+    beyond = [LENGTH - 1 - step if reverse else step for step in range(last + 4, LENGTH)]
+    for piece in {row // 4 for row in beyond}:
+        (tmp_path / "run" / "outputs" / "0001" / f"{piece}.0").write_bytes(b"garbage")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same_bits(run(tmp_path / "run", reverse=reverse, keep=5), expected)
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=lambda f: f.__name__)
+def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], forward: Any, tmp_path: Any) -> None:
+    path, _, reverse = forward
+    for name in (".loopax.json", ".zarray"):
+        directory = tmp_path / name
+        shutil.copytree(path / "stopped", directory)
+        file = directory / "outputs" / "0001" / name
+        damage(file)
+        with pytest.raises(RuntimeError) as error:
+            run(directory, reverse=reverse, keep=5)
+        assert "durable.scan" in str(error.value)
+        assert str(file.parent if damage is Path.unlink else file) in str(error.value)
+        assert "or delete the directory of the run to start anew" in str(error.value)
+        assert saves(directory) == saves(path / "stopped")
+
+
+def test_rows_of_a_save_are_known_however_often_the_run_has_gone_on_since(forward: Any, tmp_path: Any) -> None:
+    """What is known of rows is kept for each save: those after it may turn out to be damaged."""
+    path, expected, _ = forward
+    shutil.copytree(path / "stopped", tmp_path / "run")
+    *_, before, last = saves(path / "stopped")
+    stopped(lambda: run(tmp_path / "run", Steps(33), keep=9))
+    for step in saves(tmp_path / "run"):
+        if step >= last:
+            shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
+    with pytest.warns(durable.DamagedSaveWarning, match=f"from step {before} instead"):
+        same_bits(run(tmp_path / "run", keep=9), expected)
+
+
+def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, tmp_path: Any) -> None:
+    path, expected, reverse = forward
+    shutil.copytree(path / "stopped", tmp_path / "run")
+    journal = tmp_path / "run" / "outputs" / "0001" / ".checksums"
+    truncate(journal)
+    with pytest.warns(durable.DamagedSaveWarning, match=r"checksums has no checksum of rows"):
+        same_bits(run(tmp_path / "run", reverse=reverse, keep=5), expected)
+    journal.unlink()
+    with pytest.raises(RuntimeError, match=r"\.checksums cannot be read \(FileNotFoundError") as error:
+        run(tmp_path / "run", reverse=reverse)
+    assert "no save in" in str(error.value)
+
+
+def test_outputs_of_format_1_get_checksums_when_the_run_goes_on(tmp_path: Any) -> None:
+    from tests.durable.stored_programs import PROGRAMS
+    from tests.durable.test_stored import unpack
+
+    directory = unpack("format1", tmp_path) / "outputs"
+    before = durable.outputs(directory)
+    assert before["['n']"][:9].tolist() == list(range(9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", durable.AnotherProgramWarning)
+        PROGRAMS["outputs"](directory, Steps(), resume="anyway")
+    assert durable.outputs(directory)["['n']"][:].tolist() == list(range(12))
+    flip(directory / "outputs" / "0001" / "0")
+    durable.outputs(directory)["['n']"][:]  # beyond the rows that there are
+    (directory / "outputs" / "0001" / "0").unlink()
+    with pytest.raises(RuntimeError, match="does not hold rows 0 to 11 as they were written"):
+        durable.outputs(directory)["['n']"][3]
