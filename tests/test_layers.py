@@ -94,6 +94,7 @@ LAYERS = [
     "loopax.kinds",
     "loopax.lanes",
     "loopax._arguments",
+    "loopax._limits",
     "loopax._lengths",
     "loopax._tracing",
     "loopax.buffers",

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from loopax._arguments import is_traced_int
 from loopax._carry import describe
 from loopax._checks import Check
-from loopax._lengths import known_int
+from loopax._limits import known_int
 from loopax._static import Why, positive_int, refuse_tracers
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.stochtrace.estimator import Budget, Estimator, Tolerance
