@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of the index. Where both limits are known it is Python's, as in `jax.lax`, also where they are arrays."""
+        """That of the index. Where both limits are known it is Python's, as in `jax.lax`, arrays or not."""
         return jnp.asarray(0).dtype if self.known else jnp.result_type(*self)
 
     def first_index(self) -> tuple[jax.Array, bool]:

@@ -95,9 +95,9 @@ def test_static_limit_beyond_the_dtype_of_a_traced_one(x64: bool, dtype: str, si
     ("lower", "upper"), [(0, 2**31 + 1), (-(2**31) - 1, 0), (2**40, 2**40 + 3), (0, np.uint32(2**31 + 1)), (0, 2**70)]
 )
 def test_static_limits_beyond_the_index_of_32_bits(lower: Any, upper: Any) -> None:
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        with raises(ValueError, "fori_loop(", "got", "beyond int32, the dtype of the index"):
-            loop(lower, upper)
+    beyond = raises(ValueError, "fori_loop(", "got", "beyond int32, the dtype of the index")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), beyond:
+        loop(lower, upper)
 
 
 def test_static_limits_at_the_end_of_their_dtype() -> None:
