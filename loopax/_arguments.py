@@ -277,16 +277,19 @@ def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool)
 
 
 def limit_message(name: str, max_steps: int | None) -> str:
+    """`max_steps` stopped a loop, which is known when it is called."""
+    return f"loopax.{name}: {limit_problem(max_steps)}"
+
+
+def limit_problem(max_steps: int | None) -> str:
     """`max_steps` stopped a loop."""
     return (
-        f"loopax.{name}: max_steps={max_steps} stopped a loop that would have gone on. "
+        f"max_steps={max_steps} stopped a loop that would have gone on. "
         "Give a larger max_steps, or throw=False (with info=True) to accept what there is."
     )
 
 
-def out_of_keys_message(name: str) -> str:
-    """A loop without a bound took more steps than there are keys for."""
-    return (
-        f"loopax.{name}: with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took "
-        "more. Give max_steps=, or split the loop and its key in two."
-    )
+OUT_OF_KEYS = (
+    f"with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took more. Give max_steps=, "
+    "or split the loop and its key in two."
+)

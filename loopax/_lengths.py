@@ -36,7 +36,7 @@ def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
         return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, is_precaution=True)
     if is_more is not False:
         steps = jnp.where(is_more, 0, steps) if throw else steps
-        checks = [*checks, Check(is_more, f"loopax.fori_loop: {limits}. {_TOO_FAR}")]
+        checks = [*checks, Check.of("loopax.fori_loop", is_more, f"{limits}. {_TOO_FAR}")]
     return Extent(jnp.int32(0), steps, None, fixed=False, checks=checks)
 
 
@@ -111,7 +111,7 @@ def _traced_scan(
     beyond = most > top and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
-        checks = [Check(wrong, _length_message(words, rows))]
+        checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows))]
     length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
     if beyond is not False and rows is None and throw:
         length = jnp.where(beyond, 0, length)  # it is going to raise, and should not take 2**31 steps first
@@ -137,9 +137,9 @@ def _traced_scan(
     )
 
 
-def _length_message(words: Words, rows: int | None) -> str:
+def _length_problem(words: Words, rows: int | None) -> str:
     most = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
     return (
-        f"loopax.{words.name}: `length` is negative, or more than there is ({most}). "
-        "Give a length within the data, or throw=False to take what there is."
+        f"`length` is negative, or more than there is ({most}). Give a length within the data, or throw=False to take "
+        "what there is."
     )

@@ -82,7 +82,7 @@ class Limits(NamedTuple):
         gap = _gap(*(_converted(limit, dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)) for limit in self))
         if beyond is not False:
             gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
-        checks = [] if beyond is False else [Check(beyond, f"loopax.fori_loop: {self._beyond()}")]
+        checks = [] if beyond is False else [Check.of("loopax.fori_loop", beyond, self._beyond())]
         if longest <= MOST_STEPS:
             return Distance(gap.astype(jnp.int32), False, longest, checks)
         return Distance(jnp.minimum(gap, MOST_STEPS).astype(jnp.int32), gap > MOST_STEPS, longest, checks)

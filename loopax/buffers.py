@@ -101,7 +101,8 @@ class Buffer(RowByRow):
         place = jnp.where(written, self.count, self.capacity)
         rows = jax.tree.map(lambda rows, x: rows_of.put(rows, place, x, appends=True), self._rows, row)
         # The count alone depends on the check: the rows of a buffer are seen through it.
-        count = settle(self.count + written.astype(jnp.int32), [Check(when & is_full, _full_message(self.capacity))])
+        check = Check.of("loopax.Buffer.append", when & is_full, _full_problem(self.capacity))
+        count = settle(self.count + written.astype(jnp.int32), [check])
         return eqx.tree_at(lambda b: (b._rows, b.count), self, (rows, count))
 
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
@@ -120,7 +121,7 @@ class Buffer(RowByRow):
         is_missing = (place < 0) | (place >= self.count)
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
-        return settle(row, [Check(is_missing, MISSING_MESSAGE)])
+        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
 
     @property
     def mask(self) -> Bool[Array, " capacity"]:
@@ -138,14 +139,14 @@ class Buffer(RowByRow):
         return jax.tree.map(written, self._rows)
 
 
-def _full_message(capacity: int) -> str:
+def _full_problem(capacity: int) -> str:
     return (
-        f"Buffer.append: the buffer has room for {capacity} rows, and all of them have been written. Make it with a "
-        "larger `capacity`, or append fewer rows (`when=`)."
+        f"the buffer has room for {capacity} rows, and all of them have been written. Make it with a larger "
+        "`capacity`, or append fewer rows (`when=`)."
     )
 
 
-MISSING_MESSAGE = (
-    "buffer[index]: there is no such row yet. An index is at least -buffer.count, and less than buffer.count; "
+_MISSING = (
+    "there is no such row yet. An index is at least -buffer.count, and less than buffer.count; "
     "append first, or choose another row where there are not enough."
 )

@@ -136,7 +136,9 @@ class History(eqx.Module):
             return jnp.int32(int(index) % size), []
         is_missing = (traced < -size) | (traced >= size)
         place = jnp.where(traced < 0, traced + size, traced)
-        return jnp.where(is_missing, size, place), [Check(is_missing, _missing_message(size))]
+        return jnp.where(is_missing, size, place), [
+            Check.of("loopax.History[index]", is_missing, _missing_problem(size))
+        ]
 
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
@@ -160,5 +162,5 @@ def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
     return jax.tree.map(lambda x: jnp.asarray(x)[:k], rows)
 
 
-def _missing_message(size: int) -> str:
-    return f"history[index]: there are {size} rows, from {-size} to {size - 1}, and the index is none of them."
+def _missing_problem(size: int) -> str:
+    return f"there are {size} rows, from {-size} to {size - 1}, and the index is none of them."

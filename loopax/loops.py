@@ -359,16 +359,16 @@ def _finish(options: arguments.Options, extent: Extent, done: tracing.Finished) 
     if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
     reached = over if goes_on is None or over is False else over & goes_on
-    checks = list(done.checks)
+    checks, call = list(done.checks), f"loopax.{options.name}"
     if not options.throw:
         for check in extent.checks:
             reached = reached | check.failed
     if options.throw:
         checks += extent.checks
         if reached is not False:
-            checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))
+            checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
         if options.key_data is not None and extent.bound is None:
-            checks.append(Check(done.num_steps >= MOST_STEPS, arguments.out_of_keys_message(options.name)))
+            checks.append(Check.of(call, done.num_steps >= MOST_STEPS, arguments.OUT_OF_KEYS))
     result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
     carry, ys, loop_info = settle(result, checks)
     return done.hand_over(carry), thaw(ys), loop_info

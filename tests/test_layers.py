@@ -15,6 +15,8 @@ ROOT = Path(loopax.__file__).parent
 LAYERS = [
     "loopax._version",
     "loopax._compat",
+    "loopax._lines",
+    "loopax._raising",
     "loopax._errors",
     "loopax._types",
     "loopax._extras",
@@ -35,6 +37,7 @@ LAYERS = [
     "loopax.schedule",
     "loopax.schedule.occupancy",
     "loopax.core.storage",
+    "loopax.core.invalid",
     "loopax.core.jaxprs",
     "loopax.core.axes",
     "loopax.core.cost",

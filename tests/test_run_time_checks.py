@@ -31,7 +31,8 @@ from tests.limited_loops import (
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 def test_bound_that_stops_a_loop_raises(loop: Any, jit: Any) -> None:
     name = loop.__name__.removesuffix("_with_stop")
-    with raises(RUN_TIME, f"loopax.{name}: max_steps=3 stopped a loop", "larger max_steps", "throw=False"):
+    where = f"loopax.{name} at ", "limited_loops.py:", f"({loop.__name__}): max_steps=3 stopped a loop"
+    with raises(RUN_TIME, *where, "larger max_steps", "throw=False"):
         jax.block_until_ready(jit(lambda n: loop(n, max_steps=3))(jnp.int32(5)))
 
 
