@@ -1,4 +1,4 @@
-"""What the error of a run-time check says: the call, its line and function, the problem; first, where that is possible."""
+"""What the error of a run-time check says: the call, its line and function, the problem; first, where that can be."""
 
 import inspect
 import re

@@ -140,14 +140,17 @@ for jit in (jax.jit, lambda f: f):
 """
 
 
-@pytest.mark.parametrize(
-    ("mode", "failed"), [("nan", ["nan 2147483647 True", "nan"]), ("off", ["2.0 1 False", "2.0"])]
-)
+@pytest.mark.parametrize(("mode", "failed"), [("nan", ["nan 2147483647 True", "nan"]), ("off", ["2.0 1 False", "2.0"])])
 def test_other_ways_to_fail(mode: str, failed: list[str]) -> None:
     """They are for the whole process."""
     settings = {"EQX_ON_ERROR": mode, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", FLAGGED], check=False, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+        [sys.executable, "-c", FLAGGED],
+        check=False,
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [failed[0], "4.0 1 False", failed[1], "2.0"] * 2
