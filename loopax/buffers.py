@@ -1,6 +1,6 @@
 """Rows that a loop writes when it likes, and reads again."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -112,16 +112,26 @@ class Buffer(RowByRow):
         ------
         TypeError
             The index is not one integer.
+        IndexError
+            A static index is not from -capacity to capacity - 1.
         equinox.EquinoxRuntimeError
             There is no such row yet (after the outermost loop, when the program runs). Its value is zero then.
 
         """
-        index = one_index(index)
+        index = one_index("buffer", index, self.capacity)
         place = jnp.where(index < 0, index + self.count, index)
         is_missing = (place < 0) | (place >= self.count)
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
         return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: how many rows there are is known only at run time."""
+        raise TypeError(
+            "a Buffer cannot be iterated over: how many rows it has is known only when the program runs. Loop over "
+            "them, `loopax.fori_loop(0, buffer.count, lambda i, c: f(c, buffer[i]), c)`, or scan them, "
+            "`loopax.scan(f, c, buffer.rows, length=buffer.count)`. To look at all, use `buffer.rows` and `buffer.mask`."
+        )
 
     @property
     def mask(self) -> Bool[Array, " capacity"]:

@@ -129,13 +129,12 @@ class History(eqx.Module):
 
     def _place(self, index: Any) -> tuple[Any, list[Check]]:
         """The place of a row, counted from the oldest, and what may be wrong with it."""
-        traced, size = one_index(index), self._size
-        if not isinstance(index, jax.Array):
-            if not -size <= int(index) < size:
-                raise IndexError(f"history[{index}]: there are {size} rows, from {-size} to {size - 1}.")
-            return jnp.int32(int(index) % size), []
-        is_missing = (traced < -size) | (traced >= size)
-        place = jnp.where(traced < 0, traced + size, traced)
+        size = self._size
+        index = one_index("history", index, size)
+        if isinstance(index, int):
+            return jnp.int32(index % size), []
+        is_missing = (index < -size) | (index >= size)
+        place = jnp.where(index < 0, index + size, index)
         return jnp.where(is_missing, size, place), [
             Check.of("loopax.History[index]", is_missing, _missing_problem(size))
         ]
