@@ -130,7 +130,7 @@ class Buffer(RowByRow):
         raise TypeError(
             "a Buffer cannot be iterated over: how many rows it has is known only when the program runs. Loop over "
             "them, `loopax.fori_loop(0, buffer.count, lambda i, c: f(c, buffer[i]), c)`, or scan them, "
-            "`loopax.scan(f, c, buffer.rows, length=buffer.count)`. To look at all, use `buffer.rows` and `buffer.mask`."
+            "`loopax.scan(f, c, buffer.rows, length=buffer.count)`. All of them are `buffer.rows`, with `buffer.mask`."
         )
 
     @property
