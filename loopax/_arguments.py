@@ -11,7 +11,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static, stays
 from loopax._compat import is_reference
-from loopax._static import Why, an_int, refuse_tracers, static_bool, static_int, two_ways
+from loopax._static import Why, an_int, is_bool, refuse_tracers, static_bool, static_int, two_ways
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
 from loopax.lanes import Lanes, LanesLike, to_lanes
@@ -254,9 +254,10 @@ def is_reverse(name: str, reverse: Any) -> bool:
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:
     """Steps per iteration of the compiled loop."""
+    refuse_tracers(f"{name}(unroll=...)", unroll, "a Python int or bool", _UNROLL)
+    unroll = bool(unroll) if is_bool(unroll) else unroll
     if unroll is None or unroll is False:
         return 1
-    refuse_tracers(f"{name}(unroll=...)", unroll, "a Python int or bool", _UNROLL)
     steps = 0 if unroll is True else an_int(f"{name}(unroll=...)", unroll)
     if steps == 0:  # as for `jax.lax.scan`, the same as True
         if static_length is None:

@@ -80,7 +80,8 @@ def while_loop(
     ------
     TypeError
         The carry changes its structure, shapes or dtypes; `cond_fun` does not return one bool;
-        `max_steps` is not an int; `max_steps`, `throw` or `info` is traced (docs/static-and-dynamic.md).
+        `max_steps` is not an int, `throw` or `info` not a bool, or one of them is traced
+        (docs/static-and-dynamic.md).
     ValueError
         An unknown `kind` or `lanes`; a negative `max_steps`; `Bounded()` or `Residuals()` without a
         bound; reverse mode through `Lax()`.
@@ -279,7 +280,7 @@ def scan(
     ------
     TypeError
         As in `while_loop`; `f` does not return a pair; `stop` does not return one bool; `length` is not an integer;
-        `unroll` or `reverse` is traced.
+        `reverse` is not a bool; `unroll` or `reverse` is traced.
     ValueError
         As in `while_loop`; arrays of `xs` with unequal rows; a static `length` beyond them; no way to
         know the number of steps, or the rows of `ys`.
