@@ -42,6 +42,7 @@ __all__ = [
     "dce",
     "equation_context",
     "evaluate_partially",
+    "is_for_export",
     "is_known",
     "is_nonzero",
     "is_of_jax",
@@ -296,6 +297,11 @@ def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
         for e in closed.effects
         if _effects.ordered_effects.contains(e) or type(e).__name__ in ("IOEffect", "OrderedIOEffect")
     ]
+
+
+def is_for_export(ctx: Any) -> bool:
+    """Whether a rule that lowers an equation is called by `jax.export`, which only the parameters of lowering tell."""
+    return ctx.module_context.lowering_parameters.for_export
 
 
 def is_tracing() -> bool:

@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from loopax._compat import calling_lines, without_folding
 from loopax._lines import Line, of_user
+from loopax._unexported import Said, unexported
 
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
@@ -72,6 +73,7 @@ def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any], Any]:
         raise _errors._EquinoxRuntimeError(message).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
     def check(failed: Any) -> Any:
+        failed = unexported(failed, Said(message))
         return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool)), lambda: False)
 
     return jax.jit(check)

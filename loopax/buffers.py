@@ -120,7 +120,8 @@ class Buffer(RowByRow):
         """
         index = one_index("buffer", index, self.capacity)
         place = jnp.where(index < 0, index + self.count, index)
-        is_missing = (place < 0) | (place >= self.count)
+        # A count that is not valid (`EQX_ON_ERROR=nan`) is larger than any other.
+        is_missing = (place < 0) | (place >= jnp.minimum(self.count, self.capacity))
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
         return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])

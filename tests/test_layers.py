@@ -16,6 +16,7 @@ LAYERS = [
     "loopax._version",
     "loopax._compat",
     "loopax._lines",
+    "loopax._unexported",
     "loopax._raising",
     "loopax._errors",
     "loopax._types",
