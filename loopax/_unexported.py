@@ -1,4 +1,4 @@
-"""A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and is told which it is."""
+"""A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and says which it is."""
 
 from typing import Any, NoReturn
 
@@ -33,11 +33,12 @@ def _lowered(ctx: Any, failed: Any, *, said: Said) -> Any:
 
 def _refuse(text: str) -> NoReturn:
     raise NotImplementedError(
-        f"jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. It "
-        f"is this one:\n  {text}\nThree ways out:\n"
+        "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. "
+        f"It is this one:\n  {text}\nThree ways out:\n"
         "  leave nothing to check: an int32 `upper` with a static `lower` from 0 on, a static index of a History;\n"
         "  give throw=False to the loop, with info=True to return `limit_reached`;\n"
-        "  export in a process with the environment variable EQX_ON_ERROR=nan: wrong numbers are NaN or the largest integer."
+        "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, and "
+        "integers the largest."
     )
 
 
