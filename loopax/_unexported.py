@@ -44,5 +44,5 @@ def _refuse(text: str) -> NoReturn:
 
 unexported_p.def_impl(lambda failed, *, said: failed)  # noqa: ARG005
 unexported_p.def_abstract_eval(lambda failed, *, said: failed)  # noqa: ARG005
-batching.primitive_batchers[unexported_p] = lambda args, axes, *, said: (unexported(*args, said), *axes)
+batching.primitive_batchers[unexported_p] = lambda args, axes, *, said: (unexported(args[0], said), axes[0])
 mlir.register_lowering(unexported_p, _lowered)

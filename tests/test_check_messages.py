@@ -104,6 +104,13 @@ def test_under_filter_jit_the_stack_is_that_of_the_caller() -> None:
         ]
 
 
+def test_lines_are_no_part_of_the_program() -> None:
+    """A stored run of `durable` is recognised by the text of its program, and goes on after a line has been added."""
+    first, second = (re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(f)(0.0))) for f in (solve, solve_otherwise))
+    assert "callback" in first
+    assert first == second
+
+
 # ---- of which call
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from loopax import schedule
 from tests.limited_loops import fori_loop, raises, scan, while_loop
 
 
@@ -114,7 +115,7 @@ def test_flag_that_is_no_bool(value: Any) -> None:
     """Python would take most of them as true."""
     others = [
         Case("XNysTrace(positive_semidefinite", lambda x: lx.stochtrace.XNysTrace(positive_semidefinite=x), "", ""),
-        Case("picture(length_known", lambda x: lx.schedule.picture(3, length_known=x), "", ""),
+        Case("picture(length_known", lambda x: schedule.picture(3, length_known=x), "", ""),
     ]
     for case in FLAGS + others:
         with raises(TypeError, f"{case.argument}=...): got "):
