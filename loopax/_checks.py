@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._compat import to_weak, trace_state
-from loopax._raising import call_at, raise_if
+from loopax._raising import call_at, calls, raise_if
 from loopax._types import RowByRow
 from loopax.core.invalid import nan_if
 
@@ -92,15 +92,16 @@ def _raised(check: Check, mesh: Any) -> Any:
 
     Where JAX decides on shardings it calls back from one device, and all others would wait for it for ever.
     """
+    stack = calls()
     if not isinstance(check.failed, Tracer):
-        return raise_if(jnp.asarray(np.asarray(check.failed)), check.message)  # on one device
+        return raise_if(jnp.asarray(np.asarray(check.failed)), check.message, stack)  # on one device
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     decided = {name for name, axis_type in axes if axis_type != AxisType.Manual}
     if mesh.size <= 1 or not decided:
-        return raise_if(check.failed, check.message)
+        return raise_if(check.failed, check.message, stack)
     whole = PartitionSpec()
     on_each = jax.shard_map(
-        lambda failed: raise_if(failed, check.message),
+        lambda failed: raise_if(failed, check.message, stack),
         mesh=mesh,
         in_specs=whole,
         out_specs=whole,

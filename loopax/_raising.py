@@ -37,8 +37,13 @@ def call_at(call: str) -> str:
     return call if line is None else f"{call} at {line}"
 
 
-def raise_if(failed: Any, message: str) -> Any:
-    """False (bool[]), or an error: at once, if it is known now that there is one."""
+def calls() -> tuple[Line, ...]:
+    """The user's lines that led to here, innermost first, inside of `equinox.filter_jit`."""
+    return tuple(of_user(takewhile(lambda line: line[0] != _jit.__file__, calling_lines())))
+
+
+def raise_if(failed: Any, message: str, stack: tuple[Line, ...]) -> Any:
+    """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
     failed = eqxi.unvmap_any(failed)
     if _is_for_equinox():
         with without_folding():
@@ -48,17 +53,12 @@ def raise_if(failed: Any, message: str) -> Any:
             raise eqx.EquinoxRuntimeError(message)
         return failed
     with without_folding():
-        return _program(message, tuple(_stack()))(failed)
+        return _program(message, stack)(failed)
 
 
 def _is_for_equinox() -> bool:
     """Whether `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU."""
     return _ON_ERROR != "raise" or jax.default_backend() == "tpu"
-
-
-def _stack() -> Iterator[Line]:
-    """The user's lines that led to here, innermost first, inside of `equinox.filter_jit`."""
-    return of_user(takewhile(lambda line: line[0] != _jit.__file__, calling_lines()))
 
 
 @lru_cache(maxsize=1024)
