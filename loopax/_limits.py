@@ -35,13 +35,13 @@ class Limits(NamedTuple):
     upper: Any
 
     @classmethod
-    def of(cls, lower: Any, upper: Any) -> "Limits":
+    def of(cls, lower: Any, upper: Any, caller: str = "fori_loop") -> "Limits":
         """The limits, or an error where one is not an integer, or they do not go together."""
         for name, value in (("lower", lower), ("upper", upper)):
-            is_traced_int(f"fori_loop({name}=...)", value)
+            is_traced_int(f"{caller}({name}=...)", value)
         limits = cls(lower, upper)
         if {"int64", "uint64"} <= {jnp.result_type(x).name for x in limits if not _is_weak(x)}:
-            raise TypeError(f"fori_loop: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
+            raise TypeError(f"{caller}: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
         jnp.result_type(*limits)  # refuses others, under strict promotion
         return limits
 

@@ -68,7 +68,6 @@ PROGRAMS: Any = {
     "hessian": (jax.hessian(grown), 2.0),
     "no bound, jvp": (lambda x: jax.jvp(growing_power, (x,), (x,)), 2.0),
     "no bound, grad of vmap": (jax.grad(lambda x: jax.vmap(growing_power, (None, 0))(x, TWO).sum()), 2.0),
-    "no bound, hessian": (jax.hessian(growing_power), 2.0),
     "traced length": (lambda x: rows(x, N), 2.0),
     "traced length, grad": (jax.grad(lambda x: rows(x, N)), 2.0),
     "traced length, lanes": (jax.vmap(rows, (None, 0)), 2.0, jnp.arange(3)),

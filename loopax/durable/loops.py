@@ -208,8 +208,7 @@ def fori_loop(
 
 def _first_index(lower: Any, upper: Any) -> tuple[Any, bool]:
     """The first index as an array, and whether it is weakly typed; an error where the index cannot hold the limits."""
-    for name, value in (("lower", lower), ("upper", upper)):
-        arguments.is_traced_int(f"durable.fori_loop({name}=...)", value)
+    limits = Limits.of(lower, upper, "durable.fori_loop")
     wide = jnp.iinfo(jnp.asarray(0).dtype if _are_python(lower, upper) else jnp.result_type(lower, upper))
     for name, value in (("lower", lower), ("upper", upper)):
         if not wide.min <= int(value) <= wide.max:
@@ -218,7 +217,7 @@ def _first_index(lower: Any, upper: Any) -> tuple[Any, bool]:
                 "Enable 64-bit types, `jax.config.update('jax_enable_x64', True)`, or use `durable.while_loop`, whose "
                 "steps have no index."
             )
-    return Limits(lower, upper).first_index()
+    return limits.first_index()
 
 
 def _are_python(*values: Any) -> bool:
