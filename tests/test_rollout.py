@@ -311,9 +311,9 @@ def test_inputs_shorter_than_the_length() -> None:
         lx.rollout(step, STATE, 8, inputs=INPUTS)
     f = eqx.filter_jit(lambda n, every: lx.rollout(step, STATE, n, inputs=INPUTS, save_every=every).num_steps)
     for every in (1, 2):
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout: `length`", "inputs has 7 rows"):
+        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length`", "inputs has 7 rows"):
             f(jnp.int32(8), every)
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout: `length` is negative"):
+        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length` is negative"):
             f(jnp.int32(-1), every)
 
 
