@@ -11,7 +11,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._carry import describe, is_static, stays
 from loopax._compat import is_reference
-from loopax._static import Why, an_int, refuse_tracers, static_bool, static_int, two_ways
+from loopax._static import Why, an_int, is_bool, refuse_tracers, static_bool, static_int, two_ways
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.kinds import Kind, KindLike, to_kind
 from loopax.lanes import Lanes, LanesLike, to_lanes
@@ -254,9 +254,10 @@ def is_reverse(name: str, reverse: Any) -> bool:
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:
     """Steps per iteration of the compiled loop."""
+    refuse_tracers(f"{name}(unroll=...)", unroll, "a Python int or bool", _UNROLL)
+    unroll = bool(unroll) if is_bool(unroll) else unroll
     if unroll is None or unroll is False:
         return 1
-    refuse_tracers(f"{name}(unroll=...)", unroll, "a Python int or bool", _UNROLL)
     steps = 0 if unroll is True else an_int(f"{name}(unroll=...)", unroll)
     if steps == 0:  # as for `jax.lax.scan`, the same as True
         if static_length is None:
@@ -277,16 +278,19 @@ def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool)
 
 
 def limit_message(name: str, max_steps: int | None) -> str:
+    """`max_steps` stopped a loop, which is known when it is called."""
+    return f"loopax.{name}: {limit_problem(max_steps)}"
+
+
+def limit_problem(max_steps: int | None) -> str:
     """`max_steps` stopped a loop."""
     return (
-        f"loopax.{name}: max_steps={max_steps} stopped a loop that would have gone on. "
+        f"max_steps={max_steps} stopped a loop that would have gone on. "
         "Give a larger max_steps, or throw=False (with info=True) to accept what there is."
     )
 
 
-def out_of_keys_message(name: str) -> str:
-    """A loop without a bound took more steps than there are keys for."""
-    return (
-        f"loopax.{name}: with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took "
-        "more. Give max_steps=, or split the loop and its key in two."
-    )
+OUT_OF_KEYS = (
+    f"with key=, a loop without max_steps may take at most {MOST_STEPS - 1} steps, and it took more. Give max_steps=, "
+    "or split the loop and its key in two."
+)

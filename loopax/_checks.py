@@ -1,9 +1,9 @@
 """Run-time checks: flags in the state of loops, raised once, after the outermost loop.
 
 A callback inside a loop's body costs about ten times what a flag in its carry does. So a check in the
-body of a loop is handed to that loop, which carries it along, and so on outward; the outermost loop
-raises it with `equinox.error_if`. A check that is made under another transformation inside the body
-(a `jit` or `vmap` there) cannot be handed over, and is raised on the spot.
+body of a loop is handed to that loop, which carries it along, and so on outward; after the outermost loop
+it is raised. A check that is made under another transformation inside the body (a `jit` or `vmap` there)
+cannot be handed over, and is raised on the spot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._compat import to_weak, trace_state
+from loopax._raising import call_at, calls, raise_if
 from loopax._types import RowByRow
+from loopax.core.invalid import nan_if
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,16 @@ class Check:
 
     failed: Any
     message: str
+
+    @classmethod
+    def of(cls, call: str, failed: Any, problem: str) -> "Check":
+        """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
+        return cls(failed, f"{call_at(call)}: {problem}")
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether it is not known now that it does not, as it is known outside of `jit`."""
+        return isinstance(self.failed, Tracer) or bool(np.any(np.asarray(self.failed)))
 
 
 @dataclass
@@ -64,26 +76,51 @@ def failures(checks: Sequence[Check]) -> dict[str, Any]:
 
 def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
     """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
+    checks = [check for check in checks if check.can_fail]
     stack = _active.__dict__.get("stack", [])
     if stack and stack[-1].trace == trace_state():
         stack[-1].checks.extend(checks)
         return results
     for check in checks:
-        results = _error_if(results, check, mesh or jax.sharding.get_abstract_mesh())
+        failed = _raised(check, mesh or jax.sharding.get_abstract_mesh())
+        results = _invalid_if(failed, results) if isinstance(failed, Tracer) or failed else results
     return results
 
 
-def _error_if(results: Any, check: Check, mesh: Any) -> Any:
-    """Make every array of the results, and its derivatives, depend on the check.
+def _raised(check: Check, mesh: Any) -> Any:
+    """False, or an error.
+
+    Where JAX decides on shardings it calls back from one device, and all others would wait for it for ever.
+    """
+    stack = calls()
+    if not isinstance(check.failed, Tracer):
+        return raise_if(jnp.asarray(np.asarray(check.failed)), check.message, stack)  # on one device
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    decided = {name for name, axis_type in axes if axis_type != AxisType.Manual}
+    if mesh.size <= 1 or not decided:
+        return raise_if(check.failed, check.message, stack)
+    whole = PartitionSpec()
+    on_each = jax.shard_map(
+        lambda failed: raise_if(failed, check.message, stack),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        axis_names=decided,
+        check_vma=False,
+    )
+    return on_each(check.failed)
+
+
+def _invalid_if(failed: Any, results: Any) -> Any:
+    """Make every array of the results, and its derivatives, depend on a check.
 
     `equinox.error_if` lets tangents pass unchecked, so that a gradient whose value nobody uses would
-    not raise, and it does not take arrays that vary over the axes of a `shard_map`. So it checks a
-    constant, which then selects the results.
+    not raise, and it does not take arrays that vary over the axes of a `shard_map`. So a constant is checked,
+    which then selects the results.
     """
-    failed = _raised(check, mesh)
 
     def invalid(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: _invalid_if(failed, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+        return jax.tree.map(lambda leaf: _selected(failed, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
     def guarded(node: Any) -> Any:
         """Rows are seen through what stands beside them, which is enough."""
@@ -92,39 +129,19 @@ def _error_if(results: Any, check: Check, mesh: Any) -> Any:
     return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
 
 
-def _raised(check: Check, mesh: Any) -> Any:
-    """False, or an error.
-
-    Where JAX decides on shardings it calls back from one device, and all others would wait for it for ever.
-    """
-
-    def error_if(failed: Any) -> Any:
-        return eqx.error_if(jnp.zeros((), bool), failed, check.message)
-
-    if not isinstance(check.failed, Tracer):
-        return error_if(jnp.asarray(np.asarray(check.failed)))  # on one device
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    decided = {name for name, axis_type in axes if axis_type != AxisType.Manual}
-    if mesh.size <= 1 or not decided:
-        return error_if(check.failed)
-    whole = PartitionSpec()
-    on_each = jax.shard_map(error_if, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=decided, check_vma=False)
-    return on_each(check.failed)
-
-
 def _rows(node: RowByRow) -> Any:
     return node._rows
 
 
-def _invalid_if(failed: Any, array: jax.Array) -> jax.Array:
+def _selected(failed: Any, array: jax.Array) -> jax.Array:
     """The array, or what stands for an invalid one (under `EQX_ON_ERROR=nan`, which does not raise)."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        data = _invalid_if(failed, jax.random.key_data(array))
+        data = _selected(failed, jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     is_weak = array.weak_type
     if jnp.issubdtype(array.dtype, jnp.inexact):
-        invalid = jnp.full_like(array, jnp.nan)
+        selected = nan_if(failed, array)
     else:
         invalid = jnp.full_like(array, True if array.dtype == jnp.bool_ else jnp.iinfo(array.dtype).max)
-    selected = jnp.where(failed, invalid, array)
+        selected = jnp.where(failed, invalid, array)
     return to_weak(selected) if is_weak else selected

@@ -40,10 +40,12 @@ __all__ = [
     "bind_checkpoint",
     "bind_shard_map",
     "call_dce_rule",
+    "calling_lines",
     "collective_over",
     "dce",
     "equation_context",
     "evaluate_partially",
+    "is_for_export",
     "is_known",
     "is_nonzero",
     "is_of_jax",
@@ -68,6 +70,7 @@ __all__ = [
     "unmapped_aval",
     "user_lines",
     "vary_like",
+    "without_folding",
     "zeros",
 ]
 
@@ -193,7 +196,16 @@ def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
 
     JAX prints them beside jaxprs; there is no public way to ask.
     """
-    for frame in _source_info.user_frames(eqn.source_info.traceback):
+    return _lines(eqn.source_info)
+
+
+def calling_lines() -> Iterator[tuple[str, int, str]]:
+    """The same of the calls that led to here, or to the equation that is evaluated (`equation_context`)."""
+    return _lines(_source_info.current())
+
+
+def _lines(source_info: Any) -> Iterator[tuple[str, int, str]]:
+    for frame in _source_info.user_frames(source_info.traceback):
         yield frame.file_name, frame.start_line, frame.function_name
 
 
@@ -335,9 +347,24 @@ def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
     ]
 
 
+def is_for_export(ctx: Any) -> bool:
+    """Whether a rule that lowers an equation is called by `jax.export`, which only the parameters of lowering tell."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
 def is_tracing() -> bool:
     """Whether a transformation is under way (`jit`, `vmap`, `grad`), even one without tracers here."""
     return not _core.trace_state_clean()
+
+
+@contextmanager
+def without_folding() -> Iterator[None]:
+    """Write operations on constants into the program, under `jax.ensure_compile_time_eval()` too.
+
+    It would call back while the program is traced, and JAX has no public way out of it.
+    """
+    with _config.eager_constant_folding(False):
+        yield
 
 
 def trace_context() -> Any:

@@ -59,11 +59,11 @@ def untraceable_message(caller: str, name: str, error: Exception) -> str:
     )
 
 
-def rewritten_limit_message(max_steps: int | None) -> str:
+def rewritten_limit_problem(max_steps: int | None) -> str:
     """A loop in someone's function is longer than the bound given to `rewrite_loops`."""
     return (
-        f"rewrite_loops(max_steps={max_steps}): a loop in the function would have gone on after so many steps. Give a "
-        "larger max_steps, or none: reverse mode works without one, for kind='checkpointed' and 'auto'."
+        f"max_steps={max_steps} stopped a loop in the function that would have gone on. Give a larger max_steps, or "
+        "none: reverse mode works without one, for kind='checkpointed' and 'auto'."
     )
 
 

@@ -19,7 +19,7 @@ from loopax._compat import (
     of_weak_type,
     scan_sizes,
 )
-from loopax._errors import rewritten_limit_message
+from loopax._errors import rewritten_limit_problem
 from loopax.core.jaxprs import bind_again, evaluate, origin, split
 from loopax.core.lending import pick
 from loopax.loops import fori_loop, scan, while_loop
@@ -93,7 +93,8 @@ class Exchange:
 
         def run(*arguments: Any) -> Any:
             result, info = loop(*arguments, **self.options, max_steps=self.max_steps, throw=False, info=True)
-            return settle(result, [Check(info.limit_reached, rewritten_limit_message(self.max_steps))])
+            problem = rewritten_limit_problem(self.max_steps)
+            return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
 
         return run
 

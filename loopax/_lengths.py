@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
 
 from loopax._arguments import Words, is_traced_int
 from loopax._checks import Check
+from loopax._limits import Limits, known_int
 from loopax.core.jaxprs import MOST_STEPS
 
 
@@ -27,39 +25,25 @@ class Extent:
     is_precaution: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
 
 
-def known_int(value: Any) -> int | None:
-    """The integer, where it is known now: also an array outside of `jit`."""
-    return None if value is None or isinstance(value, Tracer) else int(value)
-
-
-def fori_extent(lower: Any, upper: Any, max_steps: int | None) -> Extent:
-    """The steps of a `fori_loop`."""
-    for name, value in (("lower", lower), ("upper", upper)):
-        is_traced_int(f"fori_loop({name}=...)", value)
-    jnp.result_type(lower, upper)  # refuses types that do not go together, under strict promotion
-    first, last = known_int(lower), known_int(upper)
-    if first is not None and last is not None:
-        return _fixed_extent("fori_loop", max(last - first, 0), max_steps)
-    length, too_long, longest = _difference(lower, upper, first)
+def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
+    """The steps of a `fori_loop`. One that is going to raise takes none: they could be 2**31."""
+    if limits.known:
+        return _fixed_extent("fori_loop", limits.known_distance(), max_steps)
+    steps, is_more, longest, checks = limits.distance()
     if max_steps is not None:
-        over = longest > max_steps and (too_long | (length > max_steps))
-        high = jnp.minimum(length, max_steps)
-        return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, is_precaution=True)
-    checks = [] if too_long is False else [Check(too_long, _TOO_LONG)]
-    return Extent(jnp.int32(0), length, None, fixed=False, checks=checks)
+        over = longest > max_steps and (is_more | (steps > max_steps))
+        high = jnp.minimum(steps, max_steps)
+        return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, is_precaution=True)
+    if is_more is not False:
+        steps = jnp.where(is_more, 0, steps) if throw else steps
+        checks = [*checks, Check.of("loopax.fori_loop", is_more, f"{limits}. {_TOO_FAR}")]
+    return Extent(jnp.int32(0), steps, None, fixed=False, checks=checks)
 
 
-def first_index(lower: Any, upper: Any) -> tuple[jax.Array, bool]:
-    """`lower` as an array of the index's dtype, and whether the index is weakly typed, as Python numbers are."""
-    if known_int(lower) is not None and known_int(upper) is not None:
-        return jnp.asarray(int(lower)), True  # as `jax.lax` has it, also where they are arrays
-    dtype = jnp.result_type(lower, upper)
-    start = jnp.asarray(lower)
-    is_weak = jax.typeof(start).weak_type and start.dtype == dtype
-    return lax.convert_element_type(start, dtype), is_weak
-
-
-_TOO_LONG = f"loopax.fori_loop: upper - lower is more than {MOST_STEPS}, to which step counts go."
+_TOO_FAR = (
+    f"upper - lower is more than {MOST_STEPS}, to which step counts go. Give closer limits, or use `while_loop`, which "
+    "may take more steps."
+)
 
 
 def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
@@ -69,26 +53,8 @@ def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
     return Extent(jnp.int32(0), jnp.int32(steps), steps, fixed=steps == length, over_limit=steps < length)
 
 
-def _difference(lower: Any, upper: Any, first: int | None) -> tuple[Any, Any, int]:
-    """max(upper - lower, 0) as int32, whether that is too small, and the longest that there can be.
-
-    Whether is False, not an array, where it cannot be. `first` is `lower` where it is known.
-    """
-    dtype = jnp.result_type(lower, upper)
-    limits = jnp.iinfo(dtype)
-    longest = int(limits.max) - (int(limits.min) if first is None else first)
-    dtype = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-    lower, upper = (lax.convert_element_type(x, dtype) for x in (lower, upper))
-    ahead = upper > lower
-    length = jnp.where(ahead, upper - lower, jnp.zeros((), dtype))
-    if longest <= MOST_STEPS:
-        return length.astype(jnp.int32), False, longest
-    too_long = (length < 0) | (length > MOST_STEPS)
-    return jnp.where(too_long, MOST_STEPS, length).astype(jnp.int32), too_long, longest
-
-
 def scan_extent(
-    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool
+    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool, throw: bool
 ) -> Extent:
     """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
     if length is None:
@@ -99,7 +65,7 @@ def scan_extent(
         _check_known_length(words, known, rows)
         if not is_array or (rows is None and max_steps is None):
             return _static_scan(known, rows, max_steps, reverse)
-    return _traced_scan(words, length, rows, max_steps, reverse)
+    return _traced_scan(words, length, rows, max_steps, reverse, throw)
 
 
 def _check_known_length(words: Words, length: int, rows: int | None) -> None:
@@ -136,15 +102,19 @@ def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: 
     )
 
 
-def _traced_scan(words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
-    """A length known at run time: it may not be negative, nor beyond the rows of xs."""
+def _traced_scan(
+    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, throw: bool
+) -> Extent:
+    """A length known at run time: it may not be negative, nor beyond the rows of xs, nor beyond what can be counted."""
     most, top = int(jnp.iinfo(length.dtype).max), MOST_STEPS if rows is None else rows
     negative = jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
     beyond = most > top and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
-        checks = [Check(wrong, _length_message(words, rows))]
+        checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows))]
     length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
+    if beyond is not False and rows is None and throw:
+        length = jnp.where(beyond, 0, length)  # it is going to raise, and should not take 2**31 steps first
     over = max_steps is not None and min(top, most) > max_steps and length > max_steps
     if max_steps is None:
         low, high, bound = jnp.int32(0), length, rows
@@ -167,9 +137,9 @@ def _traced_scan(words: Words, length: Any, rows: int | None, max_steps: int | N
     )
 
 
-def _length_message(words: Words, rows: int | None) -> str:
+def _length_problem(words: Words, rows: int | None) -> str:
     most = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
     return (
-        f"loopax.{words.name}: `length` is negative, or more than there is ({most}). "
-        "Give a length within the data, or throw=False to take what there is."
+        f"`length` is negative, or more than there is ({most}). Give a length within the data, or throw=False to take "
+        "what there is."
     )

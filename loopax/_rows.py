@@ -45,16 +45,27 @@ def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Arr
             f"{jax.tree.structure(wanted)}."
         )
     leaves = zip(tree_flatten_with_path(row)[0], jax.tree.leaves(wanted), strict=True)
-    problems = [
-        f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {aval.dtype.name}{list(aval.shape)}"
-        for (path, leaf), aval in leaves
-        if not _fits(leaf, aval)
-    ]
-    if problems:
+    if misfits := [(path, leaf, aval) for (path, leaf), aval in leaves if not _fits(leaf, aval)]:
         raise TypeError(
-            f"{what} does not match the others, at:\n" + "\n".join(problems) + "\nConvert it (`x.astype(...)`)."
+            f"{what} does not match the others, at:\n"
+            + "\n".join(_misfit(*misfit) for misfit in misfits)
+            + "".join(sorted({_advice(leaf, aval) for _, leaf, aval in misfits}))
         )
     return jax.tree.map(lambda x, aval: jnp.asarray(x, aval.dtype), row, wanted)
+
+
+def _misfit(path: Any, leaf: Any, aval: Any) -> str:
+    return f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {aval.dtype.name}{list(aval.shape)}"
+
+
+def _advice(leaf: Any, aval: Any) -> str:
+    """What to do about a leaf that does not fit."""
+    given = _type_of(leaf)
+    if given is None:
+        return "\nGive an array."
+    if given.shape == aval.shape:
+        return "\nConvert the dtype (`x.astype(...)`)."
+    return "\nGive one row of the shape of the others: reduce, slice or `x.reshape(...)` it, or choose another `like`."
 
 
 def _fits(leaf: Any, aval: Any) -> bool:
@@ -88,16 +99,25 @@ def row_types(what: str, row: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree_util.tree_map_with_path(of_leaf, row)
 
 
-def one_index(index: Any) -> Array:
-    """The index of one row."""
+def one_index(name: str, index: Any, size: int) -> int | Array:
+    """The index of one of `size` rows: an int where it is static, else int32[], beyond them where the user's is."""
     if isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer):
+        own, narrow = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
+        if int(own.max) > int(narrow.max):
+            index = jnp.clip(index, max(int(own.min), int(narrow.min)), int(narrow.max))
         return index.astype(jnp.int32)
     try:
         if not isinstance(index, bool):
-            return jnp.asarray(operator.index(index), jnp.int32)
+            return _static_index(name, operator.index(index), size)
     except TypeError:
         pass
     raise TypeError(
         f"rows are read one at a time, at an integer: got {describe(index)}. All of them are `.rows`, an array that "
         "slices as others do."
     )
+
+
+def _static_index(name: str, index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(f"{name}[{index}]: there are {size} rows at most, from {-size} to {size - 1}.")
+    return index

@@ -4,6 +4,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from loopax._carry import describe
@@ -37,7 +38,15 @@ def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
 def static_bool(what: str, value: Any, why: Why) -> bool:
     """A bool that is known when the program is traced."""
     refuse_tracers(what, value, "a Python bool", why)
+    if not is_bool(value):
+        raise TypeError(f"{what}: got {describe(value)}, expected True or False.")
     return bool(value)
+
+
+def is_bool(value: Any) -> bool:
+    """Whether this is a bool, of Python or of an array's dtype."""
+    is_array = isinstance(value, np.bool_ | np.ndarray | jax.Array)
+    return isinstance(value, bool) or (is_array and value.dtype == np.bool_ and value.shape == ())
 
 
 def refuse_arrays(what: str, value: Any, expected: str, why: Why) -> None:

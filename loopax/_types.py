@@ -22,7 +22,8 @@ class LoopInfo(NamedTuple):
     num_steps : int32[]
         Steps that were taken. A loop without a bound counts to 2147483647 and no further.
     limit_reached : bool[]
-        Whether `max_steps`, or a `length` beyond the data, stopped a loop that would have gone on.
+        Whether `max_steps`, a `length` beyond the data, or limits beyond what can be counted stopped a loop that would
+        have gone on.
 
     """
 

@@ -1,6 +1,6 @@
 """Rows that a loop writes when it likes, and reads again."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -101,7 +101,8 @@ class Buffer(RowByRow):
         place = jnp.where(written, self.count, self.capacity)
         rows = jax.tree.map(lambda rows, x: rows_of.put(rows, place, x, appends=True), self._rows, row)
         # The count alone depends on the check: the rows of a buffer are seen through it.
-        count = settle(self.count + written.astype(jnp.int32), [Check(when & is_full, _full_message(self.capacity))])
+        check = Check.of("loopax.Buffer.append", when & is_full, _full_problem(self.capacity))
+        count = settle(self.count + written.astype(jnp.int32), [check])
         return eqx.tree_at(lambda b: (b._rows, b.count), self, (rows, count))
 
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
@@ -111,16 +112,27 @@ class Buffer(RowByRow):
         ------
         TypeError
             The index is not one integer.
+        IndexError
+            A static index is not from -capacity to capacity - 1.
         equinox.EquinoxRuntimeError
             There is no such row yet (after the outermost loop, when the program runs). Its value is zero then.
 
         """
-        index = one_index(index)
+        index = one_index("buffer", index, self.capacity)
         place = jnp.where(index < 0, index + self.count, index)
-        is_missing = (place < 0) | (place >= self.count)
+        # A count that is not valid (`EQX_ON_ERROR=nan`) is larger than any other.
+        is_missing = (place < 0) | (place >= jnp.minimum(self.count, self.capacity))
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
-        return settle(row, [Check(is_missing, MISSING_MESSAGE)])
+        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: how many rows there are is known only at run time."""
+        raise TypeError(
+            "a Buffer cannot be iterated over: how many rows it has is known only when the program runs. Loop over "
+            "them, `loopax.fori_loop(0, buffer.count, lambda i, c: f(c, buffer[i]), c)`, or scan them, "
+            "`loopax.scan(f, c, buffer.rows, length=buffer.count)`. All of them are `buffer.rows`, with `buffer.mask`."
+        )
 
     @property
     def mask(self) -> Bool[Array, " capacity"]:
@@ -138,14 +150,14 @@ class Buffer(RowByRow):
         return jax.tree.map(written, self._rows)
 
 
-def _full_message(capacity: int) -> str:
+def _full_problem(capacity: int) -> str:
     return (
-        f"Buffer.append: the buffer has room for {capacity} rows, and all of them have been written. Make it with a "
-        "larger `capacity`, or append fewer rows (`when=`)."
+        f"the buffer has room for {capacity} rows, and all of them have been written. Make it with a larger "
+        "`capacity`, or append fewer rows (`when=`)."
     )
 
 
-MISSING_MESSAGE = (
-    "buffer[index]: there is no such row yet. An index is at least -buffer.count, and less than buffer.count; "
+_MISSING = (
+    "there is no such row yet. An index is at least -buffer.count, and less than buffer.count; "
     "append first, or choose another row where there are not enough."
 )

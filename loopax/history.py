@@ -129,14 +129,15 @@ class History(eqx.Module):
 
     def _place(self, index: Any) -> tuple[Any, list[Check]]:
         """The place of a row, counted from the oldest, and what may be wrong with it."""
-        traced, size = one_index(index), self._size
-        if not isinstance(index, jax.Array):
-            if not -size <= int(index) < size:
-                raise IndexError(f"history[{index}]: there are {size} rows, from {-size} to {size - 1}.")
-            return jnp.int32(int(index) % size), []
-        is_missing = (traced < -size) | (traced >= size)
-        place = jnp.where(traced < 0, traced + size, traced)
-        return jnp.where(is_missing, size, place), [Check(is_missing, _missing_message(size))]
+        size = self._size
+        index = one_index("history", index, size)
+        if isinstance(index, int):
+            return jnp.int32(index % size), []
+        is_missing = (index < -size) | (index >= size)
+        place = jnp.where(index < 0, index + size, index)
+        return jnp.where(is_missing, size, place), [
+            Check.of("loopax.History[index]", is_missing, _missing_problem(size))
+        ]
 
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
@@ -160,5 +161,5 @@ def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
     return jax.tree.map(lambda x: jnp.asarray(x)[:k], rows)
 
 
-def _missing_message(size: int) -> str:
-    return f"history[index]: there are {size} rows, from {-size} to {size - 1}, and the index is none of them."
+def _missing_problem(size: int) -> str:
+    return f"there are {size} rows, from {-size} to {size - 1}, and the index is none of them."

@@ -10,7 +10,8 @@ from loopax import _arguments as arguments
 from loopax import _tracing as tracing
 from loopax._checks import Check, settle
 from loopax._compat import to_weak
-from loopax._lengths import Extent, first_index, fori_extent, scan_extent
+from loopax._lengths import Extent, fori_extent, scan_extent
+from loopax._limits import Limits
 from loopax._nnx import freeze, thaw
 from loopax._types import LoopInfo
 from loopax.core.jaxprs import MOST_STEPS
@@ -79,7 +80,8 @@ def while_loop(
     ------
     TypeError
         The carry changes its structure, shapes or dtypes; `cond_fun` does not return one bool;
-        `max_steps` is not an int; `max_steps`, `throw` or `info` is traced (docs/static-and-dynamic.md).
+        `max_steps` is not an int, `throw` or `info` not a bool, or one of them is traced
+        (docs/static-and-dynamic.md).
     ValueError
         An unknown `kind` or `lanes`; a negative `max_steps`; `Bounded()` or `Residuals()` without a
         bound; reverse mode through `Lax()`.
@@ -152,7 +154,8 @@ def fori_loop(
     Parameters
     ----------
     lower, upper
-        Integers, static or traced, which may differ between lanes under `jax.vmap`.
+        Integers, static or traced, which may differ between lanes under `jax.vmap`. Both have to fit the index, which
+        has the dtype of the traced one.
     body_fun
         `body_fun(i, val)` is the next carry, of the same structure, shapes and dtypes. With `key` it is
         called as `body_fun(i, val, key=...)`.
@@ -174,12 +177,13 @@ def fori_loop(
     Raises
     ------
     TypeError
-        As in `while_loop`; a limit or `unroll` is not an integer, or `unroll` is traced.
+        As in `while_loop`; a limit or `unroll` is not an integer, or `unroll` is traced; int64 and uint64 limits.
     ValueError
-        As in `while_loop`; `unroll=True` with a traced limit; static limits further apart than
-        `max_steps`, unless `throw` is False.
+        As in `while_loop`; `unroll=True` with a traced limit; a static limit that the index cannot hold; static limits
+        further apart than `max_steps`, unless `throw` is False.
     equinox.EquinoxRuntimeError
-        Traced limits are further apart than `max_steps` (or than 2147483647), and `throw` is True.
+        Traced limits are further apart than `max_steps`, and `throw` is True; or, before the first step, further
+        apart than 2147483647, or beyond the dtype of the index.
 
     Notes
     -----
@@ -188,9 +192,10 @@ def fori_loop(
     """
     options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
     arguments.check_callable("body_fun of fori_loop", body_fun)
-    extent = fori_extent(lower, upper, options.max_steps)
+    limits = Limits.of(lower, upper)
+    extent = fori_extent(limits, options.max_steps, options.throw)
     unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
-    first, is_weak = first_index(lower, upper)
+    first, is_weak = limits.first_index()
 
     def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
         i = extras[0] + row.astype(extras[0].dtype)
@@ -275,7 +280,7 @@ def scan(
     ------
     TypeError
         As in `while_loop`; `f` does not return a pair; `stop` does not return one bool; `length` is not an integer;
-        `unroll` or `reverse` is traced.
+        `reverse` is not a bool; `unroll` or `reverse` is traced.
     ValueError
         As in `while_loop`; arrays of `xs` with unequal rows; a static `length` beyond them; no way to
         know the number of steps, or the rows of `ys`.
@@ -323,7 +328,7 @@ def scan_walk(
         arguments.check_callable(f"stop of {words.name}", stop)
     reverse = arguments.is_reverse(words.name, reverse)
     rows = arguments.rows_of(words, freeze(xs))
-    extent = scan_extent(words, length, rows, options.max_steps, reverse, stops)
+    extent = scan_extent(words, length, rows, options.max_steps, reverse, stops, options.throw)
     unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
     return tracing.Walk(words.name, extent, reverse, unroll, options.kind, options.lanes, options.reporter(f))
 
@@ -355,16 +360,16 @@ def _finish(options: arguments.Options, extent: Extent, done: tracing.Finished) 
     if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
     reached = over if goes_on is None or over is False else over & goes_on
-    checks = list(done.checks)
+    checks, call = list(done.checks), f"loopax.{options.name}"
     if not options.throw:
         for check in extent.checks:
             reached = reached | check.failed
     if options.throw:
         checks += extent.checks
         if reached is not False:
-            checks.append(Check(reached, arguments.limit_message(options.name, options.max_steps)))
+            checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
         if options.key_data is not None and extent.bound is None:
-            checks.append(Check(done.num_steps >= MOST_STEPS, arguments.out_of_keys_message(options.name)))
+            checks.append(Check.of(call, done.num_steps >= MOST_STEPS, arguments.OUT_OF_KEYS))
     result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
     carry, ys, loop_info = settle(result, checks)
     return done.hand_over(carry), thaw(ys), loop_info

@@ -56,4 +56,5 @@ def test_a_check_that_can_fail_is_cached_where_jax_caches_callbacks(reports: Any
 def test_a_check_fails_in_each_process(reports: Any, program: str) -> None:
     """A program from the cache calls back into the process that reads it, not the one that compiled it."""
     for report in reports:
-        assert "loopax.while_loop: max_steps=2 stopped a loop" in report[program][2]
+        assert "loopax.while_loop at tests/cached_programs.py:" in report[program][2]
+        assert "(root): max_steps=2 stopped a loop" in report[program][2]

@@ -1,8 +1,9 @@
 """The page of errors: its programs raise what it says, and messages begin as its headings do."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 from tests.pages import ROOT, Block, blocks, default_settings
@@ -22,11 +23,15 @@ def entries() -> list[Entry]:
     """Every heading, with the block and the first words below it."""
     text = PAGE.read_text()
     sections = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
-    _, *programs = [block for block in blocks(PAGE) if block.language == "python"]
+    _, *programs = python()
     assert len(sections) == len(programs)
     beginnings = [section.splitlines()[0].strip("`") for section in sections]
     names = [re.findall(r"^\*\*(\w+)\.\*\*", section, re.MULTILINE)[0] for section in sections]
     return [Entry(*entry) for entry in zip(beginnings, programs, names, strict=True)]
+
+
+def python(language: str = "python") -> list[Block]:
+    return [block for block in blocks(PAGE) if block.language == language]
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.beginning[:40])
@@ -39,3 +44,20 @@ def test_error(entry):
     assert raised.type.__name__ == entry.name
     beginning = re.escape(entry.beginning).replace("…", ".*?")
     assert re.search(rf"(^|Error: ){beginning}", str(raised.value))
+
+
+def test_what_an_error_looks_like_under_jit():
+    """Line by line, but for the place."""
+    (program,) = python("py")
+    names: dict[str, Any] = {"__name__": "errors"}
+    with default_settings():
+        python()[0].run(PAGE, names)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as raised:
+            program.run(PAGE, names)
+    assert program.output is not None
+    shown = (
+        program.output.replace("/home/me/solver.py", str(PAGE)).replace("solver.py:31", "PLACE").replace("31", "LINE")
+    )
+    line = program.line + 2
+    shown = shown.replace("PLACE", f"docs/errors.md:{line}").replace("LINE", str(line))
+    assert str(raised.value).splitlines() == shown.splitlines()

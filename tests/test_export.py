@@ -1,7 +1,11 @@
 """`jax.export`: a loop or its derivative is written to bytes, read again, and called, also by a batch of any size."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ import loopax as lx
 from tests.limited_loops import EACH_LIMITED, raises
 from tests.problem import BOUND, XS, H, W, mixed, name_of, scan_step, while_body
 
+ROOT = Path(__file__).parent.parent
 KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
 STEPS = jnp.int32(7)
 
@@ -175,8 +180,57 @@ def test_a_symbolic_number_of_rows_is_refused() -> None:
 @pytest.mark.parametrize("allowed", [[], CALLBACKS], ids=["", "callbacks allowed"])
 def test_a_check_that_can_fail_cannot_be_exported(loop: Any, allowed: Any) -> None:
     """JAX exports no callbacks, not even where its own check of what a program calls is disabled."""
-    with raises(NotImplementedError, "host_callbacks"):
+    where = f"loopax.{loop.__name__.removesuffix('_with_stop')} at ", f"({loop.__name__}): "
+    with raises(NotImplementedError, "jax.export: the program can raise an error", *where, "throw=False"):
         export.export(jax.jit(lambda n: loop(n, max_steps=3)), disabled_checks=allowed)(STEPS)
+
+
+def power(n: Any, **options: Any) -> Any:
+    return lx.fori_loop(0, n, lambda _, x: 2 * x, 1, **options)
+
+
+def halves(n: Any) -> Any:
+    return lx.fori_loop(0, n, lambda _, x: x / 2, 8.0)
+
+
+def last_of_three(n: Any) -> Any:
+    return lx.fori_loop(0, jnp.minimum(n, 4), lambda i, b: b.append(i), lx.Buffer(3, like=n))[-1]
+
+
+@pytest.mark.parametrize("wide", [jnp.int64, jnp.uint32, jnp.uint64])
+def test_a_number_of_steps_that_may_be_too_large_to_count(wide: Any) -> None:
+    with raises(NotImplementedError, "jax.export", "loopax.fori_loop at ", "(power): lower is", "an int32 `upper`"):
+        export.export(jax.jit(power))(wide(3))
+    assert through_bytes(power, jnp.int32(3)).call(jnp.int32(3)) == 8
+    assert through_bytes(lambda n: power(n.astype(jnp.int32)), wide(3)).call(wide(3)) == 8
+    assert through_bytes(lambda n: power(n, throw=False), wide(3)).call(wide(3)) == 8
+
+
+def test_a_buffer_or_a_traced_index_of_a_history() -> None:
+    with raises(NotImplementedError, "jax.export", "loopax.Buffer.append at ", "EQX_ON_ERROR=nan"):
+        export.export(jax.jit(last_of_three))(STEPS)
+    with raises(NotImplementedError, "jax.export", "loopax.History[index] at ", "a static index"):
+        export.export(jax.jit(lambda i: lx.History(3, like=0.0)[i]))(STEPS)
+    window = through_bytes(lambda x: lx.History(3, like=0.0).push(x)[-1], 2.0)
+    assert window.call(2.0) == 2.0
+
+
+EXPORTED = """
+import jax, jax.numpy as jnp
+from tests.test_export import halves, last_of_three, through_bytes
+for program in (last_of_three, halves):
+    read = through_bytes(program, jnp.int64(0))
+    print(*(read.call(jnp.int64(n)) for n in (3, 2**40)))
+"""
+
+
+def test_a_check_that_makes_nan_is_exported() -> None:
+    settings = {"EQX_ON_ERROR": "nan", "JAX_ENABLE_X64": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTED], check=False, env=os.environ | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"2 {2**63 - 1}", "1.0 nan"]
 
 
 @EACH_LIMITED

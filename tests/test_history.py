@@ -352,7 +352,7 @@ def test_a_float_is_no_integer() -> None:
 @pytest.mark.parametrize("index", [3, -4])
 def test_rows_that_are_not_there(storage: str, index: int) -> None:
     window = lx.History(3, START).push(START[0])
-    with raises(IndexError, f"history[{index}]", "3 rows, from -3 to 2"):
+    with raises(IndexError, f"history[{index}]", "3 rows at most, from -3 to 2"):
         window[index]
     with raises(eqx.EquinoxRuntimeError, "3 rows, from -3 to 2"):
         eqx.filter_jit(lambda i: window[i])(jnp.int32(index))

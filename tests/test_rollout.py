@@ -311,9 +311,9 @@ def test_inputs_shorter_than_the_length() -> None:
         lx.rollout(step, STATE, 8, inputs=INPUTS)
     f = eqx.filter_jit(lambda n, every: lx.rollout(step, STATE, n, inputs=INPUTS, save_every=every).num_steps)
     for every in (1, 2):
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout: `length`", "inputs has 7 rows"):
+        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length`", "inputs has 7 rows"):
             f(jnp.int32(8), every)
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout: `length` is negative"):
+        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length` is negative"):
             f(jnp.int32(-1), every)
 
 
@@ -399,7 +399,7 @@ def test_functions_are_functions() -> None:
 def test_a_bound_that_stops_it(every: int) -> None:
     with raises(ValueError, "loopax.rollout: max_steps=3 stopped"):
         lx.rollout(step, STATE, 4, max_steps=3, save_every=every)
-    with raises(eqx.EquinoxRuntimeError, "loopax.rollout: max_steps=2 stopped"):
+    with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "test_a_bound_that_stops_it): max_steps=2 stopped"):
         lx.rollout(step, STATE, stop=stop, max_steps=2, save_every=every)
     done, info = lx.rollout(step, STATE, stop=stop, max_steps=2, save_every=every, throw=False, info=True)
     assert info.limit_reached

@@ -31,7 +31,8 @@ from tests.limited_loops import (
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 def test_bound_that_stops_a_loop_raises(loop: Any, jit: Any) -> None:
     name = loop.__name__.removesuffix("_with_stop")
-    with raises(RUN_TIME, f"loopax.{name}: max_steps=3 stopped a loop", "larger max_steps", "throw=False"):
+    where = f"loopax.{name} at ", "limited_loops.py:", f"({loop.__name__}): max_steps=3 stopped a loop"
+    with raises(RUN_TIME, *where, "larger max_steps", "throw=False"):
         jax.block_until_ready(jit(lambda n: loop(n, max_steps=3))(jnp.int32(5)))
 
 
@@ -343,3 +344,59 @@ WITH_CHECK: Any = {
 @pytest.mark.parametrize("program", WITH_CHECK)
 def test_callback_where_something_can_fail(program: str) -> None:
     assert count_callbacks(WITH_CHECK[program], 3) > 0
+
+
+# ---- what is known when the program is traced
+
+
+def at_once(f: Any) -> Any:
+    """Inside of `jit`, what does not depend on its arguments is computed when it is traced."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            return f(*arguments, **options)
+
+    return run
+
+
+KNOWN: Any = {
+    "while_loop": lambda n: while_loop(n, max_steps=3)[1],
+    "fori_loop": lambda n: fori_loop(n, max_steps=3),
+    "scan": lambda n: scan(n, max_steps=3)[0],
+    "scan over rows": lambda n: rows_up_to(n)[0],
+    "nested": nested_fori,
+    "gradient": lambda n: jax.grad(doubled)(1.0, n),
+    "Buffer": lambda n: lx.fori_loop(0, n, lambda i, b: b.append(i), lx.Buffer(3, like=jnp.int32(0)))[-1],
+    "History": lambda n: lx.History(4, like=0.0)[n],
+}
+
+
+@pytest.mark.parametrize("program", KNOWN)
+def test_check_that_is_known_to_hold_is_none(program: str) -> None:
+    """Neither of values that are known then, nor of values that are not."""
+    f = KNOWN[program]
+    three = jnp.int32(3)
+    expected = jax.jit(f)(three)
+    assert jax.jit(lambda: at_once(f)(three))() == expected
+    assert jax.jit(at_once(f))(three) == expected
+    assert "callback" not in str(jax.make_jaxpr(lambda: at_once(f)(three))())
+
+
+@pytest.mark.parametrize("program", KNOWN)
+def test_check_that_is_known_to_fail_raises_when_the_program_is_traced(program: str) -> None:
+    f, four = KNOWN[program], jnp.int32(4)
+    is_argument = program in ("fori_loop", "nested", "scan over rows")  # which is wrong, as static ones are
+    with pytest.raises(ValueError if is_argument else eqx.EquinoxRuntimeError, match=r"^(loopax\.|scan\()"):
+        jax.make_jaxpr(lambda: at_once(f)(four))()
+    program_with_check = jax.jit(at_once(f)).lower(four).compile()  # which is not known then
+    with pytest.raises(RUN_TIME, match=r"Error: loopax\."):
+        jax.block_until_ready(program_with_check(four))
+
+
+def test_known_checks_in_the_body_of_a_loop() -> None:
+    def known(x: Any, steps: int) -> Any:
+        return x + at_once(while_loop)(steps, max_steps=3)[1]
+
+    assert jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 3), 0.0))(2) == 16.0
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 4), 0.0))(2))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from loopax import schedule
 from tests.limited_loops import fori_loop, raises, scan, while_loop
 
 
@@ -104,6 +105,26 @@ def test_traced_length_as_the_number_of_rows(loop: Any, rows: str, without: str)
 def test_all_of_a_traced_number_of_steps(unroll: Any) -> None:
     with raises(ValueError, f"fori_loop(unroll={unroll})", KNOWN, *STATIC, "unroll=k"):
         jax.eval_shape(lambda n: fori_loop(n, unroll=unroll), 3)
+
+
+NOT_BOOLS = ["no", "", 1, 0, 1.0, None, np.int8(1), jnp.int32(1), jnp.ones(1, bool), (True,), lambda: True]
+
+
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
+def test_flag_that_is_no_bool(value: Any) -> None:
+    """Python would take most of them as true."""
+    others = [
+        Case("XNysTrace(positive_semidefinite", lambda x: lx.stochtrace.XNysTrace(positive_semidefinite=x), "", ""),
+        Case("picture(length_known", lambda x: schedule.picture(3, length_known=x), "", ""),
+    ]
+    for case in FLAGS + others:
+        with raises(TypeError, f"{case.argument}=...): got "):
+            case.call(value)
+
+
+def test_unroll_may_be_a_bool_of_numpy() -> None:
+    for flag in (np.bool_(True), np.bool_(False)):
+        assert fori_loop(3, unroll=flag) == 8.0
 
 
 @pytest.mark.parametrize("flag", [np.bool_(True), np.asarray(True), jnp.asarray(True)], ids=type)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from loopax._compat import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._errors import effects_message
 from loopax.core.dependence import spread
+from loopax.core.invalid import nan_if
 from loopax.core.jaxprs import MOST_STEPS, Mask, merge, reject, select, split, trace, weakly_cached
-from loopax.core.lending import pick
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 
 
@@ -118,7 +118,7 @@ def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
     if loop.bound is not None or not loop.predicated:
         return tangent
-    return pick(row < MOST_STEPS, tangent, jnp.full((), jnp.nan, tangent.dtype))
+    return nan_if(row >= MOST_STEPS, tangent)
 
 
 def on_pairs(

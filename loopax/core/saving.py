@@ -8,6 +8,7 @@ from jax import lax
 
 from loopax import schedule
 from loopax._compat import zeros
+from loopax.core.invalid import nan_if
 from loopax.core.jaxprs import MOST_STEPS, select, stacked
 from loopax.core.loop import UNUSED, Loop
 from loopax.core.walk import State, Steps, Walk, read, write
@@ -134,7 +135,4 @@ def _poisoned(state: State) -> State:
     """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
     cut = (state.position == MOST_STEPS) & state.carry[0]
 
-    def nan_if_cut(x: Any) -> Any:
-        return jnp.where(cut, jnp.nan, x).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return state._replace(carry=[nan_if_cut(x) for x in state.carry])
+    return state._replace(carry=[nan_if(cut, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in state.carry])

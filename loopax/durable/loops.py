@@ -12,7 +12,8 @@ from jaxtyping import Array, PyTree
 from loopax import _arguments as arguments
 from loopax._carry import pack
 from loopax._compat import to_weak
-from loopax._lengths import first_index, known_int, scan_extent
+from loopax._lengths import scan_extent
+from loopax._limits import Limits, known_int
 from loopax._nnx import freeze, thaw_numbered
 from loopax._nnx_changes import refuse_changes
 from loopax.core.walk import read
@@ -205,8 +206,7 @@ def fori_loop(
 
 def _first_index(lower: Any, upper: Any) -> tuple[Any, bool]:
     """The first index as an array, and whether it is weakly typed; an error where the index cannot hold the limits."""
-    for name, value in (("lower", lower), ("upper", upper)):
-        arguments.is_traced_int(f"durable.fori_loop({name}=...)", value)
+    limits = Limits.of(lower, upper, "durable.fori_loop")
     wide = jnp.iinfo(jnp.asarray(0).dtype if _are_python(lower, upper) else jnp.result_type(lower, upper))
     for name, value in (("lower", lower), ("upper", upper)):
         if not wide.min <= int(value) <= wide.max:
@@ -215,7 +215,7 @@ def _first_index(lower: Any, upper: Any) -> tuple[Any, bool]:
                 "Enable 64-bit types, `jax.config.update('jax_enable_x64', True)`, or use `durable.while_loop`, whose "
                 "steps have no index."
             )
-    return first_index(lower, upper)
+    return limits.first_index()
 
 
 def _are_python(*values: Any) -> bool:
@@ -286,7 +286,7 @@ def scan(
     reverse = arguments.is_reverse(words.name, reverse)
     most = max_steps_of(words.name, max_steps)
     extent = scan_extent(
-        words, known_int(length), arguments.rows_of(words, freeze(xs)), most, reverse, stop is not None
+        words, known_int(length), arguments.rows_of(words, freeze(xs)), most, reverse, stop is not None, options.throw
     )
     low, high = int(extent.low), int(extent.high)
     x_arrays, x_spec = pack(freeze(xs))

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from loopax._compat import ClosedJaxpr, Literal, argument_names, jaxpr_as_fun, scan_sizes, user_lines
+from loopax._lines import of_user
 from loopax.core import UNNAMED, EveryResidual, Loop, Names, Nothing, Origin
 from loopax.core.batch import Batch, batch_p
 from loopax.core.dependence import members, of_equation, spread
@@ -20,7 +20,6 @@ from loopax.lanes import Lockstep
 
 NO_REVERSE_MODE = "`jax.lax.while_loop` has no reverse mode: use `loopax.while_loop`, or `loopax.rewrite_loops`"
 _KERNELS = ("pallas_call",)
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class Seen(NamedTuple):
@@ -107,12 +106,7 @@ def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
 
 def source_of(eqn: Any) -> str:
     """The line of the user's from which an equation comes; nothing where it is not known."""
-    for file, line, function in user_lines(eqn):
-        if not file.startswith(_PACKAGE):
-            path, here = Path(file), Path.cwd()
-            shown = path.relative_to(here) if path.is_relative_to(here) else path.name
-            return f"{shown}:{line} ({function})"
-    return ""
+    return str(next(of_user(user_lines(eqn)), ""))
 
 
 # ---- what an equation says

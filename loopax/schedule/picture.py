@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from loopax._static import Why, positive_int, static_int
+from loopax._static import Why, positive_int, static_bool, static_int
 from loopax.schedule.actions import Action
 from loopax.schedule.binomial import binomial, evaluations, evaluations_from, forward, replay
 from loopax.schedule.blocks import SMALL_STORE_BYTES, two_level
@@ -186,7 +186,7 @@ def picture(num_steps: int, checkpoints: int | None = None, *, length_known: boo
     Raises
     ------
     TypeError
-        `num_steps` or `checkpoints` is not an int, or is traced.
+        `num_steps` or `checkpoints` is not an int, `length_known` is not a bool, or one of them is traced.
     ValueError
         `num_steps` is negative, or `checkpoints` less than 1.
 
@@ -201,6 +201,7 @@ def picture(num_steps: int, checkpoints: int | None = None, *, length_known: boo
     steps = _num_steps(num_steps)
     if checkpoints is not None:
         checkpoints = positive_int("picture(checkpoints=...)", checkpoints, "stored carries", _WHY)
+    length_known = static_bool("picture(length_known=...)", length_known, _WHY)
     bound = steps if length_known else None
     saving = saving_for(
         checkpoints, bound, SMALL_STORE_BYTES + 1, length_known=length_known, always_to_bound=length_known

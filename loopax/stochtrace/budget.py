@@ -10,7 +10,7 @@ from jax.core import Tracer
 from loopax._arguments import is_traced_int
 from loopax._carry import describe
 from loopax._checks import Check
-from loopax._lengths import known_int
+from loopax._limits import known_int
 from loopax._static import Why, positive_int, refuse_tracers
 from loopax.core.jaxprs import MOST_STEPS
 from loopax.stochtrace.estimator import Budget, Estimator, Tolerance
@@ -102,12 +102,12 @@ def _limit(estimator: Estimator, num_matvecs: Any, most: int) -> tuple[Any, list
         return jnp.int32(known // least), []
     number = jnp.asarray(num_matvecs)
     wrong = (number < least) | (number > most)
-    message = (
-        f"loopax.stochtrace.estimate_trace: num_matvecs is less than {least}, which {type(estimator).__name__} needs, "
-        f"or more than max_matvecs, which is {most}."
+    problem = (
+        f"num_matvecs is less than {least}, which {type(estimator).__name__} needs, or more than max_matvecs, which is "
+        f"{most}."
     )
     limit = jnp.clip(number, least, min(most, int(jnp.iinfo(number.dtype).max))).astype(jnp.int32) // least
-    return limit, [Check(wrong, message)]
+    return limit, [Check.of("loopax.stochtrace.estimate_trace", wrong, problem)]
 
 
 _COUNT_OR_TOLERANCE = (

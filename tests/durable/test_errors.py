@@ -95,6 +95,11 @@ def test_limits_that_are_no_integers(limit: Any, tmp_path: Any) -> None:
         durable.fori_loop(limit, 3, double, X, directory=tmp_path)
 
 
+def test_limits_of_int64_and_uint64(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match=r"durable\.fori_loop: lower is int64\[\], upper is uint64\[\], and no integer"):
+        durable.fori_loop(jnp.int64(0), jnp.uint64(3), double, X, directory=tmp_path)
+
+
 def test_limits_that_the_index_cannot_hold(tmp_path: Any) -> None:
     with jax.enable_x64(False), pytest.raises(ValueError, match=r"upper=...\): got 2147483648, .*int32 cannot hold"):
         durable.fori_loop(0, 2**31, lambda _, x: x, jnp.float32(1), directory=tmp_path)
