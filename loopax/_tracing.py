@@ -29,6 +29,7 @@ from loopax._carry import (
 from loopax._checks import Check, collecting, failures
 from loopax._compat import ClosedJaxpr, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
+from loopax._naming import Called
 from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
 from loopax._nnx_changes import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
 from loopax._rows import refuse_strays
@@ -52,6 +53,7 @@ class Step:
     where: str  # the user's function in error messages
     functions: tuple[Any, ...]
     options: Hashable  # what else `call` depends on
+    called: Called  # what JAX's errors name
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         go = [goes_on] if predicated else []
         return [*go, *carry, *flags.values(), *rows, *ys]
 
+    _name_in_errors(flat, step.called, len(extras), spec, x_rows)
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     open_body, closed_over = open_constants(raw)
@@ -276,6 +279,12 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
     return Traced(body, closed_over, **found, names=_names(body, spec, x_rows, found, predicated))
+
+
+def _name_in_errors(flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec) -> None:
+    """Let JAX's errors about a value in the body name the user's body, and the path in what it is given."""
+    carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
+    called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x])
 
 
 def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool) -> core.Names:

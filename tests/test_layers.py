@@ -18,6 +18,7 @@ LAYERS = [
     "loopax._errors",
     "loopax._types",
     "loopax._extras",
+    "loopax._naming",
     "loopax._structure",
     "loopax._carry",
     "loopax._static",

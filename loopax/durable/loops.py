@@ -13,6 +13,7 @@ from loopax import _arguments as arguments
 from loopax._carry import pack
 from loopax._compat import to_weak
 from loopax._lengths import first_index, known_int, scan_extent
+from loopax._naming import Called
 from loopax._nnx import freeze, thaw_numbered
 from loopax._nnx_changes import refuse_changes
 from loopax.core.walk import read
@@ -21,6 +22,8 @@ from loopax.durable.job import Job, run_job, step_key_data
 from loopax.durable.run import EPOCH, RowPlan
 from loopax.kinds import KindLike
 from loopax.lanes import LanesLike
+
+_EXTRAS = ("start", "key")  # what goes into the arguments of a step, besides its number
 
 
 def while_loop(
@@ -117,7 +120,8 @@ def while_loop(
         return [np.int32(steps % EPOCH), *step_key_data(options, steps)]
 
     where = "body_fun of durable.while_loop"
-    job = Job(options, where, body_fun, call, start, init_val, total, stops=True, condition=goes_on)
+    called = Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS)
+    job = Job(options, where, called, call, start, init_val, total, stops=True, condition=goes_on)
     durability = Durability(directory, checkpoint_every, keep, resume, chunk_steps)
     carry, _, loop_info = run_job(job, durability)
     return (carry, loop_info) if options.info else carry
@@ -191,7 +195,7 @@ def fori_loop(
     job = Job(
         options,
         "body_fun of durable.fori_loop",
-        body_fun,
+        Called(options.name, (body_fun,), ("i", "carry"), _EXTRAS),
         call,
         start,
         init_val,
@@ -317,7 +321,7 @@ def scan(
     job = Job(
         options,
         words.where,
-        f,
+        Called(words.name, (f,) if stop is None else (f, stop), ("carry", "x"), _EXTRAS),
         call,
         start,
         init,
