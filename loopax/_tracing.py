@@ -228,9 +228,10 @@ _cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
 def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
     """Trace a step, once for the same functions and types, as `jax.lax` does.
 
-    Only plain functions are looked up: other callables may compare by value, or live for one call.
+    Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
+    changed since.
     """
-    if not all(isinstance(f, types.FunctionType) for f in step.functions):
+    if not all(map(_is_only_itself, step.functions)):
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, predicated, trace_context())
     entries = _cache.setdefault(step.functions[0], {})
@@ -243,6 +244,14 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     if keeps_closures(traced.closed_over) and not any(isinstance(value, Tracer) for value in traced.closed_over):
         entries[key] = traced
     return traced
+
+
+def _is_only_itself(function: Any) -> bool:
+    """Whether a function is the same as before only if it is the same object, and does not change."""
+    kind = type(function)
+    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
+    has_weak_references = kind.__weakrefoffset__ != 0  # negative where Python keeps them, from 3.12 on
+    return isinstance(function, types.FunctionType) or (by_identity and has_weak_references and not is_object(function))
 
 
 def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
@@ -261,7 +270,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         carry, found["changes"] = take_back(step.where, start, objects, carry)
         matched = match_carry(step.where, init, spec, varying_as(carry, [goes_on] if predicated else []))
         carry = _as_they_came(arrays, spec, leaves, matched, carry)
-        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
+        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
         ys, found["y_spec"] = pack(_without_flags(freeze(y)))
         found["carry_avals"] = list(map(jax.typeof, carry))
