@@ -55,11 +55,11 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
 
 def _name(fn: Callable[..., Any], path: Any) -> str:
     """What an array among the arguments is called: its parameter, and where in it."""
-    in_keywords, which, *rest = path
+    (in_keywords, which), rest = path[:2], keystr(path[2:])
     if in_keywords.idx:
-        return which.key + keystr(rest)
+        return which.key + rest
     names = parameters_of(fn)
-    return (names[which.idx] if which.idx < len(names) else f"argument {which.idx}") + keystr(rest)
+    return (names[which.idx] if which.idx < len(names) else f"argument {which.idx}") + rest
 
 
 def _is_array(leaf: Any) -> bool:

@@ -111,8 +111,9 @@ def test_scan_of_nnx_itself_on_that_of_loopax(monkeypatch) -> None:
         return results, stacked[...], stacked.out_sharding
 
     *wanted, names = run()
-    monkeypatch.setattr(iteration, "jax", jax_with_loopax())
-    monkeypatch.setattr(iteration.jax.lax, "scan", scan_as_jax_calls_it)
+    exchanged = jax_with_loopax()
+    exchanged.lax.scan = scan_as_jax_calls_it
+    monkeypatch.setattr(iteration, "jax", exchanged)
     *actual, names_too = run()
     assert_close(actual, wanted)
     assert names == names_too == ("layers", "in", "out")
