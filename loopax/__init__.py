@@ -1,24 +1,11 @@
 """Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
 
-from loopax import durable as durable
-from loopax import stochtrace as stochtrace
-from loopax._types import LoopInfo
+# ruff: noqa: F405 - to type checkers, all names come from a star
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from loopax._version import __version__ as __version__
-from loopax.buffers import Buffer
-from loopax.history import History
-from loopax.insight.compare import compare
-from loopax.insight.comparison import Comparison
-from loopax.insight.explain import Explanation, explain
-from loopax.kinds import Auto, Bounded, Checkpointed, Kind, Lax, Residuals
-from loopax.lanes import Compact, Free, Lanes, Lockstep
-from loopax.loops import fori_loop, scan, while_loop
-from loopax.mapping import lanes_map
-from loopax.models import local
-from loopax.progress import Progress
-from loopax.report import LaneReport, lane_report
-from loopax.rewrite import rewrite_loops
-from loopax.rollout import Rollout, rollout
-from loopax.sharding import sharded_lanes
 
 __all__ = [
     "Auto",
@@ -51,3 +38,20 @@ __all__ = [
     "sharded_lanes",
     "while_loop",
 ]
+_PUBLIC = {*__all__, "durable", "stochtrace"}
+
+if TYPE_CHECKING:
+    from loopax._public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import all that is public when the first of it is used: `python -m loopax --help` does without it."""
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'loopax' has no attribute {name!r}")
+        public = import_module("loopax._public")
+        globals().update({each: getattr(public, each) for each in _PUBLIC})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        """The public names, also before the first of them is used."""
+        return sorted({*globals(), *_PUBLIC})

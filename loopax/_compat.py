@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import api_util as _api_util
 from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
@@ -54,6 +55,7 @@ __all__ = [
     "known_value",
     "mapped_aval",
     "mlir",
+    "name_in_errors",
     "new_primitive",
     "of_weak_type",
     "open_constants",
@@ -213,6 +215,16 @@ def argument_names(closed: ClosedJaxpr) -> tuple[str, ...]:
     """What the inputs of a jaxpr were called in the function that was traced; empty where that is not known."""
     names = closed.jaxpr.debug_info.arg_names  # type: ignore[attr-defined]
     return tuple(names) if names is not None and len(names) == len(closed.in_avals) else ()
+
+
+def name_in_errors(function: Callable[..., Any], caller: str, source: str, arguments: Sequence[str]) -> None:
+    """Let JAX's errors name these in place of a function and its arguments, when `function` is traced.
+
+    `source` is a name, and where it stands. JAX keeps them in an attribute that its own wrappers set: there is no
+    public argument for them.
+    """
+    debug_info = _core.DebugInfo(caller, source, tuple(arguments), _core.initial_result_paths)
+    _api_util.save_wrapped_fun_debug_info(function, debug_info)
 
 
 def is_of_jax(closed: ClosedJaxpr) -> bool:

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from loopax._nnx import Frozen, flatten, freeze, freeze_numbered, is_object, roots, thaw
-from loopax._nnx_places import differences, is_at_or_below, name_of, places, shown
+from loopax._nnx_places import differences, is_at_or_below, name_of, places, shown, with_stacked_axis
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Changes:
     written: tuple[tuple[bool, ...], ...] = ()  # which values it changes
 
 
-def take_back(where: str, given: Any, objects: list[Any], result: Any) -> tuple[Any, Changes]:
+def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_rows: bool = False) -> tuple[Any, Changes]:
     """What a body returned, frozen, and what it changed; TypeError where that is more than values.
 
-    `given` is the frozen pytree of which the body was given the live `objects`.
+    `given` is the frozen pytree of which the body was given the live `objects`. Rows may lose the name of the axis
+    along which they are stacked: their Variables are those of the stack, which keeps it.
     """
     returned, new_objects = freeze_numbered(result)
     if not objects:  # `given` is not looked at then: the body may have used up an `equinox.nn.State` in it
@@ -31,6 +32,9 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any) -> tuple[
     old, new = roots(given), roots(returned)
     if list(old) != list(new) or not all(isinstance(root, Frozen) for root in new.values()):
         return returned, Changes()  # containers that differ are found by those who compare containers
+    if of_rows:
+        returned = _with_stacked_axis(returned, old)
+        new = roots(returned)
     before, after = _graphs(old), _graphs(new)
     if list(before.values()) != list(after.values()):
         raise TypeError(_structure_message(where, differences(before, after)))
@@ -44,7 +48,7 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any) -> tuple[
 
 def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
     """Refuse a function that changes the NNX objects that it is given, where nobody would see it."""
-    _, changes = take_back(where, given, objects, live)
+    _, changes = take_back(where, given, objects, live, of_rows=True)
     if any(map(any, changes.written)):
         raise TypeError(
             f"{where} changes an NNX object in {what} belong to nobody afterwards. Change a copy, "
@@ -79,6 +83,16 @@ def _written(tree: Any, changes: Changes) -> dict[int, str]:
 
 def _graphs(frozen: Mapping[str, Frozen]) -> dict[str, Any]:
     return {root: x.graph for root, x in frozen.items()}
+
+
+def _with_stacked_axis(rows: Any, given: Mapping[str, Frozen]) -> Any:
+    """Frozen rows with the names of axes that the objects have outside of the loop."""
+    stacks = iter(given.values())
+
+    def named(x: Any) -> Any:
+        return replace(x, graph=with_stacked_axis(next(stacks).graph, x.graph)) if isinstance(x, Frozen) else x
+
+    return jax.tree.map(named, rows, is_leaf=lambda x: isinstance(x, Frozen))
 
 
 def _differ(old: Any, new: Any) -> bool:

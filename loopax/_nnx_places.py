@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
@@ -82,6 +83,34 @@ def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str
         elif old is not None and new is not None and old.content != new.content:
             lines[name] = f"  {where}: got {new.text}, expected {old.text}"
     return list(lines.values())
+
+
+def with_stacked_axis(stack: Any, row: Any) -> Any:
+    """The graph definition of a row with the metadata of the stack, where it only lacks the name of one axis.
+
+    NNX keeps the names of axes as tuples among the metadata (`out_sharding`), and takes them out of rows
+    (`nnx.transform_metadata`).
+    """
+    if len(stack.nodes) != len(row.nodes):
+        return row
+    return replace(row, nodes=[*map(_with_stacked_axis, stack.nodes, row.nodes)])
+
+
+def _with_stacked_axis(stack: Any, row: Any) -> Any:
+    variable = sys.modules["flax.nnx.graphlib"].VariableDef
+    if not (isinstance(stack, variable) and isinstance(row, variable)):
+        return row
+    whole, less = dict(stack.metadata), dict(row.metadata)
+    same_keys = whole.keys() == less.keys()
+    fits = same_keys and all(whole[key] == less[key] or _lacks_one(whole[key], less[key]) for key in whole)
+    return replace(row, metadata=stack.metadata) if fits else row
+
+
+def _lacks_one(whole: Any, less: Any) -> bool:
+    """Whether this is the tuple without one of its entries."""
+    if not (isinstance(whole, tuple) and isinstance(less, tuple)):
+        return False
+    return any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
 
 
 def is_at_or_below(name: str, other: str) -> bool:

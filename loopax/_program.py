@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+from jax.tree_util import keystr
 
 from loopax._carry import is_static
 from loopax._compat import ClosedJaxpr
 from loopax._errors import untraceable_message
+from loopax._naming import Called, parameters_of
 
 
 class Program(NamedTuple):
@@ -37,6 +39,7 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
         return leaves
 
     arrays = [leaf for _, leaf in leaves]
+    Called(caller, (fn,), ()).name_in_errors(flat, [_name(fn, path) for path, _ in leaves])
     try:
         closed = jax.make_jaxpr(flat)(*arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -48,6 +51,15 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
         [path[2:] for path, _ in leaves],
         lambda results: eqx.combine(found["treedef"].unflatten(results), found["other"]),
     )
+
+
+def _name(fn: Callable[..., Any], path: Any) -> str:
+    """What an array among the arguments is called: its parameter, and where in it."""
+    (in_keywords, which), rest = path[:2], keystr(path[2:])
+    if in_keywords.idx:
+        return which.key + rest
+    names = parameters_of(fn)
+    return (names[which.idx] if which.idx < len(names) else f"argument {which.idx}") + rest
 
 
 def _is_array(leaf: Any) -> bool:

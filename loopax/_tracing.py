@@ -29,6 +29,7 @@ from loopax._carry import (
 from loopax._checks import Check, collecting, failures
 from loopax._compat import ClosedJaxpr, open_constants, trace_context, vary_like, zeros
 from loopax._lengths import Extent
+from loopax._naming import Called
 from loopax._nnx import freeze, is_object, keeps_closures, thaw_numbered
 from loopax._nnx_changes import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
 from loopax._rows import refuse_strays
@@ -52,6 +53,7 @@ class Step:
     where: str  # the user's function in error messages
     functions: tuple[Any, ...]
     options: Hashable  # what else `call` depends on
+    called: Called  # what JAX's errors name
 
 
 @dataclass(frozen=True)
@@ -231,9 +233,10 @@ _cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
 def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
     """Trace a step, once for the same functions and types, as `jax.lax` does.
 
-    Only plain functions are looked up: other callables may compare by value, or live for one call.
+    Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
+    changed since.
     """
-    if not all(isinstance(f, types.FunctionType) for f in step.functions):
+    if not all(map(_is_only_itself, step.functions)):
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, predicated, trace_context())
     entries = _cache.setdefault(step.functions[0], {})
@@ -246,6 +249,14 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     if keeps_closures(traced.closed_over) and not any(isinstance(value, Tracer) for value in traced.closed_over):
         entries[key] = traced
     return traced
+
+
+def _is_only_itself(function: Any) -> bool:
+    """Whether a function is the same as before only if it is the same object, and does not change."""
+    kind = type(function)
+    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
+    has_weak_references = kind.__weakrefoffset__ != 0  # negative where Python keeps them, from 3.12 on
+    return isinstance(function, types.FunctionType) or (by_identity and has_weak_references and not is_object(function))
 
 
 def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
@@ -264,7 +275,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         carry, found["changes"] = take_back(step.where, start, objects, carry)
         matched = match_carry(step.where, init, spec, varying_as(carry, [goes_on] if predicated else []))
         carry = _as_they_came(arrays, spec, leaves, matched, carry)
-        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after)
+        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
         ys, found["y_spec"] = pack(_without_flags(freeze(y)))
         found["carry_avals"] = list(map(jax.typeof, carry))
@@ -272,6 +283,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         go = [goes_on] if predicated else []
         return [*go, *carry, *flags.values(), *rows, *ys]
 
+    _name_in_errors(flat, step.called, len(extras), spec, x_rows)
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     open_body, closed_over = open_constants(raw)
@@ -281,6 +293,12 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
     return Traced(body, closed_over, **found, names=_names(body, spec, x_rows, found, predicated))
+
+
+def _name_in_errors(flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec) -> None:
+    """Let JAX's errors about a value in the body name the user's body, and the path in what it is given."""
+    carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
+    called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x])
 
 
 def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool) -> core.Names:

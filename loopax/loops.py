@@ -12,6 +12,7 @@ from loopax._checks import Check, settle
 from loopax._compat import to_weak
 from loopax._lengths import Extent, fori_extent, scan_extent
 from loopax._limits import Limits
+from loopax._naming import Called
 from loopax._nnx import freeze, thaw
 from loopax._types import LoopInfo
 from loopax.core.jaxprs import MOST_STEPS
@@ -109,7 +110,9 @@ def while_loop(
         val = body_fun(val, **options.step_key(row, extras))
         return val, None, goes_on(val)
 
-    step = tracing.Step(call, "body_fun of while_loop", (body_fun, cond_fun), ("while_loop", options.key_spec))
+    functions = body_fun, cond_fun
+    called = Called("while_loop", functions, ("carry",))
+    step = tracing.Step(call, "body_fun of while_loop", functions, ("while_loop", options.key_spec), called)
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
@@ -202,7 +205,9 @@ def fori_loop(
         i = to_weak(i) if is_weak else i
         return body_fun(i, val, **options.step_key(i, extras)), None, None
 
-    step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), ("fori_loop", is_weak, options.key_spec))
+    spec = ("fori_loop", is_weak, options.key_spec)
+    called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
+    step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), spec, called)
     walk = tracing.Walk(
         options.name,
         extent,
@@ -309,6 +314,7 @@ class ScanBody(NamedTuple):
     stop: Callable[[Any, Any], Any] | None
     functions: tuple[Any, ...]  # the user's, for which it is traced once
     options: Hashable = ()  # what else it depends on
+    parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
 
 
 def scan_walk(
@@ -347,7 +353,8 @@ def run_scan(
         return carry, y, None if stop is None else ~arguments.one_bool(f"stop of {words.name}", stop(carry, y))
 
     spec = (words.name, extent.capacity is None, options.key_spec, body.options)
-    step = tracing.Step(call, words.where, body.functions, spec)
+    called = Called(words.name, body.functions, body.parameters)
+    step = tracing.Step(call, words.where, body.functions, spec, called)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
     done = tracing.run(step, walk, options.extras, init, xs, start)
     carry, ys, loop_info = _finish(options, extent, done)

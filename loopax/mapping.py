@@ -12,6 +12,7 @@ from loopax._arguments import check_callable, refuse_references
 from loopax._carry import pack, restore_weak
 from loopax._checks import Check, collecting, settle
 from loopax._compat import open_constants
+from loopax._naming import Called
 from loopax._nnx import freeze, thaw, thaw_numbered
 from loopax._nnx_changes import refuse_changes
 from loopax._static import Why, positive_int
@@ -76,6 +77,8 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
         found["messages"] = [check.message for check in checks]
         return [*(check.failed for check in checks), *ys]
 
+    called = Called("lanes_map", (f,), ("x",))
+    called.name_in_errors(flat, item_spec.names(called.name("x")))
     program, shared = open_constants(jax.make_jaxpr(flat)(*item_spec.avals))
     refuse_references("f of lanes_map", shared)
     if not items:

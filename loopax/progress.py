@@ -1,11 +1,9 @@
 """Progress: what a loop shows while it runs."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +13,7 @@ from jax.core import Tracer
 from loopax._carry import describe
 from loopax._displays import DISPLAYS
 from loopax._drawing import has_tqdm
+from loopax._naming import code_of
 from loopax._static import Why, refuse_arrays
 from loopax.core.jaxprs import MOST_STEPS
 
@@ -119,10 +118,7 @@ class Reporter:
     @classmethod
     def of(cls, progress: Progress, name: str, function: Any) -> "Reporter":
         """The reporter of a loop of this function."""
-        function = inspect.unwrap(function)
-        while isinstance(function, partial):
-            function = inspect.unwrap(function.func)
-        return cls(progress, name, getattr(function, "__code__", type(function).__qualname__))
+        return cls(progress, name, code_of(function) or type(function).__qualname__)
 
     def begin(self, total: int, runs: int, lanes: int, size: int) -> tuple[int, int]:
         """A run begins; returns its number, and how many steps to take until it reports."""

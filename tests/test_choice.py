@@ -112,7 +112,9 @@ def test_only_what_the_derivative_needs_counts():
 
 def test_the_reason_is_kept():
     reason = chosen(jax.grad(fixed(many_functions)), STATE).reason
-    assert reason.startswith(f"at most {256 * 2**20} bytes for {STEPS} steps; costs: Residuals ")
+    assert reason.startswith(
+        f"at most {256 * 2**20} bytes for {STEPS} steps; added to a step, in bytes written and read: Residuals "
+    )
     assert ", Bounded " in reason
     assert ", Checkpointed " in reason
     reason = chosen(jax.grad(fixed(many_functions, lx.Auto(memory=5000))), STATE).reason

@@ -1,5 +1,7 @@
 """Claims about cost that do not depend on the machine: body evaluations, traces, lanes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -53,6 +55,47 @@ def test_one_trace_for_all_step_counts(kind):
     for n in range(5):
         program(jnp.arange(6.0), jnp.int32(n))
     assert len(traces) == 1
+
+
+class Adder:
+    """A body that is no function."""
+
+    def __init__(self):
+        self.traces = 0
+
+    def __call__(self, carry, x):
+        self.traces += 1
+        return carry + x, carry
+
+
+class EqualAdder(Adder):
+    """One that is equal to others."""
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, partial, jax.tree_util.Partial, jax.jit])
+def test_one_trace_for_a_callable_that_is_no_function(wrap):
+    """As in `jax.lax`, if it is the same object."""
+    adder = Adder()
+    body = wrap(adder)
+    for _ in range(3):
+        lx.scan(body, 0.0, jnp.arange(6.0))
+    assert adder.traces == 1
+    another = Adder()
+    lx.scan(wrap(another), 0.0, jnp.arange(6.0))
+    assert another.traces == 1
+
+
+def test_callables_that_compare_by_value_are_traced_each():
+    adders = [EqualAdder() for _ in range(3)]
+    for adder in adders:
+        lx.scan(adder, 0.0, jnp.arange(6.0))
+    assert [adder.traces for adder in adders] == [1, 1, 1]
 
 
 def test_gradients_and_batches_do_not_trace_again():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import loopax
+from loopax import _public
 
 ROOT = Path(loopax.__file__).parent
 
@@ -21,6 +22,7 @@ LAYERS = [
     "loopax._errors",
     "loopax._types",
     "loopax._extras",
+    "loopax._naming",
     "loopax._structure",
     "loopax._carry",
     "loopax._static",
@@ -104,7 +106,7 @@ LAYERS = [
     "loopax.buffers",
     "loopax.history",
     "loopax.loops",
-    "loopax.rollout",
+    "loopax._rollout",
     "loopax._exchange",
     "loopax._program",
     "loopax._timing",
@@ -165,6 +167,7 @@ LAYERS = [
     "loopax.stochtrace.products",
     "loopax.stochtrace.estimator",
     "loopax.stochtrace.budget",
+    "loopax.stochtrace.elimination",
     "loopax.stochtrace.lapack",
     "loopax.stochtrace.inverses",
     "loopax.stochtrace.hutchinson",
@@ -176,11 +179,13 @@ LAYERS = [
     "loopax.stochtrace.xnystrace",
     "loopax.stochtrace.estimate",
     "loopax.stochtrace",
+    "loopax._public",
     "loopax",
     "loopax.command.hlo",
     "loopax.command.table",
     "loopax.command.versions",
     "loopax.command.settings",
+    "loopax.command.blas",
     "loopax.command.selftest",
     "loopax.command.copies",
     "loopax.command.doctor",
@@ -231,8 +236,10 @@ def test_private_jax_stands_in_one_file(name):
 
 
 def test_all_is_complete():
-    public = {name for name, value in vars(loopax).items() if not name.startswith("_") and not _is_module(value)}
+    public = {name for name, value in vars(_public).items() if not name.startswith("_") and not _is_module(value)}
     assert public == set(loopax.__all__)
+    assert {*public, "durable", "stochtrace"} <= set(dir(loopax))
+    assert all(getattr(loopax, name) is getattr(_public, name) for name in public)
     assert list(loopax.__all__) == sorted(loopax.__all__)
 
 

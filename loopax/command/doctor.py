@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from loopax.command import copies, selftest, versions
+from loopax.command import blas, copies, selftest, versions
 from loopax.command.settings import settings
 from loopax.command.table import show_table
 
@@ -39,7 +39,8 @@ def _versions() -> list[str]:
 
 def _settings() -> list[str]:
     """They cannot fail, but that JAX finds no device, which is an error of its own."""
-    show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in settings()])
+    found = [*settings(), blas.lapack_threads()]
+    show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
     return []
 
 

@@ -23,7 +23,15 @@ _FLAGS = [
     ("jax_numpy_rank_promotion", "allow", "shapes of different rank in a body may be refused"),
     ("jax_numpy_dtype_promotion", "standard", "mixed dtypes in a body are refused"),
 ]
-_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_VARIABLES = (
+    "XLA_FLAGS",
+    "JAX_PLATFORMS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
 
 
 def settings() -> list[Setting]:

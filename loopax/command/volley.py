@@ -9,7 +9,7 @@ import numpy as np
 import loopax as lx
 
 GRAVITY, DRAG, DT = 9.81, 0.004, 0.01
-GUNS, LONGEST = 64, 4000
+GUNS, LONGEST, DESCENTS = 64, 4000, 100
 CLOSE = 0.05  # metres
 
 
@@ -61,31 +61,31 @@ def fit(landed: Any, angles: Any, speeds: Any) -> Any:
     def error(log_drag: Any) -> Any:
         return ((distances(jnp.exp(log_drag), angles, speeds) - landed) ** 2).mean()
 
-    rate = 0.5 / (landed**2).mean()
+    rate = 1.0 / (landed**2).mean()
 
     def descend(_: Any, log_drag: Any) -> Any:
         return log_drag - rate * jax.grad(error)(log_drag)
 
     start = jnp.log(5 * DRAG) + 0.0 * landed[0]
-    return jnp.exp(lx.fori_loop(0, 400, descend, start, progress=lx.Progress("fit")))
+    return jnp.exp(lx.fori_loop(0, DESCENTS, descend, start, progress=lx.Progress("fit")))
 
 
 def aim(target: Any, speed: Any) -> Any:
     """The angle at which a shot lands on the target: Newton's method, with the derivative through the shot."""
 
     def misses(carry: Any) -> Any:
-        _, miss, _ = carry
+        _, miss = carry
         return jnp.abs(miss) > CLOSE
 
-    def correct(carry: Any) -> Any:
-        angle, miss, slope = carry
-        return shot_at(angle - jnp.clip(miss / slope, -0.2, 0.2))
+    def fire(carry: Any) -> Any:
+        angle, _ = carry
+        distance, slope = jax.jvp(lambda angle: shoot(DRAG, angle, speed)[0], (angle,), (jnp.ones_like(angle),))
+        miss = distance - target
+        corrected = angle - jnp.clip(miss / slope, -0.2, 0.2)
+        return jnp.where(misses((angle, miss)), corrected, angle), miss
 
-    def shot_at(angle: Any) -> Any:
-        distance, slope = jax.value_and_grad(lambda angle: shoot(DRAG, angle, speed)[0])(angle)
-        return angle, distance - target, slope
-
-    (angle, _, _), info = lx.while_loop(misses, correct, shot_at(jnp.full_like(speed, 0.2)), max_steps=30, info=True)
+    start = jnp.full_like(speed, 0.2), jnp.full_like(speed, jnp.inf)
+    (angle, _), info = lx.while_loop(misses, fire, start, max_steps=30, info=True)
     return angle, info
 
 

@@ -71,8 +71,9 @@ def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
             costs[storage] = storing(size, bound * size) / share + evaluations * step.cost
     costs[Checkpoints] = 2 * step.cost
     best: Any = min(costs, key=costs.__getitem__)
-    reason = f"at most {asked.budget} bytes for {bound} steps; costs: " + ", ".join(
-        f"{_NAMES[storage]} {cost:.3g}" for storage, cost in costs.items()
+    reason = (
+        f"at most {asked.budget} bytes for {bound} steps; added to a step, in bytes written and read: "
+        + ", ".join(f"{_NAMES[storage]} {cost:.3g}" for storage, cost in costs.items())
     )
     if best is not Checkpoints:
         return best(reason=reason)

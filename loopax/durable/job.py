@@ -15,6 +15,7 @@ from loopax import _tracing as tracing
 from loopax._carry import restore_weak
 from loopax._checks import settle
 from loopax._lengths import Extent
+from loopax._naming import Called
 from loopax._nnx import thaw
 from loopax._nnx_changes import hand_over
 from loopax._types import LoopInfo
@@ -42,7 +43,7 @@ class Job:
 
     options: arguments.Options
     where: str  # the user's function in error messages
-    function: Callable[..., Any]  # this one
+    called: Called  # this one, first of the user's functions
     call: Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]  # as in `tracing.Step`
     start: Callable[[int], list[Any]]  # what a step is handed that comes after so many
     init: Any
@@ -109,7 +110,8 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
         writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
         run = Run(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
-        with watching() as interrupts, shown(job.options.reporter(job.function), state.steps, job.total) as show:
+        reporter = job.options.reporter(job.called.functions[0])
+        with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
             state = advance(run, state, interrupts, show)
     finally:
         saves.close()
@@ -128,7 +130,7 @@ def _settle_program(
 
 
 def _step(job: Job) -> tracing.Step:
-    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec)
+    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec, job.called)
 
 
 def _walk(job: Job) -> chunks.Walk:
@@ -153,7 +155,7 @@ def _first_state(job: Job, chunk: chunks.Chunk) -> State:
     """The state before the first step."""
     if job.condition is None:
         return State(0, True, chunk.first)
-    step = tracing.Step(job.call, job.where, (), ())
+    step = tracing.Step(job.call, job.where, (), (), job.called)
     goes_on, arrays = tracing.first_condition(step, job.condition, chunk.traced.spec, chunk.first)
     return State(0, bool(goes_on), chunks.placed(arrays))
 

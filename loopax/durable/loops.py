@@ -14,6 +14,7 @@ from loopax._carry import pack
 from loopax._compat import to_weak
 from loopax._lengths import scan_extent
 from loopax._limits import Limits, known_int
+from loopax._naming import Called
 from loopax._nnx import freeze, thaw_numbered
 from loopax._nnx_changes import refuse_changes
 from loopax.core.walk import read
@@ -26,6 +27,8 @@ from loopax.lanes import Lockstep
 
 # A durable loop is neither differentiated nor batched, so its callers have no say in how.
 _KIND, _LANES = Lax(), Lockstep()
+
+_EXTRAS = ("start", "key")  # what goes into the arguments of a step, besides its number
 
 
 def while_loop(
@@ -118,7 +121,8 @@ def while_loop(
         return [np.int32(steps % EPOCH), *step_key_data(options, steps)]
 
     where = "body_fun of durable.while_loop"
-    job = Job(options, where, body_fun, call, start, init_val, total, stops=True, condition=goes_on)
+    called = Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS)
+    job = Job(options, where, called, call, start, init_val, total, stops=True, condition=goes_on)
     durability = Durability(directory, checkpoint_every, keep, resume, chunk_steps)
     carry, _, loop_info = run_job(job, durability)
     return (carry, loop_info) if options.info else carry
@@ -190,7 +194,7 @@ def fori_loop(
     job = Job(
         options,
         "body_fun of durable.fori_loop",
-        body_fun,
+        Called(options.name, (body_fun,), ("i", "carry"), _EXTRAS),
         call,
         start,
         init_val,
@@ -313,7 +317,7 @@ def scan(
     job = Job(
         options,
         words.where,
-        f,
+        Called(words.name, (f,) if stop is None else (f, stop), ("carry", "x"), _EXTRAS),
         call,
         start,
         init,

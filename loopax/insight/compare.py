@@ -55,9 +55,10 @@ def compare(
     Returns
     -------
     Comparison
-        A row for each kind: times in milliseconds, seconds to trace and compile the gradient, its temporary memory in
-        bytes as XLA reports it and as `explain` predicts it, and how often the function was traced. A kind that cannot
-        be had has the reason instead. Printed, a table; `.plot()` draws time against memory.
+        A row for each program, the one as it is written first: times in milliseconds, seconds to trace and compile the
+        gradient, its temporary memory in bytes as XLA reports it and as `explain` predicts it, and how often the
+        function was traced. Kinds that come to the same program share a row. A kind that cannot be had has the reason
+        instead. Printed, a table; `.plot()` draws time against memory.
 
     Raises
     ------
@@ -68,7 +69,8 @@ def compare(
 
     Notes
     -----
-    Cost: two compilations for each kind, and `rounds` + 1 runs of each program. What the function does besides
+    Cost: a compilation and `rounds` + 1 runs of each program, of which there are two for each row; kinds that differ
+    in what a gradient stores only have one forward program. What the function does besides
     (callbacks, prints) happens as often.
 
     """
@@ -89,10 +91,9 @@ def compare(
             f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
             "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
         )
-    candidates = [_Candidate(fn, asked, kind) for kind in (None, *chosen)]
-    rows = _measured(candidates, rounds)
-    written = replace(rows[0], name=_written(loops), is_chosen=True)
-    return Comparison(asked.name, (written, *rows[1:]))
+    written = _Candidate(fn, asked, None, _written(loops))
+    rows = _measured([written, *(_Candidate(fn, asked, kind, comparison.kind_name(kind)) for kind in chosen)], rounds)
+    return Comparison(asked.name, (replace(rows[0], is_chosen=True), *rows[1:]))
 
 
 def _refuse_types(asked: Subject) -> None:
@@ -136,6 +137,7 @@ class _Candidate:
     fn: Callable[..., Any]
     asked: Subject
     kind: Kind | None
+    name: str
     traces: int = 0
 
     def forward(self, *arrays: Any) -> list[Any]:
@@ -162,48 +164,83 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """The two programs of a candidate, ready to run."""
+class _Lowered:
+    """The two programs of a candidate, traced."""
 
     forward: Any
     gradient: Any
-    seconds: float  # to trace and compile the gradient
+    seconds: float  # to trace the gradient
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What they are: kinds that come to the same have the same."""
+        return self.forward.as_text(), self.gradient.as_text()
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A compiled program that has been run."""
+
+    program: Any
+    seconds: float  # to compile it
+    milliseconds: float = float("nan")
 
 
 def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
-    """A row for each, measured in turn."""
+    """A row for each program, all measured in turn."""
     arrays = candidates[0].asked.program.arrays
-    compiled = [_compiled(candidate, arrays) for candidate in candidates]
-    programs = [
-        program for found in compiled if isinstance(found, _Compiled) for program in (found.forward, found.gradient)
-    ]
-    times = iter(_milliseconds(programs, arrays, rounds))
-    rows = []
-    for candidate, found in zip(candidates, compiled, strict=True):
-        name = comparison.kind_name(candidate.kind)
-        if not isinstance(found, _Compiled):
-            rows.append(Measured(name, problem=str(found)))
-            continue
-        temporary = found.gradient.memory_analysis().temp_size_in_bytes
-        predicted = candidate.predicted()
-        rows.append(Measured(name, next(times), next(times), found.seconds, temporary, predicted, candidate.traces))
-    return rows
+    lowered = [_lowered(candidate, arrays) for candidate in candidates]
+    programs = {
+        text: program
+        for found in lowered
+        if isinstance(found, _Lowered)
+        for text, program in zip(found.texts, (found.forward, found.gradient), strict=True)
+    }
+    compiled = [_compiled(program) for program in programs.values()]
+    timed = dict(zip(programs, _timed(compiled, arrays, rounds), strict=True))
+    rows: dict[Any, Measured] = {}
+    for candidate, found in zip(candidates, lowered, strict=True):
+        if not isinstance(found, _Lowered):
+            rows[candidate.name] = Measured(candidate.name, problem=str(found))
+        elif found.texts in rows:
+            rows[found.texts] = rows[found.texts].shared_with(candidate.name)
+        else:
+            rows[found.texts] = _row(candidate, found, *(timed[text] for text in found.texts))
+    return list(rows.values())
 
 
-def _compiled(candidate: _Candidate, arrays: Sequence[Any]) -> _Compiled | Exception:
+def _lowered(candidate: _Candidate, arrays: Sequence[Any]) -> _Lowered | Exception:
     """The programs, or why they cannot be had."""
     try:
-        forward = jax.jit(candidate.forward).lower(*arrays).compile()
+        forward = jax.jit(candidate.forward).lower(*arrays)
         start = time.perf_counter()
-        gradient = jax.jit(candidate.gradient).lower(*arrays).compile()
-        return _Compiled(forward, gradient, time.perf_counter() - start)
+        gradient = jax.jit(candidate.gradient).lower(*arrays)
+        return _Lowered(forward, gradient, time.perf_counter() - start)
     except REFUSALS as error:
         return error
 
 
-def _milliseconds(programs: Sequence[Any], arrays: Sequence[Any], rounds: int) -> list[float]:
-    """The median time of each program, which is run once before."""
-    calls = [lambda program=program: jax.block_until_ready(program(*arrays)) for program in programs]
+def _compiled(lowered: Any) -> _Timed:
+    start = time.perf_counter()
+    program = lowered.compile()
+    return _Timed(program, time.perf_counter() - start)
+
+
+def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> list[_Timed]:
+    """The same with the median time of each, which is run once before."""
+    calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
     for call in calls:
         call()
-    return in_turn(calls, rounds)
+    return [replace(one, milliseconds=time) for one, time in zip(compiled, in_turn(calls, rounds), strict=True)]
+
+
+def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:
+    return Measured(
+        candidate.name,
+        forward.milliseconds,
+        gradient.milliseconds,
+        lowered.seconds + gradient.seconds,
+        gradient.program.memory_analysis().temp_size_in_bytes,
+        candidate.predicted(),
+        candidate.traces,
+    )

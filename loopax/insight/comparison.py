@@ -1,6 +1,6 @@
 """What `compare` returns: a row for each kind, as a table and as a picture."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loopax._extras import optional
@@ -19,7 +19,7 @@ def kind_name(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """A function whose loops are of one kind.
+    """A function whose loops are of one kind, or of several that come to the same program.
 
     Attributes
     ----------
@@ -49,6 +49,12 @@ class Measured:
     traces: int = 0
     problem: str = ""
     is_chosen: bool = False
+
+    def shared_with(self, name: str) -> "Measured":
+        """The same program under another name too, which `Auto() takes Bounded()` has already for `Bounded()`."""
+        first, *others = self.name.split(" = ")
+        is_first = first == name or (first.endswith(f" takes {name}") and ", " not in first)
+        return self if is_first or name in others else replace(self, name=f"{self.name} = {name}")
 
 
 @dataclass(frozen=True, repr=False)

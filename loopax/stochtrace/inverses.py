@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from loopax.stochtrace.elimination import inverse_by_elimination
 from loopax.stochtrace.lapack import lane_by_lane
 
 
@@ -47,7 +48,7 @@ def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array
         return (right.conj().T * inverted(values, _rounding(values))[None].astype(matrix.dtype)) @ left.conj().T
 
     def direct_or_not(matrix: Array) -> Array:
-        direct = jnp.linalg.inv(matrix)
+        direct = inverse_by_elimination(matrix)
         condition = jnp.linalg.norm(direct) * jnp.linalg.norm(matrix)
         is_regular = condition * (matrix.shape[0] * jnp.finfo(matrix.dtype).eps) < 1  # not where it is NaN
         return jax.lax.cond(is_regular, lambda _: direct, by_singular_values, matrix)

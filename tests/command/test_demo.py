@@ -13,16 +13,18 @@ from tests.examples import precision_of_a_user
 
 
 @pytest.mark.slow
-def test_demo(capsys):
-    with precision_of_a_user():
+def test_demo(capsys, caplog):
+    with precision_of_a_user(), jax.log_compiles(True):
         assert main(["demo"]) == 0
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]
+    assert len(compiled) <= 8  # which is most of its time
     shown = capsys.readouterr()
     assert "fitted 0.00400, true 0.00400" in shown.out
     by_grad, by_difference = map(float, re.findall(r"(-[\d.]+) m, say", shown.out))
     assert by_grad == pytest.approx(by_difference, rel=1e-4)
     assert "64 lanes" in shown.out
     assert float(re.findall(r"worst miss is ([\d.]+) cm", shown.out)[0]) <= 100 * volley.CLOSE + 0.5
-    assert "fit: 400 steps" in shown.err
+    assert f"fit: {volley.DESCENTS} steps" in shown.err
 
 
 def test_a_shot_in_python():

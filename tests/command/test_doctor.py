@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from loopax.__main__ import main
-from loopax.command import copies, selftest, versions
+from loopax.command import blas, copies, selftest, versions
 from loopax.command.copies import Program
 from loopax.command.selftest import Check, Result
-from loopax.command.settings import settings
+from loopax.command.settings import Setting, settings
 from loopax.command.versions import Found
 from tests.command.copying import swapped
 
@@ -104,6 +104,14 @@ def test_the_answers_are_those_of_calculus():
     after, before = (selftest.in_python(0.7 + d, 5)[0] for d in (step, -step))
     assert slope == pytest.approx((after - before) / (2 * step), rel=1e-6)
     assert curvature == pytest.approx((after - 2 * value + before) / step**2, rel=1e-4)
+
+
+def test_threads_of_lapack_that_wait_are_reported():
+    assert blas.judged(0.5, 0.6) == Setting("LAPACK's threads", "in nobody's way")
+    late = blas.judged(0.5, 16.1)
+    assert late.value == "16 ms late"
+    assert "OPENBLAS_NUM_THREADS=1" in late.note
+    assert blas._milliseconds(blas.MANY) > 0
 
 
 def test_settings_say_what_is_unusual(monkeypatch):

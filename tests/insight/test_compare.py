@@ -14,6 +14,7 @@ from loopax.core import Loop
 from loopax.core.batch import batch_p
 from loopax.core.jaxprs import inner_jaxprs
 from loopax.core.loop import loop_p
+from loopax.insight.comparison import Measured
 from loopax.insight.exchange import with_kind
 
 
@@ -54,6 +55,7 @@ def test_rows(compared):
     assert few.temporary_bytes < bounded.temporary_bytes < residuals.temporary_bytes
     for row in (written, few, bounded, residuals):
         assert row.traces == 2
+        assert row.forward_ms == written.forward_ms  # one program, measured once
         assert min(row.forward_ms, row.gradient_ms, row.compile_seconds) > 0
         assert abs(row.predicted_bytes - row.temporary_bytes) <= 64 * 1024
     assert "Choose a kind that has it" in none.problem
@@ -68,6 +70,19 @@ def test_the_table(compared):
     assert lines[7].startswith("Lax(): reverse mode")
     assert len(lines) == 8
     assert repr(compared) == str(compared)
+
+
+def test_kinds_that_come_to_the_same_program_share_a_row():
+    steps = lambda x: lx.fori_loop(0, 30, lambda i, x: jnp.sin(x), x).sum()
+    kinds = ["checkpointed", lx.Checkpointed(30), lx.Checkpointed(90), "bounded", "residuals", "bounded"]
+    found = lx.compare(steps, jnp.ones(4), kinds=kinds, rounds=1)
+    assert [row.name for row in found.rows] == [
+        "Auto() takes Checkpointed()",
+        "Checkpointed(checkpoints=30) = Checkpointed(checkpoints=90) = Bounded()",
+        "Residuals()",
+    ]
+    several = Measured("Auto() takes Bounded(), Auto() takes Residuals()")
+    assert several.shared_with("Residuals()").name == f"{several.name} = Residuals()"
 
 
 def test_the_picture(compared):

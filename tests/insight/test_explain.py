@@ -67,9 +67,8 @@ def test_where_it_stands_and_what_it_is():
 def test_why_auto_chooses():
     stored = only(lx.explain(recurrent, *ARGS)).stored
     assert stored is not None
-    costs = {
-        name: float(cost) for name, cost in re.findall(r"(\w+) ([\d.]+)(?:,|$)", stored.reason.split("costs: ")[1])
-    }
+    _, listed = stored.reason.split("added to a step, in bytes written and read: ")
+    costs = {name: float(cost) for name, cost in re.findall(r"(\w+) ([\d.]+)(?:,|$)", listed)}
     assert costs.keys() == {"Residuals", "Bounded", "Checkpointed"}
     assert stored.kind == f"{min(costs, key=costs.__getitem__)}()"
     stored = only(lx.explain(partial(recurrent, kind=lx.Auto(memory=100)), *ARGS)).stored

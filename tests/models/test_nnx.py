@@ -597,6 +597,47 @@ def test_lanes_with_rngs_of_their_own() -> None:
         np.testing.assert_array_equal(row[:n], shared[2, :n])
 
 
+# ---- metadata of rows
+
+
+def stacked_weight(**metadata: Any) -> Any:
+    return nnx.Param(jnp.ones((STEPS, SIZE)), eager_sharding=False, **metadata)
+
+
+def test_a_row_may_lose_the_name_of_its_first_axis() -> None:
+    def step(x: Any, weight: Any) -> Any:
+        nnx.spmd.remove_axis(weight, 0, {nnx.PARTITION_NAME: "layers", "nickname": "nick"})
+        assert (weight.out_sharding, weight.nickname) == (("in",), ("i",))
+        weight[...] *= 2.0
+        return x * weight[...], None
+
+    names = {"out_sharding": ("layers", "in"), "nickname": ("nick", "i")}
+    weight = stacked_weight(**names)
+    x, _ = lx.scan(step, X, weight, length=2)
+    assert jnp.array_equal(x, 4 * X)
+    assert jnp.array_equal(weight[:, 0], jnp.array([2.0, 2.0, 1.0, 1.0]))
+    assert {name: getattr(weight, name) for name in names} == names
+
+
+@pytest.mark.parametrize("after", [("x",), ("layers", "in", "x"), (), None, "in"])
+def test_other_changes_of_metadata_in_rows_are_refused(after: Any) -> None:
+    def step(x: Any, weight: Any) -> Any:
+        weight.set_metadata(out_sharding=after)
+        return x, None
+
+    with pytest.raises(TypeError, match=r"(?s)must keep the structure.*got Param.*expected Param"):
+        lx.scan(step, X, stacked_weight(out_sharding=("layers", "in")))
+
+
+def test_changes_of_metadata_in_the_carry_are_refused() -> None:
+    def step(_: Any, weight: Any) -> Any:
+        nnx.spmd.remove_axis(weight, 0, {nnx.PARTITION_NAME: "layers"})
+        return weight
+
+    with pytest.raises(TypeError, match="must keep the structure"):
+        lx.fori_loop(0, 2, step, stacked_weight(out_sharding=("layers", "in")))
+
+
 # ---- what is refused
 
 
@@ -769,6 +810,19 @@ def test_a_body_is_traced_once_for_objects_of_the_same_structure() -> None:
     for _ in range(3):
         lx.fori_loop(0, 2, step, Counter())
     assert len(traces) == 1
+
+
+def test_a_module_as_body_is_traced_as_it_is_now() -> None:
+    class Scale(nnx.Module):
+        by = 2.0
+
+        def __call__(self, _: Any, x: Any) -> Any:
+            return self.by * x
+
+    scale = Scale()
+    assert lx.fori_loop(0, 2, scale, 1.0) == 4.0
+    scale.by = 3.0
+    assert lx.fori_loop(0, 2, scale, 1.0) == 9.0
 
 
 def test_what_the_body_leaves_alone_is_a_constant_of_the_loop() -> None:

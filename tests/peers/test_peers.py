@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax.nnx.transforms import iteration
 
 import loopax as lx
 from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, rules
@@ -88,6 +89,35 @@ def test_scan_for_nnx(axis, rows, updates) -> None:
     weight = jnp.linspace(-1, 1, 16).reshape(4, 4)
     actual, wanted = (jax.value_and_grad(loss, has_aux=True)(weight, scan) for scan in (nnx_scan, nnx.scan))
     assert_close(actual, wanted)
+
+
+def scan_as_jax_calls_it(*args, _split_transpose, **options):
+    return lx.scan(*args, **options)
+
+
+def test_scan_of_nnx_itself_on_that_of_loopax(monkeypatch) -> None:
+    """What NNX hands to `jax.lax.scan`: states whose Variables lose the name of their first axis in the body."""
+    traces, weights = [], jnp.linspace(-1, 1, 12).reshape(3, 2, 2)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def through(weight, x):
+        traces.append(weight.out_sharding)
+        weight[...] += 1.0
+        return jnp.sin(weight[...] @ x)
+
+    def run():
+        stacked = nnx.Param(weights, out_sharding=("layers", "in", "out"), eager_sharding=False)
+        results = [through(stacked, jnp.ones(2)) for _ in range(2)]
+        return results, stacked[...], stacked.out_sharding
+
+    *wanted, names = run()
+    exchanged = jax_with_loopax()
+    exchanged.lax.scan = scan_as_jax_calls_it
+    monkeypatch.setattr(iteration, "jax", exchanged)
+    *actual, names_too = run()
+    assert_close(actual, wanted)
+    assert names == names_too == ("layers", "in", "out")
+    assert traces == [("in", "out")] * 2  # JAX's, and loopax's: a second call is not traced
 
 
 def test_jax_with_other_loops_is_otherwise_jax() -> None:

@@ -129,7 +129,7 @@ def rollout(
 
     def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
         spec = type(once), every, inputs is None
-        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec)
+        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec, ("state", "x"))
         return run_scan(body, options, walk, carry, inputs)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
