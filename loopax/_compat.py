@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax import lax
+from jax import core, lax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
@@ -22,6 +22,7 @@ from jax._src.lax import lax as _lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "AbstractValue",
@@ -38,6 +39,7 @@ __all__ = [
     "bind_shard_map",
     "call_dce_rule",
     "collective_over",
+    "communicates_over",
     "dce",
     "equation_context",
     "evaluate_partially",
@@ -63,7 +65,10 @@ __all__ = [
     "undifferentiable_effects",
     "unmapped_aval",
     "user_lines",
+    "vary",
     "vary_like",
+    "varying_axes",
+    "with_varying_axes",
     "zeros",
 ]
 
@@ -89,7 +94,7 @@ def zeros(aval: AbstractValue) -> jax.Array:
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and mesh._any_axis_explicit
     array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
-    return _vary(array, aval.mat.varying)
+    return vary(array, varying_axes(aval))
 
 
 def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
@@ -102,10 +107,24 @@ def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
 
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
-    return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
+    return vary(x, varying_axes(aval) - varying_axes(x))
 
 
-def _vary(x: jax.Array, axes: Any) -> jax.Array:
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The `shard_map` axes over which an array varies, or one of this type. `mat` has no public name."""
+    return (x if isinstance(x, core.AbstractValue) else jax.typeof(x)).mat.varying
+
+
+def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
+    """The same type, varying over these axes and no others; one that was made outside of the `shard_map`, too."""
+    if aval.sharding.mesh.empty and axes:
+        mesh = jax.sharding.get_abstract_mesh()
+        aval = aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
+    return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def vary(x: jax.Array, axes: Any) -> jax.Array:
+    """Mark an array as varying over these axes, over which it does not."""
     return lax.pcast(x, tuple(axes), to="varying") if axes else x  # pyright: ignore[reportReturnType]
 
 
@@ -266,6 +285,11 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
 def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis (`NamedAxisEffect` is not public)."""
     return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
+
+
+def communicates_over(eqn: Any) -> frozenset[Any]:
+    """The mapped axes, also of a `shard_map`, over which an equation communicates."""
+    return frozenset(e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect))
 
 
 def batched_outputs(closed: ClosedJaxpr, axis_data: Any, batched: Sequence[bool]) -> list[bool]:
