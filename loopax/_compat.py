@@ -4,7 +4,7 @@ Tested on JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12) by 
 of loopax imports these names from here, so that a new JAX version is a change to this file alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ __all__ = [
     "bind_checkpoint",
     "bind_shard_map",
     "call_dce_rule",
-    "collective_over",
     "communicates_over",
     "dce",
     "equation_context",
     "evaluate_partially",
+    "happens",
     "is_known",
     "is_nonzero",
     "is_of_jax",
@@ -51,6 +51,7 @@ __all__ = [
     "known_value",
     "mapped_aval",
     "mlir",
+    "names_axis",
     "of_weak_type",
     "open_constants",
     "partial_eval_jaxpr",
@@ -282,14 +283,23 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
     }
 
 
-def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
-    """Whether a jaxpr communicates over this mapped axis (`NamedAxisEffect` is not public)."""
+def names_axis(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr has the effect of communicating over this mapped axis (`NamedAxisEffect` is not public)."""
     return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
+
+
+def happens(effects: Iterable[Any]) -> bool:
+    """Whether there are effects but those that only say over which axis something communicates."""
+    return any(not isinstance(e, _core.NamedAxisEffect) for e in effects)
 
 
 def communicates_over(eqn: Any) -> frozenset[Any]:
     """The mapped axes, also of a `shard_map`, over which an equation communicates."""
-    return frozenset(e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect))
+    axes = {e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect)}
+    if eqn.primitive.name in ("ppermute", "pbroadcast"):  # before JAX 0.12 they say so in their parameters only
+        names = eqn.params["axis_name"]
+        axes.update(names if isinstance(names, tuple | list) else [names])
+    return frozenset(axes)
 
 
 def batched_outputs(closed: ClosedJaxpr, axis_data: Any, batched: Sequence[bool]) -> list[bool]:

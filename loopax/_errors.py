@@ -28,11 +28,11 @@ def collective_message(axis_name: Any) -> str:
 def devices_message(collective: str, axis: Any) -> str:
     """A loop of which devices take different numbers of steps communicates between them."""
     return (
-        f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{collective}`), but the devices "
-        "along it take different numbers of steps: one that has finished would keep the others waiting for ever. Give "
-        "all of them the same number of steps and mask inside the body, or move the collective out of the loop. If "
-        "they do take the same number, say so to JAX: decide on it by what does not vary, such as the result of "
-        f"`jax.lax.pmax(..., {axis!r})`."
+        f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{collective}`), but the "
+        "devices along it take different numbers of steps: one that has finished would keep the others waiting for "
+        "ever. Give all of them the same number of steps and mask inside the body, or move the collective out of the "
+        "loop. If they do take the same number, say so to JAX: decide on it by what does not vary, such as the result "
+        f"of `jax.lax.pmax(..., {axis!r})`."
     )
 
 

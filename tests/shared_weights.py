@@ -138,7 +138,13 @@ def derivatives(f):
 
     def found(w):
         value, slope = jax.value_and_grad(f)(w)
-        return value, slope, jax.jvp(gradient, (w,), (jnp.ones(()),))[1], jax.grad(gradient)(w), jax.jvp(f, (w,), (jnp.ones(()),))[1]
+        return (
+            value,
+            slope,
+            jax.jvp(gradient, (w,), (jnp.ones(()),))[1],
+            jax.grad(gradient)(w),
+            jax.jvp(f, (w,), (jnp.ones(()),))[1],
+        )
 
     return found
 

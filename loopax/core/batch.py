@@ -19,7 +19,6 @@ from loopax._compat import (
     axis_arguments,
     batched_outputs,
     batching,
-    collective_over,
     jaxpr_as_fun,
     mlir,
     zeros,
@@ -29,7 +28,7 @@ from loopax.core.axes import Axis, axes_of, is_batched
 from loopax.core.dependence import dependence, dependence_rules
 from loopax.core.effects import guarded, guards
 from loopax.core.expansion import jvp_expanded
-from loopax.core.jaxprs import Mask, merge, num_bytes, reject, select, trace, weakly_cached
+from loopax.core.jaxprs import Mask, collective_over, merge, num_bytes, reject, select, trace, weakly_cached
 from loopax.core.silence import silent
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this

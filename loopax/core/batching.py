@@ -9,13 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loopax._compat import axis_arguments, batched_outputs, batching, collective_over
+from loopax._compat import axis_arguments, batched_outputs, batching
 from loopax._errors import symbolic_lanes_message
 from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, uniform_body
 from loopax.core.batch import batch
 from loopax.core.compact_loop import LOOPS
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import Mask, either, select, split, weakly_cached
+from loopax.core.jaxprs import Mask, collective_over, either, select, split, weakly_cached
 from loopax.core.lanes import hull
 from loopax.core.lanes_loop import Lanes, own_limits, run_lanes
 from loopax.core.loop import Loop, lending, loop_p, run

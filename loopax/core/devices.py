@@ -11,7 +11,7 @@ over the devices, in every step of the backward loop. So
 Types in such a body are thus only half true, and what leaves it varies, as it does in truth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from loopax._compat import (
     Primitive,
     ad,
     batching,
-    communicates_over,
     jaxpr_as_fun,
     mlir,
     vary,
@@ -30,12 +29,12 @@ from loopax._compat import (
     with_varying_axes,
 )
 from loopax._errors import devices_message
-from loopax.core.jaxprs import inner_jaxprs, trace, weakly_cached
+from loopax.core.jaxprs import collective_in, inner_jaxprs, trace, weakly_cached
 
 Axes = frozenset[Any]
 
-# The identity, of a type that varies over other axes; nothing is communicated. Its transpose is one as well, but for the
-# axes in `summed`, over which it takes the place of a real mark.
+# The identity, of a type that varies over other axes; nothing is communicated. Its transpose is one as well, but for
+# the axes in `summed`, over which it takes the place of a real mark.
 retyped_p = Primitive("retyped")
 
 
@@ -81,13 +80,32 @@ def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
     return [vary(x, axes - varying_axes(x)) for x in values]
 
 
+def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
+    """Trace `step(row, *carry, *rest) -> (*carry, *y)`, all given as types.
+
+    The carry varies from the start over the axes over which it comes to vary.
+    """
+
+    def as_given(row: Any, *operands: Any) -> list[Any]:
+        out = step(row, *operands)
+        pairs = zip(out, operands[: len(carry)], strict=False)
+        return [*(vary(x, varying_axes(old) - varying_axes(x)) for x, old in pairs), *out[len(carry) :]]
+
+    while True:
+        closed = trace(as_given, [row, *carry, *rest])
+        found = [varying_axes(aval) for aval in closed.out_avals[: len(carry)]]
+        if found == list(map(varying_axes, carry)):
+            return closed
+        carry = list(map(with_varying_axes, carry, found))
+
+
 @weakly_cached
 def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     """A body (row, *operands) for devices that take different numbers of steps; None: this one is.
 
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
     """
-    if collective := _collective(body.jaxpr, axes):
+    if collective := collective_in(body.jaxpr, axes):
         raise NotImplementedError(devices_message(*collective))
     row, *avals = body.in_avals
     if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body.jaxpr, axes):
@@ -99,17 +117,6 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
         return [retyped(x, varying_axes(x) | axes) for x in function(row, *given)]
 
     return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
-
-
-def _collective(jaxpr: Jaxpr, axes: Axes) -> tuple[str, Any] | None:
-    """The name of a primitive in it that communicates over one of the axes, and that axis."""
-    for eqn in jaxpr.eqns:
-        inner = list(inner_jaxprs(eqn))
-        if not inner and eqn.primitive.name != "axis_index" and (over := communicates_over(eqn) & axes):
-            return eqn.primitive.name, sorted(over, key=str)[0]
-        if found := next(filter(None, (_collective(jaxpr, axes) for jaxpr in inner)), None):
-            return found
-    return None
 
 
 def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:

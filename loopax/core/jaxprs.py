@@ -17,8 +17,10 @@ from loopax._compat import (
     Jaxpr,
     Literal,
     ad,
+    communicates_over,
     dce,
     equation_context,
+    names_axis,
     replace_jaxpr,
     strong,
     unmapped_aval,
@@ -132,6 +134,22 @@ def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The same without their constants."""
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
+
+
+def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
+    """The name of a primitive in it that communicates over one of these axes, and that axis."""
+    for eqn in jaxpr.eqns:
+        inner = list(inner_jaxprs(eqn))
+        if not inner and eqn.primitive.name != "axis_index" and (over := communicates_over(eqn) & axes):
+            return eqn.primitive.name.removesuffix("_invariant"), min(over, key=str)
+        if found := next(filter(None, (collective_in(jaxpr, axes) for jaxpr in inner)), None):
+            return found
+    return None
+
+
+def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it."""
+    return names_axis(closed, axis_name) or collective_in(closed.jaxpr, frozenset([axis_name])) is not None
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
