@@ -3,19 +3,19 @@
 A program of its own, for `transforms/test_shared_weights.py`: where devices wait for each other it does not end.
 """
 
-import itertools
-import sys
-import time
+import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
-from tests.problem import KINDS
+from tests.problem import KINDS, name_of
 
 BOUND = 4
-WEIGHT = jnp.float64(0.7)
+WEIGHT = np.float64(0.7)
 
 
 class Plain:
@@ -56,11 +56,11 @@ class Loops:
         return lx.scan(f, init, xs, length, **named, kind=self.options.get("kind", "auto"))
 
 
-ROWS = jnp.linspace(0.5, 1.5, BOUND)
+ROWS = np.linspace(0.5, 1.5, BOUND)
 
 
 def fori(loops, w, x, n):
-    return loops.fori_loop(0, n, lambda i, y: jnp.sin(w * y) + w / (i + 1), x)
+    return loops.fori_loop(0, n, lambda i, y: jnp.sin(w * y) + 0.3 * w, x)
 
 
 def while_(loops, w, x, n):
@@ -119,32 +119,23 @@ def higher_order(loops, w, x, n):
 
     @jax.checkpoint
     def inner(y):
-        y = jax.lax.fori_loop(0, 2, lambda i, y: product(w, y), y)
-        return jax.lax.cond(y > 0.2, lambda: jnp.sin(w * y), lambda: w * y)
+        y = lax.fori_loop(0, 2, lambda i, y: product(w, y), y)
+        return lax.cond(y > 0.2, lambda: jnp.sin(w * y), lambda: w * y)
 
     return loops.fori_loop(0, n, lambda i, y: jax.jit(lambda y: jax.nn.softplus(w) * inner(y))(y), x)
 
 
-PROGRAMS = {
-    f.__name__: f
-    for f in (fori, while_, while_on_value, scan, scan_reverse, scan_stop)
-    + (inner_varies, outer_varies, both_vary, higher_order)
-}
+PROGRAMS = [fori, while_, while_on_value, scan, scan_reverse, scan_stop]
+PROGRAMS += [inner_varies, outer_varies, both_vary, higher_order]
 
 
 def derivatives(f):
-    """Value and derivatives up to the second, in three ways."""
+    """Value, and derivatives up to the second, which are taken in two ways."""
     gradient = jax.grad(f)
 
     def found(w):
         value, slope = jax.value_and_grad(f)(w)
-        return (
-            value,
-            slope,
-            jax.jvp(gradient, (w,), (jnp.ones(()),))[1],
-            jax.grad(gradient)(w),
-            jax.jvp(f, (w,), (jnp.ones(()),))[1],
-        )
+        return value, slope, jax.jvp(gradient, (w,), (jnp.ones(()),))[1], jax.grad(gradient)(w)
 
     return found
 
@@ -153,20 +144,106 @@ def mesh(shape=(8,), names=("d",)):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def main(program, **options):
-    f = PROGRAMS[program]
-    xs, counts = jnp.linspace(0.4, 1.0, 8), jnp.arange(8, dtype=jnp.int32) % (BOUND + 1)
-    spec = PartitionSpec("d")
-    loops = Loops(**options)
-    shard = lambda w, xs, ns: f(loops, w, xs[0], ns[0])[None]
-    sharded = jax.shard_map(shard, mesh=mesh(), in_specs=(PartitionSpec(), spec, spec), out_specs=spec)
-    return jax.jit(derivatives(lambda w: (sharded(w, xs, counts) * jnp.arange(1.0, 9)).sum()))(WEIGHT)
+SHARED, OWN, BOTH = PartitionSpec(), PartitionSpec("d"), PartitionSpec(("d", "m"))
+XS, COUNTS = np.linspace(0.4, 1.0, 8), np.arange(8, dtype=np.int32) % (BOUND + 1)
 
 
-def wanted(program):
-    f = PROGRAMS[program]
-    xs, counts = jnp.linspace(0.4, 1.0, 8), jnp.arange(8, dtype=jnp.int32) % (BOUND + 1)
-    with jax.ensure_compile_time_eval():
-        pass
-    plain = lambda w: sum((k + 1) * f(Plain(), w, x, int(n)) for k, (x, n) in enumerate(zip(xs, counts, strict=True)))
-    return derivatives(plain)(WEIGHT)
+def weighed(results):
+    return (results * jnp.arange(1.0, 9)).sum()
+
+
+def on_devices(shard, rewritten=lambda f: f):
+    """Eight devices, of which each has its number of steps; `shard(w, x, n)` is the result of one."""
+    shards = rewritten(lambda w, x, n: shard(w, x[0], n[0])[None])
+    mapped = jax.shard_map(shards, mesh=mesh(), in_specs=(SHARED, OWN, OWN), out_specs=OWN)
+    return lambda w: weighed(mapped(w, XS, COUNTS))
+
+
+def on_rows_of_devices(shard):
+    """Four rows of two devices: those of a row take the same number of steps, and all share the weight."""
+    shards = lambda w, x, n: shard(w, x[0], n[0])[None]
+    mapped = jax.shard_map(shards, mesh=mesh((4, 2), ("d", "m")), in_specs=(SHARED, BOTH, OWN), out_specs=BOTH)
+    return lambda w: weighed(mapped(w, XS, COUNTS[:4]))
+
+
+def in_lanes(shard):
+    """Two lanes on each device."""
+    starts, shares = jnp.array([1.0, 0.5]), jnp.array([1, 2], jnp.int32)
+    return lambda w, x, n: jax.vmap(lambda s, k: shard(w, s * x, n // k))(starts, shares).sum()
+
+
+def plain(f, counts=COUNTS, lanes=((1.0, 1),)):
+    """The same without devices."""
+    rows = list(zip(XS, counts, strict=True))
+    return lambda w: sum((k + 1) * f(Plain(), w, s * x, int(n) // m) for k, (x, n) in enumerate(rows) for s, m in lanes)
+
+
+def of(f, **options):
+    return lambda w, x, n: f(Loops(**options), w, x, n)
+
+
+class Lax:
+    """The loops of JAX, for `rewrite_loops` to find."""
+
+    fori_loop, while_loop = staticmethod(lax.fori_loop), staticmethod(lax.while_loop)
+
+
+def while_with_weight(loops, w, x, n):
+    """A leaf of the carry does not vary in JAX's eyes, though devices stop at different values of it."""
+    inner = jax.jit(lambda y, v: (jnp.sin(w * y) * v + 0.3 * w, v * w))
+
+    def step(c):
+        y, v = inner(c[0], c[2])
+        return y, c[1] + 1, v
+
+    return loops.while_loop(lambda c: c[1] < n, step, (x, 0, w))[0]
+
+
+def nested_while(loops, w, x, n):
+    return loops.fori_loop(0, n, lambda i, y: while_with_weight(loops, w, y, n - i), x)
+
+
+def cases():
+    """Name -> (what is computed on devices, the same without them)."""
+    for f in PROGRAMS:
+        alone = plain(f)
+        yield f.__name__, (on_devices(of(f)), alone)
+        if f in (fori, while_on_value, scan):
+            for kind in KINDS if f is fori else KINDS[1::2]:
+                yield f"{f.__name__} {name_of(kind)}", (on_devices(of(f, kind=kind, max_steps=2 * BOUND)), alone)
+    for f in (scan, higher_order):
+        counts = COUNTS[:4].repeat(2)
+        yield f"{f.__name__} on rows of devices", (on_rows_of_devices(of(f)), plain(f, counts))
+    lanes = [(1.0, 1), (0.5, 2)]
+    for f, how in ((fori, "compact"), (while_on_value, "lockstep"), (inner_varies, "lockstep")):
+        yield f"{f.__name__} in {how} lanes", (on_devices(in_lanes(of(f, lanes=how))), plain(f, lanes=lanes))
+    yield "free lanes", (on_devices(in_lanes(free)), plain(outer_varies, lanes=lanes))
+    for f in (while_with_weight, nested_while):
+        shard = lambda w, x, n, f=f: f(Lax, w, x, n)
+        yield f"{f.__name__} rewritten", (on_devices(shard, lx.rewrite_loops), plain(f))
+    around = lx.rewrite_loops(on_devices(lambda w, x, n: while_with_weight(Lax, w, x, n)))
+    yield "rewritten around the devices", (around, plain(while_with_weight))
+
+
+def free(w, x, n):
+    inner = lambda y: lx.fori_loop(0, 2, lambda i, y: jnp.sin(w * y), y)
+    return lx.fori_loop(0, n, lambda i, y: w * inner(y) + 0.1, x, lanes="free")
+
+
+BY_VALUE = ("while_on_value", "scan_stop")  # how many steps these take is not known when they are traced
+
+
+def main():
+    found, known = {}, {}
+    for name, (devices, alone) in cases():
+        if alone not in known:
+            expected = derivatives(alone)
+            known[alone] = (expected if name.startswith(BY_VALUE) else jax.jit(expected))(WEIGHT)
+        results = jax.jit(derivatives(devices))(WEIGHT), known[alone]
+        found[name] = [np.array(numbers).tolist() for numbers in results]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    main()
