@@ -37,6 +37,7 @@ __all__ = [
     "batching",
     "bind_checkpoint",
     "bind_shard_map",
+    "broadcast_lanes",
     "call_dce_rule",
     "communicates_over",
     "dce",
@@ -50,6 +51,7 @@ __all__ = [
     "jaxpr_as_fun",
     "known_value",
     "mapped_aval",
+    "mesh_axis",
     "mlir",
     "names_axis",
     "of_weak_type",
@@ -281,6 +283,16 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
         "axis_name": name if named else None,
         "spmd_axis_name": axis_data.spmd_name,
     }
+
+
+def mesh_axis(axis_data: Any) -> Any:
+    """The `Explicit` mesh axis along which lanes are spread; None: they are not. Its name is not public."""
+    return axis_data.explicit_mesh_axis
+
+
+def broadcast_lanes(x: Any, lanes: int, axis: int, mesh_axis: Any) -> Any:
+    """An array for all lanes, spread along an `Explicit` mesh axis; public JAX wants its whole sharding spelled out."""
+    return _batching.broadcast(x, lanes, axis, mesh_axis)
 
 
 def names_axis(closed: ClosedJaxpr, axis_name: Any) -> bool:

@@ -24,7 +24,7 @@ from loopax._compat import (
     zeros,
 )
 from loopax._errors import collective_message
-from loopax.core.axes import Axis, axes_of, is_batched
+from loopax.core.axes import Axis, axes_of, is_batched, refuse_spread
 from loopax.core.dependence import dependence, dependence_rules
 from loopax.core.effects import guarded, guards
 from loopax.core.expansion import jvp_expanded
@@ -85,6 +85,7 @@ def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params
         raise NotImplementedError(collective_message(outer.name))
     if not _joins(inner, outer, operands, dims):
         return _map_program(axis_data, operands, dims, inner.program)
+    refuse_spread(outer)
     names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
     axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
     positions = inner.rules.operand_axes(inner.static)

@@ -72,9 +72,9 @@ def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
     return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
-def stacked(aval: AbstractValue, rows: int, axis: int = 0) -> AbstractValue:
-    """The type of `rows` such arrays stacked along a new axis."""
-    return unmapped_aval(rows, axis, aval)
+def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> AbstractValue:
+    """The type of `rows` such arrays stacked along a new axis, which may be spread along one of a mesh."""
+    return unmapped_aval(rows, axis, aval, mesh_axis)
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
