@@ -37,7 +37,6 @@ __all__ = [
     "batching",
     "bind_checkpoint",
     "bind_shard_map",
-    "broadcast_lanes",
     "call_dce_rule",
     "communicates_over",
     "dce",
@@ -55,6 +54,7 @@ __all__ = [
     "mlir",
     "names_axis",
     "of_weak_type",
+    "on_mesh",
     "open_constants",
     "partial_eval_jaxpr",
     "pe",
@@ -120,10 +120,16 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
     """The same type, varying over these axes and no others; one that was made outside of the `shard_map`, too."""
-    if aval.sharding.mesh.empty and axes:
-        mesh = jax.sharding.get_abstract_mesh()
-        aval = aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
+    aval = on_mesh(aval) if axes else aval
     return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def on_mesh(aval: AbstractValue) -> AbstractValue:
+    """The same type where there is a mesh; that of a constant knows of none."""
+    if not aval.sharding.mesh.empty:
+        return aval
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
 
 
 def vary(x: jax.Array, axes: Any) -> jax.Array:
@@ -288,11 +294,6 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
 def mesh_axis(axis_data: Any) -> Any:
     """The `Explicit` mesh axis along which lanes are spread; None: they are not. Its name is not public."""
     return axis_data.explicit_mesh_axis
-
-
-def broadcast_lanes(x: Any, lanes: int, axis: int, mesh_axis: Any) -> Any:
-    """An array for all lanes, spread along an `Explicit` mesh axis; public JAX wants its whole sharding spelled out."""
-    return _batching.broadcast(x, lanes, axis, mesh_axis)
 
 
 def names_axis(closed: ClosedJaxpr, axis_name: Any) -> bool:

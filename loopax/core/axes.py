@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, axis_arguments, broadcast_lanes, jaxpr_as_fun, mesh_axis
+from loopax._compat import ClosedJaxpr, axis_arguments, jaxpr_as_fun, mesh_axis
 from loopax._errors import spread_lanes_message
 from loopax.core.jaxprs import Mask, stacked, trace
 
@@ -55,7 +55,9 @@ def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
     if dim is not None:
         return jnp.moveaxis(x, int(dim), to)
     if axis.mesh_axis is not None:
-        return broadcast_lanes(x, axis.size, to, axis.mesh_axis)
+        aval = stacked(jax.typeof(x), axis.size, to, axis.mesh_axis)
+        others = [place for place in range(len(aval.shape)) if place != to]
+        return jax.lax.broadcast_in_dim(x, aval.shape, others, out_sharding=aval.sharding)
     x = jnp.expand_dims(x, to)
     return jnp.broadcast_to(x, (*x.shape[:to], axis.size, *x.shape[to + 1 :]))
 

@@ -21,6 +21,7 @@ from loopax._compat import (
     dce,
     equation_context,
     names_axis,
+    on_mesh,
     replace_jaxpr,
     strong,
     unmapped_aval,
@@ -74,7 +75,7 @@ def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
 
 def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> AbstractValue:
     """The type of `rows` such arrays stacked along a new axis, which may be spread along one of a mesh."""
-    return unmapped_aval(rows, axis, aval, mesh_axis)
+    return unmapped_aval(rows, axis, aval if mesh_axis is None else on_mesh(aval), mesh_axis)
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
