@@ -115,7 +115,8 @@ def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The `shard_map` axes over which an array varies, or one of this type. `mat` has no public name."""
-    return (x if isinstance(x, core.AbstractValue) else jax.typeof(x)).mat.varying
+    aval: AbstractValue = x if isinstance(x, core.AbstractValue) else jax.typeof(x)
+    return aval.mat.varying
 
 
 def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
