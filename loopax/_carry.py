@@ -192,24 +192,6 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 
 
-def varying_as(tree: Any, deciding: Sequence[Any]) -> Any:
-    """The pytree with arrays that vary over the `shard_map` axes over which what decides on the number of steps does.
-
-    Devices that take different numbers of steps come to different carries, whatever the body does.
-    """
-    avals = [aval for aval in map(jax.typeof, deciding) if aval.mat.varying]
-
-    def vary(leaf: Any) -> Any:
-        if is_static(leaf):
-            return leaf
-        array, described = to_array(leaf)
-        for aval in avals:
-            array = vary_like(array, aval)
-        return described.wrap(array)
-
-    return jax.tree.map(vary, tree) if avals else tree
-
-
 def _line(name: str, old: Any, new: Any) -> str:
     return f"  {name}: got {describe(new)}, expected {describe(old)}"
 

@@ -4,14 +4,14 @@ Tested on JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12) by 
 of loopax imports these names from here, so that a new JAX version is a change to this file alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax import lax
+from jax import core, lax
 from jax._src import api_util as _api_util
 from jax._src import checkify as _checkify
 from jax._src import config as _config
@@ -26,6 +26,7 @@ from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "AbstractValue",
@@ -42,10 +43,11 @@ __all__ = [
     "bind_shard_map",
     "call_dce_rule",
     "calling_lines",
-    "collective_over",
+    "communicates_over",
     "dce",
     "equation_context",
     "evaluate_partially",
+    "happens",
     "is_for_export",
     "is_known",
     "is_nonzero",
@@ -54,10 +56,13 @@ __all__ = [
     "jaxpr_as_fun",
     "known_value",
     "mapped_aval",
+    "mesh_axis",
     "mlir",
     "name_in_errors",
+    "names_axis",
     "new_primitive",
     "of_weak_type",
+    "on_mesh",
     "open_constants",
     "partial_eval_jaxpr",
     "pe",
@@ -71,7 +76,10 @@ __all__ = [
     "undifferentiable_effects",
     "unmapped_aval",
     "user_lines",
+    "vary",
     "vary_like",
+    "varying_axes",
+    "with_varying_axes",
     "without_folding",
     "zeros",
 ]
@@ -142,7 +150,7 @@ def zeros(aval: AbstractValue) -> jax.Array:
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and mesh._any_axis_explicit
     array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
-    return _vary(array, aval.mat.varying)
+    return vary(array, varying_axes(aval))
 
 
 def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
@@ -155,10 +163,31 @@ def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
 
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
-    return _vary(x, aval.mat.varying - jax.typeof(x).mat.varying)  # type: ignore[attr-defined]
+    return vary(x, varying_axes(aval) - varying_axes(x))
 
 
-def _vary(x: jax.Array, axes: Any) -> jax.Array:
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The `shard_map` axes over which an array varies, or one of this type. `mat` has no public name."""
+    aval: AbstractValue = x if isinstance(x, core.AbstractValue) else jax.typeof(x)
+    return aval.mat.varying
+
+
+def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
+    """The same type, varying over these axes and no others; one that was made outside of the `shard_map`, too."""
+    aval = on_mesh(aval) if axes else aval
+    return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def on_mesh(aval: AbstractValue) -> AbstractValue:
+    """The same type where there is a mesh; that of a constant knows of none."""
+    if not aval.sharding.mesh.empty:
+        return aval
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
+
+
+def vary(x: jax.Array, axes: Any) -> jax.Array:
+    """Mark an array as varying over these axes, over which it does not."""
     return lax.pcast(x, tuple(axes), to="varying") if axes else x  # pyright: ignore[reportReturnType]
 
 
@@ -335,9 +364,28 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
     }
 
 
-def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
-    """Whether a jaxpr communicates over this mapped axis (`NamedAxisEffect` is not public)."""
+def mesh_axis(axis_data: Any) -> Any:
+    """The `Explicit` mesh axis along which lanes are spread; None: they are not. Its name is not public."""
+    return axis_data.explicit_mesh_axis
+
+
+def names_axis(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr has the effect of communicating over this mapped axis (`NamedAxisEffect` is not public)."""
     return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
+
+
+def happens(effects: Iterable[Any]) -> bool:
+    """Whether there are effects but those that only say over which axis something communicates."""
+    return any(not isinstance(e, _core.NamedAxisEffect) for e in effects)
+
+
+def communicates_over(eqn: Any) -> frozenset[Any]:
+    """The mapped axes, also of a `shard_map`, over which an equation communicates."""
+    axes = {e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect)}
+    if eqn.primitive.name in ("ppermute", "pbroadcast"):  # before JAX 0.12 they say so in their parameters only
+        names = eqn.params["axis_name"]
+        axes.update(names if isinstance(names, tuple | list) else [names])
+    return frozenset(axes)
 
 
 def batched_outputs(closed: ClosedJaxpr, axis_data: Any, batched: Sequence[bool]) -> list[bool]:

@@ -25,6 +25,28 @@ def collective_message(axis_name: Any) -> str:
     )
 
 
+def devices_message(collective: str, axis: Any) -> str:
+    """A loop of which devices take different numbers of steps communicates between them."""
+    return (
+        f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{collective}`), but the "
+        "devices along it take different numbers of steps: one that has finished would keep the others waiting for "
+        "ever. Give all of them the same number of steps and mask inside the body, or move the collective out of the "
+        "loop. If they do take the same number, say so to JAX: decide on it by what does not vary, such as the result "
+        f"of `jax.lax.pmax(..., {axis!r})`."
+    )
+
+
+def spread_lanes_message(mesh_axis: Any) -> str:
+    """The lanes of a `jax.vmap` are spread over devices in JAX's types, and take different numbers of steps."""
+    name = mesh_axis[0] if isinstance(mesh_axis, tuple) and len(mesh_axis) == 1 else mesh_axis
+    return (
+        f"the lanes of a loop under `jax.vmap` take different numbers of steps, and are spread over the devices along "
+        f"the `Explicit` mesh axis {name!r}. One loop of all of them would have to ask all devices in every step. Use "
+        f"`loopax.sharded_lanes(f, mesh, {name!r})` in place of `jax.vmap(f)`: each device then runs a loop of its "
+        "own. Or make the axis `Auto` (`jax.make_mesh(..., axis_types=...)`), where JAX decides on the communication."
+    )
+
+
 def free_form_message(loops: int) -> str:
     """A loop with free lanes has no inner loop, or several."""
     found = "none" if loops == 0 else str(loops)

@@ -23,7 +23,6 @@ from loopax._carry import (
     match_carry,
     pack,
     restore_weak,
-    varying_as,
     with_arrays,
 )
 from loopax._checks import Check, collecting, failures
@@ -104,8 +103,7 @@ def run(
     fixed = extent.fixed and goes_on is None
     storage = walk.kind.storage(extent.bound, fixed, extent.is_precaution)
     x_arrays, x_spec = pack(freeze(xs))
-    given = varying_as(freeze(init), [extent.low, extent.high])
-    traced, arrays, spec = _trace_promoting(step, extras, given, x_spec.rows(), goes_on is not None)
+    traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
     if extent.capacity is None and any(traced.rows.written):
         raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
@@ -273,7 +271,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
             carry, y, goes_on = step.call(row, given, carry, x)
         flags = failures(checks)
         carry, found["changes"] = take_back(step.where, start, objects, carry)
-        matched = match_carry(step.where, init, spec, varying_as(carry, [goes_on] if predicated else []))
+        matched = match_carry(step.where, init, spec, carry)
         carry = _as_they_came(arrays, spec, leaves, matched, carry)
         x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)

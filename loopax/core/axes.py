@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, axis_arguments, jaxpr_as_fun
+from loopax._compat import ClosedJaxpr, axis_arguments, jaxpr_as_fun, mesh_axis
+from loopax._errors import spread_lanes_message
 from loopax.core.jaxprs import Mask, stacked, trace
 
 
@@ -19,12 +20,14 @@ class Axis:
     name: Any
     spmd_name: Any
     similar: bool = False  # its lanes take similar numbers of steps
+    mesh_axis: Any = None  # the `Explicit` mesh axis along which its lanes are spread
 
     @classmethod
     def of(cls, data: Any) -> "Axis":
         """What matters of JAX's description of the axis."""
         arguments = axis_arguments(data)
-        return cls(arguments["axis_size"], arguments["axis_name"], arguments["spmd_axis_name"])
+        names = arguments["axis_name"], arguments["spmd_axis_name"]
+        return cls(arguments["axis_size"], *names, mesh_axis=mesh_axis(data))
 
     def resized(self, size: int, similar: bool = False) -> "Axis":
         """The same with other lanes."""
@@ -36,6 +39,12 @@ class Axis:
         return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
 
 
+def refuse_spread(axis: Axis) -> None:
+    """Lanes that take different numbers of steps ask and lend to each other, which JAX does not do across devices."""
+    if axis.mesh_axis is not None:
+        raise NotImplementedError(spread_lanes_message(axis.mesh_axis))
+
+
 def move(x: Any, dim: Any, to: int) -> Any:
     """An operand with its mapped axis, if it has one, at `to`."""
     return x if dim is None else jnp.moveaxis(x, int(dim), to)
@@ -45,6 +54,10 @@ def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
     """With the mapped axis at `to`, also where there was none."""
     if dim is not None:
         return jnp.moveaxis(x, int(dim), to)
+    if axis.mesh_axis is not None:
+        aval = stacked(jax.typeof(x), axis.size, to, axis.mesh_axis)
+        others = [place for place in range(len(aval.shape)) if place != to]
+        return jax.lax.broadcast_in_dim(x, aval.shape, others, out_sharding=aval.sharding)
     x = jnp.expand_dims(x, to)
     return jnp.broadcast_to(x, (*x.shape[:to], axis.size, *x.shape[to + 1 :]))
 
@@ -61,7 +74,7 @@ def axes_of(mask: Sequence[bool], axis: int = 0) -> list[int | None]:
 
 def lane_avals(avals: Sequence[Any], batched: Sequence[bool], axis: Axis) -> list[Any]:
     """The types of operands for all lanes."""
-    return [stacked(a, axis.size) if b else a for a, b in zip(avals, batched, strict=True)]
+    return [stacked(a, axis.size, mesh_axis=axis.mesh_axis) if b else a for a, b in zip(avals, batched, strict=True)]
 
 
 def uniform_body(body: ClosedJaxpr, axis: Axis, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:

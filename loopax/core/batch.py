@@ -18,18 +18,17 @@ from loopax._compat import (
     axis_arguments,
     batched_outputs,
     batching,
-    collective_over,
     jaxpr_as_fun,
     mlir,
     new_primitive,
     zeros,
 )
 from loopax._errors import collective_message
-from loopax.core.axes import Axis, axes_of, is_batched
+from loopax.core.axes import Axis, axes_of, is_batched, refuse_spread
 from loopax.core.dependence import dependence, dependence_rules
 from loopax.core.effects import guarded, guards
 from loopax.core.expansion import jvp_expanded
-from loopax.core.jaxprs import Mask, merge, num_bytes, reject, select, trace, weakly_cached
+from loopax.core.jaxprs import Mask, collective_over, merge, num_bytes, reject, select, trace, weakly_cached
 from loopax.core.silence import silent
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
@@ -85,6 +84,7 @@ def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params
         raise NotImplementedError(collective_message(outer.name))
     if not _joins(inner, outer, operands, dims):
         return _map_program(axis_data, operands, dims, inner.program)
+    refuse_spread(outer)
     names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
     axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
     positions = inner.rules.operand_axes(inner.static)

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loopax._compat import axis_arguments, batched_outputs, batching, collective_over
+from loopax._compat import axis_arguments, batched_outputs, batching
 from loopax._errors import symbolic_lanes_message
-from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, uniform_body
+from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
 from loopax.core.batch import batch
 from loopax.core.compact_loop import LOOPS
 from loopax.core.dependence import spread
-from loopax.core.jaxprs import Mask, either, select, split, weakly_cached
+from loopax.core.jaxprs import Mask, collective_over, either, select, split, weakly_cached
 from loopax.core.lanes import hull
 from loopax.core.lanes_loop import Lanes, own_limits, run_lanes
 from loopax.core.loop import Loop, lending, loop_p, run
@@ -37,6 +37,7 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
     carry_mask, ys_mask = _batched_results(loop, axis_data, consts_mask, is_batched(carry_dims), xs_mask)
     if any(windows) or (loop.predicated and carry_mask[0]):
+        refuse_spread(axis)
         carry = [fill_axis(axis, x, d) for x, d in zip(carry, carry_dims, strict=True)]
         own = own_limits(windows, low, high)
         return _batch_lanes(loop, axis, low, high, Lanes(windows, own, consts_mask, xs_mask, consts, carry, xs))

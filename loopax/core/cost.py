@@ -20,6 +20,7 @@ ELEMENTWISE = 0.15  # per element
 FUNCTION = 1.5
 
 _FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota"}
+_FREE |= {"pvary", "retyped"}  # types of the devices of a `shard_map`
 _FUNCTIONS = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma"}
 _FUNCTIONS |= {"sin", "cos", "tan", "asin", "acos", "atan", "atan2"}
 _FUNCTIONS |= {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "random_bits", "threefry2x32"}

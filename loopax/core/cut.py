@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import ClosedJaxpr, Literal, jaxpr_as_fun, open_constants, replace_jaxpr, zeros
+from loopax._compat import ClosedJaxpr, Literal, jaxpr_as_fun, open_constants, replace_jaxpr, vary_like, zeros
 from loopax._errors import CUT_LOOP_SHOWS_NOTHING
+from loopax.core.devices import settled
 from loopax.core.jaxprs import INDEX, MOST_STEPS, bind_again, evaluate, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, Outcome, lending, loop_p, run
 from loopax.core.storage import EveryResidual, Storage
@@ -106,8 +107,10 @@ def run_function(
     storage: Storage,
 ) -> Outcome:
     """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it."""
-    avals = [*map(jax.typeof, carry), *(jax.typeof(x[0]) for x in xs)]
-    opened, closed_over = open_constants(jax.make_jaxpr(function)(INDEX, *avals))
+    opened, closed_over = open_constants(
+        settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
+    )
+    carry = list(map(vary_like, carry, opened.out_avals))
     consts, (row, *rest) = split(opened.jaxpr.invars, [len(closed_over)])
     loop = Loop(
         replace_jaxpr(opened, [row, *consts, *rest], opened.jaxpr.outvars),

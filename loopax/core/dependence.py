@@ -9,7 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from loopax._compat import ClosedJaxpr, Literal, call_dce_rule, pe
+from loopax._compat import ClosedJaxpr, Literal, call_dce_rule, happens, pe
 from loopax.core.jaxprs import Mask, weakly_cached
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
@@ -43,7 +43,7 @@ def of_equation(eqn: Any) -> list[int]:
         return list(dependence(eqn.params["jaxpr"]))
     if eqn.primitive.name == "while":
         return _while(eqn)
-    if eqn.effects or eqn.primitive not in pe.dce_rules:
+    if happens(eqn.effects) or eqn.primitive not in pe.dce_rules:
         return everything
     rule, outputs = pe.dce_rules[eqn.primitive], range(len(eqn.outvars))
     return [to_bits(call_dce_rule(rule, [k == chosen for k in outputs], eqn)) for chosen in outputs]

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import zeros
+from loopax._compat import replace_jaxpr, vary_like, zeros
 from loopax._errors import FREE_NEEDS_BOUNDS, free_form_message
 from loopax.core.cut import Inside, Stepper, at_most_once, cut, written
+from loopax.core.devices import settled
 from loopax.core.jaxprs import INDEX, MOST_STEPS, split, stacked, trace, weakly_cached
 from loopax.core.loop import Loop, Outcome, run
 from loopax.core.storage import EveryCarry, EveryResidual
@@ -94,13 +95,15 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         return leaves
 
     def step(_: Any, *values: Any) -> list[Any]:
-        (low, high), own_consts, xs, leaves = split(values, [2, len(consts), len(rows)])
-        state = Machine(loop, stepper, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
-        return jax.tree.leaves(state)
+        leaves, (low, high), own_consts, xs = split(values, [len(state), 2, len(consts)])
+        now = Machine(loop, stepper, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
+        return jax.tree.leaves(now)
 
     state = trace(start, [INDEX, INDEX, *carry]).out_avals
+    body = settled(step, INDEX, state, operands)
+    row, leaves, given = split(body.jaxpr.invars, [1, len(state)])
     single = Loop(
-        trace(step, [INDEX, *operands, *state]),
+        replace_jaxpr(body, [*row, *given, *leaves], body.jaxpr.outvars),
         num_consts=len(operands),
         num_carry=len(state),
         bound=_bound(loop, stepper.parts.loop),
@@ -125,6 +128,7 @@ def run_free(
     if single.bound is None and isinstance(loop.storage, EveryCarry | EveryResidual):
         raise ValueError(FREE_NEEDS_BOUNDS)
     start = jax.tree.leaves(Machine(loop, stepper, low, high, consts, xs).start(carry))
+    start = list(map(vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
     last: State = structure.unflatten(out.carry)

@@ -17,8 +17,11 @@ from loopax._compat import (
     Jaxpr,
     Literal,
     ad,
+    communicates_over,
     dce,
     equation_context,
+    names_axis,
+    on_mesh,
     replace_jaxpr,
     strong,
     unmapped_aval,
@@ -70,9 +73,9 @@ def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
     return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
-def stacked(aval: AbstractValue, rows: int, axis: int = 0) -> AbstractValue:
-    """The type of `rows` such arrays stacked along a new axis."""
-    return unmapped_aval(rows, axis, aval)
+def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> AbstractValue:
+    """The type of `rows` such arrays stacked along a new axis, which may be spread along one of a mesh."""
+    return unmapped_aval(rows, axis, aval if mesh_axis is None else on_mesh(aval), mesh_axis)
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
@@ -132,6 +135,22 @@ def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The same without their constants."""
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
+
+
+def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
+    """The name of a primitive in it that communicates over one of these axes, and that axis."""
+    for eqn in jaxpr.eqns:
+        inner = list(inner_jaxprs(eqn))
+        if not inner and eqn.primitive.name != "axis_index" and (over := communicates_over(eqn) & axes):
+            return eqn.primitive.name.removesuffix("_invariant"), min(over, key=str)
+        if found := next(filter(None, (collective_in(jaxpr, axes) for jaxpr in inner)), None):
+            return found
+    return None
+
+
+def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it."""
+    return names_axis(closed, axis_name) or collective_in(closed.jaxpr, frozenset([axis_name])) is not None
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._compat import collective_over, vary_like
+from loopax._compat import vary_like
 from loopax._errors import collective_message
 from loopax.core.axes import Axis, lane_avals
-from loopax.core.jaxprs import Mask, select, split, stacked, trace, weakly_cached
+from loopax.core.jaxprs import Mask, collective_over, select, split, stacked, trace, weakly_cached
 from loopax.core.lanes import borrowed_operands, in_window, lane_function, skip_idle_rows, step_lanes
 from loopax.core.lending import Lent, large_constants
 from loopax.core.loop import Loop, Outcome, run

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from loopax._compat import ad, is_known, jaxpr_as_fun, known_value, pe, stage_unknown
+from loopax._compat import ClosedJaxpr, ad, is_known, jaxpr_as_fun, known_value, pe, stage_unknown, varying_axes
 from loopax.core.choice import resolved
+from loopax.core.devices import retyped
 from loopax.core.division import Division, divide
 from loopax.core.jaxprs import merge, reject, select, split
 from loopax.core.linear_loop import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
@@ -35,7 +36,7 @@ def run_known(
     saves = bool(replayed) and division.linear.saving is not None
     rest = [
         *window_walked(loop, low, high, out.num_steps),
-        *(jaxpr_as_fun(division.hoisted)(*consts) if division.hoisted else select(used_consts, consts)),
+        *(_hoisted(division.hoisted, consts, out) if division.hoisted else select(used_consts, consts)),
         *select(reject(division.unknown_carry, division.last), out.carry),
         *(init[i] for i in replayed),
         *(saved[i] for i in replayed if saves),
@@ -45,6 +46,12 @@ def run_known(
     ]
     wanted = [i for i, keep in enumerate(reject(division.unknown_carry, loop.saved_mask)) if keep]
     return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
+
+
+def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
+    """Residuals that are the same at every step. In the body they may be said not to vary where they do."""
+    axes = varying_axes(out.num_steps)
+    return [retyped(x, varying_axes(x) | axes) for x in jaxpr_as_fun(residuals)(*consts)]
 
 
 def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from jax import core
 
-from loopax._compat import ClosedJaxpr, new_primitive, replace_jaxpr
+from loopax._compat import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
+from loopax.core.devices import Axes, apart, differing, varying
 from loopax.core.jaxprs import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.origin import Names, Origin
@@ -108,12 +109,31 @@ loop_p = new_primitive("loop")
 
 
 def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
-    """Bind the primitive; leaves of the carry that the body returns unchanged become constants."""
+    """Bind the primitive; leaves of the carry that the body returns unchanged become constants.
+
+    Where devices take different numbers of steps, the loop becomes one in which they do not communicate.
+    """
     fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
     slim = _hoisted(loop, fixed) if any(fixed) else loop
-    outputs = loop_p.bind(low, high, *consts, *select(fixed, carry), *reject(fixed, carry), *xs, **slim._asdict())
-    out = outcome(slim, outputs)
+    operands = [*consts, *select(fixed, carry), *reject(fixed, carry), *xs]
+    if axes := _differing(slim, low, high, operands):
+        slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
+    out = outcome(slim, loop_p.bind(low, high, *operands, **slim._asdict()))
     return out._replace(carry=merge(fixed, out.carry, select(fixed, carry)))
+
+
+def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes:
+    """The mesh axes along which devices take different numbers of steps; of operands or their types."""
+    return differing([low, high, *([operands[loop.num_consts]] if loop.predicated else [])])
+
+
+@weakly_cached
+def _apart(loop: Loop, axes: Axes) -> Loop | None:
+    """The loop for such devices; None: it is one."""
+    if (body := apart(loop.body, axes)) is None or loop.lent is None:
+        return body and loop._replace(body=body)
+    alone = lending(loop)
+    return alone._replace(body=apart(alone.body, axes) or alone.body)
 
 
 def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
@@ -171,18 +191,18 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     )
 
 
-def result_avals(loop: Loop) -> list[Any]:
-    """The types of the results: number of steps, carry, ys, saved, marks."""
+def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
+    """The types of the results: number of steps, carry, ys, saved, marks. The first and the last may vary."""
     carry, rows = loop.output_avals
-    index = core.ShapedArray(INDEX.shape, INDEX.dtype)
+    index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
     saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
     ys = [stacked(aval, loop.bound or 0) for aval in rows]
     return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_marks())] if loop.saving else [])]
 
 
-def _abstract(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+def _abstract(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
     loop = Loop(**params)
-    return result_avals(loop), loop.body.effects
+    return result_avals(loop, _differing(loop, low, high, operands)), loop.body.effects
 
 
 loop_p.def_effectful_abstract_eval(_abstract)

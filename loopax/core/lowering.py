@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from loopax._compat import jaxpr_as_fun, mlir, zeros
 from loopax.core.common_rows import common_rows, unmasked
+from loopax.core.devices import unvarying
 from loopax.core.jaxprs import split, stacked
 from loopax.core.lending import in_stretches
 from loopax.core.loop import Loop, loop_p, result_avals
 from loopax.core.reporting import UNKNOWN, Reports
-from loopax.core.rows import unvarying
 from loopax.core.saving import run_saving
 from loopax.core.walk import Common, State, Step, Steps, Walk, Watch, read
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from loopax._compat import Literal, pe
+from loopax._compat import Literal, happens, pe
 from loopax.core.division import known_loop, prune, unknown_outputs
 from loopax.core.jaxprs import Mask, either, reject, select, split
 from loopax.core.loop import Loop, lending, loop_p
@@ -66,9 +66,9 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     """Remove what the used results do not need; from JAX 0.12 on a rule also takes live inputs."""
     eqn = rest[-1]
     loop = Loop(**eqn.params)
-    if not any(used) and not eqn.effects:
+    if not any(used) and not happens(eqn.effects):
         return [False] * len(eqn.invars), None
-    if loop.body.effects or loop.lent:
+    if happens(loop.body.effects) or loop.lent:
         return [True] * len(eqn.invars), eqn
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
     _, carry, ys, saved, marks = split(used, sizes)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from loopax._compat import ClosedJaxpr, new_primitive
 from loopax.core.dependence import close_over_carry, dependence, dependence_rules, union
+from loopax.core.devices import Axes, apart, differing, varying
 from loopax.core.jaxprs import split, stacked, weakly_cached
 from loopax.core.lending import Lent, lend_in_body
 from loopax.core.loop import Loop, run
@@ -96,10 +97,21 @@ def replay(
     carry: Sequence[Any],
     xs: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Bind the primitive; returns carry and ys."""
-    outputs = replay_p.bind(low, high, marks, *consts, *init, *saved, *carry, *xs, **static._asdict())
+    """Bind the primitive, as `run` does; returns carry and ys."""
+    operands = [*consts, *init, *saved, *carry, *xs]
+    if axes := differing([low, high, marks]):
+        static, operands = _apart(static, axes), varying(operands, axes)
+    outputs = replay_p.bind(low, high, marks, *operands, **static._asdict())
     new_carry, ys = split(outputs, [static.num_carry])
     return new_carry, ys
+
+
+def _apart(static: Replay, axes: Axes) -> Replay:
+    """The sweep for devices that take different numbers of steps."""
+    if static.lent is not None and (apart(static.forward, axes) or apart(static.backward, axes)):
+        static = lending_replay(static)
+    forward, backward = (apart(body, axes) or body for body in (static.forward, static.backward))
+    return static._replace(forward=forward, backward=backward)
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:

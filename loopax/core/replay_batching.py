@@ -7,7 +7,7 @@ import jax
 
 from loopax._compat import batching
 from loopax._errors import symbolic_lanes_message
-from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, uniform_body
+from loopax.core.axes import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
 from loopax.core.batch import batch
 from loopax.core.compact_replay import SWEEPS
 from loopax.core.expansion import batch_expanded
@@ -52,6 +52,7 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
         static, consts_mask, started, is_batched(carry_dims), xs_mask, typed=False
     )
     if any(windows):
+        refuse_spread(axis)
         state_mask, carry_mask, ys_mask = ((True,) * len(m) for m in (state_mask, carry_mask, ys_mask))
 
     def fill(mask: Mask, values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:

@@ -6,9 +6,9 @@ import jax
 
 from loopax._compat import mlir, zeros
 from loopax.core.block_sweep import sweep_blocks
+from loopax.core.devices import unvarying
 from loopax.core.jaxprs import split, stacked
 from loopax.core.replay import Replay, replay_p
-from loopax.core.rows import unvarying
 from loopax.core.slot_sweep import sweep_slots
 from loopax.core.sweep import Track, bodies_of
 from loopax.core.walk import State

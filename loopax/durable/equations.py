@@ -12,13 +12,13 @@ from loopax._compat import ClosedJaxpr, Jaxpr, Primitive, scan_sizes
 from loopax.core.batch import Batch, batch_p
 from loopax.core.buffers import add_p, get_p, put_p, take_p, view_p
 from loopax.core.common_rows import active_p
+from loopax.core.devices import retyped_p
 from loopax.core.effects import only_if_p
 from loopax.core.lending import borrowed_p
 from loopax.core.linear_loop import LinearLoop, linear_loop_p
 from loopax.core.linear_replay import LinearReplay, linear_replay_p
 from loopax.core.loop import Loop, loop_p
 from loopax.core.replay import Replay, replay_p
-from loopax.core.rows import unvarying_p
 
 Program = ClosedJaxpr | Jaxpr
 
@@ -46,7 +46,7 @@ def is_same(eqn: Any) -> bool:
     """Whether the results are the operands."""
     if eqn.primitive.name == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    return eqn.primitive.name in _SAME or eqn.primitive in (unvarying_p, borrowed_p)
+    return eqn.primitive.name in _SAME or eqn.primitive in (retyped_p, borrowed_p)
 
 
 def is_shown(eqn: Any) -> bool:

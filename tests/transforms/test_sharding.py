@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -92,6 +93,74 @@ def test_gradients_and_what_they_store_are_sharded_as_the_start(kind, loop, axis
     alone = jax.jit(gradient).lower(*jax.device_get(args)).compile()
     assert temporary(compiled) <= temporary(alone) / 8 * 1.1 + 4096
     assert_close(jax.device_get((ct_h, ct_xs)), jax.device_get(alone(*jax.device_get(args))[1]))
+
+
+SAME_STEPS = {
+    "scan": lambda loops, x, w, **options: loops.scan(
+        lambda c, r: (jnp.sin(c * r) * w, c * 2.0), x, jnp.linspace(0.5, 1.5, 3), **options
+    ),
+    "fori": lambda loops, x, w, **options: loops.fori_loop(0, 3, lambda i, c: jnp.sin(c) * w, x, **options),
+    "while": lambda loops, x, w, **options: loops.while_loop(
+        lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]) * w, c[1] + 1), (x, 0), **options
+    )[0],
+    "start that lanes share": lambda loops, x, w, **options: loops.scan(
+        # JAX's own batching fails where its carry starts as a number that lanes share.
+        lambda c, r: (c * r + x, None),
+        w if loops is lx else w + 0.0 * x,
+        jnp.linspace(0.5, 1.5, 3),
+        **options,
+    )[0],
+}
+
+
+def weights(tree):
+    """The sum of what the lanes have, each weighed differently."""
+    return sum((leaf**2).sum() * (i + 1.0) for i, leaf in enumerate(jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_lanes_spread_along_an_explicit_axis(kind, lanes):
+    """Where all take the same steps; types are those of `jax.lax`, and what a gradient gives is spread as well."""
+    devices = mesh(AxisType.Explicit)
+    bounded = {"kind": kind, "lanes": lanes}
+    with jax.set_mesh(devices):
+        starts = jax.device_put(jnp.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
+        for name, f in SAME_STEPS.items():
+            options = bounded | ({"max_steps": 5, "throw": False} if name == "while" else {})
+            _check_spread_lanes(partial(f, lx, **options), partial(f, jax.lax), starts)
+
+
+def _check_spread_lanes(ours, plain, starts):
+    over = lambda f: jax.vmap(f, (0, None))
+    found, expected = jax.jit(lambda x, w: (over(ours)(x, w), over(plain)(x, w)))(starts, 1.1)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+    assert_close(jax.device_get(found), jax.device_get(expected))
+    slope = jax.grad(lambda x, w: weights(ours(x, w)), (0, 1))
+    outside = jax.jit(jax.grad(lambda x, w: weights(over(ours)(x, w)), (0, 1)))(starts, 1.1)
+    inside = jax.jit(over(slope))(starts, 1.1)
+    assert jax.typeof(outside[0]) == jax.typeof(inside[0]) == jax.typeof(starts)
+    wanted = jax.device_get(jax.jit(over(slope))(jax.device_get(starts), 1.1))  # not spread
+    assert_close(jax.device_get(inside), wanted)
+    assert_close(jax.device_get(outside), (wanted[0], wanted[1].sum()))
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_lanes_along_an_explicit_axis_that_differ_are_refused(lanes):
+    devices = mesh(AxisType.Explicit)
+    own_steps = {
+        "while": lambda x: lx.while_loop(lambda c: c < 2.0, lambda c: c * 1.1, x, lanes=lanes),
+        "fori": lambda x: lx.fori_loop(0, (x * 4).astype(int), lambda i, c: c * 1.1, x, lanes=lanes),
+        "scan": lambda x: lx.scan(lambda c, r: (c * r, c), x, jnp.ones(9), (x * 4).astype(int), lanes=lanes),
+    }
+    with jax.set_mesh(devices):
+        starts = jax.device_put(jnp.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
+        for f in own_steps.values():
+            with pytest.raises(NotImplementedError, match=r"Explicit.*`loopax\.sharded_lanes\(f, mesh, 'd'\)`"):
+                jax.jit(jax.vmap(f)).lower(starts)
+        alone = own_steps["fori"](jnp.asarray(0.9))
+        spread = lx.sharded_lanes(own_steps["fori"], devices, "d")
+        assert_close(jax.device_get(jax.jit(spread)(starts))[10], jax.device_get(alone))
 
 
 def recurrent(kind):
