@@ -110,7 +110,7 @@ def test_all_of_a_traced_number_of_steps(unroll: Any) -> None:
 NOT_BOOLS = ["no", "", 1, 0, 1.0, None, np.int8(1), jnp.int32(1), jnp.ones(1, bool), (True,), lambda: True]
 
 
-@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=lambda value: getattr(value, "__name__", repr(value)))
 def test_flag_that_is_no_bool(value: Any) -> None:
     """Python would take most of them as true."""
     others = [
