@@ -34,11 +34,11 @@ def _lowered(ctx: Any, failed: Any, *, said: Said) -> Any:
 def _refuse(text: str) -> NoReturn:
     raise NotImplementedError(
         "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. "
-        f"It is this one:\n  {text}\nThree ways out:\n"
-        "  leave nothing to check: an int32 `upper` with a static `lower` from 0 on, a static index of a History;\n"
+        f"The error is:\n  {text}\nThree ways out:\n"
+        "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
         "  give throw=False to the loop, with info=True to return `limit_reached`;\n"
         "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, and "
-        "integers the largest."
+        "integers are the largest of their dtype."
     )
 
 

@@ -1,14 +1,14 @@
-"""Loops of which the devices of a `shard_map` take different numbers of steps.
+"""Loops that take different numbers of steps on the devices of a `shard_map`.
 
-Nothing in their bodies may communicate: a device that has finished would keep the others waiting for ever. But JAX
-marks what all devices share as varying where it meets what varies (`pvary`), and the transpose of that mark is a sum
+Nothing in their bodies may communicate: a device that has finished would keep the others waiting for ever. But where a
+shared value meets a varying one, JAX marks the shared value as varying (`pvary`). The transpose of this mark is a sum
 over the devices, in every step of the backward loop. So
 
-- what such a loop is given is marked before it, and the one sum stands behind its backward loop;
-- in its body the marks stay, so that types do, but are local: their transposes say that a value is the same on all
-  devices, and add nothing up. Each device works on its own part of a cotangent until the loop has ended.
+- the inputs of such a loop are marked before the loop, and their cotangents are summed once, after the backward loop;
+- marks in the body become local marks, which keep the types. The transpose of a local mark changes the type back, to
+  that of a shared value, and sums nothing. Each device works on its own part of a cotangent until the loop has ended.
 
-Types in such a body are thus only half true, and what leaves it varies, as it does in truth.
+So types in such a body may say "shared" of values that differ. All results of the loop are typed as varying.
 """
 
 from collections.abc import Callable, Sequence

@@ -67,9 +67,9 @@ def while_loop(
     keep
         The number of saves that are kept, at least 1. With 2 or more, a damaged one does not lose the run.
     resume
-        "auto": go on where a run of the same program is stored, an error where one of another program is, and a new run
-        where none is. "anyway": also go on from a state of another program, if the types of the carry are the same; a
-        warning says what differs. Under another version of JAX a program is the same if its steps are.
+        "auto": go on with the stored run if its program is the same; an error if its program is another; a new run if
+        none is stored. "anyway": also go on from a state of another program, if the types of the carry are the same; a
+        warning says what differs. A run also goes on under another version of JAX, if a step computes the same there.
     chunk_steps
         Steps of a compiled chunk. Default: as many as take about 0.2 seconds, which is how long an interrupt waits.
         Results do not depend on it.

@@ -1,9 +1,10 @@
 """Checksums of the pieces in which an array of outputs is stored, each a file of some rows.
 
-A piece gets its rows in several writes, and a run that is killed has written rows that it will write again. So a
-checksum is of the rows that a piece has at a save. It goes on from that of the rows before, in the order in which rows
-are taken, and is written, as a line of a journal (`rows from, to, checksum`), when they are on disk and before the save
-begins. So whatever save a run goes on from, there is a line for the rows of each piece that belong to it.
+A piece gets its rows in several writes. A run that is killed after a save may have written more rows, which it writes
+again when it goes on. So each checksum is of the rows that a piece has at one save. It continues the checksum of the
+rows before, in the order in which rows are taken. It is a line of a journal (`first row, row after the last, checksum,
+checksum of the line`), written when the rows are on disk and before the save begins. So for every save, the journal
+has a line for each piece with rows of that save.
 """
 
 import os

@@ -102,7 +102,7 @@ class Saves:
                 if check_rows is not None:
                     check_rows(step)
             except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
-                problems.append(f"  step {step}: {type(error).__name__}: {str(error).splitlines()[0][:_MOST_TEXT]}")
+                problems.append(f"  step {step}: {type(error).__name__}: {_first_line(error)[:_MOST_TEXT]}")
                 continue
             for damaged in steps[: len(problems)]:
                 self._manager.delete(damaged)
@@ -153,6 +153,11 @@ def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
 
 def _name(i: int) -> str:
     return f"{i:05d}"
+
+
+def _first_line(error: Exception) -> str:
+    """Of its text, which may be empty: a bare `assert` in a library has none."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def _warn_of_damage(where: str, directory: Any, problems: Sequence[str], step: int) -> None:

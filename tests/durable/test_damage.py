@@ -193,3 +193,19 @@ def test_checksums_tell_arrays_apart() -> None:
         assert len({base, *checksums(others)}) == 5
         sharded = jax.device_put(array, jax.NamedSharding(mesh, jax.P("a", "b")))
         assert checksums([sharded]) == [base]
+
+
+def test_an_error_without_a_text_hides_no_older_save(stored: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    path, expected = stored
+    shutil.copytree(path, tmp_path / "run")
+    newest, restore = max(map(int, saves(tmp_path / "run"))), Saves._restore
+
+    def fails_for_the_newest(self: Saves, step: int, like: Any) -> Any:
+        if step == newest:
+            raise AssertionError
+        return restore(self, step, like)
+
+    monkeypatch.setattr(Saves, "_restore", fails_for_the_newest)
+    with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest}: AssertionError"):
+        found = run(tmp_path / "run")
+    same_bits(found, expected)
