@@ -3,6 +3,7 @@
 # ruff: noqa: F405 - to type checkers, all names come from a star
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from loopax._version import __version__ as __version__
@@ -46,11 +47,13 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import all that is public when the first of it is used: `python -m loopax --help` does without it."""
-        if name not in _PUBLIC:
-            raise AttributeError(f"module 'loopax' has no attribute {name!r}")
-        public = import_module("loopax._public")
-        globals().update({each: getattr(public, each) for each in _PUBLIC})
-        return globals()[name]
+        if name in _PUBLIC:
+            public = import_module("loopax._public")
+            globals().update({each: getattr(public, each) for each in _PUBLIC})
+            return globals()[name]
+        if not name.startswith("_") and find_spec(f"loopax.{name}"):
+            return import_module(f"loopax.{name}")  # `loopax.schedule`, say
+        raise AttributeError(f"module 'loopax' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         """The public names, also before the first of them is used."""

@@ -16,12 +16,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from loopax._compat import to_weak, trace_state
+from loopax._compat import Primitive, batching, mlir, to_weak, trace_state
+from loopax._lines import Line
 from loopax._raising import call_at, calls, raise_if
 from loopax._types import RowByRow
+from loopax._unexported import Said
 from loopax.core.invalid import nan_if
 
 
@@ -88,27 +91,45 @@ def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> A
 
 
 def _raised(check: Check, mesh: Any) -> Any:
-    """False, or an error.
-
-    Where JAX decides on shardings it calls back from one device, and all others would wait for it for ever.
-    """
+    """False, or an error."""
     stack = calls()
     if not isinstance(check.failed, Tracer):
         return raise_if(jnp.asarray(np.asarray(check.failed)), check.message, stack)  # on one device
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    decided = {name for name, axis_type in axes if axis_type != AxisType.Manual}
-    if mesh.size <= 1 or not decided:
+    kinds = {AxisType.Manual} if mesh.size <= 1 else set(mesh.axis_types)
+    if kinds <= {AxisType.Manual}:
         return raise_if(check.failed, check.message, stack)
+    if AxisType.Explicit in kinds:
+        return on_each_device_p.bind(check.failed, said=Said(check.message), stack=stack, mesh=mesh)
+    return _on_each_device(check.failed, said=Said(check.message), stack=stack, mesh=mesh)
+
+
+def _on_each_device(failed: Any, *, said: Said, stack: tuple[Line, ...], mesh: Any) -> Any:
+    """Raise on all devices of a mesh over which JAX decides on shardings.
+
+    It would call back from one device, and all others would wait for that one for ever.
+    """
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     whole = PartitionSpec()
     on_each = jax.shard_map(
-        lambda failed: raise_if(failed, check.message, stack),
+        lambda failed: raise_if(failed, said.text, stack),
         mesh=mesh,
         in_specs=whole,
         out_specs=whole,
-        axis_names=decided,
+        axis_names={name for name, axis_type in axes if axis_type != AxisType.Manual},
         check_vma=False,
     )
-    return on_each(check.failed)
+    return on_each(failed)
+
+
+# `_on_each_device`, outside of all `jax.vmap`s: JAX does not map a `shard_map` over an axis that it takes itself.
+on_each_device_p = Primitive("on_each_device")
+on_each_device_p.def_impl(jax.jit(_on_each_device, static_argnames=("said", "stack", "mesh")))
+on_each_device_p.def_abstract_eval(lambda failed, **_: core.ShapedArray((), failed.dtype))
+mlir.register_lowering(on_each_device_p, mlir.lower_fun(_on_each_device, multiple_results=False))
+batching.primitive_batchers[on_each_device_p] = lambda operands, _, **params: (
+    on_each_device_p.bind(jnp.any(operands[0]), **params),
+    None,
+)
 
 
 def _invalid_if(failed: Any, results: Any) -> Any:

@@ -47,7 +47,7 @@ _TOO_FAR = (
 
 
 def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
-    if length > MOST_STEPS:
+    if length > MOST_STEPS and max_steps is None:
         raise ValueError(f"{name}: {length} steps are more than {MOST_STEPS}, to which step counts go.")
     steps = length if max_steps is None else min(length, max_steps)
     return Extent(jnp.int32(0), jnp.int32(steps), steps, fixed=steps == length, over_limit=steps < length)

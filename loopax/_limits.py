@@ -40,7 +40,8 @@ class Limits(NamedTuple):
         for name, value in (("lower", lower), ("upper", upper)):
             is_traced_int(f"{caller}({name}=...)", value)
         limits = cls(lower, upper)
-        if {"int64", "uint64"} <= {jnp.result_type(x).name for x in limits if not _is_weak(x)}:
+        dtypes = [jnp.result_type(x) for x in limits if not _is_weak(x)]
+        if "uint64" in {dtype.name for dtype in dtypes} and any(map(_is_signed, dtypes)):  # JAX takes a float for both
             raise TypeError(f"{caller}: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
         jnp.result_type(*limits)  # refuses others, under strict promotion
         return limits
@@ -109,6 +110,10 @@ class Limits(NamedTuple):
 
 def _is_weak(limit: Any) -> bool:
     return isinstance(limit, int) or getattr(limit, "weak_type", False)
+
+
+def _is_signed(dtype: np.dtype[Any]) -> bool:
+    return jnp.issubdtype(dtype, jnp.signedinteger)
 
 
 def _range(limit: Any, dtype: np.dtype[Any]) -> tuple[int, int]:

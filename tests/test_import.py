@@ -15,6 +15,10 @@ with jax.checking_leaks():
     print(jax.jit(lambda x: lx.fori_loop(0, 3, lambda i, x: x + 1, x))(1), lx.rollout.__name__)
 """
 BY_SUBMODULE = "import loopax._rollout, loopax.history, loopax as lx; print(lx.rollout.__name__, lx.History.__name__)"
+SUBMODULES = """
+import loopax as lx
+print(lx.schedule.picture.__name__, lx.kinds.Auto is lx.Auto, lx.durable.scan.__name__)
+"""
 LIGHT = """
 import sys
 from loopax.__main__ import main
@@ -37,6 +41,7 @@ def test_importing_creates_no_array() -> None:
 def test_names_are_there_wherever_they_are_used_first() -> None:
     assert printed(IN_A_TRACE) == "4 rollout"
     assert printed(BY_SUBMODULE) == "rollout History"
+    assert printed(SUBMODULES) == "picture True scan"
 
 
 def test_help_and_version_do_without_jax() -> None:

@@ -106,6 +106,17 @@ def test_static_limits_at_the_end_of_their_dtype() -> None:
         assert loop(2**40, -(2**40)) == 0
 
 
+def test_static_limits_further_apart_than_can_be_counted() -> None:
+    far = -(2**31), 2**31 - 1
+    body = lambda _, x: x + 1
+    with jax.enable_x64(False):
+        with raises(ValueError, "fori_loop: 4294967295 steps are more than 2147483647"):
+            lx.fori_loop(*far, body, 0)
+        with raises(ValueError, "max_steps=3 stopped a loop"):
+            lx.fori_loop(*far, body, 0, max_steps=3)
+        assert lx.fori_loop(*far, body, 0, max_steps=3, throw=False) == 3
+
+
 UINT64 = 2**63 + 1
 
 
@@ -121,6 +132,9 @@ def test_int64_and_uint64(promotion: str, jit: Any) -> None:
     message = ["fori_loop: lower is int64[], upper is uint64[]", "no integer dtype holds both", "astype"]
     with jax.numpy_dtype_promotion(promotion), raises(TypeError, *message):
         jit(loop)(jnp.int64(0), jnp.uint64(UINT64))
+    message[0] = "fori_loop: lower is uint64[], upper is int8[]"  # of which JAX makes a float
+    with jax.numpy_dtype_promotion(promotion), raises(TypeError, *message):
+        jit(loop)(jnp.uint64(0), jnp.int8(3))
 
 
 # ---- more steps than can be counted: an error before the first of them

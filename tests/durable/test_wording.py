@@ -219,6 +219,10 @@ def closing_over(value: Any, function: Any) -> Any:
     return lambda x: function(x) + value
 
 
+def scaled(x: Any, scale: Any) -> Any:
+    return x * scale
+
+
 def code(function: Any) -> str:
     closed = jax.make_jaxpr(lambda x: jax.pure_callback(function, jax.ShapeDtypeStruct((3,), float), x))(X)
     return write(closed, ["x"], {}, []).callbacks["callback 0"]["code"]
@@ -232,6 +236,8 @@ def test_functions_with_the_same_code_are_the_same() -> None:
         (closing_over(1.0, helper), closing_over(2.0, helper)),  # a number of a file, say
         (Work(1), Work(2)),
         (Work(1).method, Work(2).method),
+        (partial(scaled, scale=(1, np.float32(2))), partial(scaled, scale=(1, np.float32(2)))),
+        (partial(scaled, scale=Work(1)), partial(scaled, scale=Work(2))),
     ]
     for one, other in same:
         assert code(one) == code(other) != ""
@@ -242,6 +248,10 @@ def test_functions_with_the_same_code_are_the_same() -> None:
         (closing_over(1.0, helper), closing_over(1.0, calls_a_helper)),
         (Work(1), Work(1).method),
         (partial(helper), partial(calls_a_helper)),
+        (partial(scaled, scale=1.0), partial(scaled, scale=2.0)),
+        (partial(scaled, scale=np.arange(3.0)), partial(scaled, scale=np.arange(3.0) + 1)),
+        (of_code("def work(x, a=1): return x * a"), of_code("def work(x, a=2): return x * a")),
+        (of_code("def work(x, *, a='b'): return x"), of_code("def work(x, *, a='c'): return x")),
         (partial(Work(1).applied, how=helper), partial(Work(1).applied, how=calls_a_helper)),
         (lambda x: [y - 1 for y in x], lambda x: [y + 1 for y in x]),
     ]

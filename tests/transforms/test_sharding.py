@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import loopax as lx
 from tests.compiled import collectives, collectives_in_loops, temporary
+from tests.limited_loops import raises
 from tests.problem import KINDS, WITH_LAX, name_of
 from tests.reference import assert_close
 
@@ -127,7 +128,7 @@ def test_lanes_spread_along_an_explicit_axis(kind, lanes):
     with jax.set_mesh(devices):
         starts = jax.device_put(jnp.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
         for name, f in SAME_STEPS.items():
-            options = bounded | ({"max_steps": 5, "throw": False} if name == "while" else {})
+            options = bounded | ({"max_steps": 5} if name == "while" else {})
             _check_spread_lanes(partial(f, lx, **options), partial(f, jax.lax), starts)
 
 
@@ -143,6 +144,24 @@ def _check_spread_lanes(ours, plain, starts):
     wanted = jax.device_get(jax.jit(over(slope))(jax.device_get(starts), 1.1))  # not spread
     assert_close(jax.device_get(inside), wanted)
     assert_close(jax.device_get(outside), (wanted[0], wanted[1].sum()))
+
+
+def test_checks_of_lanes_along_an_explicit_axis():
+    """They are raised outside of the lanes, once on each device."""
+    devices = mesh(AxisType.Explicit)
+    sines = lambda x, n: lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=5)
+    appended = lambda x, n: lx.Buffer(3, like=x).append(x * n).rows.sum()
+    with jax.set_mesh(devices):
+        starts = jax.device_put(jnp.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
+        over = jax.jit(lambda n: jax.vmap(sines, (0, None))(starts, n))
+        assert jax.typeof(over(2)) == jax.typeof(starts)
+        assert_close(jax.device_get(over(2)), jax.device_get(jnp.sin(jnp.sin(starts))))
+        slopes = jax.jit(jax.vmap(jax.grad(appended), (0, None)))(starts, 2.0)
+        assert_close(jax.device_get(slopes), np.full(16, 2.0))
+        with raises(
+            RuntimeError, "loopax.fori_loop at tests/transforms/test_sharding.py", "max_steps=5 stopped a loop"
+        ):
+            jax.block_until_ready(over(7))
 
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
