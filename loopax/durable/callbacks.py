@@ -1,7 +1,7 @@
 """The Python functions that a program calls while it runs, and what tells two of them apart.
 
 A jaxpr holds such a function as an object. What can be compared is its code: instructions, constants and names, also
-those of functions that it closes over, and of functions of its own module that it calls; and numbers, strings and
+those of functions that it closes over, and of functions of its own module that it calls; and numbers, strings and NumPy
 arrays that are given to it for good, as defaults or by `functools.partial`. What it reads when it is called
 (variables, attributes, files) cannot be: it may rightly be another in each process.
 """
