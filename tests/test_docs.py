@@ -12,6 +12,10 @@ import loopax
 import loopax.schedule
 from tests.pages import PAGES, ROOT, Block, blocks, default_settings
 
+# Pages show what the locked version of JAX gives. Another one may differentiate `tanh` by other equations, with
+# residuals of other sizes: there, only the words of a program's output are compared.
+ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read_text()
+
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
 
 
@@ -35,7 +39,8 @@ def test_page(page):
 
 def tokens(text: str) -> list:
     """Words, and numbers to what is the same on all machines."""
-    return [token(word) for word in re.findall(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?|\w+|[^\w\s]", text)]
+    words = re.findall(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?|\w+|[^\w\s]", text)
+    return [token(word) for word in words if ON_LOCKED_JAX or not re.match(r"[-+]?\d|[KMG]?i?B$", word)]
 
 
 def token(word: str):
