@@ -173,13 +173,13 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
-    """The same type, varying over these axes and no others; one that was made outside of the `shard_map`, too."""
+    """A type that varies over these axes and no others. It may have been made outside of the `shard_map`."""
     aval = on_mesh(aval) if axes else aval
     return aval.update(manual_axis_type=aval.mat.update(varying=axes))
 
 
 def on_mesh(aval: AbstractValue) -> AbstractValue:
-    """The same type where there is a mesh; that of a constant knows of none."""
+    """A type that knows the mesh of the trace. The type of a constant knows none, and gets it here."""
     if not aval.sharding.mesh.empty:
         return aval
     mesh = jax.sharding.get_abstract_mesh()
@@ -231,7 +231,7 @@ def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def calling_lines() -> Iterator[tuple[str, int, str]]:
-    """The same of the calls that led to here, or to the equation that is evaluated (`equation_context`)."""
+    """File, line and function of the calls that led here, or to the equation that is evaluated (`equation_context`)."""
     return _lines(_source_info.current())
 
 

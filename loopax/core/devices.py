@@ -39,7 +39,7 @@ retyped_p = Primitive("retyped")
 
 
 def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
-    """The same array, said to vary over these axes and no others."""
+    """An array as it is, typed as varying over these axes and no others."""
     return x if varying_axes(x) == varying else retyped_p.bind(x, varying=varying, summed=summed)
 
 
@@ -129,7 +129,7 @@ def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
 
 
 def _marked_locally(jaxpr: Any, axes: Axes) -> Any:
-    """The same jaxpr with marks that are local over these axes."""
+    """A jaxpr whose marks over these axes are replaced by local ones."""
     return jaxpr.replace(eqns=[_equation(eqn, axes) for eqn in jaxpr.eqns])
 
 

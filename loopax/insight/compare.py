@@ -227,7 +227,7 @@ def _compiled(lowered: Any) -> _Timed:
 
 
 def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> list[_Timed]:
-    """The same with the median time of each, which is run once before."""
+    """Run each program once, then measure all in turn; adds the median time of each."""
     calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
     for call in calls:
         call()

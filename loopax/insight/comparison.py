@@ -51,7 +51,7 @@ class Measured:
     is_chosen: bool = False
 
     def shared_with(self, name: str) -> "Measured":
-        """The same program under another name too, which `Auto() takes Bounded()` has already for `Bounded()`."""
+        """The row with one more name. `Auto() takes Bounded()` names `Bounded()` already, and stays as it is."""
         first, *others = self.name.split(" = ")
         is_first = first == name or (first.endswith(f" takes {name}") and ", " not in first)
         return self if is_first or name in others else replace(self, name=f"{self.name} = {name}")
