@@ -49,7 +49,7 @@ bench: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check.py
-	$(BIN)/python $(PYTEST) tests/test_docs.py tests/test_documented_errors.py
+	$(BIN)/python $(PYTEST) tests/project/test_docs.py tests/project/test_documented_errors.py
 
 pictures: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py

@@ -12,7 +12,9 @@ from jax import Array
 import loopax as lx
 from benchmarks.groups import Group
 from benchmarks.measure import Case
-from loopax.core import lanes, lanes_loop, lanes_replay
+from loopax._src.core.batching import lockstep_loop as lanes_loop
+from loopax._src.core.batching import lockstep_sweep as lanes_replay
+from loopax._src.core.batching import masked_step as lanes
 
 BOUND = 1000
 

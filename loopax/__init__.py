@@ -42,13 +42,13 @@ __all__ = [
 _PUBLIC = {*__all__, "durable", "stochtrace"}
 
 if TYPE_CHECKING:
-    from loopax._public import *  # noqa: F403
+    from loopax._src.public import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> Any:
         """Import all that is public when the first of it is used: `python -m loopax --help` does without it."""
         if name in _PUBLIC:
-            public = import_module("loopax._public")
+            public = import_module("loopax._src.public")
             globals().update({each: getattr(public, each) for each in _PUBLIC})
             return globals()[name]
         if not name.startswith("_") and find_spec(f"loopax.{name}"):

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, words in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=words)
         if name in given:  # the others need not be imported, and JAX takes seconds
-            module = import_module(f"loopax.command.{name}")
+            module = import_module(f"loopax._src.command.{name}")
             subparser.description = module.__doc__
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)

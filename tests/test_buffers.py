@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from tests.limited_loops import eagerly, raises
-from tests.reference import assert_close
+from tests.support.limited_loops import eagerly, raises
+from tests.support.reference import assert_close
 
 CAPACITY, BOUND = 12, 20
 REVERSE_KINDS = ["checkpointed", lx.Checkpointed(3), "bounded", "residuals", "auto"]

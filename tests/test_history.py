@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax import history as module
-from tests.limited_loops import raises
-from tests.reference import assert_close
+from loopax._src import history as module
+from tests.support.limited_loops import raises
+from tests.support.reference import assert_close
 from tests.test_buffers import copies_of
 
 BOUND = 12

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import loopax as lx
-from loopax import progress as public
-from loopax.core.jaxprs import MOST_STEPS
-from loopax.core.reporting import Reporting, Reports
-from loopax.core.walk import State, Steps, Walk, Watch
+from loopax._src import progress as public
+from loopax._src.core.ir.progress import Reporting, Reports
+from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.core.lowering.while_loop import State, Steps, Walk, Watch
 
 STRIDE = 10  # of the displays below: a report after the first step, and after every ten more
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import loopax as lx
-from tests.limited_loops import raises
-from tests.reference import assert_close
+from tests.support.limited_loops import raises
+from tests.support.reference import assert_close
 
 ROWS = 7
 KEY = jax.random.key(5)

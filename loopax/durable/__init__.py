@@ -1,8 +1,8 @@
 """The loops of loopax for long runs: saved to disk while they run, and resumed by the same call."""
 
-from loopax.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
-from loopax.durable.loops import fori_loop, scan, while_loop
-from loopax.durable.rows import Rows, outputs, steps_saved
+from loopax._src.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
+from loopax._src.durable.loops import fori_loop, scan, while_loop
+from loopax._src.durable.outputs import Rows, outputs, steps_saved
 
 __all__ = [
     "AnotherProgramWarning",

@@ -1,13 +1,13 @@
 """Which steps of a loop to keep and which to replay: integer mathematics, apart from differentiation."""
 
-from loopax.schedule.actions import Action
-from loopax.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
-from loopax.schedule.blocks import block_size, shortest_block, two_level
-from loopax.schedule.online import Online, online, online_stored, start, store
-from loopax.schedule.picture import SchedulePicture, picture
-from loopax.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
-from loopax.schedule.saving import Blocks, Slots, saving_for
-from loopax.schedule.stages import Stages
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.insight.schedule_picture import SchedulePicture, picture
+from loopax._src.schedule.actions import Action
+from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
+from loopax._src.schedule.blocks import block_size, shortest_block, two_level
+from loopax._src.schedule.online import Online, online, online_stored, start, store
+from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
+from loopax._src.schedule.saving import Blocks, Slots, saving_for
 
 __all__ = [
     "Action",

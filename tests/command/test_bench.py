@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from loopax.__main__ import main
-from loopax.command import bench, programs
-from loopax.command.measure import Contender, Program, measure
-from tests.examples import precision_of_a_user
+from loopax._src.command import bench, programs
+from loopax._src.command.measure import Contender, Program, measure
+from tests.support.example_files import precision_of_a_user
 
 SMALL = {
     "ODE_STEPS": 5,

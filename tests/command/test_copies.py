@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from loopax.command import copies
-from loopax.command.copies import Program, Verdict, judge
-from loopax.command.hlo import copied_in_steps
+from loopax._src.command import copies
+from loopax._src.command.copies import Program, Verdict, judge
+from loopax._src.command.hlo import copied_in_steps
 from tests.command.copying import swapped
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from loopax.__main__ import main
-from loopax.command import volley
-from tests.examples import precision_of_a_user
+from loopax._src.command import volley
+from tests.support.example_files import precision_of_a_user
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from loopax.__main__ import main
-from loopax.command import blas, copies, selftest, versions
-from loopax.command.copies import Program
-from loopax.command.selftest import Check, Result
-from loopax.command.settings import Setting, settings
-from loopax.command.versions import Found
+from loopax._src.command import blas, copies, selftest
+from loopax._src.command import installed as versions
+from loopax._src.command.copies import Program
+from loopax._src.command.installed import Found
+from loopax._src.command.selftest import Check, Result
+from loopax._src.command.settings import Setting, settings
 from tests.command.copying import swapped
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loopax.command import versions
-from loopax.command.versions import Found, in_range
+from loopax._src.command import installed as versions
+from loopax._src.command.installed import Found, in_range
 
 ROOT = Path(__file__).parents[2]
 

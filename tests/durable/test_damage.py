@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax.durable.checksum import checksums
-from loopax.durable.directory import Directory
-from loopax.durable.saves import Saves
+from loopax._src.durable.checksum import checksums
+from loopax._src.durable.directory import Directory
+from loopax._src.durable.saves import Saves
 from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
 
 # Orbax leaves reads of a damaged save behind, which report to an event loop that it has closed.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax.durable import zarr
+from loopax._src.durable import zarr
 from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
 from tests.durable.test_damage import DAMAGE, files, flip, truncate
 

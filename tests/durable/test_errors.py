@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax.durable import orbax
+from loopax._src.durable import orbax
 from tests.durable.cases import command, environment, python, same_bits, saves
 
 X = jnp.arange(3.0)
@@ -249,7 +249,7 @@ def test_paths(tmp_path: Any, monkeypatch: Any) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from loopax.durable.directory import Directory, locked
+from loopax._src.durable.directory import Directory, locked
 with locked("a test", Directory(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()

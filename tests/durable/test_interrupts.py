@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from loopax import durable
-from loopax.durable import pace
-from loopax.durable.interrupts import watching
-from loopax.durable.saves import Saves
+from loopax._src.durable import pace
+from loopax._src.durable.interrupts import watching
+from loopax._src.durable.saves import Saves
 from tests.durable.cases import python, same_bits, saves
 
 X = jnp.arange(3.0)

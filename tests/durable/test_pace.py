@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopax.durable import pace as paces
-from loopax.durable import run as runs
-from loopax.durable.interrupts import Interrupts
-from loopax.durable.pace import Every, Pace, checkpoint_every
-from loopax.durable.saves import State
+from loopax._src.durable import pace as paces
+from loopax._src.durable import run as runs
+from loopax._src.durable.interrupts import Interrupts
+from loopax._src.durable.pace import Every, Pace, checkpoint_every
+from loopax._src.durable.saves import State
 
 
 class Simulation:

@@ -7,7 +7,7 @@ import pytest
 
 import loopax as lx
 from loopax import durable
-from loopax.durable import pace
+from loopax._src.durable import pace
 
 
 def run(directory, length, progress, body=lambda _, x: x + 1):

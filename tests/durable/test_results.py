@@ -17,7 +17,7 @@ from flax import nnx
 import loopax as lx
 from loopax import durable
 from tests.durable.cases import bits, compilations, read_rows, same_bits, saves
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 X = jnp.array([1.0, -0.5, 2.0])
 XS = jnp.asarray(np.random.RandomState(0).randn(11, 3))

@@ -13,10 +13,10 @@ import pytest
 
 import loopax as lx
 from loopax import durable
-from loopax.durable.directory import Directory
-from loopax.durable.saves import Saves, State
+from loopax._src.durable.directory import Directory
+from loopax._src.durable.saves import Saves, State
 from tests.durable.cases import Steps, python, read_rows, same_bits, saves, stopped
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 X = jnp.array([1.0, -0.5, 2.0])
 XS = jnp.asarray(np.random.RandomState(0).randn(20, 3))

@@ -10,8 +10,8 @@ import pytest
 import tensorstore
 
 from loopax import durable
-from loopax.durable import rows as disk
-from loopax.durable import writer, zarr
+from loopax._src.durable import outputs as disk
+from loopax._src.durable import writer, zarr
 from tests.durable.cases import Steps, python, same_bits, saves, stopped
 
 
@@ -214,7 +214,7 @@ def test_rows_that_wait_are_written_in_order(reverse: bool, tmp_path: Any, monke
 
 def test_chunks_are_cut_to_what_fits_into_memory(tmp_path: Any, monkeypatch: Any) -> None:
     """Whatever number of steps is asked for; whole iterations stay whole."""
-    from loopax.durable import chunk
+    from loopax._src.durable import chunk
 
     monkeypatch.setattr(chunk, "CHUNK_BYTES", 100)
     f = lambda c, _: (c + 1.0, jnp.stack([c, c, c]))

@@ -10,7 +10,7 @@ from jax import NamedSharding, P
 
 from loopax import durable
 from tests.durable.cases import compilations, read_rows
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 X = jnp.arange(32.0).reshape(8, 4) / 7
 

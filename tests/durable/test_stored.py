@@ -14,10 +14,10 @@ import pytest
 
 import loopax as lx
 from loopax import durable
-from loopax.durable import equations, job
+from loopax._src.durable import equations, job
 from tests.durable.cases import Steps, read_rows, same_bits, stopped
 from tests.durable.stored_programs import PROGRAMS
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 STORED = Path(__file__).parent / "stored"
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax import core
-from loopax._checks import collecting
-from loopax._compat import Primitive
-from loopax.durable import equations
-from loopax.durable.callbacks import fingerprint
-from loopax.durable.wording import write
+from loopax._src import core
+from loopax._src.durable import equations
+from loopax._src.durable.callbacks import fingerprint
+from loopax._src.durable.wording import write
+from loopax._src.frontend.runtime_checks import collecting
+from loopax._src.jax_internals import Primitive
 
 X = jnp.array([1.0, -0.5, 2.0])
 TABLE = np.arange(3.0)
@@ -164,7 +164,7 @@ def with_a_buffer(x: Any) -> Any:
 def primitives() -> list[Primitive]:
     """Those of loopax."""
     found = {}
-    for info in pkgutil.iter_modules(core.__path__, "loopax.core."):
+    for info in pkgutil.walk_packages(core.__path__, "loopax._src.core."):
         for value in vars(importlib.import_module(info.name)).values():
             if isinstance(value, Primitive) and not value.name.startswith(("jit", "pjit")):
                 found[id(value)] = value

@@ -10,12 +10,12 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import loopax as lx
-from loopax.core import Loop
-from loopax.core.batch import batch_p
-from loopax.core.jaxprs import inner_jaxprs
-from loopax.core.loop import loop_p
-from loopax.insight.comparison import Measured
-from loopax.insight.exchange import with_kind
+from loopax._src.core import Loop
+from loopax._src.core.batching.compact.primitive import batch_p
+from loopax._src.core.ir.loop import loop_p
+from loopax._src.core.jaxpr.util import inner_jaxprs
+from loopax._src.insight.comparison import Measured
+from loopax._src.insight.with_kind import with_kind
 
 
 def loop_parameters(jaxpr):

@@ -6,8 +6,8 @@ import pytest
 
 import loopax as lx
 from benchmarks import choices, workloads
-from tests.compiled import temporary
-from tests.examples import precision_of_a_user
+from tests.support.compiled import temporary
+from tests.support.example_files import precision_of_a_user
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ import loopax as lx
 from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, rules
 from tests.peers.nnx_scan import nnx_scan
 from tests.peers.run import PEERS, available, run
-from tests.reference import assert_close
+from tests.support.reference import assert_close
 
 FOLDER = os.environ.get("LOOPAX_PEERS", "")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loopax._src.schedule.machine import execute
 from loopax.schedule import advance, binomial, evaluations
-from loopax.schedule.machine import execute
 
 STEPS, SLOTS = 200, 20
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopax._src.schedule.blocks import SMALL_STORE_BYTES
+from loopax._src.schedule.machine import execute
 from loopax.schedule import block_size, shortest_block, two_level
-from loopax.schedule.blocks import SMALL_STORE_BYTES
-from loopax.schedule.machine import execute
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20, 300])

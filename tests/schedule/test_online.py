@@ -5,6 +5,7 @@ from math import comb
 
 import pytest
 
+from loopax._src.schedule.machine import execute
 from loopax.schedule import (
     evaluations,
     evaluations_from,
@@ -15,7 +16,6 @@ from loopax.schedule import (
     stumm_walther_2,
     wang_moin_iaccarino,
 )
-from loopax.schedule.machine import execute
 
 STEPS, SLOTS = 200, 20
 EACH = pytest.mark.parametrize("slots", range(1, SLOTS + 1))

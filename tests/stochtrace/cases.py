@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from loopax import stochtrace
-from loopax.stochtrace.estimator import Estimator
+from loopax._src.stochtrace.estimator import Estimator
 
 N = 12
 KEY = jax.random.key(0)

@@ -10,7 +10,6 @@ import pytest
 
 import loopax as lx
 from loopax.stochtrace import Hutchinson, XNysTrace, estimate_trace
-from tests.reference import assert_close
 from tests.stochtrace.cases import (
     ESTIMATORS,
     GENERAL,
@@ -25,6 +24,7 @@ from tests.stochtrace.cases import (
     value_along,
     with_eigenvalues,
 )
+from tests.support.reference import assert_close
 
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
 two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loopax._src.stochtrace.elimination import inverse_by_elimination, inverse_of_lower
 from loopax.stochtrace import XNysTrace, XTrace, estimate_trace
-from loopax.stochtrace.elimination import inverse_by_elimination, inverse_of_lower
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.complex128])

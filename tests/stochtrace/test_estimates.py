@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from loopax._src.stochtrace.probes import draw
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
-from loopax.stochtrace.probes import draw
-from tests.reference import assert_close
 from tests.stochtrace.cases import (
     ESTIMATORS,
     GENERAL,
@@ -24,6 +23,7 @@ from tests.stochtrace.cases import (
     name_of,
     with_eigenvalues,
 )
+from tests.support.reference import assert_close
 
 PROBES = ["rademacher", "normal", "sphere"]
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)

@@ -11,9 +11,9 @@ from jax.flatten_util import ravel_pytree
 
 import loopax as lx
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
-from tests.limited_loops import RUN_TIME, raises
-from tests.reference import assert_close
 from tests.stochtrace.cases import ESTIMATORS, GENERAL, KEY, PSD, TWO_ESTIMATORS, N, estimate, name_of
+from tests.support.limited_loops import RUN_TIME, raises
+from tests.support.reference import assert_close
 
 lineax = pytest.importorskip("lineax")
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)

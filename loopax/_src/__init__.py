@@ -1,0 +1,1 @@
+"""The code of loopax. What users import stands above, in `loopax`."""

@@ -1,0 +1,4 @@
+"""`python -m loopax`.
+
+May import: extras, insight.
+"""

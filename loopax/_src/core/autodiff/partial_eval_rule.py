@@ -1,0 +1,157 @@
+"""Reverse mode: run what is known of a loop and leave the linear rest for the transpose.
+
+JAX linearises by partial evaluation of the jvp, in which primals are known and tangents are not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopax._src.core.autodiff.auto_policy import resolved
+from loopax._src.core.autodiff.partial_eval import Division, divide
+from loopax._src.core.autodiff.transpose import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
+from loopax._src.core.effects.strip_progress import silent_params
+from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
+from loopax._src.core.jaxpr.util import merge, reject, select, split
+from loopax._src.core.jaxpr.varying_axes import retyped
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    is_known,
+    jaxpr_as_fun,
+    known_value,
+    pe,
+    stage_unknown,
+    varying_axes,
+)
+
+
+def run_known(
+    loop: Loop, division: Division, unknown: Sequence[bool], low: Any, high: Any, operands: Sequence[Any]
+) -> tuple[Outcome, list[Any]]:
+    """Run the known part; returns the results that are known, and the known operands of the rest."""
+    unknown_consts, _, unknown_xs = split(unknown, loop.sizes)
+    consts, carry, xs = split(operands, loop.sizes)
+    consts, xs = reject(unknown_consts, consts), reject(unknown_xs, xs)
+    init = reject(division.unknown_carry, carry)
+    out = run(division.known, low, high, consts, init, xs)
+
+    ys, residual_rows = split(out.ys, [division.num_known_ys])
+    used_consts = reject(unknown_consts, division.uses[0])
+    used_xs = reject(unknown_xs, division.uses[2])
+    saved = dict(zip(select(division.known.saved_mask, range(len(init))), out.saved, strict=True))
+    replayed = [] if all(division.linear.linear_carry) else select(division.states, range(len(init)))
+    saves = bool(replayed) and division.linear.saving is not None
+    rest = [
+        *window_walked(loop, low, high, out.num_steps),
+        *(_hoisted(division.hoisted, consts, out) if division.hoisted else select(used_consts, consts)),
+        *select(reject(division.unknown_carry, division.last), out.carry),
+        *(init[i] for i in replayed),
+        *(saved[i] for i in replayed if saves),
+        *(out.marks if saves else []),
+        *select(used_xs, xs),
+        *residual_rows,
+    ]
+    wanted = [i for i, keep in enumerate(reject(division.unknown_carry, loop.saved_mask)) if keep]
+    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
+
+
+def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
+    """Residuals that are the same at every step. In the body they may be said not to vary where they do."""
+    axes = varying_axes(out.num_steps)
+    return [retyped(x, varying_axes(x) | axes) for x in jaxpr_as_fun(residuals)(*consts)]
+
+
+def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
+    """The rows that the loop walked."""
+    if not loop.predicated:
+        return low, high
+    return (high - num_steps, high) if loop.reverse else (low, low + num_steps)
+
+
+def _linear_operands(loop: Loop, division: Division, unknown: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
+    """The operands of the rest that are linear."""
+    unknown_consts, _, unknown_xs = split(unknown, loop.sizes)
+    consts, carry, xs = split(operands, loop.sizes)
+    return [
+        *select(select(unknown_consts, division.uses[0]), select(unknown_consts, consts)),
+        *select(division.unknown_carry, carry),
+        *select(select(unknown_xs, division.uses[2]), select(unknown_xs, xs)),
+    ]
+
+
+def _assemble(loop: Loop, division: Division, known: Outcome, linear: Sequence[Any]) -> list[Any]:
+    """The loop's results from those of its two parts."""
+    carry, ys, saved = split(linear, [sum(division.unknown_carry), sum(division.unknown_ys)])
+    unknown_saved = select(loop.saved_mask, division.unknown_carry)
+    return [
+        known.num_steps,
+        *merge(division.unknown_carry, known.carry, carry),
+        *merge(division.unknown_ys, known.ys, ys),
+        *merge(unknown_saved, known.saved, saved),
+        *known.marks,
+    ]
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    loop = lending(Loop(**params))
+    unknown = tuple(not is_known(t) for t in tracers)
+    if unknown[0] or unknown[1] or not any(unknown):
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
+    loop = resolved(loop, unknown[2:])
+    division = divide(loop, unknown[2:])
+    nothing_known = all(division.unknown_carry) and all(division.unknown_ys)
+    if nothing_known or (loop.predicated and division.unknown_carry[0]):
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
+    low, high, *operands = map(known_value, tracers)
+    known, rest = run_known(loop, division, unknown[2:], low, high, operands)
+    # A leaf of the carry that becomes unknown on the way enters the rest with its known start.
+    linear = _linear_operands(loop, division, unknown[2:], tracers[2:])
+    out = stage_unknown(trace, linear_loop_p, [*rest, *linear], division.linear._asdict())
+    return _assemble(loop, division, known, out)
+
+
+pe.custom_partial_eval_rules[loop_p] = _partial_eval
+
+
+def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+    """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
+    loop = lending(Loop(**silent_params(params)))
+    unknown = tuple(map(ad.is_undefined_primal, operands))
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return [None] * (2 + len(operands))
+    loop = resolved(loop, unknown)
+    division = divide(loop, unknown)
+    _, rest = run_known(loop, division, unknown, low, high, operands)
+    linear = _linear_operands(loop, division, unknown, operands)
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    _, ct_carry, ct_ys, ct_saved, _ = split(cts, sizes)
+    linear_cts = [
+        *select(division.unknown_carry, ct_carry),
+        *select(division.unknown_ys, ct_ys),
+        *select(select(loop.saved_mask, division.unknown_carry), ct_saved),
+    ]
+    given = Operands.of(division.linear, [*rest, *linear])
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
+    found = transpose_linear_loop(linear_cts, division.linear, given, avals)
+    return [None, None, *_spread_out(loop, division, unknown, found)]
+
+
+def _spread_out(loop: Loop, division: Division, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
+    """Cotangents of the rest's linear operands as cotangents of the loop's operands."""
+    unknown_consts, unknown_init, unknown_xs = split(unknown, loop.sizes)
+    static: LinearLoop = division.linear
+    consts, carry, xs = split(cts, static.linear_sizes[:2])
+    used_consts = [u and used for u, used in zip(unknown_consts, division.uses[0], strict=True)]
+    used_xs = [u and used for u, used in zip(unknown_xs, division.uses[2], strict=True)]
+
+    def place(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+        return merge(mask, [None] * mask.count(False), values)
+
+    init = place(division.unknown_carry, carry)
+    init = [ct if u else None for ct, u in zip(init, unknown_init, strict=True)]
+    return [*place(used_consts, consts), *init, *place(used_xs, xs)]
+
+
+ad.primitive_transposes[loop_p] = _transpose

@@ -1,0 +1,133 @@
+"""`jax.checkpoint` of programs with loops, and dead-code elimination inside loops."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
+from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_replay, needs
+from loopax._src.core.effects.strip_progress import silent_equation
+from loopax._src.core.ir.loop import Loop, lending, loop_p
+from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay_p
+from loopax._src.core.jaxpr.util import Mask, either, reject, select, split
+from loopax._src.jax_internals import Literal, happens, pe
+
+
+def staged(
+    eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
+) -> Any:
+    """The answer of a rule that stages the whole equation for later, in silence, and runs `known` now."""
+    everything = [True] * len(eqn.outvars)
+    missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
+    return known, silent_equation(eqn), unknown_outputs or everything, everything, missing
+
+
+def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
+    loop = lending(Loop(**eqn.params))
+    consts, _init, xs = (tuple(m) for m in split(unknown[2:], loop.sizes))
+    carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
+    if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
+        return staged(eqn, instantiated)
+    known = known_loop(loop, consts, carry, xs, ys)
+    unknown_in = [False, False, *consts, *carry, *xs]
+    marks = [False] if loop.saving else []
+    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *marks]
+    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+
+
+def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    """The same for a reverse sweep."""
+    static = lending_replay(Replay(**eqn.params))
+    if any(unknown[:3]):
+        return staged(eqn, instantiated)
+    consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[3:], static.sizes))
+    state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
+    known = known_replay(static, (consts, state, carry, xs), ys)
+    unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
+    unknown_out = [*carry, *ys]
+    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+
+
+def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | Replay) -> Any:
+    return eqn.replace(
+        invars=reject(unknown_in, eqn.invars),
+        outvars=reject(unknown_out, eqn.outvars),
+        params=known._asdict(),
+        effects=known.body.effects if isinstance(known, Loop) else eqn.effects,
+    )
+
+
+pe.partial_eval_jaxpr_custom_rules[loop_p] = _partial_eval_loop
+pe.partial_eval_jaxpr_custom_rules[replay_p] = _partial_eval_replay
+
+
+def _dce_loop(used: list[bool], *rest: Any) -> Any:
+    """Remove what the used results do not need; from JAX 0.12 on a rule also takes live inputs."""
+    eqn = rest[-1]
+    loop = Loop(**eqn.params)
+    if not any(used) and not happens(eqn.effects):
+        return [False] * len(eqn.invars), None
+    if happens(loop.body.effects) or loop.lent:
+        return [True] * len(eqn.invars), eqn
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    _, carry, ys, saved, marks = split(used, sizes)
+    saved_mask = _spread_saved(loop, saved)
+    wanted = either(carry, saved_mask)
+    if loop.predicated:
+        wanted = (True, *wanted[1:])
+    if loop.lanes_place is not None:
+        wanted = tuple(keep or place == loop.lanes_place for place, keep in enumerate(wanted))
+    body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
+    saving = loop.saving if any(saved) or any(marks) else None
+    slim = loop._replace(
+        body=body,
+        num_consts=sum(consts),
+        num_carry=sum(kept),
+        saving=saving,
+        saved=tuple(select(kept, saved_mask)) if saving else (),
+        origin=loop.origin and loop.origin.renamed(loop.names.keep(consts, kept, xs, ys)),
+    )
+    used_in = [True, True, *consts, *kept, *xs]
+    return used_in, eqn.replace(
+        invars=select(used_in, eqn.invars),
+        outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in marks)], eqn.outvars),
+        params=slim._asdict(),
+    )
+
+
+def _spread_saved(loop: Loop, used: Sequence[bool]) -> Mask:
+    flags = iter(used)
+    return tuple(keep and next(flags) for keep in loop.saved_mask)
+
+
+def _dce_replay(used: list[bool], *rest: Any) -> Any:
+    """The same for a reverse sweep."""
+    eqn = rest[-1]
+    static = Replay(**eqn.params)
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if static.lent:
+        return [True] * len(eqn.invars), eqn
+    carry, ys = (tuple(m) for m in split(used, [static.num_carry]))
+    keep = needs(static, carry, ys)
+    consts, state, carry, xs = keep
+    forward, backward = bodies(static, keep, (*carry, *ys))
+    slim = static._replace(
+        forward=forward,
+        backward=backward,
+        num_consts=sum(consts),
+        num_state=sum(state),
+        num_carry=sum(carry),
+        num_forward_xs=sum(xs[: static.num_forward_xs]),
+    )
+    used_in = [True, True, True, *consts, *state, *state, *carry, *xs]
+    return used_in, eqn.replace(
+        invars=select(used_in, eqn.invars),
+        outvars=select([*carry, *ys], eqn.outvars),
+        params=slim._asdict(),
+    )
+
+
+pe.dce_rules[loop_p] = _dce_loop
+pe.dce_rules[replay_p] = _dce_replay

@@ -1,0 +1,88 @@
+"""Forward mode through a reverse sweep: the sweep of both bodies on pairs of primals and tangents."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopax._src.core.autodiff.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
+from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
+from loopax._src.core.jaxpr.dataflow import spread
+from loopax._src.core.jaxpr.util import Mask, either, select, split, weakly_cached
+from loopax._src.jax_internals import ad
+
+
+def reached(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool) -> tuple[Mask, Mask, Mask]:
+    """To which states, leaves of the carry and ys a property spreads; `typed`: only to inexact ones."""
+    start = 1 + static.num_consts
+    allowed = inexact(static.forward.out_avals) if typed else None
+    forward_xs = xs[: static.num_forward_xs]
+    state = spread(
+        static.forward, (False, *consts, *state, *forward_xs), range(start, start + static.num_state), allowed
+    )
+    allowed = inexact(static.backward.out_avals) if typed else None
+    flags = spread(
+        static.backward, (False, *consts, *carry, *state, *xs), range(start, start + static.num_carry), allowed
+    )
+    carry, ys = (tuple(m) for m in split(flags, [static.num_carry]))
+    return state, carry, ys
+
+
+@weakly_cached
+def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> Replay:
+    front, back = xs[: static.num_forward_xs], xs[static.num_forward_xs :]
+    return static._replace(
+        forward=joint(
+            static.forward,
+            [static.num_consts, static.num_state, len(front)],
+            [consts, state, front],
+            [static.num_state],
+            [state],
+        ),
+        backward=joint(
+            static.backward,
+            [static.num_consts, static.num_carry, static.num_state, len(front), len(back)],
+            [consts, carry, state, front, back],
+            [static.num_carry, len(ys)],
+            [carry, ys],
+        ),
+        num_consts=static.num_consts + sum(consts),
+        num_state=static.num_state + sum(state),
+        num_carry=static.num_carry + sum(carry),
+        num_forward_xs=static.num_forward_xs + sum(front),
+    )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    static = lending_replay(Replay(**params))
+    low, high, marks, *operands = primals
+    consts, init, saved, carry, xs = split(operands, static.sizes)
+    const_dots, init_dots, saved_dots, carry_dots, x_dots = split(tangents[3:], static.sizes)
+    consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
+    started = either(nonzero_mask(init_dots), nonzero_mask(saved_dots))
+    state_mask, carry_mask, ys_mask = reached(
+        static, consts_mask, started, nonzero_mask(carry_dots), xs_mask, typed=True
+    )
+    pair = _joint_replay(static, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
+    cut = static.num_forward_xs
+    new_carry, ys = replay(
+        pair,
+        low,
+        high,
+        marks,
+        [*consts, *select(consts_mask, const_dots)],
+        [*init, *tangents_or_zeros(state_mask, init, init_dots)],
+        [*saved, *tangents_or_zeros(state_mask, saved, saved_dots)],
+        [*carry, *tangents_or_zeros(carry_mask, carry, carry_dots)],
+        [
+            *xs[:cut],
+            *select(xs_mask[:cut], x_dots[:cut]),
+            *xs[cut:],
+            *select(xs_mask[cut:], x_dots[cut:]),
+        ],
+    )
+    new_carry, new_carry_dots = split(new_carry, [static.num_carry])
+    ys, y_dots = split(ys, [len(ys_mask)])
+    results = [*new_carry, *ys]
+    return results, fill_tangents([*carry_mask, *ys_mask], results, [*new_carry_dots, *y_dots])
+
+
+ad.primitive_jvps[replay_p] = _jvp

@@ -1,0 +1,155 @@
+"""Partial evaluation and transpose of a reverse sweep: a known sweep, and the linear rest."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.autodiff.sweep_transpose import LinearReplay, Operands, linear_replay_p, transpose_linear_replay
+from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
+from loopax._src.core.jaxpr.util import Mask, either, invert, merge, reject, select, split, weakly_cached
+from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
+
+
+class Division(NamedTuple):
+    """A sweep in two parts."""
+
+    known: Replay  # takes all known operands
+    linear: LinearReplay
+    unknown_state: Mask
+    unknown_carry: Mask
+    unknown_ys: Mask
+    uses: tuple[Mask, Mask, Mask, Mask]  # which consts, states, carry leaves and xs the rest uses
+
+
+@weakly_cached
+def divide_replay(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> Division:
+    """Divide a sweep; the masks say what is unknown."""
+    state, carry, ys = reached(static, consts, started, carry, xs, typed=False)
+    unknown = (consts, state, carry, xs)
+    known = known_replay(static, unknown, ys)
+    uses = needs(static, carry, ys)
+    linear = LinearReplay(
+        *bodies(static, uses, (*uses[2], *ys)),
+        *(tuple(select(used, mask)) for used, mask in zip(uses, unknown, strict=True)),
+        num_forward_xs=sum(uses[3][: static.num_forward_xs]),
+        bound=static.bound,
+        saving=static.saving,
+        reverse=static.reverse,
+        unroll=static.unroll,
+        storage=static.storage,
+        stages=static.stages,
+    )
+    return Division(known, linear, state, carry, ys, uses)
+
+
+def bodies(static: Replay, keep: Sequence[Mask], wanted: Sequence[bool]) -> tuple[Any, Any]:
+    """Both bodies with these consts, states, carry leaves and xs, and these outputs of the backward one."""
+    consts, state, carry, xs = keep
+    forward, used = dce(static.forward, state, [True, *consts, *state, *xs[: static.num_forward_xs]])
+    assert used == [True, *consts, *state, *xs[: static.num_forward_xs]]
+    backward, used = dce(static.backward, wanted, [True, *consts, *carry, *state, *xs])
+    assert used == [True, *consts, *carry, *state, *xs]
+    return forward, backward
+
+
+def known_replay(static: Replay, unknown: Sequence[Mask], ys: Mask) -> Replay:
+    """The part of a sweep that depends on nothing unknown; it takes all known operands."""
+    keep = [invert(mask) for mask in unknown]
+    consts, state, carry, xs = keep
+    forward, backward = bodies(static, keep, (*carry, *invert(ys)))
+    return static._replace(
+        forward=forward,
+        backward=backward,
+        num_consts=sum(consts),
+        num_state=sum(state),
+        num_carry=sum(carry),
+        num_forward_xs=sum(xs[: static.num_forward_xs]),
+    )
+
+
+def needs(static: Replay, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask]:
+    """Which consts, states, carry leaves and xs these outputs of a sweep need."""
+    while True:
+        used = dce(static.backward, [*carry, *ys], False)[1]
+        _, consts, used_carry, state, xs = split(used, [1, static.num_consts, static.num_carry, static.num_state])
+        if either(carry, used_carry) == carry:
+            break
+        carry = either(carry, used_carry)
+    while True:
+        used = dce(static.forward, state, False)[1]
+        _, forward_consts, used_state, forward_xs = split(used, [1, static.num_consts, static.num_state])
+        if either(state, used_state) == tuple(state):
+            break
+        state = either(state, used_state)
+    padded = [*forward_xs, *(False,) * (len(xs) - len(forward_xs))]
+    return either(consts, forward_consts), tuple(state), carry, either(xs, padded)
+
+
+def _run_known(division: Division, unknown: Sequence[Mask], window: Sequence[Any], groups: Sequence[list[Any]]) -> Any:
+    consts, xs = reject(unknown[0], groups[0]), reject(unknown[4], groups[4])
+    init, saved = (reject(division.unknown_state, group) for group in groups[1:3])
+    carry = reject(division.unknown_carry, groups[3])
+    low, high, marks = window
+    return replay(division.known, low, high, marks, consts, init, saved, carry, xs)
+
+
+def _rest(division: Division, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
+    """The operands of the linear rest, known ones first."""
+    masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
+    used = [
+        (select(use, mask), select(use, group))
+        for use, mask, group in zip(division.uses, masks, [groups[0], groups[1], groups[3], groups[4]], strict=True)
+    ]
+    return [
+        *(x for mask, group in used for x in reject(mask, group)),
+        *(x for mask, group in used for x in select(mask, group)),
+    ]
+
+
+def _divide(static: Replay, unknown: Sequence[Mask]) -> Division:
+    return divide_replay(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    static = lending_replay(Replay(**params))
+    flags = [not is_known(t) for t in tracers]
+    if any(flags[:3]) or not any(flags):
+        return stage_unknown(trace, replay_p, tracers, static._asdict())
+    unknown = [tuple(mask) for mask in split(flags[3:], static.sizes)]
+    division = _divide(static, unknown)
+    if all(division.unknown_carry) and all(division.unknown_ys):
+        return stage_unknown(trace, replay_p, tracers, static._asdict())
+    window, operands = split(map(known_value, tracers), [3])
+    carry, ys = _run_known(division, unknown, window, split(operands, static.sizes))
+    # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
+    rest = _rest(division, unknown, split(tracers[3:], static.sizes))
+    out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], division.linear._asdict())
+    linear_carry, linear_ys = split(out, [sum(division.unknown_carry)])
+    return [*merge(division.unknown_carry, carry, linear_carry), *merge(division.unknown_ys, ys, linear_ys)]
+
+
+pe.custom_partial_eval_rules[replay_p] = _partial_eval
+
+
+def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+    """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
+    static = lending_replay(Replay(**params))
+    flags = list(map(ad.is_undefined_primal, operands))
+    unknown = [tuple(mask) for mask in split(flags, static.sizes)]
+    division = _divide(static, unknown)
+    rest = _rest(division, unknown, split(operands, static.sizes))
+    ct_carry, ct_ys = split(cts, [static.num_carry])
+    cts = [*select(division.unknown_carry, ct_carry), *select(division.unknown_ys, ct_ys)]
+    given = Operands.of(division.linear, [low, high, *rest])
+    consts, init, carry, xs = transpose_linear_replay(cts, division.linear, given)
+    masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
+    used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, division.uses, strict=True)]
+    consts, init, carry, xs = (
+        merge(mask, [None] * mask.count(False), group)
+        for mask, group in zip(used, (consts, init, carry, xs), strict=True)
+    )
+    found = [*consts, *init, *(None for _ in init), *carry, *xs]
+    return [None, None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
+
+
+ad.primitive_transposes[replay_p] = _transpose

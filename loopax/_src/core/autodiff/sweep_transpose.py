@@ -1,0 +1,308 @@
+"""Reverse mode through a reverse sweep: second derivatives by reverse over reverse.
+
+A sweep is divided as a loop is: a known sweep, and the linear rest. With states s (walked forward),
+carry l (walked backward) and their tangents ds and dl, the rest computes::
+
+    forward:   ds' = F(s) ds            backward:   dl = G(s) dl' + H(s, l') ds
+
+Its transpose has cotangents p of dl (walked forward) and m of ds (walked backward)::
+
+    forward:   p' = G(s)^T p            backward:   m = F(s)^T m' + H(s, l')^T p
+
+which is a loop on (s, p) that saves, and then a replay of (s, p) with the carry (l, m). Only where
+G depends on l as well (a `custom_vjp` whose backward function is not linear, say, which clips
+gradients) are the values of l stored for every step.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from loopax._src.core.ir.kind import Storage
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.loop import run
+from loopax._src.core.ir.reverse_sweep import Replay, replay, saving_loop, walk_and_replay
+from loopax._src.core.jaxpr.dataflow import dependence, to_bits
+from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
+from loopax._src.core.jaxpr.util import (
+    Mask,
+    invert,
+    merge,
+    reject,
+    select,
+    split,
+    stacked,
+    trace,
+    weakly_cached,
+    written_out,
+)
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    batching,
+    dce,
+    jaxpr_as_fun,
+    mlir,
+    new_primitive,
+    replace_jaxpr,
+    strong,
+    zeros,
+)
+from loopax._src.schedule.saving import Saving
+
+
+class LinearReplay(NamedTuple):
+    """The static description of the linear rest of a reverse sweep."""
+
+    forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
+    backward: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *y), ys all linear
+    linear_consts: Mask
+    linear_state: Mask
+    linear_carry: Mask
+    linear_xs: Mask
+    num_forward_xs: int
+    bound: int | None
+    saving: Saving
+    reverse: bool
+    unroll: int
+    storage: Storage
+    stages: Stages | None = None  # as in `Loop`
+
+    @property
+    def masks(self) -> list[Mask]:
+        """Which consts, states, leaves of the carry and xs are linear."""
+        return [self.linear_consts, self.linear_state, self.linear_carry, self.linear_xs]
+
+    @property
+    def avals(self) -> list[list[Any]]:
+        """The types of consts, states, carry, xs and ys."""
+        sizes = [len(self.linear_consts), len(self.linear_carry), len(self.linear_state)]
+        consts, carry, state, xs = split(self.backward.in_avals[1:], sizes)
+        return [consts, state, carry, xs, self.backward.out_avals[len(self.linear_carry) :]]
+
+    @property
+    def as_replay(self) -> Replay:
+        """The whole sweep, known part included."""
+        return Replay(
+            self.forward,
+            self.backward,
+            num_consts=len(self.linear_consts),
+            num_state=len(self.linear_state),
+            num_carry=len(self.linear_carry),
+            num_forward_xs=self.num_forward_xs,
+            bound=self.bound,
+            saving=self.saving,
+            reverse=self.reverse,
+            unroll=self.unroll,
+            storage=self.storage,
+            stages=self.stages,
+        )
+
+    @property
+    def known(self) -> "LinearReplay":
+        """The known part: the same bodies without what is linear."""
+        keep = [invert(mask) for mask in self.masks]
+        consts, state, carry, xs = keep
+        forward = dce(self.forward, state, [True, *consts, *state, *xs[: self.num_forward_xs]])[0]
+        no_ys = [False] * len(self.avals[4])
+        backward = dce(self.backward, [*carry, *no_ys], [True, *consts, *carry, *state, *xs])[0]
+        nothing = [(False,) * sum(mask) for mask in keep]
+        return self._replace(
+            forward=forward,
+            backward=backward,
+            linear_consts=nothing[0],
+            linear_state=nothing[1],
+            linear_carry=nothing[2],
+            linear_xs=nothing[3],
+            num_forward_xs=sum(xs[: self.num_forward_xs]),
+        )
+
+
+class Operands(NamedTuple):
+    """The operands of a linear replay: consts, states' init, carry's init and xs, known and linear."""
+
+    low: Any
+    high: Any
+    known: list[list[Any]]
+    linear: list[list[Any]]
+
+    @classmethod
+    def of(cls, static: LinearReplay, operands: Sequence[Any]) -> "Operands":
+        """Cut a flat list."""
+        low, high, *rest = operands
+        sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
+        *groups, _ = split(rest, sizes)
+        return cls(low, high, groups[:4], groups[4:])
+
+
+linear_replay_p = new_primitive("loop_linear_replay")
+
+
+def _whole(*flat: Any, **params: Any) -> list[Any]:
+    static = LinearReplay(**params)
+    given = Operands.of(static, flat)
+    groups = [merge(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
+    carry, rows = walk_and_replay(static.as_replay, given.low, given.high, *groups)
+    return [*select(static.linear_carry, carry), *rows]
+
+
+def _abstract(*_: Any, **params: Any) -> list[Any]:
+    static = LinearReplay(**params)
+    carry, ys = static.avals[2], static.avals[4]
+    return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
+
+
+_whole_compiled = jax.jit(_whole, static_argnames=LinearReplay._fields)
+linear_replay_p.def_impl(_whole_compiled)
+linear_replay_p.def_abstract_eval(_abstract)
+mlir.register_lowering(linear_replay_p, mlir.lower_fun(_whole, multiple_results=True))
+batching.fancy_primitive_batchers[linear_replay_p] = batch_expanded(linear_replay_p, _whole)
+ad.primitive_jvps[linear_replay_p] = jvp_expanded(_whole)
+
+
+@weakly_cached
+def _transposed_step(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
+    """One step of both bodies, transposed.
+
+    (row, *known consts, *states, *carry, *x, *ct states, *ct carry, *ct y)
+    -> (*ct consts, *ct states, *ct carry, *ct x).
+    """
+    forward, backward = jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward)
+    *groups, ys = static.avals
+    known = [reject(mask, group) for mask, group in zip(static.masks, groups, strict=True)]
+    linear = [select(mask, group) for mask, group in zip(static.masks, groups, strict=True)]
+    inputs = [*known, linear[1], linear[2], select(nonzero_ys, ys)]
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        groups = split(operands, [len(group) for group in inputs])[:-1]
+        values, (ct_state, ct_carry, ct_y) = groups[:4], groups[4:]
+
+        def linear_part(*dots: list[Any]) -> tuple[list[Any], ...]:
+            pairs = zip(static.masks, values, dots, strict=True)
+            consts, state, carry, xs = (merge(mask, k, d) for mask, k, d in pairs)
+            new_state = forward(row, *consts, *state, *xs[: static.num_forward_xs])
+            new_carry, y = split(backward(row, *consts, *carry, *state, *xs), [len(carry)])
+            return (
+                select(static.linear_state, new_state),
+                select(static.linear_carry, new_carry),
+                select(nonzero_ys, y),
+            )
+
+        arguments = [[strong(aval) for aval in group] for group in linear]
+        found = jax.linear_transpose(linear_part, *arguments)((ct_state, ct_carry, ct_y))
+        return [ct for group in found for ct in group]
+
+    return trace(step, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+
+
+@weakly_cached
+def _cotangents_of_carry(static: LinearReplay, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
+    """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l."""
+    step = _transposed_step(static, nonzero_ys)
+    sizes = [sum(mask) for mask in static.masks]
+    wanted = [group == 2 for group, size in enumerate(sizes) for _ in range(size)]
+    consts, state, carry, xs = (mask.count(False) for mask in static.masks)
+    first = 1 + consts + state
+    of_carry = to_bits([first <= i < first + carry for i in range(len(step.in_avals))])
+    reads_carry = any(bits & of_carry for bits, keep in zip(dependence(step), wanted, strict=True) if keep)
+    keep = [True] * (1 + consts + state) + [reads_carry] * carry + [True] * xs
+    keep += [False] * sizes[1] + [True] * (len(step.in_avals) - len(keep) - sizes[1])
+    return dce(step, wanted, keep)[0], reads_carry
+
+
+@weakly_cached
+def _forward_pair(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
+    """The loop on (s, p): (row, *known consts, *s, *p, *x, *ct y, [*l]) -> (*s, *p)."""
+    known = static.known
+    step, reads_carry = _cotangents_of_carry(static, nonzero_ys)
+    consts, state, carry, xs, _ = known.avals
+    p = select(static.linear_carry, static.avals[2])
+    inputs = [consts, state, p, xs, select(nonzero_ys, static.avals[4]), carry if reads_carry else []]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        consts, state, p, xs, ct_y, carry = split(operands, [len(group) for group in inputs])[:-1]
+        new_state = jaxpr_as_fun(known.forward)(row, *consts, *state, *xs[: known.num_forward_xs])
+        return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_y)]
+
+    return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+
+
+@weakly_cached
+def _backward_pair(static: LinearReplay, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
+    """The carry (l, m, ct consts) reading (s, p): also returns cotangents of rows of linear xs."""
+    known = static.known
+    step = jaxpr_as_fun(_transposed_step(static, nonzero_ys))
+    consts, state, carry, xs, _ = known.avals
+    linear_consts, m, p, _ = (select(mask, avals) for mask, avals in zip(static.masks, static.avals[:4], strict=True))
+    extra = carry if num_extra_xs else []
+    ct_y = select(nonzero_ys, static.avals[4])
+    inputs = [consts, carry, m, linear_consts, state, p, xs, ct_y, extra]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        consts, carry, m, ct_consts, state, p, xs, ct_y, _ = split(operands, [len(group) for group in inputs])[:-1]
+        new_carry = jaxpr_as_fun(known.backward)(row, *consts, *carry, *state, *xs)
+        found = step(row, *consts, *state, *carry, *xs, *m, *p, *ct_y)
+        more_consts, m, _, ct_xs = split(found, [len(linear_consts), len(m), len(p)])
+        return [*new_carry, *m, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_xs]
+
+    return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+
+
+def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Operands) -> list[list[Any]]:
+    """Cotangents of the linear consts, init of the states, init of the carry, and xs."""
+    p, ct_ys = split(cts, [sum(static.linear_carry)])
+    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
+    consts, init, carry, xs = given.known
+    extra = _every_carry(static, given) if _cotangents_of_carry(static, nonzero_ys)[1] else []
+    rows = [*xs, *select(nonzero_ys, ct_ys), *extra]
+
+    forward = _forward_pair(static, nonzero_ys)
+    loop = saving_loop(static.as_replay, forward, len(consts), len(init) + len(p))
+    out = run(loop, given.low, given.high, consts, [*init, *map(written_out, p)], rows)
+
+    avals = [select(mask, group) for mask, group in zip(static.masks, static.avals[:4], strict=True)]
+    start = [*carry, *map(zeros, avals[1]), *map(zeros, avals[0])]
+    back = Replay(
+        forward,
+        _backward_pair(static, nonzero_ys, len(extra)),
+        num_consts=len(consts),
+        num_state=len(init) + len(p),
+        num_carry=len(start),
+        num_forward_xs=len(rows),
+        bound=static.bound,
+        saving=static.saving,
+        reverse=static.reverse,
+        unroll=static.unroll,
+        storage=static.storage,
+        stages=static.stages,
+    )
+    states = [*init, *map(written_out, p)]
+    (marks,) = out.marks
+    final, ct_xs = replay(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
+    _, ct_init, ct_consts = split(final, [len(carry), len(avals[1])])
+    return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
+
+
+def _every_carry(static: LinearReplay, given: Operands) -> list[Any]:
+    """The known carry before every backward step, as rows."""
+    known = static.known
+    inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
+    first = 1 + len(known.linear_consts)
+    body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
+    whole = known._replace(backward=body).as_replay
+    return walk_and_replay(whole, given.low, given.high, *given.known)[1]
+
+
+def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+    static = LinearReplay(**params)
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return [None] * len(flat)
+    given = Operands.of(static, flat)
+    found = [ct for group in transpose_linear_replay(cts, static, given) for ct in group]
+    operands = [x for group in given.linear for x in group]
+    wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
+    return [None] * (len(flat) - len(operands)) + wanted
+
+
+ad.primitive_transposes[linear_replay_p] = _transpose

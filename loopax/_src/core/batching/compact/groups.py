@@ -1,0 +1,82 @@
+"""Lanes whose numbers of steps are known, in groups of lanes that take similar numbers, one after another."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.batching.compact.gather import take
+from loopax._src.core.ir.kind import EveryResidual
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.jaxpr.util import INDEX, Mask, merge, reject, select, split, trace
+
+
+class GroupProgram(NamedTuple):
+    """What runs in groups: operands are low, high, and others."""
+
+    run_group: Callable[[int, list[Any]], list[Any]]  # (number of lanes, operands) -> results
+    mapped: Mask  # which operands have an axis of lanes
+    operand_axes: Sequence[int]  # where
+    result_axes: Sequence[int]  # all results have one
+
+
+def in_groups(program: GroupProgram, stages: Stages, num_steps: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of all lanes."""
+    lanes = len(num_steps)
+    parts = stages.groups(lanes)
+    if parts == [(1, lanes)]:
+        return program.run_group(lanes, list(operands))
+    places = sum(number * size for number, size in parts)  # those that are left repeat a lane, without its rows
+    order = jnp.argsort(-num_steps).astype(jnp.int32)
+    chosen = order if places == lanes else order[jnp.minimum(jnp.arange(places), lanes - 1)]
+    axes = select(program.mapped, program.operand_axes)
+    own = [
+        _lanes_first(x, at, chosen, places == lanes)
+        for x, at in zip(select(program.mapped, operands), axes, strict=True)
+    ]
+    rows, start, found = [jnp.arange(places) < lanes, *own], 0, []
+    for number, size in parts:
+        part = [x[start : start + number * size].reshape(number, size, *x.shape[1:]) for x in rows]
+        found.append(_map(program, number, size, reject(program.mapped, operands), part))
+        start += number * size
+    back = jnp.argsort(order).astype(jnp.int32)
+    results = [jnp.concatenate(values)[:lanes] for values in zip(*found, strict=True)]
+    return [jnp.moveaxis(take(y, back, 0), 0, at) for y, at in zip(results, program.result_axes, strict=True)]
+
+
+def _lanes_first(x: Any, axis: int, order: Any, unique: bool) -> Any:
+    return jnp.moveaxis(x, axis, 0).at[order].get(mode="promise_in_bounds", unique_indices=unique)
+
+
+def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows: list[Any]) -> list[Any]:
+    """One group after another; returns results with lanes first."""
+    axes = select(program.mapped, program.operand_axes)
+
+    def body(_: Any, *values: Any) -> list[Any]:
+        shared_values, (is_lane, *own) = split(values, [len(shared)])
+        own = [jnp.moveaxis(x, 0, at) for x, at in zip(own, axes, strict=True)]
+        low, high, *rest = merge(program.mapped, shared_values, own)
+        results = program.run_group(size, [*_windows(is_lane, program.mapped, low, high), *rest])
+        return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
+
+    loop = Loop(
+        trace(body, [INDEX, *map(jax.typeof, shared), *(jax.typeof(x[0]) for x in rows)]),
+        num_consts=len(shared),
+        num_carry=0,
+        bound=number,
+        reverse=False,
+        predicated=False,
+        unroll=1,
+        storage=EveryResidual(reason="a map over groups of lanes"),
+    )
+    out = run(loop, jnp.int32(0), jnp.int32(number), shared, [], rows)
+    return [y.reshape(number * size, *y.shape[2:]) for y in out.ys]
+
+
+def _windows(is_lane: Any, mapped: Mask, low: Any, high: Any) -> tuple[Any, Any]:
+    """No rows for a place that is left."""
+    if mapped[1]:
+        return low, jnp.where(is_lane, high, low)
+    return jnp.where(is_lane, low, high), high

@@ -1,0 +1,168 @@
+"""A batch of loops that does not wait for its slowest lane.
+
+Lanes whose numbers of steps are known at the start are dealt into groups of lanes that take similar numbers, and one
+group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
+those are gathered into a smaller batch, which goes on; in the end results are put back in their places.
+
+Every group and every stage is a batch in lockstep.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from loopax._src.core.batching.compact.gather import active_first, take, take_mapped, with_rows
+from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
+from loopax._src.core.batching.compact.primitive import Rules
+from loopax._src.core.batching.lockstep_loop import Lanes, goes_on, own_limits, run_lanes
+from loopax._src.core.batching.masked_step import hull
+from loopax._src.core.ir.kind import part_of
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.loop import UNUSED, Loop
+from loopax._src.core.jaxpr.dataflow import spread
+from loopax._src.core.jaxpr.mapped_axis import Axis
+from loopax._src.core.jaxpr.util import Mask, select, split, stacked
+from loopax._src.jax_internals import zeros
+
+
+class Results(NamedTuple):
+    """Of all lanes of a batch."""
+
+    num_steps: Any
+    carry: list[Any]
+    ys: list[Any]
+
+    def take(self, order: Any) -> "Results":
+        """These lanes, in this order."""
+        carry, ys = [take(x, order, 0) for x in self.carry], [take(y, order, 1) for y in self.ys]
+        return Results(take(self.num_steps, order, 0), carry, ys)
+
+    def part(self, start: int, end: int) -> "Results":
+        """Some lanes."""
+        return Results(
+            self.num_steps[start:end], [x[start:end] for x in self.carry], [y[:, start:end] for y in self.ys]
+        )
+
+
+def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """The program of a batch."""
+    assert loop.stages is not None
+    if loop.predicated:
+        low, high, lanes = _lanes(loop, mapped, operands)
+        results = _in_stages(loop, loop.stages, axis, *hull(low, high), lanes)
+    else:
+        results = _in_groups(loop, loop.stages, axis, mapped, operands)
+    return [results.num_steps, *results.carry, *results.ys, *nothing_saved(loop, axis)]
+
+
+def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, Lanes]:
+    (low, high), consts, carry, xs = split(operands, [2, *loop.sizes])
+    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split(mapped, [2, *loop.sizes]))
+    own = own_limits(windows, low, high)
+    return low, high, Lanes(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
+
+
+def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
+    """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/batching/compact/sweep.py`)."""
+    if not loop.saving:
+        return []
+    avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals[0])]
+    marks = jnp.full((axis.size, loop.saving.num_marks()), UNUSED, jnp.int32)
+    return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), marks]
+
+
+def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
+    """Lanes whose windows are all that stops them."""
+    low, high, _ = _lanes(loop, mapped, operands)
+    num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+    groups = sum(number for number, _ in stages.groups(axis.size))
+    reporting = loop.reporting and loop.reporting._replace(runs=groups, lanes=axis.size)
+    loop = loop._replace(saving=None, saved=(), reporting=reporting)
+
+    def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
+        part = loop._replace(
+            storage=part_of(loop.storage, lanes / max(axis.size, 1)),
+            reporting=loop.reporting and loop.reporting._replace(size=lanes),
+        )
+        carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
+        return [*carry, *ys]
+
+    program = GroupProgram(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
+    results = in_groups(program, stages, num_steps, operands)
+    return Results(num_steps, *split(results, [loop.num_carry]))
+
+
+def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    low, high, lanes = _lanes(loop, mapped, operands)
+    out, _ = run_lanes(loop, axis, *hull(low, high), lanes)
+    return out.carry, out.ys
+
+
+def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Results:
+    """Lanes whose predicates stop them: which go on is known only then.
+
+    Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact/autodiff.py`).
+    """
+    sizes = stages.sizes(axis.size)
+    reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
+    loop = loop._replace(saving=None, saved=(), reporting=reporting)
+    places, left, finished = jnp.arange(axis.size, dtype=jnp.int32), Results(jnp.int32(0), lanes.carry, []), []
+    for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
+        out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
+        reached = high - out.num_steps if loop.reverse else low + out.num_steps
+        walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
+        ys = [with_rows(old, new, *walked) for old, new in zip(left.ys, out.ys, strict=True)] if index else out.ys
+        left = Results(left.num_steps + num_steps, out.carry, ys)
+        low, high = rest
+        if smaller:
+            first = high - 1 if loop.reverse else low
+            order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
+            left, places = left.take(order), take(places, order, 0)
+            finished.append((left.part(smaller, size), places[smaller:]))
+            left, places = left.part(0, smaller), places[:smaller]
+            lanes = _lanes_left(lanes, order[:smaller], left.carry)
+    return _in_place([(left, places), *reversed(finished)])
+
+
+def _lanes_left(lanes: Lanes, order: Any, carry: list[Any]) -> Lanes:
+    """The operands of the lanes that are left."""
+    return lanes._replace(
+        own=[take(x, order, 0) for x in lanes.own],
+        consts=take_mapped(lanes.consts, lanes.mapped_consts, order, 0),
+        carry=carry,
+        xs=take_mapped(lanes.xs, lanes.mapped_xs, order, 1),
+    )
+
+
+def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
+    """The results of all lanes, each where it was at the start."""
+    if len(parts) == 1:
+        return parts[0][0]
+    results, places = zip(*parts, strict=True)
+    back = jnp.argsort(jnp.concatenate(places)).astype(jnp.int32)
+    joined = Results(
+        jnp.concatenate([r.num_steps for r in results]),
+        [jnp.concatenate(leaves) for leaves in zip(*(r.carry for r in results), strict=True)],
+        [jnp.concatenate(rows, 1) for rows in zip(*(r.ys for r in results), strict=True)],
+    )
+    return joined.take(back)
+
+
+def operand_axes(loop: Loop) -> list[int]:
+    """Where operands have their lanes."""
+    carry, xs = loop.input_avals[1:]
+    return [0, 0, *(0,) * loop.num_consts, *(0 for _ in carry), *(1 for _ in xs)]
+
+
+def result_axes(loop: Loop) -> list[int]:
+    """Where results have their lanes."""
+    marks = [0] if loop.saving else []
+    return [0, *(0,) * loop.num_carry, *(1 for _ in loop.output_avals[1]), *(1,) * sum(loop.saved_mask), *marks]
+
+
+def _steps_differ(loop: Loop, mapped: Mask) -> bool:
+    return any(mapped[:2]) or (loop.predicated and spread(loop.body, (False, *mapped[2:]), loop.carry_range)[0])
+
+
+LOOPS = Rules(_run, operand_axes, result_axes, _steps_differ)

@@ -1,0 +1,163 @@
+"""A batch of lanes as one operation, until it is compiled or differentiated.
+
+It stands for a program that runs the lanes in stages. A second `jax.vmap` does not map that program: its lanes and
+those of the first are one batch of lanes, for which the program is written anew. Derivatives are those of the program,
+but for the loops of `core/batching/compact/autodiff.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.effects.guard import guarded, guards
+from loopax._src.core.effects.strip_progress import silent
+from loopax._src.core.jaxpr.dataflow import dependence, dependence_rules
+from loopax._src.core.jaxpr.expand import jvp_expanded
+from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_spread
+from loopax._src.core.jaxpr.util import Mask, collective_over, merge, num_bytes, reject, select, trace, weakly_cached
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    axis_arguments,
+    batched_outputs,
+    batching,
+    jaxpr_as_fun,
+    mlir,
+    new_primitive,
+    zeros,
+)
+from loopax._src.messages import collective_message
+
+# Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
+# many bytes, or than what the lanes have already.
+REPEATED_BYTES = 64 * 1024
+
+
+class Rules(NamedTuple):
+    """How a batch of something runs."""
+
+    run: Callable[..., list[Any]]  # (static, axis, mapped, operands) -> results
+    operand_axes: Callable[[Any], list[int]]  # where each operand has its axis of lanes, if it has one
+    result_axes: Callable[[Any], list[int]]  # where each result has it
+    steps_differ: Callable[[Any, Mask], bool]  # whether mapping these operands makes numbers of steps differ
+
+
+class Batch(NamedTuple):
+    """The parameters of the primitive."""
+
+    program: ClosedJaxpr  # operands -> results
+    rules: Rules
+    static: Any  # what there is a batch of
+    axis: Axis
+    mapped: Mask  # which operands have an axis of lanes
+
+
+batch_p = new_primitive("lanes")
+
+
+@weakly_cached
+def _program(static: Any, rules: Rules, axis: Axis, mapped: Mask, avals: tuple[Any, ...]) -> ClosedJaxpr:
+    return trace(lambda *operands: rules.run(static, axis, mapped, operands), avals)
+
+
+def batch_of(rules: Rules, static: Any, axis: Axis, mapped: Mask, avals: Sequence[Any]) -> Batch:
+    """The batch for operands of these types; every one that is mapped has its lanes where the rules say."""
+    return Batch(_program(static, rules, axis, mapped, tuple(avals)), rules, static, axis, mapped)
+
+
+def batch(rules: Rules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """Bind the primitive."""
+    return batch_p.bind(*operands, **batch_of(rules, static, axis, mapped, list(map(jax.typeof, operands)))._asdict())
+
+
+def _whole(*operands: Any, **params: Any) -> list[Any]:
+    return jaxpr_as_fun(Batch(**params).program)(*operands)
+
+
+def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Batching: one flat batch, unless all new lanes take the same steps, or operands would be repeated too often."""
+    inner, outer = Batch(**params), Axis.of(axis_data)
+    if collective_over(inner.program, outer.name):
+        raise NotImplementedError(collective_message(outer.name))
+    if not _joins(inner, outer, operands, dims):
+        return _map_program(axis_data, operands, dims, inner.program)
+    refuse_spread(outer)
+    names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
+    axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
+    positions = inner.rules.operand_axes(inner.static)
+    sizes = (outer.size, inner.axis.size)
+    flat = [_flatten(*each, sizes) for each in zip(operands, positions, inner.mapped, dims, strict=True)]
+    mapped = tuple(m or d is not None for m, d in zip(inner.mapped, dims, strict=True))
+    results = batch(inner.rules, inner.static, axis, mapped, flat)
+    result_axes = inner.rules.result_axes(inner.static)
+    unflattened = [
+        y.reshape(*y.shape[:at], *sizes, *y.shape[at + 1 :]) for y, at in zip(results, result_axes, strict=True)
+    ]
+    return unflattened, result_axes
+
+
+def _as_tuple(name: Any) -> tuple[Any, ...]:
+    if name is None:
+        return ()
+    return name if isinstance(name, tuple) else (name,)
+
+
+def _joins(inner: Batch, outer: Axis, operands: Sequence[Any], dims: Sequence[Any]) -> bool:
+    """Whether one batch of all lanes is written, or the first one is mapped."""
+    if not inner.rules.steps_differ(inner.static, is_batched(dims)):
+        return False
+    bodies = [part for part in inner.static if isinstance(part, ClosedJaxpr)]
+    if not inner.program.effects and any(body.effects for body in bodies):
+        return False  # a replay, from which effects have been removed
+    repeated = own = 0
+    for x, mapped, dim in zip(operands, inner.mapped, dims, strict=True):
+        size = num_bytes([jax.typeof(x)])
+        own += size if mapped or dim is not None else 0
+        if mapped != (dim is not None):
+            repeated += size * ((outer.size if mapped else inner.axis.size) - 1)
+    return repeated <= max(own, REPEATED_BYTES)
+
+
+def _map_program(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], program: ClosedJaxpr) -> Any:
+    """The program for all new lanes; what does not depend on them stays as it is."""
+    out_axes = axes_of(batched_outputs(program, axis_data, is_batched(dims)))
+    in_axes = [None if d is None else int(d) for d in dims]
+    mapped = jax.vmap(jaxpr_as_fun(program), in_axes=in_axes, out_axes=out_axes, **axis_arguments(axis_data))
+    return mapped(*operands), out_axes
+
+
+def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) -> Any:
+    """An operand with one axis for the lanes of both batches, those of the new one first."""
+    if dim is None and not mapped:
+        return x
+    x = jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, int(dim), at)
+    x = x if mapped else jnp.expand_dims(x, at + 1)
+    x = jnp.broadcast_to(x, (*x.shape[:at], *sizes, *x.shape[at + 2 :]))
+    return x.reshape(*x.shape[:at], prod(sizes), *x.shape[at + 2 :])
+
+
+def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """That of the program, in the operands in which it is linear."""
+    linear = [ad.is_undefined_primal(x) for x in operands]
+    program = jaxpr_as_fun(silent(Batch(**params).program))
+
+    def of_linear(*values: Any) -> list[Any]:
+        return program(*merge(linear, reject(linear, operands), values))
+
+    found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
+    given = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
+    return merge(linear, [None] * linear.count(False), found(given))
+
+
+_compiled = jax.jit(_whole, static_argnames=Batch._fields)
+batch_p.def_impl(_compiled)
+batch_p.def_effectful_abstract_eval(lambda *_, program, **__: (program.out_avals, program.effects))
+mlir.register_lowering(batch_p, mlir.lower_fun(_whole, multiple_results=True))
+batching.fancy_primitive_batchers[batch_p] = _join
+jvp_of_program = jvp_expanded(_whole)
+ad.primitive_transposes[batch_p] = _transpose
+dependence_rules[batch_p] = lambda eqn: list(dependence(eqn.params["program"]))
+guards[batch_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)

@@ -1,0 +1,157 @@
+"""A batch of loops that stop at different steps, in lockstep.
+
+Lanes share the row number, so rows of xs are never gathered. A lane is active while the row is in
+its own window `low <= row < high` and its own predicate is True; the batch goes on until no lane is, or
+until no more than some are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.batching.masked_step import (
+    borrowed_operands,
+    in_window,
+    lane_function,
+    skip_idle_rows,
+    step_lanes,
+)
+from loopax._src.core.ir.loop import Loop, Outcome, run
+from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
+from loopax._src.core.jaxpr.util import Mask, collective_over, select, split, stacked, trace, weakly_cached
+from loopax._src.core.masking.substitute import Lent, large_constants
+from loopax._src.core.row_buffers.versions import buffers, read_only
+from loopax._src.jax_internals import vary_like
+from loopax._src.messages import collective_message
+
+
+class Lanes(NamedTuple):
+    """The operands of a batch; those that lanes have of their own have an axis of lanes, rows of xs a second one."""
+
+    windows: Mask  # whether lanes have a low and a high of their own
+    own: list[Any]  # these
+    mapped_consts: Mask
+    mapped_xs: Mask
+    consts: list[Any]
+    carry: list[Any]  # each with an axis of lanes
+    xs: list[Any]
+
+
+def more_than(leave: int, active: Any) -> Any:
+    """Whether more lanes than these are active."""
+    return jnp.sum(active, dtype=jnp.int32) > leave if leave else jnp.any(active)
+
+
+def goes_on(row: Any, own: Sequence[Any], windows: Mask, reverse: bool) -> Any:
+    """Which lanes have rows from `row` on, also ones that have not started; True where all share a bound."""
+    if all(windows):
+        low, high = own
+        return (low < high) & ((low <= row) if reverse else (row < high))
+    if reverse and windows[0]:
+        return own[0] <= row
+    if not reverse and windows[1]:
+        return row < own[-1]
+    return True
+
+
+def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
+    """Whether the batch goes on, where it has a predicate, and how many lanes do, where it shows that."""
+    go_on = carry[0] & ahead if loop.predicated else ahead
+    goes_on = [more_than(leave, go_on)] if loop.predicated else []
+    if loop.reporting is None:
+        return goes_on
+    # Where each lane is a batch that counts its own lanes, these are counted.
+    counts = jnp.ones(axis.size, jnp.int32) if loop.lanes_place is None else carry[loop.lanes_place]
+    return [*goes_on, jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32)]
+
+
+@weakly_cached
+def _lanes_loop(
+    loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
+) -> Loop:
+    """Consts: [lows], [highs], *consts; carry: [whether the batch goes on], [lanes that do], [steps of each], *carry.
+
+    The number of lanes that go on is there where the loop shows it.
+    """
+    if collective_over(loop.body, axis.name):
+        raise NotImplementedError(collective_message(axis.name))
+    window_avals, extra = avals
+    batched = (*consts, *(True,) * loop.num_carry, *xs)
+    function = lane_function(loop.body, batched, axis.arguments)
+    const_avals = lane_avals(loop.input_avals[0], consts, axis)
+    own_rows = read_only(loop.body, range(1, 1 + loop.num_consts))
+    large = large_constants(const_avals, tuple(c and not read for c, read in zip(consts, own_rows, strict=True)))
+    in_place = buffers(loop.body, loop.carry_range)
+    borrowed = borrowed_operands(loop.body, consts, large, loop.num_carry, xs)
+    num_windows, num_extra = len(window_avals), len(extra)
+    start_batched = windows[1] if loop.reverse else windows[0]
+    may_idle = all(windows) or (loop.predicated and start_batched)
+    y_avals = [stacked(a, axis.size) for a in loop.output_avals[1]]
+
+    def active_at(row: Any, own: Sequence[Any], carry: Sequence[Any]) -> Any:
+        active = in_window(row, own, windows, axis)
+        return active & carry[0] if loop.predicated else active
+
+    def activity(row: Any, *operands: Any) -> list[Any]:
+        own, _, _, carry = split(operands, [num_windows, loop.num_consts, num_extra])
+        return [active_at(row, own, carry)]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        own, consts, extra, carry, xs = split(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
+        active = active_at(row, own, carry)
+
+        def step() -> list[Any]:
+            return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry, in_place)
+
+        out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
+        if not num_extra:
+            return out
+        ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)
+        taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
+        return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
+
+    carry_avals, xs_avals = loop.input_avals[1:]
+    inputs = [
+        loop.body.in_avals[0],
+        *window_avals,
+        *const_avals,
+        *extra,
+        *lane_avals(carry_avals, [True] * loop.num_carry, axis),
+    ]
+    reporting = loop.reporting and loop.reporting._replace(counts_lanes=True)
+    return loop._replace(
+        reporting=reporting,
+        body=trace(body, [*inputs, *lane_avals(xs_avals, xs, axis)]),
+        lent=Lent(trace(activity, inputs), (False,) * num_windows + large) if any(large) else None,
+        num_consts=loop.num_consts + num_windows,
+        num_carry=loop.num_carry + num_extra,
+        saved=loop.saved and ((False,) * num_extra + loop.saved),
+        stages=None,
+        origin=loop.origin and loop.origin.in_lockstep(axis.size, num_windows, num_extra),
+    )
+
+
+def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes, leave: int = 0) -> tuple[Outcome, Any]:
+    """Walk the rows `low ... high - 1`; also returns the steps of each lane (None without a predicate).
+
+    Lanes with a predicate stop when no more than `leave` of them go on.
+    """
+    extra = []
+    if loop.predicated or loop.reporting is not None:
+        first = high - 1 if loop.reverse else low
+        ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)
+        extra = _summary(loop, axis, leave, lanes.carry, ahead)
+    if loop.predicated:
+        extra.append(vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(extra[0])))
+    avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
+    batch = _lanes_loop(loop, axis, lanes.mapped_consts, lanes.mapped_xs, lanes.windows, avals, leave)
+    out = run(batch, low, high, [*lanes.own, *lanes.consts], [*extra, *lanes.carry], lanes.xs)
+    extra, carry = split(out.carry, [len(extra)])
+    return out._replace(carry=carry), extra[-1] if loop.predicated else None
+
+
+def own_limits(windows: Mask, low: Any, high: Any) -> list[Any]:
+    """Those of the two that lanes have of their own."""
+    return select(windows, (low, high))

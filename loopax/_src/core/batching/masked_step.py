@@ -1,0 +1,100 @@
+"""One step of a batch of loops that stop at different times.
+
+A finished lane keeps its carry. What it computes meanwhile is thrown away, so it computes something
+harmless: it *borrows* all that it reads from a lane that is still active. The body is then never
+evaluated outside its domain, and a loop inside the body never spins for a lane that is done.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.effects.guard import guarded
+from loopax._src.core.jaxpr.mapped_axis import Axis
+from loopax._src.core.jaxpr.util import Mask, either, invert, split
+from loopax._src.core.masking.all_active import active_lanes, visibly_active
+from loopax._src.core.masking.substitute import borrow, pick
+from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, zeros
+
+
+def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
+    """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
+    if body.effects or uses_buffers(body):
+        function = guarded(body)
+        in_axes = (0, None, *(0 if b else None for b in batched))
+        return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
+    plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis)
+    return lambda _, *operands: plain(*operands)
+
+
+def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
+    """Which leaves of the carry are only added to: a lane may keep its own, for sums have no domain to leave.
+
+    Such are the cotangents of a lane's own weights, which are as large as the weights.
+    """
+    uses = Counter(id(atom) for eqn in body.jaxpr.eqns for atom in eqn.invars)
+    uses.update(id(atom) for atom in body.jaxpr.outvars)
+    sums = {id(eqn.outvars[0]): eqn for eqn in body.jaxpr.eqns if eqn.primitive.name in ("add", "add_any")}
+
+    def only_added_to(leaf: Any, out: Any) -> bool:
+        total = sums.get(id(out))
+        return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
+
+    leaves = [body.jaxpr.invars[i] for i in carry]
+    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, body.jaxpr.outvars, strict=False))
+
+
+def step_lanes(
+    function: Callable[..., list[Any]],
+    active: Any,
+    row: Any,
+    operands: Sequence[Any],
+    batched: Sequence[bool],
+    carry: Sequence[Any],
+    in_place: Mask,
+) -> list[Any]:
+    """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros.
+
+    In leaves of the carry that are changed `in_place`, finished lanes do not write.
+    """
+    out = function(active, row, *borrow(active, operands, batched))
+    new_carry, ys = split(out, [len(carry)])
+    leaves = zip(in_place, new_carry, carry, strict=True)
+    return [
+        *(new if changed else pick(active, new, old) for changed, new, old in leaves),
+        *(pick(active, y, jnp.zeros((), y.dtype)) for y in ys),
+    ]
+
+
+def skip_idle_rows(
+    step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
+) -> list[Any]:
+    """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
+    idle = [*carry, *map(zeros, y_avals)]
+    return lax.cond(jnp.any(active), step, lambda: idle)
+
+
+def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
+    """Which lanes have this row in their window."""
+    which = visibly_active if axis.similar else active_lanes
+    return which(row, window, windows, axis.size)
+
+
+def hull(low: Any, high: Any) -> tuple[Any, Any]:
+    """The window that holds those of all lanes; empty where there are no lanes."""
+    empty = jnp.zeros((), jnp.int32)
+    return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
+
+
+def borrowed_operands(body: ClosedJaxpr, consts: Mask, lent: Mask, num_carry: int, rest: Mask) -> Mask:
+    """Which operands of a body finished lanes borrow in each step."""
+    carry = range(1 + len(consts), 1 + len(consts) + num_carry)
+    own = either(accumulators(body, carry), buffers(body, carry))
+    read = read_only(body, range(1, carry.start))
+    lending = zip(consts, lent, read, strict=True)
+    return (*(b and not large and not in_rows for b, large, in_rows in lending), *invert(own), *rest)

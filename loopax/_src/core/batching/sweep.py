@@ -1,0 +1,81 @@
+"""Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.batching.compact.primitive import batch
+from loopax._src.core.batching.compact.sweep import SWEEPS
+from loopax._src.core.batching.lockstep_loop import own_limits
+from loopax._src.core.batching.lockstep_sweep import lanes_replay
+from loopax._src.core.batching.masked_step import hull
+from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p, walk_and_replay
+from loopax._src.core.jaxpr.expand import batch_expanded
+from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
+from loopax._src.core.jaxpr.util import Mask, split, weakly_cached
+from loopax._src.jax_internals import batching
+from loopax._src.messages import symbolic_lanes_message
+
+
+@weakly_cached
+def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> Replay:
+    forward_inputs = (*consts, *state, *xs[: static.num_forward_xs])
+    return static._replace(
+        forward=uniform_body(static.forward, axis, forward_inputs, state),
+        backward=uniform_body(static.backward, axis, (*consts, *carry, *state, *xs), (*carry, *ys)),
+    )
+
+
+def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+    """A sweep that does not rely on what the forward loop saved."""
+    static = Replay(**params)
+    consts, init, _, carry, xs = split(operands, static.sizes)
+    carry, ys = walk_and_replay(static, low, high, consts, init, carry, xs)
+    return [*carry, *ys]
+
+
+# Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
+_save_again = batch_expanded(replay_p, _without_saved)
+
+
+def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    static, axis = lending_replay(Replay(**params)), Axis.of(axis_data)
+    (low, high, marks), consts, init, saved, carry, xs = split(operands, [3, *static.sizes])
+    (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split(dims, [3, *static.sizes])
+    consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
+    if marks_dim is not None and not (static.stages and any(windows)):
+        return _save_again(axis_data, operands, dims, **params)
+    started = tuple(a is not None or b is not None for a, b in zip(init_dims, saved_dims, strict=True))
+    state_mask, carry_mask, ys_mask = reached(
+        static, consts_mask, started, is_batched(carry_dims), xs_mask, typed=False
+    )
+    if any(windows):
+        refuse_spread(axis)
+        state_mask, carry_mask, ys_mask = ((True,) * len(m) for m in (state_mask, carry_mask, ys_mask))
+
+    def fill(mask: Mask, values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:
+        return [fill_axis(axis, x, d, to) if b else x for b, x, d in zip(mask, values, value_dims, strict=True)]
+
+    init, carry = fill(state_mask, init, init_dims, 0), fill(carry_mask, carry, carry_dims, 0)
+    consts = [move(x, d, 0) for x, d in zip(consts, const_dims, strict=True)]
+    xs = [move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)]
+    own = own_limits(windows, low, high)
+    if any(windows) and static.stages:
+        if not isinstance(axis.size, int):
+            raise NotImplementedError(symbolic_lanes_message(axis.size))
+        mapped = (*windows, *consts_mask, *state_mask, *carry_mask, *xs_mask)
+        results = batch(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
+        return results, SWEEPS.result_axes(static)
+    if any(windows):
+        lanes = lanes_replay(static, axis, consts_mask, xs_mask, windows, tuple(map(jax.typeof, own)))
+        low, high = hull(low, high)
+    else:
+        lanes = _uniform_replay(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
+    saved = fill(state_mask, saved, saved_dims, 1)
+    new_carry, ys = replay(lanes, low, high, marks, [*own, *consts], init, saved, carry, xs)
+    return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
+
+
+batching.fancy_primitive_batchers[replay_p] = _batch_replay

@@ -1,0 +1,65 @@
+"""Programs with the loops in them made silent: a replay does not show once more how far it is."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from loopax._src.core.ir.progress import Reporting
+from loopax._src.core.jaxpr.util import inner_jaxprs, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Jaxpr
+
+
+def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr with loops that report nothing; itself where none does."""
+    return _silent(closed) if _reports(closed) else closed
+
+
+def silent_params(params: dict[str, Any]) -> dict[str, Any]:
+    """The same for the parameters of an equation."""
+    return {name: _silent_value(value) for name, value in params.items()}
+
+
+def silent_equation(eqn: Any) -> Any:
+    """The same for an equation."""
+    return eqn.replace(params=silent_params(eqn.params)) if _equation_reports(eqn) else eqn
+
+
+@weakly_cached
+def _reports(jaxpr: Any) -> bool:
+    """Whether a loop anywhere inside reports."""
+    eqns = jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
+    return any(map(_equation_reports, eqns))
+
+
+def _equation_reports(eqn: Any) -> bool:
+    return any(map(_reports, inner_jaxprs(eqn))) or any(
+        isinstance(leaf, Reporting) for value in eqn.params.values() for leaf in _with_fields(value)
+    )
+
+
+def _with_fields(value: Any) -> Iterator[Any]:
+    """A parameter and, where it is the static description of something, its fields."""
+    yield value
+    if hasattr(value, "_fields"):
+        yield from value
+
+
+@weakly_cached
+def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+    eqns = list(map(silent_equation, closed.jaxpr.eqns))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
+
+
+def _silent_value(value: Any) -> Any:
+    """A parameter without what makes loops report; itself where nothing does."""
+    if isinstance(value, Reporting):
+        return None
+    if isinstance(value, ClosedJaxpr):
+        return silent(value)
+    if isinstance(value, Jaxpr):
+        return silent(ClosedJaxpr(value, ())).jaxpr
+    if not isinstance(value, tuple | list):
+        return value
+    items = list(map(_silent_value, value))
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,225 @@
+"""The loop primitive: a scan whose number of steps is decided when it runs.
+
+Meaning, for a loop that walks forward (`reverse` walks the same rows from the last to the first)::
+
+    ys = zeros(bound, ...)
+    row = low
+    while row < high and (carry[0] if predicated else True):
+        carry, ys[row] = body(row, consts, carry, xs[row])
+        row += 1
+    return row - low, carry, ys
+
+Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`. A loop that saves also
+returns `*saved, marks`: the carry before some of the steps, from which reverse mode replays the others, and
+the rows of these steps in the order in which they were taken, `UNUSED` where there were fewer (for
+blocks, the row of the first). A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import core
+
+from loopax._src.core.ir.debug_info import Names, Origin
+from loopax._src.core.ir.kind import Storage
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.progress import Reporting
+from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
+from loopax._src.core.jaxpr.util import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
+from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
+from loopax._src.core.masking.substitute import Lent, lend_in_body
+from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
+from loopax._src.schedule.saving import Saving
+
+UNUSED = -1  # among marks
+
+
+class Loop(NamedTuple):
+    """The static description of a loop: the parameters of the primitive."""
+
+    body: ClosedJaxpr  # (row, *consts, *carry, *x) -> (*carry, *y)
+    num_consts: int
+    num_carry: int
+    bound: int | None  # rows of xs and ys, and the most steps; None: no rows, any number of steps
+    reverse: bool
+    predicated: bool  # carry[0] is a bool scalar: go on while it is True
+    unroll: int
+    storage: Storage  # what reverse mode stores
+    saving: Saving | None = None  # a loop that saves: when
+    saved: Mask = ()  # a loop that saves: which leaves of the carry
+    lent: Lent | None = None  # a batch: constants that the body expects to be lent already
+    stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
+    reporting: Reporting | None = None  # how it shows how far it is; None: not
+    origin: Origin | None = None  # what a user called; None: the loop is our own
+
+    @property
+    def lanes_place(self) -> int | None:
+        """Which leaf of the carry is the number of lanes that go on; None where there are none to count."""
+        return int(self.predicated) if self.reporting is not None and self.reporting.counts_lanes else None
+
+    @property
+    def carry_range(self) -> range:
+        """Where the carry stands among the body's inputs."""
+        return range(1 + self.num_consts, 1 + self.num_consts + self.num_carry)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of consts and carry, for `split`; what remains is xs."""
+        return [self.num_consts, self.num_carry]
+
+    @property
+    def input_avals(self) -> list[list[Any]]:
+        """The types of consts, carry and rows of xs."""
+        return split(self.body.in_avals[1:], self.sizes)
+
+    @property
+    def output_avals(self) -> list[list[Any]]:
+        """The types of carry and rows of ys."""
+        return split(self.body.out_avals, [self.num_carry])
+
+    @property
+    def names(self) -> Names:
+        """The names of consts, carry, xs and ys."""
+        consts, carry, xs = self.input_avals
+        names = self.origin.names if self.origin else Names((), (), (), ())
+        return names.fit([len(consts), len(carry), len(xs), len(self.output_avals[1])])
+
+    @property
+    def saved_mask(self) -> Mask:
+        """`saved`, spelled out also where nothing is."""
+        return self.saved or (False,) * self.num_carry
+
+    @property
+    def saved_rows(self) -> int:
+        """The most carries that are saved."""
+        return self.saving.rows(self.bound) if self.saving else 0
+
+
+class Outcome(NamedTuple):
+    """The results of a loop."""
+
+    num_steps: Any
+    carry: list[Any]
+    ys: list[Any]
+    saved: list[Any]
+    marks: list[Any]  # one array; none where the loop does not save
+
+
+loop_p = new_primitive("loop")
+
+
+def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
+    """Bind the primitive; leaves of the carry that the body returns unchanged become constants.
+
+    Where devices take different numbers of steps, the loop becomes one in which they do not communicate.
+    """
+    fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
+    slim = _hoisted(loop, fixed) if any(fixed) else loop
+    operands = [*consts, *select(fixed, carry), *reject(fixed, carry), *xs]
+    if axes := _differing(slim, low, high, operands):
+        slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
+    out = outcome(slim, loop_p.bind(low, high, *operands, **slim._asdict()))
+    return out._replace(carry=merge(fixed, out.carry, select(fixed, carry)))
+
+
+def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes:
+    """The mesh axes along which devices take different numbers of steps; of operands or their types."""
+    return differing([low, high, *([operands[loop.num_consts]] if loop.predicated else [])])
+
+
+@weakly_cached
+def _apart(loop: Loop, axes: Axes) -> Loop | None:
+    """The loop for such devices; None: it is one."""
+    if (body := apart(loop.body, axes)) is None or loop.lent is None:
+        return body and loop._replace(body=body)
+    alone = lending(loop)
+    return alone._replace(body=apart(alone.body, axes) or alone.body)
+
+
+def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
+    """The results of a loop, or of a batch of it, by name."""
+    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
+    (num_steps,), *groups = split(results, sizes)
+    return Outcome(num_steps, *groups)
+
+
+@weakly_cached
+def _lending(loop: Loop) -> Loop:
+    assert loop.lent is not None
+    return loop._replace(body=lend_in_body(loop.body, loop.lent), lent=None)
+
+
+def lending(loop: Loop) -> Loop:
+    """The loop with a body that does its own lending."""
+    return loop if loop.lent is None else _lending(loop)
+
+
+@weakly_cached
+def _unchanged(loop: Loop) -> Mask:
+    """Which leaves of the carry the body returns as they came."""
+    inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
+    outputs = [origin(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
+    if loop.predicated:
+        same[0] = False
+    if loop.lanes_place is not None:
+        same[loop.lanes_place] = False
+    return tuple(same)
+
+
+@weakly_cached
+def _hoisted(loop: Loop, fixed: Mask) -> Loop:
+    """The loop with the fixed leaves among its constants (behind the others)."""
+    jaxpr = loop.body.jaxpr
+    (row,), consts, carry, xs = split(jaxpr.invars, [1, *loop.sizes])
+    new_carry, ys = split(jaxpr.outvars, [loop.num_carry])
+    body = replace_jaxpr(
+        loop.body,
+        [row, *consts, *select(fixed, carry), *reject(fixed, carry), *xs],
+        [*reject(fixed, new_carry), *ys],
+    )
+    names = loop.names
+    hoisted = names._replace(
+        consts=(*names.consts, *select(fixed, names.carry)), carry=tuple(reject(fixed, names.carry))
+    )
+    return loop._replace(
+        body=body,
+        origin=loop.origin and loop.origin.renamed(hoisted),
+        num_consts=loop.num_consts + sum(fixed),
+        num_carry=loop.num_carry - sum(fixed),
+        saved=tuple(reject(fixed, loop.saved)) if loop.saved else (),
+    )
+
+
+def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
+    """The types of the results: number of steps, carry, ys, saved, marks. The first and the last may vary."""
+    carry, rows = loop.output_avals
+    index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
+    saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
+    ys = [stacked(aval, loop.bound or 0) for aval in rows]
+    return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_marks())] if loop.saving else [])]
+
+
+def _abstract(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
+    loop = Loop(**params)
+    return result_avals(loop, _differing(loop, low, high, operands)), loop.body.effects
+
+
+loop_p.def_effectful_abstract_eval(_abstract)
+
+
+def _dependence(eqn: Any) -> list[int]:
+    """Exact, so that the primal part of a loop inside another loop's body stays known."""
+    loop = lending(Loop(**eqn.params))
+    low, high, *inputs = (1 << i for i in range(len(eqn.invars)))
+    inputs = [0, *inputs]
+    needed = dependence(loop.body)
+    carry = close_over_carry(needed[: loop.num_carry], loop.carry_range, inputs)
+    inputs[loop.carry_range.start : loop.carry_range.stop] = carry
+    everywhere = low | high | (carry[0] if loop.predicated else 0)
+    ys = [union(inputs, bits) for bits in needed[loop.num_carry :]]
+    marks = [0] if loop.saving else []
+    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry), *marks)]
+
+
+dependence_rules[loop_p] = _dependence

@@ -1,0 +1,112 @@
+"""Which outputs of a jaxpr depend on which of its inputs.
+
+Sets of inputs are bit masks in Python integers, propagated forward once: asking JAX's dead-code
+elimination once per output instead is quadratic in the number of leaves.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from loopax._src.core.jaxpr.util import Mask, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Literal, call_dce_rule, happens, pe
+
+# For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
+dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
+
+
+@weakly_cached
+def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
+    """For each output, the set of inputs on which it depends; bit i stands for input i."""
+    known = {variable: 1 << i for i, variable in enumerate(closed.jaxpr.invars)}
+
+    def read(atom: Any) -> int:
+        return 0 if isinstance(atom, Literal) else known.get(atom, 0)
+
+    for eqn in closed.jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if any(inputs):
+            for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
+                known[variable] = union(inputs, needed)
+    return tuple(read(atom) for atom in closed.jaxpr.outvars)
+
+
+def of_equation(eqn: Any) -> list[int]:
+    """The same for the outputs and inputs of one equation."""
+    everything = [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    if len(eqn.outvars) == 1:
+        return everything
+    if eqn.primitive in dependence_rules:
+        return dependence_rules[eqn.primitive](eqn)
+    if eqn.primitive.name == "jit":
+        return list(dependence(eqn.params["jaxpr"]))
+    if eqn.primitive.name == "while":
+        return _while(eqn)
+    if happens(eqn.effects) or eqn.primitive not in pe.dce_rules:
+        return everything
+    rule, outputs = pe.dce_rules[eqn.primitive], range(len(eqn.outvars))
+    return [to_bits(call_dce_rule(rule, [k == chosen for k in outputs], eqn)) for chosen in outputs]
+
+
+def _while(eqn: Any) -> list[int]:
+    """A `while_loop` of `jax.lax`, for which JAX has no rule."""
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    inputs = [1 << i for i in range(len(eqn.invars))]
+    cond_consts, operands = inputs[:num_cond], inputs[num_cond:]
+    carry = close_over_carry(dependence(eqn.params["body_jaxpr"]), range(num_body, len(operands)), operands)
+    goes_on = union([*cond_consts, *carry], dependence(eqn.params["cond_jaxpr"])[0])
+    return [bits | goes_on for bits in carry]
+
+
+def to_bits(mask: Sequence[bool]) -> int:
+    """A list of bools as a set."""
+    return sum(1 << i for i, chosen in enumerate(mask) if chosen)
+
+
+def members(bits: int) -> list[int]:
+    """The elements of a set, in order."""
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found
+
+
+def union(sets: Sequence[int], chosen: int) -> int:
+    """The union of the chosen sets."""
+    return reduce(or_, (sets[i] for i in members(chosen)), 0)
+
+
+def close_over_carry(body: Sequence[int], carry: range, inputs: Sequence[int]) -> list[int]:
+    """What the carry of a loop depends on after any number of steps.
+
+    `body` is the dependence of the carry's outputs in the loop's body, `carry` the positions of the
+    carry among the body's inputs, `inputs` what each input of the body depends on before the loop.
+    """
+    inputs = list(inputs)
+    while True:
+        grown = [inputs[i] | union(inputs, needed) for i, needed in zip(carry, body, strict=True)]
+        if grown == [inputs[i] for i in carry]:
+            return grown
+        inputs[carry.start : carry.stop] = grown
+
+
+def spread(closed: ClosedJaxpr, inputs: Sequence[bool], carry: range, allowed: Sequence[bool] | None = None) -> Mask:
+    """Which outputs of a loop's body get a property that flows from inputs to outputs.
+
+    The carry is the body's first outputs, and its inputs at the positions `carry`: the least fixed
+    point, in which a leaf that once had the property keeps it. `allowed` limits it to some outputs.
+    """
+    needed = dependence(closed)
+    marked = to_bits(inputs)
+    while True:
+        outputs = [bool(bits & marked) for bits in needed]
+        if allowed is not None:
+            outputs = [a and b for a, b in zip(outputs, allowed, strict=True)]
+        grown = marked | to_bits(outputs[: len(carry)]) << carry.start
+        if grown == marked:
+            kept = [bool(marked >> i & 1) for i in carry]
+            return (*kept, *outputs[len(carry) :])
+        marked = grown

@@ -1,0 +1,83 @@
+"""The mapped axis of a batching rule: where it stands in operands, and bodies that are mapped over it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.util import Mask, stacked, trace
+from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, jaxpr_as_fun, mesh_axis
+from loopax._src.messages import spread_lanes_message
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mapped axis in a form that can key a cache."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+    similar: bool = False  # its lanes take similar numbers of steps
+    mesh_axis: Any = None  # the `Explicit` mesh axis along which its lanes are spread
+
+    @classmethod
+    def of(cls, data: Any) -> "Axis":
+        """What matters of JAX's description of the axis."""
+        arguments = axis_arguments(data)
+        names = arguments["axis_name"], arguments["spmd_axis_name"]
+        return cls(arguments["axis_size"], *names, mesh_axis=mesh_axis(data))
+
+    def resized(self, size: int, similar: bool = False) -> "Axis":
+        """The same with other lanes."""
+        return replace(self, size=size, similar=similar)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `jax.vmap`."""
+        return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
+
+
+def refuse_spread(axis: Axis) -> None:
+    """Lanes that take different numbers of steps ask and lend to each other, which JAX does not do across devices."""
+    if axis.mesh_axis is not None:
+        raise NotImplementedError(spread_lanes_message(axis.mesh_axis))
+
+
+def move(x: Any, dim: Any, to: int) -> Any:
+    """An operand with its mapped axis, if it has one, at `to`."""
+    return x if dim is None else jnp.moveaxis(x, int(dim), to)
+
+
+def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
+    """With the mapped axis at `to`, also where there was none."""
+    if dim is not None:
+        return jnp.moveaxis(x, int(dim), to)
+    if axis.mesh_axis is not None:
+        aval = stacked(jax.typeof(x), axis.size, to, axis.mesh_axis)
+        others = [place for place in range(len(aval.shape)) if place != to]
+        return jax.lax.broadcast_in_dim(x, aval.shape, others, out_sharding=aval.sharding)
+    x = jnp.expand_dims(x, to)
+    return jnp.broadcast_to(x, (*x.shape[:to], axis.size, *x.shape[to + 1 :]))
+
+
+def is_batched(dims: Sequence[Any]) -> Mask:
+    """Which operands have a mapped axis."""
+    return tuple(d is not None for d in dims)
+
+
+def axes_of(mask: Sequence[bool], axis: int = 0) -> list[int | None]:
+    """Arguments for `jax.vmap`: `axis` for those that are batched."""
+    return [axis if batched else None for batched in mask]
+
+
+def lane_avals(avals: Sequence[Any], batched: Sequence[bool], axis: Axis) -> list[Any]:
+    """The types of operands for all lanes."""
+    return [stacked(a, axis.size, mesh_axis=axis.mesh_axis) if b else a for a, b in zip(avals, batched, strict=True)]
+
+
+def uniform_body(body: ClosedJaxpr, axis: Axis, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
+    """The body for all lanes at once, where all take the same steps."""
+    mapped = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *axes_of(inputs)), out_axes=axes_of(outputs), **axis.arguments)
+    return trace(mapped, [body.in_avals[0], *lane_avals(body.in_avals[1:], inputs, axis)])

@@ -1,0 +1,198 @@
+"""Small tools for jaxprs: trace, prune, look through, split lists of operands."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from math import prod
+from sys import maxsize
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.jax_internals import (
+    AbstractValue,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    ad,
+    communicates_over,
+    dce,
+    equation_context,
+    names_axis,
+    on_mesh,
+    replace_jaxpr,
+    strong,
+    unmapped_aval,
+    zeros,
+)
+
+T = TypeVar("T")
+Mask = tuple[bool, ...]
+
+INDEX = jax.ShapeDtypeStruct((), jnp.int32)  # the type of row numbers and step counts
+MOST_STEPS = 2**31 - 1  # the largest; the count of a loop without a bound stays there
+
+
+def split(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Cut a list into pieces of these sizes, and the rest."""
+    items, pieces = list(items), []
+    for size in sizes:
+        pieces.append(items[:size])
+        items = items[size:]
+    return [*pieces, items]
+
+
+def select(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
+    """The items whose mask is True."""
+    return [item for chosen, item in zip(mask, items, strict=True) if chosen]
+
+
+def reject(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
+    """The items whose mask is False."""
+    return [item for chosen, item in zip(mask, items, strict=True) if not chosen]
+
+
+def merge(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> list[T]:
+    """The inverse of `reject` and `select`."""
+    sources = (iter(list(false)), iter(list(true)))
+    merged = [next(sources[chosen]) for chosen in mask]
+    for rest in sources:
+        assert next(rest, None) is None
+    return merged
+
+
+def invert(mask: Sequence[bool]) -> Mask:
+    """Not, elementwise."""
+    return tuple(not chosen for chosen in mask)
+
+
+def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
+    """Or, elementwise."""
+    return tuple(x or y for x, y in zip(a, b, strict=True))
+
+
+def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> AbstractValue:
+    """The type of `rows` such arrays stacked along a new axis, which may be spread along one of a mesh."""
+    return unmapped_aval(rows, axis, aval if mesh_axis is None else on_mesh(aval), mesh_axis)
+
+
+def num_bytes(avals: Iterable[AbstractValue]) -> int:
+    """The size of these arrays together; one with a symbolic dimension (of `jax.export`) counts as large.
+
+    What is chosen by size, a schedule say, is chosen when a loop is traced.
+    """
+    size = sum(prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    return size if isinstance(size, int) else maxsize
+
+
+def written_out(ct: Any) -> Any:
+    """A cotangent with symbolic zeros written out."""
+    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
+
+
+def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
+    """A function of flat arrays as a jaxpr without dead code; it keeps all its inputs."""
+    arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else strong(a) for a in avals]
+    closed = jax.make_jaxpr(function)(*arguments)
+    return dce(closed, [True] * len(closed.out_avals), True)[0]
+
+
+def evaluate(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    context: Callable[[Any], AbstractContextManager[None]] = equation_context,
+) -> list[Any]:
+    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it."""
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(closed.jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        with context(eqn):
+            values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation, as it stands."""
+    outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """The jaxprs in the parameters of an equation, closed or not."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield inner
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The same without their constants."""
+    return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
+
+
+def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
+    """The name of a primitive in it that communicates over one of these axes, and that axis."""
+    for eqn in jaxpr.eqns:
+        inner = list(inner_jaxprs(eqn))
+        if not inner and eqn.primitive.name != "axis_index" and (over := communicates_over(eqn) & axes):
+            return eqn.primitive.name.removesuffix("_invariant"), min(over, key=str)
+        if found := next(filter(None, (collective_in(jaxpr, axes) for jaxpr in inner)), None):
+            return found
+    return None
+
+
+def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it."""
+    return names_axis(closed, axis_name) or collective_in(closed.jaxpr, frozenset([axis_name])) is not None
+
+
+def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
+    eqns = closed.jaxpr.eqns
+    places = [eqn for eqn in eqns if eqn.primitive.name == "axis_index"]
+    if not places:
+        return closed, []
+    invars = [*(eqn.outvars[0] for eqn in places), *closed.jaxpr.invars]
+    rest = replace_jaxpr(closed, invars, closed.jaxpr.outvars, [eqn for eqn in eqns if eqn not in places])
+    return rest, [jax.lax.axis_index(eqn.params["axis_name"]) for eqn in places]
+
+
+def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache on the first argument's jaxpr, weakly, so that a jaxpr that is no longer used goes away.
+
+    The first argument is a jaxpr, or a NamedTuple whose first field is one. Cached values must not
+    hold that jaxpr themselves, or they would keep their own key alive.
+    """
+    cache: WeakKeyDictionary[ClosedJaxpr, dict[Any, T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def cached(key: Any, *arguments: Any) -> T:
+        jaxpr, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+        entries = cache.setdefault(jaxpr, {})
+        if (rest, arguments) not in entries:
+            entries[rest, arguments] = function(key, *arguments)
+        return entries[rest, arguments]
+
+    return cached
+
+
+def origin(closed: ClosedJaxpr, variable: Any) -> Any:
+    """The variable of which this one is a copy, looking through inner `jit`s and `jax.checkpoint`s."""
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name not in ("jit", "checkpoint", "remat2") or not any(out is variable for out in eqn.outvars):
+            continue
+        position = next(i for i, out in enumerate(eqn.outvars) if out is variable)
+        inner = eqn.params["jaxpr"]
+        inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+        source = origin(inner, inner.jaxpr.outvars[position])
+        for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+            if argument is source:
+                return origin(closed, outer)
+    return variable

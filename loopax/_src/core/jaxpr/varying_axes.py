@@ -1,0 +1,156 @@
+"""Loops that take different numbers of steps on the devices of a `shard_map`.
+
+Nothing in their bodies may communicate: a device that has finished would keep the others waiting for ever. But where a
+shared value meets a varying one, JAX marks the shared value as varying (`pvary`). The transpose of this mark is a sum
+over the devices, in every step of the backward loop. So
+
+- the inputs of such a loop are marked before the loop, and their cotangents are summed once, after the backward loop;
+- marks in the body become local marks, which keep the types. The transpose of a local mark changes the type back, to
+  that of a shared value, and sums nothing. Each device works on its own part of a cotangent until the loop has ended.
+
+So types in such a body may say "shared" of values that differ. All results of the loop are typed as varying.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from loopax._src.core.jaxpr.util import collective_in, inner_jaxprs, trace, weakly_cached
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Primitive,
+    ad,
+    batching,
+    jaxpr_as_fun,
+    mlir,
+    vary,
+    varying_axes,
+    with_varying_axes,
+)
+from loopax._src.messages import devices_message
+
+Axes = frozenset[Any]
+
+# The identity, of a type that varies over other axes; nothing is communicated. Its transpose is one as well, but for
+# the axes in `summed`, over which it takes the place of a real mark.
+retyped_p = Primitive("retyped")
+
+
+def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
+    """An array as it is, typed as varying over these axes and no others."""
+    return x if varying_axes(x) == varying else retyped_p.bind(x, varying=varying, summed=summed)
+
+
+def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
+    del varying
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval)]
+    own = varying_axes(x.aval)
+    ct = retyped(ct, own | summed)
+    return [jax.linear_transpose(lambda x: vary(x, summed), x.aval)(ct)[0] if summed else ct]
+
+
+retyped_p.def_impl(lambda x, **_: x)
+retyped_p.def_abstract_eval(lambda x, *, varying, summed: with_varying_axes(x, varying))  # noqa: ARG005
+mlir.register_lowering(retyped_p, lambda _, x, **__: [x])
+ad.deflinear2(retyped_p, _transpose)
+batching.primitive_batchers[retyped_p] = lambda operands, dims, **params: (
+    retyped_p.bind(*operands, **params),
+    dims[0],
+)
+
+
+def unvarying(numbers: Any) -> Any:
+    """Numbers of rows, typed as if all devices had the same; only where a loop is compiled.
+
+    The body of a loop is traced for a row whose type does not vary.
+    """
+    return retyped(numbers, frozenset())
+
+
+def differing(deciding: Sequence[Any]) -> Axes:
+    """The mesh axes over which what decides on a number of steps varies; arrays or types."""
+    return frozenset().union(*map(varying_axes, deciding))
+
+
+def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
+    """The arrays, marked as varying over these axes, too."""
+    return [vary(x, axes - varying_axes(x)) for x in values]
+
+
+def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
+    """Trace `step(row, *carry, *rest) -> (*carry, *y)`, all given as types.
+
+    The carry varies from the start over the axes over which it comes to vary.
+    """
+
+    def as_given(row: Any, *operands: Any) -> list[Any]:
+        out = step(row, *operands)
+        pairs = zip(out, operands[: len(carry)], strict=False)
+        return [*(vary(x, varying_axes(old) - varying_axes(x)) for x, old in pairs), *out[len(carry) :]]
+
+    while True:
+        closed = trace(as_given, [row, *carry, *rest])
+        found = [varying_axes(aval) for aval in closed.out_avals[: len(carry)]]
+        if found == list(map(varying_axes, carry)):
+            return closed
+        carry = list(map(with_varying_axes, carry, found))
+
+
+@weakly_cached
+def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
+    """A body (row, *operands) for devices that take different numbers of steps; None: this one is.
+
+    All that it takes and returns varies over these axes, and nothing in it communicates over them.
+    """
+    if collective := collective_in(body.jaxpr, axes):
+        raise NotImplementedError(devices_message(*collective))
+    row, *avals = body.in_avals
+    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body.jaxpr, axes):
+        return None
+    function = jaxpr_as_fun(ClosedJaxpr(_marked_locally(body.jaxpr, axes), body.consts))
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        given = [retyped(x, varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
+        return [retyped(x, varying_axes(x) | axes) for x in function(row, *given)]
+
+    return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
+
+
+def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
+    """Whether a value is marked as varying over one of the axes anywhere in it."""
+    return any(
+        (eqn.primitive.name == "pvary" and axes & set(eqn.params["axes"]))
+        or any(_marks(inner, axes) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _marked_locally(jaxpr: Any, axes: Axes) -> Any:
+    """A jaxpr whose marks over these axes are replaced by local ones."""
+    return jaxpr.replace(eqns=[_equation(eqn, axes) for eqn in jaxpr.eqns])
+
+
+def _equation(eqn: Any, axes: Axes) -> Any:
+    if eqn.primitive.name != "pvary":
+        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
+    marked = frozenset(eqn.params["axes"])
+    if not marked & axes:
+        return eqn
+    params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
+    return eqn.replace(primitive=retyped_p, params=params)
+
+
+def _parameter(value: Any, axes: Axes) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(_marked_locally(value.jaxpr, axes), value.consts) if _marks(value.jaxpr, axes) else value
+    if isinstance(value, Jaxpr):
+        return _marked_locally(value, axes) if _marks(value, axes) else value
+    if not isinstance(value, tuple | list):
+        return value
+    items = [_parameter(item, axes) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,138 @@
+"""A loop that saves some of its carries on its way: at the start of every block, or in so many slots."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src import schedule
+from loopax._src.core.ir.loop import UNUSED, Loop
+from loopax._src.core.jaxpr.nan import nan_if
+from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
+from loopax._src.core.lowering.while_loop import State, Steps, Walk, read, write
+from loopax._src.jax_internals import zeros
+from loopax._src.schedule.saving import Blocks, Saving
+
+
+class Saver(NamedTuple):
+    """The state of a loop that saves."""
+
+    state: State
+    saved: list[Any]  # room for the carries
+    marks: Any  # int32[slots]: the rows before which they were saved, or `UNUSED`; for blocks the first row
+    plan: Any  # what the schedule remembers
+
+
+# (saver, steps that remain at most) -> the room for the current carry, steps to the next, the new plan
+Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
+
+
+def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
+    """Walk until `end`, or until the predicate is False; returns what was saved, and the marks."""
+    assert loop.saving is not None
+    decide, plan = _decision(loop.saving, walk, state.position)
+    kept = select(loop.saved_mask, loop.output_avals[0])
+    saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
+    marks = state.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, UNUSED, jnp.int32)
+    saver = Saver(state, saved, marks, plan)
+    saver = _walk_saving(loop, walk._replace(limited=True), steps, decide, saver, end)
+    if not walk.limited:
+        saver = saver._replace(state=_poisoned(saver.state))
+    saved, marks = saver.saved, saver.marks
+    if isinstance(saver.plan, schedule.Online):
+        saved, marks = _in_order(saver.plan, saved, marks)
+    return saver.state, [*saved, marks]
+
+
+def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
+    def goes_on(saver: Saver) -> Any:
+        remain = walk.distance(saver.state.position, end) > 0
+        return remain & saver.state.carry[0] if loop.predicated else remain
+
+    def stretch(saver: Saver) -> Saver:
+        state, saved, marks, _ = saver
+        remain = walk.distance(state.position, end)
+        room, length, plan = decide(saver, remain)
+        values = select(loop.saved_mask, state.carry)
+        saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
+        marks = marks if isinstance(loop.saving, Blocks) else write(marks, room, state.position)
+        next_stop = walk.advance(state.position, jnp.minimum(length, remain))
+        return Saver(walk.run(steps, state, next_stop), saved, marks, plan)
+
+    return lax.while_loop(goes_on, stretch, saver)
+
+
+def _decision(saving: Saving, walk: Walk, start: Any) -> tuple[Decision, Any]:
+    """How to decide, and what to remember at first."""
+    if isinstance(saving, Blocks):
+        return _at_block_starts(saving.size), jnp.int32(0)
+    if saving.length_known:
+        return _binomially(saving.count), jnp.int32(0)
+    return _online(lambda state: walk.distance(start, state.position)), schedule.start(saving.count)
+
+
+def _at_block_starts(size: int) -> Decision:
+    """The plan is the number of the block."""
+    return lambda saver, _: (saver.plan, size, saver.plan + 1)
+
+
+def _binomially(slots: int) -> Decision:
+    """The plan is the number of slots in use."""
+
+    def decide(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
+        free = slots - saver.plan
+        length = schedule.advance(jnp.maximum(remain, 2), free)
+        return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
+
+    return decide
+
+
+def _online(steps_so_far: Callable[[State], Any]) -> Decision:
+    def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
+        plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.state))
+        return slot, length, plan
+
+    return decide
+
+
+class Permuting(NamedTuple):
+    """The state of a permutation in place, cycle by cycle.
+
+    One row is read and written at a time. With two, XLA would copy the whole buffer.
+    """
+
+    start: Any  # where the current cycle started
+    place: Any  # to be filled next
+    held: list[Any]  # the rows that stood at `start`
+    order: Any  # from where each place is to be filled; a place that is filled points to itself
+    buffers: list[Any]
+
+
+def _in_order(plan: schedule.Online, saved: list[Any], marks: Any) -> tuple[list[Any], Any]:
+    """What the online schedule saved in the order of the steps."""
+    used = jnp.sum(plan.stored >= 0, dtype=jnp.int32)
+    order = jnp.roll(plan.slots, used)  # unused slots are at the front
+
+    def fill(state: Permuting) -> Permuting:
+        start, place, held, order, buffers = state
+        source = order[place]
+        closes = source == start
+        pairs = zip(held, [read(b, source) for b in buffers], strict=True)
+        rows = [jnp.where(closes, first, row) for first, row in pairs]
+        buffers = [write(b, place, row) for b, row in zip(buffers, rows, strict=True)]
+        start = start + closes.astype(jnp.int32)
+        held = [jnp.where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
+        return Permuting(start, jnp.where(closes, start, source), held, write(order, place, place), buffers)
+
+    first, buffers = jnp.int32(0), [*saved, marks]
+    state = Permuting(first, first, [read(b, first) for b in buffers], order, buffers)
+    *saved, marks = lax.while_loop(lambda state: state.start < used, fill, state).buffers
+    return saved, marks
+
+
+def _poisoned(state: State) -> State:
+    """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
+    cut = (state.position == MOST_STEPS) & state.carry[0]
+
+    return state._replace(carry=[nan_if(cut, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in state.carry])

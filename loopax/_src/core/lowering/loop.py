@@ -1,0 +1,78 @@
+"""How a loop is compiled."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.ir.loop import Loop, loop_p, result_avals
+from loopax._src.core.ir.progress import UNKNOWN, Reports
+from loopax._src.core.jaxpr.util import split, stacked
+from loopax._src.core.jaxpr.varying_axes import unvarying
+from loopax._src.core.lowering.checkpointed import run_saving
+from loopax._src.core.lowering.while_loop import Common, State, Step, Steps, Walk, Watch, read
+from loopax._src.core.masking.all_active import common_rows, unmasked
+from loopax._src.core.masking.substitute import in_stretches
+from loopax._src.jax_internals import jaxpr_as_fun, mlir, zeros
+
+
+def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+    loop, low, high = Loop(**params), unvarying(low), unvarying(high)
+    if loop.reporting is None:
+        return _walk(loop, None, low, high, operands)
+    reports = Reports.begin(loop.reporting, UNKNOWN if loop.predicated else jnp.maximum(high - low, 0))
+    num_steps, *results = _walk(loop, reports, low, high, operands)
+    reports.end(num_steps)
+    return [num_steps, *results]
+
+
+def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:
+    consts, carry, xs = split(operands, loop.sizes)
+    if loop.bound == 0:  # there are no rows that a step could read
+        return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
+    steps = _steps(loop, consts, xs)
+    walk = Walk(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
+    start = walk.first(low, high)
+    ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
+    state = State(carry, ys, start)
+    if reports is not None and loop.bound != 1:
+        watch = Watch(reports, start, loop.lanes_place)
+        walk = walk._replace(watch=watch)
+        state = state._replace(due=watch.first_due(walk._replace(limited=True) if loop.saving else walk))
+    end = low - 1 if loop.reverse else high
+    if loop.saving:
+        state, saved = run_saving(loop, walk, steps, state, end)
+    elif loop.bound == 1 and loop.lent is None:
+        state, saved = walk.run_at_most_once(steps, state, end), []
+    else:
+        state, saved = walk.run(steps, state, end), []
+    return [walk.distance(start, state.position), *state.carry, *state.ys, *saved]
+
+
+def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
+    def step(body: Any, consts: Sequence[Any], row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, y = split(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
+        return carry, y
+
+    def active_at(state: State) -> Any:
+        return loop.lent and jaxpr_as_fun(loop.lent.activity)(state.position, *consts, *state.carry)[0]
+
+    def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: partial(step, body, consts)
+
+    rows = common_rows(loop.body, consts)
+    return Steps(
+        steps_of(jaxpr_as_fun(loop.body)),
+        consts,
+        common=rows and Common(steps_of(unmasked(loop.body)), *rows),
+        lend=loop.lent and in_stretches(loop.lent, consts, active_at),
+    )
+
+
+_run_compiled = jax.jit(_run, static_argnames=Loop._fields)
+
+
+loop_p.def_impl(_run_compiled)
+mlir.register_lowering(loop_p, mlir.lower_fun(_run, multiple_results=True))

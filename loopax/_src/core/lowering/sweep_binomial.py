@@ -1,0 +1,116 @@
+"""A reverse sweep with slots: `saved` holds as many states as may be stored, and is used for all others too.
+
+Run by run, from the last to the first: from the last stored state on, states are evaluated again, and
+stored where the binomial schedule says, until all that remain fit into the free slots (but for the very
+last, which is current when it is needed). This run of states is stored, and read on the way back.
+`schedule.replay` is the same in Python.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src import schedule
+from loopax._src.core.ir.loop import UNUSED
+from loopax._src.core.jaxpr.util import split
+from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
+from loopax._src.core.lowering.while_loop import State, Step, Steps, Walk, read, write
+
+
+class Segment(NamedTuple):
+    """The steps from a current state to the end of what has not been walked back."""
+
+    state: list[Any]
+    step: Any  # before which the state is
+    slot: Any  # for this state, which may be stored there; all slots before it are in use, those after it free
+    stored_steps: Any  # int32[slots]: before which step the state in each slot is
+    slots: list[Any]
+
+
+class Sweep(NamedTuple):
+    """The state of a running reverse sweep."""
+
+    segment: Segment  # the last one that has not been walked back
+    end: Any  # the step behind it
+    progress: State  # the backward walk
+
+
+def sweep_slots(track: Track, bodies: Bodies, marks: Any, saved: list[Any], progress: State) -> State:
+    """Walk back through all steps."""
+    stored_steps = jnp.where(marks == UNUSED, 0, track.step(marks))
+    last = jnp.maximum(jnp.sum(marks != UNUSED, dtype=jnp.int32) - 1, 0)
+    segment = Segment([read(s, last) for s in saved], stored_steps[last], last, stored_steps, saved)
+
+    def one_run(sweep: Sweep) -> Sweep:
+        run = _divide(track, bodies, sweep.segment, sweep.end)
+        state, slots = _store_run(track, bodies, run, sweep.end)
+        run = run._replace(state=state, slots=slots)
+        state, progress = _walk_back(track, bodies, run, sweep.end, sweep.progress)
+        slot = jnp.maximum(run.slot - 1, 0)
+        segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, slots)
+        return Sweep(segment, run.step, progress)
+
+    sweep = Sweep(segment, track.num_steps, progress)
+    return lax.while_loop(lambda sweep: sweep.end > 0, one_run, sweep).progress
+
+
+def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment:
+    """Pass on, leaving states in slots, to where all states of the rest fit into the free slots."""
+    count = segment.stored_steps.size
+
+    def too_long(segment: Segment) -> Any:
+        free = count - segment.slot
+        return (free > 0) & (end - segment.step > free + 1)
+
+    def shorter(segment: Segment) -> Segment:
+        state, step, slot, stored_steps, slots = segment
+        slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
+        distance = schedule.advance(end - step, count - slot)
+        steps = _forward_steps(track, bodies, segment, stores=False)
+        passed = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, State(state, [], jnp.int32(0)), distance)
+        return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
+
+    return lax.while_loop(too_long, shorter, segment)
+
+
+def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
+    """The state before the last step, and the slots with those before the others."""
+    steps = _forward_steps(track, bodies, run, stores=True)
+    progress = State(run.state, run.slots, jnp.int32(0))
+    progress = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
+    return progress.carry, progress.ys
+
+
+def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool) -> Steps:
+    """The steps of a segment, counted from its start; each may store its state, in one slot after the other."""
+
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
+            return functions.forward(row_of(position), consts, state), state if stores else []
+
+        return lambda consts: partial(step, consts)
+
+    return bodies.steps(make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position)
+
+
+def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: State) -> tuple[list[Any], State]:
+    """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
+    num_state = len(run.state)
+
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+            state, carry = split(values, [num_state])
+            carry, y = functions.backward(row_of(position), consts, carry, state)
+            before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
+            return [*(read(s, before) for s in run.slots), *carry], y
+
+        return lambda consts: partial(step, consts)
+
+    steps = bodies.steps(make, track.ahead, track.row(run.step))
+    start = State([*run.state, *progress.carry], progress.ys, end - run.step - 1)
+    progress = Walk(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
+    state, carry = split(progress.carry, [num_state])
+    return state, progress._replace(carry=carry)

@@ -1,0 +1,74 @@
+"""A reverse sweep over blocks: `saved` holds the state at the start of each.
+
+Block by block, from the last to the first, the states of one block are evaluated again and then read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.ir.reverse_sweep import Replay
+from loopax._src.core.jaxpr.util import stacked
+from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
+from loopax._src.core.lowering.while_loop import State, Step, Walk, read, write
+from loopax._src.jax_internals import zeros
+
+
+class Sweep(NamedTuple):
+    """The state of a running reverse sweep."""
+
+    block: Any  # the number of the block whose turn it is
+    states: list[Any]  # room for the states of one block
+    progress: State  # the backward walk
+
+
+def sweep_blocks(static: Replay, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: State) -> State:
+    """Walk back through all blocks."""
+
+    def one_block(sweep: Sweep) -> Sweep:
+        start = track.row(sweep.block * size)
+        length = jnp.minimum(track.num_steps - sweep.block * size, size)
+        state = [read(s, sweep.block) for s in saved]
+        states = _states_of_block(track.ahead, bodies, start, length, state, sweep.states)
+        progress = _walk_back(track.ahead, bodies, start, length, states, sweep.progress)
+        return Sweep(sweep.block - 1, states, progress)
+
+    states = [zeros(stacked(aval, size)) for aval in static.forward_avals[1]]
+    last_block = (track.num_steps + (size - 1)) // size - 1
+    sweep = Sweep(last_block, states, progress)
+    return lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep).progress
+
+
+def _states_of_block(
+    ahead: Walk, bodies: Bodies, start: Any, length: Any, state: list[Any], states: list[Any]
+) -> list[Any]:
+    """Evaluate the states of one block again, into `states`; the last state needs no step after it."""
+
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: lambda position, state: (functions.forward(row_of(position), consts, state), state)
+
+    steps = bodies.steps(make, ahead, start, written=lambda position: position)
+    progress = State(state, states, jnp.int32(0))
+    progress = Walk(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
+    return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
+
+
+def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: State) -> State:
+    """Walk one block backward.
+
+    Positions count from the block's start: XLA then has one number less to carry into every fused
+    operation, which decides whether a tiny loop is compiled as one function.
+    """
+
+    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: (
+            lambda position, carry: functions.backward(
+                row_of(position), consts, carry, [read(s, position) for s in states]
+            )
+        )
+
+    steps = bodies.steps(make, ahead, start)
+    progress = progress._replace(position=length - 1)
+    return Walk(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))

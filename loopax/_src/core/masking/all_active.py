@@ -1,0 +1,80 @@
+"""Rows that all lanes of a batch walk: no lane is masked there, and none borrows.
+
+Where lanes take similar numbers of steps (in groups), bodies ask which lanes are active with a primitive of their own.
+It stays visible in them whatever derivative is taken, so a loop can be compiled as two: one for rows in which all lanes
+are active, and one for the others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.expand import batch_expanded
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate
+from loopax._src.jax_internals import ClosedJaxpr, batching, mlir, new_primitive, vary_like
+
+active_p = new_primitive("active_lanes")
+
+
+def active_lanes(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
+    """Which lanes have this row in their window; a bound that all share needs no test."""
+    active = jnp.ones(lanes, bool)
+    if windows[0]:
+        active &= window[0] <= row
+    if windows[1]:
+        active &= row < window[-1]
+    return active
+
+
+def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
+    return [active_lanes(row, window, windows, lanes)]
+
+
+@active_p.def_abstract_eval
+def _abstract(*avals: Any, **params: Any) -> list[Any]:
+    return jax.make_jaxpr(lambda *xs: _active(*xs, **params))(*avals).out_avals
+
+
+active_p.def_impl(jax.jit(_active, static_argnames=("windows", "lanes")))
+mlir.register_lowering(active_p, mlir.lower_fun(_active, multiple_results=True))
+batching.fancy_primitive_batchers[active_p] = batch_expanded(active_p, _active)
+
+
+def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
+    """The same, as an operation that stays visible in a body."""
+    (active,) = active_p.bind(row, *window, windows=windows, lanes=lanes)
+    return active
+
+
+class CommonRows(NamedTuple):
+    """The rows `low ... high - 1` are walked by all lanes; None: no limit but the loop's."""
+
+    low: Any
+    high: Any
+
+
+def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
+    """Of a body (row, *consts, ...) that asks which lanes are active; None if it does not."""
+    row, *inputs = body.jaxpr.invars[: 1 + len(consts)]
+    values = dict(zip(inputs, consts, strict=True))
+    for eqn in body.jaxpr.eqns:
+        if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
+            window, windows = [values[atom] for atom in eqn.invars[1:]], eqn.params["windows"]
+            return CommonRows(
+                jnp.max(window[0]) if windows[0] else None,
+                jnp.min(window[-1]) if windows[1] else None,
+            )
+    return None
+
+
+def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The body where all lanes are active; XLA removes what then has no effect."""
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is not active_p:
+            return bind_again(eqn, operands)
+        return [vary_like(jnp.ones(eqn.params["lanes"], bool), eqn.outvars[0].aval)]
+
+    return lambda *inputs: evaluate(body, inputs, equation)

@@ -1,0 +1,216 @@
+"""A program with one loop in it, cut at that loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.ir.kind import EveryResidual, Storage
+from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, bind_again, evaluate, split, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.varying_axes import settled
+from loopax._src.core.lowering.while_loop import Walk, read, write
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    jaxpr_as_fun,
+    open_constants,
+    replace_jaxpr,
+    vary_like,
+    zeros,
+)
+from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING
+
+# In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
+# to select in all of them.
+FEW_ROWS = 128
+
+
+class Parts(NamedTuple):
+    """A program, cut at the loop in it."""
+
+    before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
+    operands: ClosedJaxpr  # (*inputs, *kept) -> (*consts, *xs) of the loop
+    after: ClosedJaxpr  # (*inputs, *kept, *results of the loop) -> outputs
+    loop: Loop
+
+    @property
+    def kept_avals(self) -> list[Any]:
+        """The types of what is computed before the loop for use in or after it."""
+        return self.before.out_avals[2 + self.loop.num_carry :]
+
+
+class Inside(NamedTuple):
+    """Where a lane is in the loop."""
+
+    row: Any  # of the next step
+    end: Any  # the first row that is not walked
+    num_steps: Any
+    carry: list[Any]
+    ys: list[Any]
+    kept: list[Any]
+
+
+@weakly_cached
+def cut(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> Parts:
+    """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
+    flat = trace(lambda *inputs: _inlined(program, inputs), program.in_avals)
+    loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loop_p]
+    if len(loops) != 1:
+        raise refuse(len(loops))
+    (at,) = loops
+    front, behind = _around(flat.jaxpr.eqns, at)
+    made = {variable for eqn in front for variable in eqn.outvars}
+    loop = lending(Loop(**at.params))
+    if loop.reporting is not None:
+        raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
+    (low, high), consts, carry, xs = split(at.invars, [2, *loop.sizes])
+    used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
+    kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
+    inputs = flat.jaxpr.invars
+    return Parts(
+        before=replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
+        operands=replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
+        after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.jaxpr.outvars, behind),
+        loop=loop,
+    )
+
+
+def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
+    """The equations that do not need this one's results, and those that do."""
+    results, front, behind = set(at.outvars), [], []
+    for eqn in eqns:
+        if any(not isinstance(atom, Literal) and atom in results for atom in eqn.invars):
+            results.update(eqn.outvars)
+            behind.append(eqn)
+        elif eqn is not at:
+            front.append(eqn)
+    return front, behind
+
+
+def _inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr without the `jit`s around loops."""
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "jit" and _has_loop(eqn.params["jaxpr"]):
+            return _inlined(eqn.params["jaxpr"], operands)
+        return bind_again(eqn, operands)
+
+    return evaluate(closed, inputs, equation)
+
+
+def _has_loop(closed: ClosedJaxpr) -> bool:
+    eqns = closed.jaxpr.eqns
+    return any(e.primitive is loop_p or (e.primitive.name == "jit" and _has_loop(e.params["jaxpr"])) for e in eqns)
+
+
+def run_function(
+    function: Callable[..., list[Any]],
+    carry: Sequence[Any],
+    xs: Sequence[Any] = (),
+    *,
+    bound: int | None,
+    predicated: bool,
+    storage: Storage,
+) -> Outcome:
+    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it."""
+    opened, closed_over = open_constants(
+        settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
+    )
+    carry = list(map(vary_like, carry, opened.out_avals))
+    consts, (row, *rest) = split(opened.jaxpr.invars, [len(closed_over)])
+    loop = Loop(
+        replace_jaxpr(opened, [row, *consts, *rest], opened.jaxpr.outvars),
+        num_consts=len(consts),
+        num_carry=len(carry),
+        bound=bound,
+        reverse=False,
+        predicated=predicated,
+        unroll=1,
+        storage=storage,
+    )
+    high = jnp.int32(MOST_STEPS if bound is None else bound)
+    return run(loop, jnp.int32(0), high, closed_over, carry, xs)
+
+
+def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+    """`function(*values)` where it is needed, else the values as they are: a loop of one step or none."""
+
+    def once(_: Any, __: Any, *values: Any) -> list[Any]:
+        return [jnp.zeros((), bool), *function(*values)]
+
+    storage = EveryResidual(reason="one step or none")
+    return run_function(once, [needed, *values], bound=1, predicated=True, storage=storage).carry[1:]
+
+
+class Stepper(NamedTuple):
+    """The loop of a program, step by step, for lanes of which each is where it is."""
+
+    parts: Parts
+
+    def start(self) -> Inside:
+        """A place in the state of a lane that has not begun."""
+        carry, ys = self.parts.loop.output_avals
+        rows = [zeros(stacked(aval, self.parts.loop.bound or 0)) for aval in ys]
+        nothing = jnp.int32(0)
+        return Inside(nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, self.parts.kept_avals)))
+
+    def goes_on(self, at: Inside) -> Any:
+        """Whether a lane takes a step."""
+        loop = self.parts.loop
+        if loop.bound is None and loop.predicated:
+            return at.carry[0]
+        ahead = at.row > at.end if loop.reverse else at.row < at.end
+        return ahead & at.carry[0] if loop.predicated else ahead
+
+    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: Inside) -> Inside:
+        """What stands before the loop, where it is needed."""
+        loop, sizes = self.parts.loop, [2, self.parts.loop.num_carry]
+
+        def before(*_: Any) -> list[Any]:
+            (low, high), carry, kept = split(jaxpr_as_fun(self.parts.before)(*inputs()), sizes)
+            return [*((high - 1, low - 1) if loop.reverse else (low, high)), *carry, *kept]
+
+        values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
+        (row, end), carry, kept = split(values, sizes)
+        ys = [jnp.where(needed, jnp.zeros((), y.dtype), y) for y in at.ys]
+        return Inside(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
+
+    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: Inside) -> Inside:
+        """One step, where it is needed."""
+        loop = self.parts.loop
+        if loop.bound == 0:
+            return at
+
+        def step(*values: Any) -> list[Any]:
+            operands = jaxpr_as_fun(self.parts.operands)(*inputs(), *at.kept)
+            consts, xs = split(operands, [loop.num_consts])
+            return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
+
+        values = [*at.carry, *map(zeros, loop.output_avals[1])]
+        carry, rows = split(at_most_once(needed, step, values), [loop.num_carry])
+        counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
+        return at._replace(
+            row=Walk(loop.reverse).advance(at.row, counted),
+            num_steps=at.num_steps + counted,
+            carry=carry,
+            ys=written(at.ys, at.row, rows, needed),
+        )
+
+    def after(self, inputs: list[Any], at: Inside) -> list[Any]:
+        """What stands after the loop."""
+        return jaxpr_as_fun(self.parts.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
+
+
+def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any) -> list[Any]:
+    """The buffers with a row written, where that is needed."""
+    return [_written(buffer, row, value, needed) for buffer, value in zip(buffers, values, strict=True)]
+
+
+def _written(buffer: Any, row: Any, value: Any, needed: Any) -> Any:
+    rows = buffer.shape[0]
+    if rows > FEW_ROWS:
+        return write(buffer, row, jnp.where(needed, value, read(buffer, row)))
+    here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
+    return jnp.where(here.reshape(-1, *(1,) * value.ndim), value, buffer)

@@ -1,0 +1,154 @@
+"""Any number of items through a fixed number of lanes, which take the next items as they finish.
+
+The program that is run for each item holds one loop. One round of the queue takes the results of some lanes that have
+finished, gives them the next items, and steps all lanes until as many have finished again::
+
+    for chunk of items:                      # and, at the end, for as many empty chunks as there are lanes
+        outputs of finished lanes -> a row of results, with the numbers of their items
+        chunk -> these lanes
+        while enough lanes are busy: step all lanes
+
+The rounds are a loop over rows of items and of results, so neither is stored for a gradient, and the memory for one
+does not depend on how many rounds there are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.batching.compact.gather import active_first
+from loopax._src.core.ir.kind import Checkpoints
+from loopax._src.core.jaxpr.util import split
+from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, run_function
+from loopax._src.jax_internals import ClosedJaxpr, zeros
+from loopax._src.messages import lanes_map_message
+
+# A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
+# items would begin and end more often.
+PART = 8
+# The states of all lanes that are kept for a gradient.
+KEPT_ROUNDS = 16
+NO_ITEM = -1
+
+
+class Lane(NamedTuple):
+    """What a lane is working on."""
+
+    item: Any  # its number, or NO_ITEM
+    inputs: list[Any]
+    inside: Inside
+
+
+class Queue(NamedTuple):
+    """Lanes and the program of an item: (*shared, *item) -> outputs."""
+
+    stepper: Stepper
+    shared: Sequence[Any]
+    item_avals: Sequence[Any]
+    lanes: int
+    part: int  # lanes that take items in a round
+
+    def empty(self) -> Lane:
+        """Lanes without items."""
+        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), self.stepper.start())
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
+
+    def is_busy(self, lane: Lane) -> Any:
+        """Whether a lane has steps to take."""
+        return (lane.item != NO_ITEM) & self.stepper.goes_on(lane.inside)
+
+    def begin(self, item: Any, inputs: list[Any], old: Lane) -> Lane:
+        """A lane with its next item."""
+        inside = self.stepper.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
+        return Lane(item, inputs, inside)
+
+    def step(self, lane: Lane) -> Lane:
+        """One step, if the lane has one to take."""
+        inside = self.stepper.step(self.is_busy(lane), lambda: [*self.shared, *lane.inputs], lane.inside)
+        return lane._replace(inside=inside)
+
+    def outputs(self, lane: Lane) -> list[Any]:
+        """The results of a lane, zeros where it has no item or is not done with it."""
+        done = (lane.item != NO_ITEM) & ~self.stepper.goes_on(lane.inside)
+
+        def after(*_: Any) -> list[Any]:
+            return self.stepper.after([*self.shared, *lane.inputs], lane.inside)
+
+        return at_most_once(done, after, list(map(zeros, self.stepper.parts.after.out_avals)))
+
+
+def run_queue(
+    program: ClosedJaxpr, shared: Sequence[Any], items: Sequence[Any], num_items: int, lanes: int
+) -> list[Any]:
+    """The outputs of the program for all items."""
+    lanes = min(lanes, num_items)
+    part = max(lanes // PART, 1)
+    queue = Queue(Stepper(cut(program, _refuse)), shared, [jax.typeof(x[0]) for x in items], lanes, part)
+    full, drained = -(-num_items // part), -(-lanes // part)
+    numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
+    numbers = jnp.where(numbers < num_items, numbers, NO_ITEM)
+    rows = [_rows(x, part, full + drained) for x in [numbers, *items]]
+    start, treedef = jax.tree.flatten(queue.empty())
+
+    def one_round(_: Any, *values: Any) -> list[Any]:
+        leaves, (numbers, *inputs) = split(values, [len(start)])
+        state, finished, outputs = _round(queue, treedef.unflatten(leaves), numbers, inputs)
+        return [*jax.tree.leaves(state), finished, *outputs]
+
+    storage = Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items")
+    out = run_function(one_round, start, rows, bound=full + drained, predicated=False, storage=storage)
+    finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
+    order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
+    return [y.at[order].get(mode="promise_in_bounds", unique_indices=True) for y in outputs]
+
+
+def _rows(x: Any, part: int, rounds: int) -> Any:
+    """Rows of items, one for each round."""
+    missing = rounds * part - len(x)
+    return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]).reshape(rounds, part, *x.shape[1:])
+
+
+def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
+    """One round; returns the state, and the numbers of the items that are done with their outputs."""
+    busy = jax.vmap(queue.is_busy)(state)
+    is_done = (state.item != NO_ITEM) & ~busy
+    rank = active_first(is_done, last=busy)[: queue.part]
+    chosen = jax.tree.map(lambda x: x[rank], state)
+    done = is_done[rank]
+    outputs = jax.vmap(queue.outputs)(chosen)
+    left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
+    takes = left.item == NO_ITEM  # all of them, but at the end
+    begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
+    begun = jax.tree.map(lambda new, old: _where(takes, new, old), begun, left)
+    state = jax.tree.map(lambda x, new: x.at[rank].set(new, unique_indices=True), state, begun)
+    return _step_until_some_are_done(queue, state, numbers), jnp.where(done, chosen.item, NO_ITEM), outputs
+
+
+def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
+    """Step all lanes while too few of them are free for the next round."""
+    with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
+    is_last = jnp.any(numbers == NO_ITEM)  # no items are left: what follows only takes results
+    leave = jnp.where(is_last, jnp.maximum(with_item - queue.part, 0), queue.lanes - queue.part)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def too_many(state: Lane) -> Any:
+        return jnp.sum(jax.vmap(queue.is_busy)(state), dtype=jnp.int32) > leave
+
+    def step(_: Any, __: Any, *leaves: Any) -> list[Any]:
+        state = jax.vmap(queue.step)(treedef.unflatten(leaves))
+        return [too_many(state), *jax.tree.leaves(state)]
+
+    loop = queue.stepper.parts.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+    start = [too_many(state), *leaves]
+    out = run_function(step, start, bound=loop.bound, predicated=True, storage=loop.storage)
+    return treedef.unflatten(out.carry[1:])
+
+
+def _where(chosen: Any, new: Any, old: Any) -> Any:
+    return jnp.where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def _refuse(loops: int) -> Exception:
+    return ValueError(lanes_map_message(loops))

@@ -1,0 +1,282 @@
+"""Rows of an array, read and written at places that are computed, without touching the others.
+
+Meaning, with the array `rows` of shape (capacity, ...) and a place that is not beyond it (beyond it, zeros are
+read, and nothing is written)::
+
+    get(rows, place, active)  -> rows[place], rows
+    put(rows, place, row)     -> rows with rows[place] = row
+    add(rows, place, row)     -> rows with rows[place] += row
+    take(rows, place)         -> rows[place], rows with rows[place] = 0
+    view(rows, active)        -> rows, rows
+
+Each is the transpose of another: of `get`, `add`; of `put`, `take`. What only reads hands the array on, so that
+in the body of a loop every version of it is used once (`row_buffers/versions.py`). Its cotangent then has versions in
+the opposite order, and is changed in place as well: the gradient of a step costs the same whatever the capacity.
+
+A lane of a batch that has finished is not `active`: it reads what a lane that is still active reads.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from loopax._src.core.jaxpr.dataflow import dependence_rules
+from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.jaxpr.util import written_out
+from loopax._src.core.masking.substitute import borrow
+from loopax._src.jax_internals import Primitive, ad, batching, is_nonzero, mlir, new_primitive, zeros
+
+# Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
+# in `get` and `add` perhaps more: so many rows are read from one array.
+
+
+def get(rows: Any, place: Any, active: Any = np.True_, lanes: int = 0) -> tuple[Any, Any]:
+    """The row at a place, and the array."""
+    return get_p.bind(rows, place, active, lanes=lanes)
+
+
+def put(rows: Any, place: Any, row: Any, lanes: int = 0, appends: bool = False) -> Any:
+    """The array with another row; `appends` says that the row has not been read or written before."""
+    return put_p.bind(rows, place, row, lanes=lanes, appends=appends)[0]
+
+
+def add(rows: Any, place: Any, row: Any, lanes: int = 0) -> Any:
+    """The array with something added to a row."""
+    return add_p.bind(rows, place, row, lanes=lanes)[0]
+
+
+def take(rows: Any, place: Any, lanes: int = 0) -> tuple[Any, Any]:
+    """The row at a place, and the array without it."""
+    return take_p.bind(rows, place, lanes=lanes)
+
+
+def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
+    """All rows, and the array."""
+    return view_p.bind(rows, active)
+
+
+def nowhere(rows: Any, lanes: int) -> Any:
+    """A place beyond the array."""
+    return jnp.int32(rows.shape[lanes])
+
+
+# ---- what they compute
+
+
+def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The same for arrays with lanes."""
+
+    def mapped(*operands: Any, lanes: int, **params: Any) -> list[Any]:
+        one = partial(function, is_alone=lanes == 0, **params)
+        for _ in range(lanes):
+            one = jax.vmap(one)
+        return one(*operands)
+
+    return mapped
+
+
+def _read(rows: Any, place: Any) -> Any:
+    inside = place < rows.shape[0]
+    if rows.shape[0] == 0:
+        return jnp.zeros((*place.shape, *rows.shape[1:]), rows.dtype)
+    row = rows.at[place].get(mode="clip") if place.ndim else lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
+    return jnp.where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, jnp.zeros((), rows.dtype))
+
+
+def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
+    if not is_alone:
+        return rows.at[place].set(row, mode="drop")
+    if rows.shape[0] == 0:
+        return rows
+    # One row of one array, for which XLA on a CPU is faster with a slice than with a scatter.
+    old = lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
+    row = jnp.where(place < rows.shape[0], row, old)
+    return lax.dynamic_update_index_in_dim(rows, row, place, 0)
+
+
+@_over_lanes
+def _get(rows: Any, place: Any, is_alone: bool) -> list[Any]:
+    if place.ndim or not is_alone:
+        return [_read(rows, place), rows]
+    return [_read(rows, _and_another(place, 0))[0], rows]
+
+
+def _and_another(place: Any, other: int) -> Any:
+    """A second place, so that one row is not read or written as a slice.
+
+    XLA on a CPU would fuse the reading of one slice into the writing of another, and copy the array for that.
+    """
+    return jnp.stack([place, jnp.full_like(place, other)])
+
+
+@_over_lanes
+def _put(rows: Any, place: Any, row: Any, is_alone: bool, appends: bool) -> list[Any]:
+    del appends
+    return [_write(rows, place, row, is_alone)]
+
+
+@_over_lanes
+def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
+    if place.ndim or not is_alone:
+        return [rows.at[place].add(row, mode="drop")]
+    return [rows.at[_and_another(place, rows.shape[0])].add(jnp.stack([row, jnp.zeros_like(row)]), mode="drop")]
+
+
+@_over_lanes
+def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
+    if rows.shape[0] == 0:
+        return [_read(rows, place), rows]
+    # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
+    inside, zero = place < rows.shape[0], jnp.zeros((), rows.dtype)
+    row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
+    row = row[0] if is_alone else row
+    left = _write(rows, place, jnp.where(inside, zero, row), is_alone)
+    return [jnp.where(inside, row, zero), left]
+
+
+def _primitive(name: str, function: Callable[..., list[Any]], params: Sequence[str]) -> Primitive:
+    primitive = new_primitive(name)
+    primitive.def_impl(jax.jit(function, static_argnames=params))
+    primitive.def_abstract_eval(lambda *avals, **p: jax.make_jaxpr(partial(function, **p))(*avals).out_avals)
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
+    return primitive
+
+
+get_p = _primitive("buffer_get", lambda rows, place, _, lanes: _get(rows, place, lanes=lanes), ["lanes"])
+put_p = _primitive("buffer_put", _put, ["lanes", "appends"])
+add_p = _primitive("buffer_add", _add, ["lanes"])
+take_p = _primitive("buffer_take", _take, ["lanes"])
+view_p = _primitive("buffer_view", lambda rows, _: [rows, rows], [])
+
+# Which result of an operation is the array.
+VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
+
+
+# ---- derivatives: all are linear in the array and in the row
+
+
+def _jvp_rule(primitive: Primitive, row_at: int | None = None) -> None:
+    """Tangents take the way of primals; `row_at` is where the row stands among the operands."""
+    linear = [0] if row_at is None else [0, row_at]
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        if not any(is_nonzero(tangents[i]) for i in linear):
+            return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+        operands = list(primals)
+        for i in linear:
+            operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
+        return out, primitive.bind(*operands, **params)
+
+    ad.primitive_jvps[primitive] = rule
+
+
+for _primitive_, _row_at in [(get_p, None), (put_p, 2), (add_p, 2), (take_p, None), (view_p, None)]:
+    _jvp_rule(_primitive_, _row_at)
+
+
+def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+    return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, cts, strict=True)]
+
+
+def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: int) -> list[Any]:
+    ct_row, ct_rows = cts
+    if isinstance(ct_row, ad.Zero):
+        return [ct_rows, None, None]
+    ct_rows = written_out(ct_rows)
+    return [add(ct_rows, jnp.where(active, place, nowhere(ct_rows, lanes)), ct_row, lanes), None, None]
+
+
+def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int, appends: bool) -> list[Any]:
+    (ct,) = cts
+    if isinstance(ct, ad.Zero):
+        return [None, None, None]
+    # A row that is appended is none of the rows before, so nobody asks for what would be left of it.
+    ct_row, ct_rows = get(ct, place, lanes=lanes) if appends else take(ct, place, lanes)
+    return _wanted([rows, place, row], [ct_rows, None, ct_row])
+
+
+def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int) -> list[Any]:
+    (ct,) = cts
+    if isinstance(ct, ad.Zero):
+        return [None, None, None]
+    ct_row, ct_rows = get(ct, place, lanes=lanes)
+    return _wanted([rows, place, row], [ct_rows, None, ct_row])
+
+
+def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
+    ct_row, ct_rows = cts
+    return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
+
+
+def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
+    ct_view, ct_rows = cts
+    if isinstance(ct_view, ad.Zero):
+        return [ct_rows, None]
+    return [written_out(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
+
+
+ad.primitive_transposes[get_p] = _transpose_get
+ad.primitive_transposes[put_p] = _transpose_put
+ad.primitive_transposes[add_p] = _transpose_add
+ad.primitive_transposes[take_p] = _transpose_take
+ad.primitive_transposes[view_p] = _transpose_view
+
+
+# ---- batches
+
+
+def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int) -> Any:
+    """Lanes that share the array read many rows of it; others one row each of their own."""
+    (rows, place, active), (rows_dim, place_dim, active_dim) = operands, dims
+    axis = Axis.of(axis_data)
+    if rows_dim is None:
+        if place_dim is None:
+            return get(rows, place, lanes=lanes), [None, None]
+        row, rows = get(rows, jnp.moveaxis(place, int(place_dim), -1), lanes=lanes)
+        row, rows_to = jnp.moveaxis(row, place.ndim - 1, 0), None
+    else:
+        row, rows = get(fill_axis(axis, rows, rows_dim), fill_axis(axis, place, place_dim), lanes=lanes + 1)
+        rows_to = 0
+    if active_dim is not None:
+        (row,) = borrow(active, [row], [True])
+    return [row, rows], [0, rows_to]
+
+
+def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    (rows, active), (rows_dim, active_dim) = operands, dims
+    if rows_dim is None:
+        return view(rows), [None, None]
+    seen, rows = view(jnp.moveaxis(rows, int(rows_dim), 0))
+    if active_dim is not None:
+        (seen,) = borrow(active, [seen], [True])
+    return [seen, rows], [0, 0]
+
+
+def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
+    def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
+        if all(d is None for d in dims):  # JAX asks inside batched control flow
+            out = primitive.bind(*operands, lanes=lanes, **params)
+            return out, [None] * len(out)
+        axis = Axis.of(axis_data)
+        operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
+        out = primitive.bind(*operands, lanes=lanes + 1, **params)
+        return out, [0] * len(out)
+
+    return rule
+
+
+batching.fancy_primitive_batchers[get_p] = _batch_get
+for _primitive_ in (put_p, add_p, take_p):
+    batching.fancy_primitive_batchers[_primitive_] = _batch_rule(_primitive_)
+
+batching.primitive_batchers[view_p] = _batch_view
+
+# The array that `get` hands on is the one that it was given, whatever the place.
+dependence_rules[get_p] = lambda _: [0b111, 0b001]
+dependence_rules[view_p] = lambda _: [0b11, 0b01]

@@ -1,0 +1,158 @@
+"""The compiled part of a durable loop: from the arrays of a carry to the same some steps on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from loopax._src.core.jaxpr.util import num_bytes, split
+from loopax._src.frontend.trace import strongly_typed
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
+from loopax._src.nnx.functional import freeze, roots, thaw_numbered
+from loopax._src.nnx.writeback import Changes, take_back
+from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, match_carry, pack
+
+CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
+MOST_ROWS = 1 << 16  # of outputs in a chunk
+
+
+class Walked(NamedTuple):
+    """What a chunk of steps gives."""
+
+    carry: Any
+    ys: Any  # rows of outputs, those that there were not are zero
+    num_steps: Any  # int32
+    goes_on: Any  # bool: False where a condition has ended the loop
+
+
+# (carry, start, most steps, rows of ys) -> Walked; `start` is what else the loop hands to its steps, arrays. Without
+# outputs there are no rows (None), and a chunk may take any number of steps.
+Walk = Callable[[Any, Sequence[Any], Any, int | None], Walked]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A chunk for one number of rows of outputs."""
+
+    closed: ClosedJaxpr  # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on)
+    init: Any  # the first carry, frozen, with the types that it has in the loop
+    arrays: list[jax.Array]  # of it
+    spec: Spec
+    y_spec: Spec
+    changes: Changes  # what the body does to NNX objects
+    carry_avals: list[Any]  # of what the body returns, with weak types
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A compiled chunk."""
+
+    run: Callable[..., tuple[list[jax.Array], list[jax.Array], Any, Any]]  # (arrays, start, most), uses up the arrays
+    traced: Traced
+    first: list[jax.Array]  # the arrays of the first carry, placed on devices; they may be used up
+    rows: int  # of outputs: the most steps that it may take, where there are outputs
+
+
+def trace(where: str, walk: Walk, init: Any, start: Sequence[Any], rows: int | None) -> Traced:
+    """Trace a chunk, from promoted leaves where the body's result asks for it."""
+    init = freeze(init)
+    while True:
+        arrays, spec = pack(init)
+        try:
+            closed, found = _trace(where, walk, init, spec, start, rows)
+            return Traced(closed, init, arrays, spec, **found)
+        except CarryMismatchError as mismatch:
+            init = mismatch.restart(init)
+
+
+def _trace(
+    where: str, walk: Walk, init: Any, spec: Spec, start: Sequence[Any], rows: int | None
+) -> tuple[ClosedJaxpr, dict[str, Any]]:
+    found: dict[str, Any] = {}
+
+    def flat(*operands: Any) -> list[Any]:
+        arrays, start, (most,) = split(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
+        given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
+        carry, objects = thaw_numbered(given)
+        walked = walk(carry, start, most, rows)
+        carry, found["changes"] = take_back(where, given, objects, walked.carry)
+        if roots(ys := freeze(walked.ys)):
+            raise TypeError(_objects_message(where))
+        arrays, found["y_spec"] = pack(ys)
+        carry = match_carry(where, init, spec, carry)
+        found["carry_avals"] = list(map(jax.typeof, carry))
+        return [*map(strongly_typed, carry), *map(strongly_typed, arrays), walked.num_steps, walked.goes_on]
+
+    most = jax.ShapeDtypeStruct((), jnp.int32)
+    closed = jax.make_jaxpr(flat)(*map(strong, spec.avals), *map(jax.typeof, start), most)
+    return closed, found
+
+
+def _objects_message(where: str) -> str:
+    return (
+        f"{where} returns NNX objects as outputs, and outputs go to disk as arrays. Return what they hold instead, "
+        "`variable[...]` or `nnx.to_pure_dict(nnx.state(module))`."
+    )
+
+
+def rows_of_a_chunk(traced: Traced, unroll: int) -> int:
+    """How many rows of outputs fit into a chunk's memory: whole iterations of the compiled loop, one at least."""
+    rows = min(CHUNK_BYTES // max(num_bytes(traced.y_spec.rows().avals), 1), MOST_ROWS)
+    return max(rows - rows % unroll, unroll)
+
+
+def compile_chunk(traced: Traced, start: Sequence[Any], rows: int) -> Chunk:
+    """Compile; the carry keeps its sharding, so that one program takes every chunk."""
+    opened, closed_over = open_constants(traced.closed)
+    first = placed(traced.arrays, closed_over)
+    num_consts, num_carry, num_ys = len(closed_over), len(first), len(traced.y_spec.avals)
+    shardings = [x.sharding for x in first]
+    whole = _replicated(first) if jax.process_count() > 1 else None  # each process has all rows then
+    function = jax.jit(
+        jaxpr_as_fun(opened),
+        donate_argnums=range(num_consts, num_consts + num_carry),
+        out_shardings=[*shardings, *[whole] * num_ys, whole, whole] if _is_spread(first) else None,
+    )
+    compiled = function.lower(*closed_over, *first, *start, np.int32(0)).compile()
+
+    def run(arrays: Sequence[Any], start: Sequence[Any], most: int) -> Any:
+        out = compiled(*closed_over, *arrays, *start, np.int32(most))
+        carry, ys, (num_steps, goes_on) = split(out, [num_carry, num_ys])
+        return carry, ys, num_steps, goes_on
+
+    return Chunk(run, traced, first, rows)
+
+
+def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.Array]:
+    """Copies of the arrays; where some, or those beside them, are spread over a mesh, the others are on all of it.
+
+    Where some are on a device that the user has chosen, all are there: arrays that are read from disk cannot be moved
+    by JAX, as those can be whose device nobody has chosen.
+    """
+    copies = [jnp.array(x, x.dtype, copy=True) for x in arrays]  # of strong types
+    others = [x for x in beside if isinstance(x, jax.Array)]
+    chosen = [x.sharding for x in [*arrays, *others] if x.committed]
+    where = _replicated([*arrays, *others]) or next(iter(chosen), None)
+    if where is None:
+        return copies
+    return [x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, where) for x in copies]
+
+
+def _is_spread(arrays: Sequence[jax.Array]) -> bool:
+    return _replicated(arrays) is not None
+
+
+def _replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:
+    """On all devices of the mesh over which some of these are spread."""
+    meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
+    return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+
+
+def row_types(spec: Spec) -> list[tuple[tuple[int, ...], Any, Any]]:
+    """Of each array of outputs: the shape and dtype of a row, and the implementation of PRNG keys."""
+    leaves = [leaf for leaf in spec.leaves if isinstance(leaf, Dynamic)]
+    return [(leaf.aval.shape[1:], leaf.aval.dtype, leaf.key_impl) for leaf in leaves]

@@ -1,0 +1,70 @@
+"""What makes a loop durable: its arguments, and the errors for what they may not be."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.core import Tracer
+from jax.tree_util import tree_leaves
+
+from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.durable.directory import Directory, open_directory
+from loopax._src.durable.pace import Every, checkpoint_every
+from loopax._src.jax_internals import is_tracing
+from loopax._src.pytrees.static_args import an_int
+
+
+class Durability(NamedTuple):
+    """The arguments that make a loop durable, as given."""
+
+    directory: Any
+    checkpoint_every: Any
+    keep: Any
+    resume: Any
+    chunk_steps: Any
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The same, understood."""
+
+    directory: Directory
+    every: Every
+    keep: int
+    anyway: bool
+    chunk_steps: int | None
+
+
+def check(name: str, given: Durability) -> Checked:
+    """Understand them."""
+    every = checkpoint_every(name, given.checkpoint_every)
+    keep = an_int(f"{name}(keep=...)", given.keep, ", the number of saves")
+    if keep < 1:
+        raise ValueError(f"{name}(keep=...): got {keep}, expected at least 1, the number of saves that are kept.")
+    if given.resume not in ("auto", "anyway"):
+        raise ValueError(f"{name}(resume=...): got {given.resume!r}, expected 'auto' or 'anyway'.")
+    steps = given.chunk_steps
+    if steps is not None:
+        steps = an_int(f"{name}(chunk_steps=...)", steps, ", the steps of a compiled chunk")
+        if not 1 <= steps <= MOST_STEPS:
+            raise ValueError(f"{name}(chunk_steps=...): got {steps}, expected an int from 1 to {MOST_STEPS}.")
+    return Checked(open_directory(name, given.directory), every, keep, given.resume == "anyway", steps)
+
+
+def max_steps_of(name: str, max_steps: Any) -> int | None:
+    """A bound of 64 bits."""
+    if max_steps is None:
+        return None
+    steps = an_int(f"{name}(max_steps=...)", max_steps)
+    if not 0 <= steps < 2**63:
+        raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {2**63 - 1}.")
+    return steps
+
+
+def refuse_transformations(name: str, *given: Any) -> None:
+    """Refuse to run inside of a transformation, or with values that one has left behind."""
+    if is_tracing() or any(isinstance(leaf, Tracer) for leaf in tree_leaves(given)):
+        raise TypeError(
+            f"{name} saves to disk while it runs, so Python calls it, and it cannot be called inside of `jax.jit`, "
+            f"`vmap`, `grad` or another transformation. Call it outside of them, or call `loopax.{name.split('.')[1]}` "
+            "here, which can be transformed."
+        )

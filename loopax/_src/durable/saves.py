@@ -1,0 +1,170 @@
+"""States of a run on disk: saved while the run goes on, the newest good one found again. Orbax writes them."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
+from hashlib import sha256
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.durable.checksum import checksums
+from loopax._src.durable.directory import Directory
+from loopax._src.durable.errors import DamagedSaveWarning, SaveError
+from loopax._src.durable.orbax import ocp
+
+_MOST_TEXT = 1000  # of the error of a damaged file
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is between two chunks."""
+
+    steps: int  # taken so far
+    goes_on: bool  # whether there is another one to take
+    arrays: list[jax.Array]  # the carry
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is written beside the arrays of a save."""
+
+    steps: int
+    goes_on: bool
+    checksums: list[str]
+
+    def sealed(self) -> dict[str, Any]:
+        """As it is written, with a checksum of its own."""
+        return asdict(self) | {"seal": self._seal()}
+
+    def _seal(self) -> str:
+        return sha256(repr(astuple(self)).encode()).hexdigest()
+
+    @staticmethod
+    def opened(step: int, found: dict[str, Any]) -> "_Facts":
+        """What has been written about this step, or an error."""
+        facts = _Facts(found["steps"], found["goes_on"], found["checksums"])
+        if facts.steps != step or facts._seal() != found["seal"]:
+            raise ValueError("what is on disk is not what was saved (the checksum of its numbers differs)")
+        return facts
+
+
+class Saves:
+    """The saves of a run."""
+
+    def __init__(self, where: str, directory: Directory, keep: int) -> None:
+        """Unfinished saves of an earlier process are removed."""
+        self.where, self.directory = where, directory.saves
+        options = ocp().CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True, save_root_metadata=False
+        )
+        self._manager = ocp().CheckpointManager(self.directory, options=options)
+
+    def start(self, state: State) -> None:
+        """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
+        self.finish()
+        facts = _Facts(state.steps, state.goes_on, checksums(state.arrays))
+        # Orbax may write from the very memory of an array on a CPU, which the next chunk takes for its results.
+        arrays = {name: jnp.copy(x) for name, x in _written(state.arrays).items()}
+        args = ocp().args
+        written = {"state": args.StandardSave(arrays)} if arrays else {}
+        items = args.Composite(facts=args.JsonSave(facts.sealed()), **written)
+        with self._clear_errors():
+            self._manager.save(state.steps, args=items)
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the newest save, also of one that has not ended."""
+        return self._manager.latest_step()
+
+    def in_progress(self) -> bool:
+        """Whether a save has not ended."""
+        return self._manager.is_saving_in_progress()
+
+    def finish(self) -> None:
+        """Wait until what has been begun is on disk."""
+        with self._clear_errors():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def newest(self, like: Sequence[jax.Array], check_rows: Callable[[int], None] | None = None) -> State | None:
+        """The newest save that is whole, with the types and shardings of these arrays; None: there is none.
+
+        `check_rows` raises where rows of outputs are lost that belong to a save of so many steps.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        problems = []
+        for step in steps:
+            try:
+                state = self._restore(step, like)
+                if check_rows is not None:
+                    check_rows(step)
+            except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
+                problems.append(f"  step {step}: {type(error).__name__}: {_first_line(error)[:_MOST_TEXT]}")
+                continue
+            for damaged in steps[: len(problems)]:
+                self._manager.delete(damaged)
+            if problems:
+                _warn_of_damage(self.where, self.directory, problems, step)
+            return state
+        if problems:
+            raise RuntimeError(
+                f"{self.where}: no save in {self.directory} is whole:\n" + "\n".join(problems) + "\nRestore what "
+                "is damaged from a backup, or delete the directory of the run to start anew."
+            )
+        return None
+
+    def _restore(self, step: int, like: Sequence[jax.Array]) -> State:
+        args = ocp().args
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _written(like).items()
+        }
+        wanted = {"state": args.StandardRestore(shapes)} if shapes else {}
+        found = self._manager.restore(step, args=args.Composite(facts=args.JsonRestore(), **wanted))
+        facts = _Facts.opened(step, found.facts)
+        arrays = [found.state[_name(i)] if x.size else jnp.copy(x) for i, x in enumerate(like)]
+        if checksums(arrays) != facts.checksums:
+            raise ValueError("what is on disk is not what was saved (its checksum differs)")
+        return State(facts.steps, facts.goes_on, arrays)
+
+    def close(self) -> None:
+        """Wait for what has been begun, and let Orbax's threads end."""
+        self._manager.close()
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            steps = ocp().utils.checkpoint_steps(self.directory)
+            good = f"The last good save is that of step {max(steps)}" if steps else "There is no save yet"
+            raise SaveError(
+                f"{self.where}: saving to {self.directory} failed ({type(error).__name__}: {error}). {good}. Make room "
+                "or mend the file system, and call again to go on from there."
+            ) from error
+
+
+def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """The arrays that Orbax writes, by name: it takes none without elements."""
+    return {_name(i): x for i, x in enumerate(arrays) if x.size}
+
+
+def _name(i: int) -> str:
+    return f"{i:05d}"
+
+
+def _first_line(error: Exception) -> str:
+    """Of its text, which may be empty: a bare `assert` in a library has none."""
+    return next(iter(str(error).splitlines()), "")
+
+
+def _warn_of_damage(where: str, directory: Any, problems: Sequence[str], step: int) -> None:
+    warnings.warn(
+        f"{where}: saves in {directory}, or outputs that belong to them, are damaged. These saves have been "
+        "removed:\n" + "\n".join(problems) + "\nThe run goes "
+        f"on from step {step} instead.",
+        DamagedSaveWarning,
+        stacklevel=2,
+    )

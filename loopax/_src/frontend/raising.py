@@ -1,0 +1,89 @@
+"""How a check that fails becomes an error.
+
+Where it is known at once, outside of `jit`, it is raised at once. In a program it is raised by a callback, as
+`equinox.error_if` does it, and `equinox.filter_jit` shows it as it shows those. Under plain `jax.jit` an error of a
+callback is shown by XLA: first the stack of its innermost frame, then its text. So ours has one frame, which is the
+user's line, and nothing behind its text.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import takewhile
+from traceback import FrameSummary, format_list
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, NoReturn
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from equinox import _errors, _jit
+from jax import lax
+from jax.core import Tracer
+
+from loopax._src.frontend.export_check import Said, unexported
+from loopax._src.frontend.user_lines import Line, of_user
+from loopax._src.jax_internals import calling_lines, without_folding
+
+# What Equinox has read when it was imported.
+_ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
+_UNKNOWN = Line("unknown", 1, "unknown")
+
+
+def call_at(call: str) -> str:
+    """A call and the user's line from which it comes: `loopax.scan at solver.py:31 (solve)`."""
+    line = next(of_user(calling_lines()), None)
+    return call if line is None else f"{call} at {line}"
+
+
+def calls() -> tuple[Line, ...]:
+    """The user's lines that led to here, innermost first, inside of `equinox.filter_jit`."""
+    return tuple(of_user(takewhile(lambda line: line[0] != _jit.__file__, calling_lines())))
+
+
+def raise_if(failed: Any, message: str, stack: tuple[Line, ...]) -> Any:
+    """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
+    failed = eqxi.unvmap_any(failed)
+    if _is_for_equinox():
+        with without_folding():
+            return eqx.error_if(jnp.zeros((), bool), failed, message)
+    if not isinstance(failed, Tracer):
+        if failed:
+            raise eqx.EquinoxRuntimeError(message)
+        return failed
+    with without_folding():
+        return _program(message, stack)(failed)
+
+
+def _is_for_equinox() -> bool:
+    """Whether `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU."""
+    return _ON_ERROR != "raise" or jax.default_backend() == "tpu"
+
+
+@lru_cache(maxsize=1024)
+def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any], Any]:
+    """Raise where a flag is True; compiled once for as many calls from the same lines."""
+
+    def fail() -> NoReturn:
+        shown = format_list([FrameSummary(*line) for line in reversed(stack)])
+        _jit.last_error_info = message, shown[::-1]  # from where `equinox.filter_jit` takes its text
+        frame = _frame(stack[0] if stack else _UNKNOWN)
+        # The class by which `equinox.filter_jit` knows an error that it has to show.
+        raise _errors._EquinoxRuntimeError(message).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
+
+    def check(failed: Any) -> Any:
+        failed = unexported(failed, Said(message))
+        return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool)), lambda: False)
+
+    return jax.jit(check)
+
+
+def _frame(line: Line) -> FrameType:
+    """A frame of this line that nobody has called: a generator's, before it starts."""
+
+    def place() -> Iterator[None]:
+        yield
+
+    code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
+    return FunctionType(code, {})().gi_frame

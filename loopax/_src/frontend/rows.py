@@ -1,0 +1,123 @@
+"""Rows of pytrees: what a row may be, whether one matches others, at which index it stands."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, PyTree
+
+from loopax._src.core.row_buffers.versions import strays
+from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.pytrees.leaves import describe, stays
+from loopax._src.pytrees.types import RowByRow
+
+
+def refuse_strays(where: str, carry: PyTree[Any], body: ClosedJaxpr, first: int, predicated: bool) -> None:
+    """Refuse other ways through a body than the operations of rows; `first` is the first input of its carry."""
+    kept = iter(stays(carry))
+    end = first + predicated + stays(carry).count(False)
+    ways = iter(strays(body, range(first, end))[predicated:])
+    for path, node in tree_flatten_with_path(carry, is_leaf=lambda node: isinstance(node, RowByRow))[0]:
+        of_node = [[] if next(kept) else next(ways) for _ in jax.tree.leaves(node)]
+        if isinstance(node, RowByRow):
+            found = sorted({name for names in of_node[: len(jax.tree.leaves(node._rows))] for name in names})
+            if found:
+                raise TypeError(_stray_message(where, f"a {type(node).__name__} (carry{keystr(path)})", found))
+
+
+def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
+    return (
+        f"{where} sends the rows of {what} through {', '.join(names)}. Only `append`, `[]`, `rows` and loops of loopax "
+        "may touch them: then they are written in place, and nothing of them is stored. Instead of choosing between "
+        "two of them (`jax.lax.cond`, `jnp.where`), say `append(row, when=...)`; read a row before a `cond`."
+    )
+
+
+def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:
+    """A row as arrays of the types of others: Python numbers and weakly typed arrays take the dtype, others have it."""
+    wanted = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), rows)
+    if jax.tree.structure(row) != jax.tree.structure(wanted):
+        raise TypeError(
+            f"{what} is a pytree of another structure: got {jax.tree.structure(row)}, expected "
+            f"{jax.tree.structure(wanted)}."
+        )
+    leaves = zip(tree_flatten_with_path(row)[0], jax.tree.leaves(wanted), strict=True)
+    if misfits := [(path, leaf, aval) for (path, leaf), aval in leaves if not _fits(leaf, aval)]:
+        raise TypeError(
+            f"{what} does not match the others, at:\n"
+            + "\n".join(_misfit(*misfit) for misfit in misfits)
+            + "".join(sorted({_advice(leaf, aval) for _, leaf, aval in misfits}))
+        )
+    return jax.tree.map(lambda x, aval: jnp.asarray(x, aval.dtype), row, wanted)
+
+
+def _misfit(path: Any, leaf: Any, aval: Any) -> str:
+    return f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {aval.dtype.name}{list(aval.shape)}"
+
+
+def _advice(leaf: Any, aval: Any) -> str:
+    """What to do about a leaf that does not fit."""
+    given = _type_of(leaf)
+    if given is None:
+        return "\nGive an array."
+    if given.shape == aval.shape:
+        return "\nConvert the dtype (`x.astype(...)`)."
+    return "\nGive one row of the shape of the others: reduce, slice or `x.reshape(...)` it, or choose another `like`."
+
+
+def _fits(leaf: Any, aval: Any) -> bool:
+    given = _type_of(leaf)
+    if given is None or given.shape != aval.shape:
+        return False
+    with jax.numpy_dtype_promotion("standard"):  # the strict one has an error of its own
+        return (jnp.result_type(aval.dtype, leaf) if given.weak_type else given.dtype) == aval.dtype
+
+
+def _type_of(leaf: Any) -> Any:
+    """The type of a leaf as an array, None if it cannot be one."""
+    try:
+        return jax.eval_shape(jnp.asarray, leaf)
+    except TypeError:
+        return None
+
+
+def row_types(what: str, row: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The types of the leaves of a row."""
+
+    def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _type_of(leaf)
+        if aval is None or not (jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_):
+            raise TypeError(
+                f"{what}: a row is a pytree of arrays of numbers or bools, but the leaf {keystr(path) or 'itself'} is "
+                f"{describe(leaf)}. Keep it elsewhere, or give a PRNG key as `jax.random.key_data(key)`."
+            )
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, row)
+
+
+def one_index(name: str, index: Any, size: int) -> int | Array:
+    """The index of one of `size` rows: an int where it is static, else int32[], beyond them where the user's is."""
+    if isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer):
+        own, narrow = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
+        if int(own.max) > int(narrow.max):
+            index = jnp.clip(index, max(int(own.min), int(narrow.min)), int(narrow.max))
+        return index.astype(jnp.int32)
+    try:
+        if not isinstance(index, bool):
+            return _static_index(name, operator.index(index), size)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"rows are read one at a time, at an integer: got {describe(index)}. All of them are `.rows`, an array that "
+        "slices as others do."
+    )
+
+
+def _static_index(name: str, index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(f"{name}[{index}]: there are {size} rows at most, from {-size} to {size - 1}.")
+    return index

@@ -1,0 +1,165 @@
+"""The last rows of a series, in the carry of a loop."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from loopax._src.core.row_buffers import primitives as buffers
+from loopax._src.frontend.options import SCAN, rows_of
+from loopax._src.frontend.rows import matching_row, one_index, row_types
+from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.pytrees.leaves import describe, with_arrays
+from loopax._src.pytrees.static_args import Why, positive_int
+
+# From so many bytes on, rows are written in place, around a ring, instead of shifted by one (docs/benchmark.md).
+RING_BYTES = 32 * 1024
+_SIZE = Why(
+    "the shape of the window", "give the most rows that are looked back at, and look back by the number: `history[-n]`"
+)
+
+
+class History(eqx.Module):
+    """A window on a series: the last `k` rows, of which the oldest goes when one is pushed.
+
+    The meaning::
+
+        history = rows[:k]
+        history = history[1:] + [row]        # history = history.push(row)
+        history[-1], history[-2], history    # history[-1], history[-2], history.rows
+        len(history)                         # len(history)
+
+    A history does not change: `push` returns another one. It belongs into the carry of a loop, where a step costs the
+    same however long the series gets: multi-step integrators, autoregressive models, delays.
+
+    Parameters
+    ----------
+    k
+        How many rows: a static, positive integer.
+    rows
+        The start: a pytree of arrays `(rows, ...)` with at least `k` rows. The first `k` are taken, oldest first.
+    like
+        Instead of `rows`, what a row is: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+    fill
+        With `like`, the number that all rows are full of at the start; zero unless given.
+
+    Raises
+    ------
+    TypeError
+        `k` is not an integer; leaves that are no arrays of numbers; `rows` and `like` together, or none of them;
+        `fill` with `rows`, or of another type than they are.
+    ValueError
+        `k` is not positive; `rows` has fewer than `k`, or arrays of different lengths.
+
+    Notes
+    -----
+    Derivatives: all, in every order, also with respect to `rows`. Cost of `push`: small windows are shifted, and
+    windows of 32 KiB or more are a ring in which one row is written; a gradient stores windows as it does other
+    parts of the carry, with `Residuals()` only what it needs of rows that were read. `rows` costs the window.
+
+    """
+
+    _rows: PyTree[Array]
+    _oldest: Int[Array, ""] | None  # in a ring, where the oldest row stands; None: rows stand in order
+    _size: int = eqx.field(static=True)
+
+    def __init__(
+        self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = None
+    ) -> None:
+        """Make a history from the start of a series, or an empty one."""
+        self._size = positive_int("History(k=...)", k, "rows", _SIZE)
+        if (rows is None) == (like is None):
+            raise TypeError("History(k, ...): give either `rows`, the start of the series, or `like`, a row.")
+        if not (rows is None or fill is None):
+            raise TypeError("History(k, rows, fill=...): `fill` is for rows that are not given. Leave one of them out.")
+        self._rows = _filled(self._size, like, fill) if rows is None else _first(self._size, rows)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
+        self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
+
+    def push(self, row: PyTree[Any]) -> "History":
+        """The history with this row as its last one, and without its first.
+
+        Raises
+        ------
+        TypeError
+            The row has another structure, shapes or dtypes than the others.
+
+        """
+        row = matching_row("History.push: the row", self._rows, row)
+        if self._oldest is None:
+            rows = jax.tree.map(lambda rows, x: jnp.concatenate([rows[1:], x[None]]), self._rows, row)
+            return eqx.tree_at(lambda h: h._rows, self, rows)
+        rows = jax.tree.map(lambda rows, x: buffers.put(rows, self._oldest, x), self._rows, row)
+        oldest = jnp.where(self._oldest == self._size - 1, 0, self._oldest + 1)
+        return eqx.tree_at(lambda h: (h._rows, h._oldest), self, (rows, oldest))
+
+    @property
+    def rows(self) -> PyTree[Array]:
+        """The rows, `(k, ...)`, oldest first."""
+        if self._oldest is None:
+            return self._rows
+        order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
+        return jax.tree.map(lambda rows: buffers.view(rows)[0][order], self._rows)
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self._size
+
+    def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
+        """One row: 0 is the oldest, -1 the last that was pushed.
+
+        Raises
+        ------
+        TypeError
+            The index is not one integer.
+        IndexError
+            A static index is not from -k to k - 1.
+        equinox.EquinoxRuntimeError
+            A traced one is not (after the outermost loop, when the program runs). The row is zero then.
+
+        """
+        place, checks = self._place(index)
+        if self._oldest is not None:
+            inside = place < self._size
+            place = jnp.where(inside, (place + self._oldest) % self._size, place)
+        row = jax.tree.map(lambda rows: buffers.get(rows, place)[0], self._rows)
+        return settle(row, checks)
+
+    def _place(self, index: Any) -> tuple[Any, list[Check]]:
+        """The place of a row, counted from the oldest, and what may be wrong with it."""
+        size = self._size
+        index = one_index("history", index, size)
+        if isinstance(index, int):
+            return jnp.int32(index % size), []
+        is_missing = (index < -size) | (index >= size)
+        place = jnp.where(index < 0, index + size, index)
+        return jnp.where(is_missing, size, place), [
+            Check.of("loopax.History[index]", is_missing, _missing_problem(size))
+        ]
+
+
+def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
+    types = row_types("History(like=...)", like)
+    zeros = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), types)
+    if fill is None:
+        return zeros
+    numbers = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), types)
+    numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
+    return jax.tree.map(jnp.full_like, zeros, numbers)
+
+
+def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
+    row_types("History(rows=...)", rows)
+    rows = with_arrays(rows)  # a Python number in a module has no rows either
+    number = rows_of(SCAN._replace(name="History", xs="rows"), rows)
+    if number is None:
+        raise TypeError(f"History(rows=...): got {describe(rows)}, expected arrays with at least {k} rows.")
+    if number < k:
+        raise ValueError(f"History({k}, rows): the window is longer than the data: rows has {number} rows. Give {k}.")
+    return jax.tree.map(lambda x: jnp.asarray(x)[:k], rows)
+
+
+def _missing_problem(size: int) -> str:
+    return f"there are {size} rows, from {-size} to {size - 1}, and the index is none of them."

@@ -1,0 +1,200 @@
+"""What is slow in a loop for a reason that its user can remove, and how."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.core.masking.substitute import borrowed_p
+from loopax._src.insight.find_loops import Found, source_of
+from loopax._src.insight.fusion import variables
+from loopax._src.insight.sizes import in_bytes, typed
+from loopax._src.insight.stored import Stored
+from loopax._src.insight.unfold import without_calls
+from loopax._src.jax_internals import ClosedJaxpr, Literal
+from loopax._src.lanes import CPU_LANES
+
+# An array that is updated in place: from so many bytes on, and so many times what is written.
+_LARGE, _MANY_ROWS = 4096, 8
+# Residuals: from so many bytes in all on, and so many times the carry.
+_MUCH, _TIMES = 2**20, 4
+
+_WRITES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
+_SAME_VALUE = {"convert_element_type", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that makes a loop slow.
+
+    Attributes
+    ----------
+    name
+        What it is: "rows-written-in-carry", "trajectory-in-carry", "dtype-round-trip", "slowest-lane" or
+        "large-residuals".
+    source
+        The line to change, "file.py:12 (function)"; nothing where it is not known.
+    message
+        What happens there, and what to write instead.
+
+    """
+
+    name: str
+    source: str
+    message: str
+
+    def __str__(self) -> str:
+        """In a line."""
+        return f"{self.source or 'unknown line'}: {self.message} [{self.name}]"
+
+
+def advice_for(found: Found, stored: Stored | None) -> list[Advice]:
+    """All that there is to say of a loop."""
+    return [*_of_carry(found), *_slowest_lane(found), *_large_residuals(found, stored)]
+
+
+def _of_carry(found: Found) -> Iterator[Advice]:
+    """What happens to the leaves of the carry in the body."""
+    loop = found.seen.loop
+    body = without_calls(loop.body)
+    makers = {variable: eqn for eqn in body.jaxpr.eqns for variable in eqn.outvars}
+    inputs = [body.jaxpr.invars[i] for i in loop.carry_range]
+    for value, start, end in zip(found.carry, inputs, body.jaxpr.outvars, strict=False):
+        name = value.name or "a leaf of the carry"
+        if (write := _write_to(start, end, makers)) is not None:
+            yield from _rows_written(name, body, start, write)
+        elif (cast := _round_trip(start, end, makers)) is not None:
+            yield Advice(
+                "dtype-round-trip",
+                source_of(cast),
+                f"{name} ({typed(start.aval)}) is returned through {cast.invars[0].aval.dtype}, so it changes, and is "
+                "carried, stored and batched at every step. Cast a copy of it for the computation, and return the "
+                "original as it came.",
+            )
+
+
+def _write_to(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
+    """The equation that writes a part of a leaf, where the next leaf is this one with that part changed."""
+    eqn = None if isinstance(end, Literal) else makers.get(end)
+    if eqn is None:
+        return None
+    if eqn.primitive.name in _WRITES:
+        return eqn if _leads_to(start, eqn.invars[0], makers) else None
+    if eqn.primitive.name == "select_n":  # a write under a condition, or for lanes that have not finished
+        return next(filter(None, (_write_to(start, case, makers) for case in eqn.invars[1:])), None)
+    return None
+
+
+def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
+    """Whether a value is the leaf, perhaps with other parts written before."""
+    if atom is start:
+        return True
+    eqn = None if isinstance(atom, Literal) else makers.get(atom)
+    if eqn is None:
+        return False
+    if eqn.primitive.name == "select_n":  # what a lane that has finished borrows
+        return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
+    return eqn.primitive.name in _WRITES and _leads_to(start, eqn.invars[0], makers)
+
+
+def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Iterator[Advice]:
+    update = write.invars[1] if write.primitive.name == "dynamic_update_slice" else write.invars[2]
+    size, written = num_bytes([start.aval]), max(num_bytes([update.aval]), 1)
+    if size < max(_LARGE, _MANY_ROWS * written):
+        return
+    what = f"{name} ({typed(start.aval)}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
+    cost = "A step of a gradient then touches all of it"
+    if _is_read(body, start):
+        yield Advice(
+            "rows-written-in-carry",
+            source_of(write),
+            f"{what}. {cost}: append to a `loopax.Buffer` in its place, or keep the last rows in a `loopax.History`.",
+        )
+    else:
+        yield Advice(
+            "trajectory-in-carry",
+            source_of(write),
+            f"{what} and never reads it. {cost}: return the rows as `ys` of `loopax.scan` in its place (or append to a "
+            "`loopax.Buffer`, where not every step writes one).",
+        )
+
+
+def _is_read(body: ClosedJaxpr, start: Any) -> bool:
+    """Whether an array that is written in place is also used for something else."""
+    versions, lent = {start}, _lent(body)
+    for eqn in body.jaxpr.eqns:
+        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        if not versions.intersection(operands) or lent.intersection(eqn.outvars):
+            continue
+        if eqn.primitive.name in _WRITES and operands[0] in versions:
+            if versions.intersection(operands[1:]):
+                return True
+            versions.add(eqn.outvars[0])
+        elif eqn.primitive.name == "select_n" and operands[0] not in versions:
+            versions.add(eqn.outvars[0])
+        else:
+            return True
+    return False
+
+
+def _lent(body: ClosedJaxpr) -> set[Any]:
+    """What is taken from a lane that goes on, for those that have finished (`core/masking/substitute.py`)."""
+    found: set[Any] = set()
+    for eqn in reversed(body.jaxpr.eqns):
+        if eqn.primitive is borrowed_p or (eqn.primitive.name in ("squeeze", "reshape") and eqn.outvars[0] in found):
+            found.update(variables(eqn))
+    return found
+
+
+def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
+    """The last cast, where a leaf comes back as it went but for casts."""
+    cast, atom = None, end
+    while not isinstance(atom, Literal) and atom is not start:
+        eqn = makers.get(atom)
+        if eqn is None or eqn.primitive.name not in _SAME_VALUE:
+            return None
+        if eqn.primitive.name == "convert_element_type" and cast is None:
+            cast = eqn
+        atom = eqn.invars[0]
+    return cast if atom is start else None
+
+
+def _slowest_lane(found: Found) -> Iterator[Advice]:
+    lanes, origin = found.seen.waiting, found.seen.loop.origin
+    if lanes <= CPU_LANES or (origin is not None and origin.lanes.is_free):
+        return
+    here = (
+        f"{lanes} lanes run until the slowest of them is done, each step for all lanes. Where their steps differ much, "
+    )
+    if found.seen.library == "lax":
+        yield Advice(
+            "slowest-lane",
+            found.source,
+            f'{here}use `loopax.while_loop` with `lanes="compact"` (`loopax.rewrite_loops(f, lanes="compact")` for a '
+            "loop that is not yours).",
+        )
+    else:
+        yield Advice(
+            "slowest-lane",
+            found.source,
+            f'{here}`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.',
+        )
+
+
+def _large_residuals(found: Found, stored: Stored | None) -> Iterator[Advice]:
+    loop = found.seen.loop
+    if stored is None or stored.kind != "Residuals()" or stored.reason:  # what `Auto` takes has its reason
+        return
+    carry = num_bytes(aval for aval in loop.input_avals[1] if jnp.issubdtype(aval.dtype, jnp.inexact))
+    if stored.carries * stored.size < _MUCH or stored.size < _TIMES * carry:
+        return
+    way = "`loopax.scan` with " if found.seen.library == "lax" else ""
+    yield Advice(
+        "large-residuals",
+        found.source,
+        f"a gradient stores {in_bytes(stored.size)} of residuals a step ({in_bytes(stored.carries * stored.size)} in "
+        f'all), {stored.size / max(carry, 1):.0f} times the carry. {way}`kind="bounded"` stores the carries, and '
+        'evaluates each step once more; `kind="auto"` takes what is faster.',
+    )

@@ -1,0 +1,246 @@
+"""`compare`: every kind of loop, measured on a user's own function."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from loopax._src.frontend.trace_program import trace_program
+from loopax._src.insight import comparison
+from loopax._src.insight.comparison import Comparison, Measured
+from loopax._src.insight.explain import REFUSALS, stored_of
+from loopax._src.insight.find_loops import Found, find
+from loopax._src.insight.memory import temporary_bytes
+from loopax._src.insight.subject import Subject, gradient_of, subject
+from loopax._src.insight.timing import in_turn
+from loopax._src.insight.with_kind import with_kind
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
+from loopax._src.pytrees.static_args import Why, positive_int
+
+_ROUNDS = Why("how often compiled programs are run", "give the number outside of `jit`")
+KINDS: tuple[KindLike, ...] = (Checkpointed(), Bounded(), Residuals())
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    kinds: Sequence[KindLike] = KINDS,
+    argnums: int | Sequence[int] | None = None,
+    rounds: int = 5,
+) -> Comparison:
+    """Measure a function and its gradient with every kind of loop.
+
+    ::
+
+        print(lx.compare(loss, params, xs, jnp.int32(700)))
+
+    The function is compiled as it is written, and once for each kind, which takes the place of that of every loop of
+    loopax in it. The programs are run in turn. Loops of `jax.lax` stay as they are (`rewrite_loops` exchanges them).
+
+    Parameters
+    ----------
+    fn, *args
+        As in `explain`; the function is run, so a `jax.ShapeDtypeStruct` is not enough.
+    kinds
+        Kinds, or names of them. With the default, `Checkpointed()`, `Bounded()` and `Residuals()`.
+    argnums
+        The numbers of the arguments of which a gradient is taken; all floating-point arrays unless given.
+    rounds
+        How often each program is run; medians are taken. An int from 1 on.
+
+    Returns
+    -------
+    Comparison
+        A row for each program, the one as it is written first: times in milliseconds, seconds to trace and compile the
+        gradient, its temporary memory in bytes as XLA reports it and as `explain` predicts it, and how often the
+        function was traced. Kinds that come to the same program share a row. A kind that cannot be had has the reason
+        instead. Printed, a table; `.plot()` draws time against memory.
+
+    Raises
+    ------
+    TypeError
+        As in `explain`; `kinds` is not a sequence of kinds; `rounds` is not an int.
+    ValueError
+        As in `explain`; there is no loop of loopax in the function; an unknown kind; `rounds` is less than 1.
+
+    Notes
+    -----
+    Cost: a compilation and `rounds` + 1 runs of each program, of which there are two for each row; kinds that differ
+    in what a gradient stores only have one forward program. What the function does besides
+    (callbacks, prints) happens as often.
+
+    """
+    if isinstance(kinds, str | Kind):
+        raise TypeError(f"compare(kinds=...): got {kinds!r}, expected several: `kinds=[{kinds!r}]`.")
+    chosen = [to_kind(kind) for kind in kinds]
+    rounds = positive_int("compare(rounds=...)", rounds, "runs of each program", _ROUNDS)
+    asked = subject("compare", fn, args, argnums)
+    _refuse_types(asked)
+    if not any(asked.perturbed):
+        raise TypeError(
+            f"compare({asked.name}, ...): there is no floating-point array among the arguments, so there is no "
+            "gradient, and without one all kinds are the same."
+        )
+    loops = _of_loopax(find(asked.program.closed, asked.inputs))
+    if not loops:
+        raise ValueError(
+            f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
+            "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
+        )
+    written = _Candidate(fn, asked, None, _written(loops))
+    rows = _measured([written, *(_Candidate(fn, asked, kind, comparison.kind_name(kind)) for kind in chosen)], rounds)
+    return Comparison(asked.name, (replace(rows[0], is_chosen=True), *rows[1:]))
+
+
+def _refuse_types(asked: Subject) -> None:
+    for value, array in zip(asked.inputs, asked.program.arrays, strict=True):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"compare({asked.name}, ...): {value.name} is a type without values (a `jax.ShapeDtypeStruct`). The "
+                "function is run: give an array. `loopax.explain` takes types."
+            )
+        if isinstance(array, Tracer):
+            raise TypeError(
+                f"compare({asked.name}, ...): {value.name} is a traced value. The function is compiled and run: call "
+                "`compare` outside of `jit`, `vmap` and `grad`."
+            )
+
+
+def _of_loopax(found: Sequence[Found]) -> list[Found]:
+    """The loops of loopax among these and in their bodies."""
+    return [f for outer in found for f in (outer, *_of_loopax(outer.inner)) if f.seen.library == "loopax"]
+
+
+def _written(loops: Sequence[Found]) -> str:
+    """The kinds of the loops as they are written, and what they take."""
+    names = {}
+    for found in loops:
+        origin = found.seen.loop.origin
+        if origin is not None:
+            names[_taken(found, comparison.kind_name(origin.kind))] = None
+    return ", ".join(names)
+
+
+def _taken(found: Found, name: str) -> str:
+    stored, _ = stored_of(found)
+    return name if stored is None or stored.kind == name else f"{name} takes {stored.kind}"
+
+
+@dataclass
+class _Candidate:
+    """A function with a kind for all its loops; None: as it is written."""
+
+    fn: Callable[..., Any]
+    asked: Subject
+    kind: Kind | None
+    name: str
+    traces: int = 0
+
+    def forward(self, *arrays: Any) -> list[Any]:
+        """What the function computes."""
+        return jaxpr_as_fun(self._program())(*arrays)
+
+    def gradient(self, *arrays: Any) -> list[Any]:
+        """Its gradient."""
+        return jaxpr_as_fun(gradient_of(self._program(), self.asked.perturbed))(*arrays)
+
+    def predicted(self) -> int:
+        """The temporary memory of the gradient, predicted."""
+        return temporary_bytes(gradient_of(self._exchanged(self.asked.program.closed), self.asked.perturbed))
+
+    def _program(self) -> ClosedJaxpr:
+        def counted(*args: Any) -> Any:
+            self.traces += 1
+            return self.fn(*args)
+
+        return self._exchanged(trace_program("compare", counted, self.asked.args, {}).closed)
+
+    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        return closed if self.kind is None else with_kind(closed, self.kind)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """The two programs of a candidate, traced."""
+
+    forward: Any
+    gradient: Any
+    seconds: float  # to trace the gradient
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What they are: kinds that come to the same have the same."""
+        return self.forward.as_text(), self.gradient.as_text()
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A compiled program that has been run."""
+
+    program: Any
+    seconds: float  # to compile it
+    milliseconds: float = float("nan")
+
+
+def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
+    """A row for each program, all measured in turn."""
+    arrays = candidates[0].asked.program.arrays
+    lowered = [_lowered(candidate, arrays) for candidate in candidates]
+    programs = {
+        text: program
+        for found in lowered
+        if isinstance(found, _Lowered)
+        for text, program in zip(found.texts, (found.forward, found.gradient), strict=True)
+    }
+    compiled = [_compiled(program) for program in programs.values()]
+    timed = dict(zip(programs, _timed(compiled, arrays, rounds), strict=True))
+    rows: dict[Any, Measured] = {}
+    for candidate, found in zip(candidates, lowered, strict=True):
+        if not isinstance(found, _Lowered):
+            rows[candidate.name] = Measured(candidate.name, problem=str(found))
+        elif found.texts in rows:
+            rows[found.texts] = rows[found.texts].shared_with(candidate.name)
+        else:
+            rows[found.texts] = _row(candidate, found, *(timed[text] for text in found.texts))
+    return list(rows.values())
+
+
+def _lowered(candidate: _Candidate, arrays: Sequence[Any]) -> _Lowered | Exception:
+    """The programs, or why they cannot be had."""
+    try:
+        forward = jax.jit(candidate.forward).lower(*arrays)
+        start = time.perf_counter()
+        gradient = jax.jit(candidate.gradient).lower(*arrays)
+        return _Lowered(forward, gradient, time.perf_counter() - start)
+    except REFUSALS as error:
+        return error
+
+
+def _compiled(lowered: Any) -> _Timed:
+    start = time.perf_counter()
+    program = lowered.compile()
+    return _Timed(program, time.perf_counter() - start)
+
+
+def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> list[_Timed]:
+    """Run each program once, then measure all in turn; adds the median time of each."""
+    calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
+    for call in calls:
+        call()
+    return [replace(one, milliseconds=time) for one, time in zip(compiled, in_turn(calls, rounds), strict=True)]
+
+
+def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:
+    return Measured(
+        candidate.name,
+        forward.milliseconds,
+        gradient.milliseconds,
+        lowered.seconds + gradient.seconds,
+        gradient.program.memory_analysis().temp_size_in_bytes,
+        candidate.predicted(),
+        candidate.traces,
+    )

@@ -1,0 +1,130 @@
+"""What `compare` returns: a row for each kind, as a table and as a picture."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loopax._src.extras import optional
+from loopax._src.insight.sizes import in_bytes
+from loopax._src.kinds import Auto, Checkpointed
+
+_COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "predicted", "traces")
+
+
+def kind_name(kind: Any) -> str:
+    """A kind as it is written, defaults left out."""
+    if kind is None:
+        return "as written"
+    return f"{type(kind).__name__}()" if kind in (Auto(), Checkpointed()) else repr(kind)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A function whose loops are of one kind, or of several that come to the same program.
+
+    Attributes
+    ----------
+    name
+        The kind.
+    forward_ms, gradient_ms
+        Median times of the function and of its gradient, in milliseconds.
+    compile_seconds
+        To trace and compile the gradient.
+    temporary_bytes, predicted_bytes
+        The temporary memory of the gradient, as XLA reports it and as `explain` predicts it.
+    traces
+        How often the function was traced: once for each of the two programs.
+    problem
+        Why there is no gradient with this kind; empty where there is one.
+    is_chosen
+        Whether the function is written so.
+
+    """
+
+    name: str
+    forward_ms: float = float("nan")
+    gradient_ms: float = float("nan")
+    compile_seconds: float = float("nan")
+    temporary_bytes: int = 0
+    predicted_bytes: int = 0
+    traces: int = 0
+    problem: str = ""
+    is_chosen: bool = False
+
+    def shared_with(self, name: str) -> "Measured":
+        """The row with one more name. `Auto() takes Bounded()` names `Bounded()` already, and stays as it is."""
+        first, *others = self.name.split(" = ")
+        is_first = first == name or (first.endswith(f" takes {name}") and ", " not in first)
+        return self if is_first or name in others else replace(self, name=f"{self.name} = {name}")
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Kinds of loops on one function, the one as it is written first.
+
+    Printed, a table; `plot` draws time against memory.
+    """
+
+    name: str
+    rows: tuple[Measured, ...]
+
+    def __str__(self) -> str:
+        """A table."""
+        cells = [_COLUMNS, *map(_cells, self.rows)]
+        widths = [max(len(row[i]) for row in cells if len(row) > i) for i in range(len(_COLUMNS))]
+        lines = [f"{self.name}: its loops by kind (* as written); medians, memory of the gradient"]
+        for row in cells:
+            pairs = zip(row, widths, strict=False)
+            lines.append("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(pairs)).rstrip())
+        lines += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """The same: what a notebook and a Python prompt show."""
+        return str(self)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the time of the gradient against its memory, on logarithmic scales; returns the axes (needs matplotlib).
+
+        Filled: as XLA reports the memory. Hollow: as it is predicted. The kind as written has a ring around it.
+        """
+        if axes is None:
+            axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison").subplots(
+                layout="constrained"
+            )[1]
+        rows = [row for row in self.rows if not row.problem]
+        for place, row in enumerate(rows):
+            color = f"C{place}"
+            memory = [max(size, 1) / 2**20 for size in (row.temporary_bytes, row.predicted_bytes)]
+            axes.plot(memory, [row.gradient_ms] * 2, color=color, linewidth=0.8, zorder=1)
+            axes.scatter(
+                memory[0],
+                row.gradient_ms,
+                color=color,
+                label=f"as written: {row.name}" if row.is_chosen else row.name,
+                zorder=2,
+            )
+            axes.scatter(memory[1], row.gradient_ms, facecolors="none", edgecolors=color, zorder=2)
+            if row.is_chosen:
+                axes.scatter(memory[0], row.gradient_ms, s=180, facecolors="none", edgecolors="black", zorder=3)
+        axes.set(xscale="log", yscale="log", xlabel="temporary memory of the gradient, MiB", ylabel="gradient, ms")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_title(self.name)
+        axes.legend(frameon=False)
+        return axes
+
+
+def _cells(row: Measured) -> tuple[str, ...]:
+    mark = "* " if row.is_chosen else "  "
+    if row.problem:
+        return (mark + row.name, "none")
+    return (
+        mark + row.name,
+        f"{row.forward_ms:.3g} ms",
+        f"{row.gradient_ms:.3g} ms",
+        f"{row.compile_seconds:.2f} s",
+        in_bytes(row.temporary_bytes),
+        in_bytes(row.predicted_bytes),
+        str(row.traces),
+    )

@@ -1,0 +1,189 @@
+"""The loops in a program: those of loopax and those of `jax.lax`, each as a loop of the core, with what is in them."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from loopax._src.core import UNNAMED, EveryResidual, Loop, Names, Nothing, Origin
+from loopax._src.core.autodiff.jvp import inexact
+from loopax._src.core.batching.compact.primitive import Batch, batch_p
+from loopax._src.core.ir.loop import lending, loop_p
+from loopax._src.core.jaxpr.dataflow import members, of_equation, spread
+from loopax._src.core.jaxpr.util import INDEX, inner_programs, split, trace
+from loopax._src.frontend.user_lines import of_user
+from loopax._src.insight.unfold import without_calls
+from loopax._src.jax_internals import ClosedJaxpr, Literal, argument_names, jaxpr_as_fun, scan_sizes, user_lines
+from loopax._src.kinds import Lax
+from loopax._src.lanes import Lockstep
+
+NO_REVERSE_MODE = "`jax.lax.while_loop` has no reverse mode: use `loopax.while_loop`, or `loopax.rewrite_loops`"
+_KERNELS = ("pallas_call",)
+
+
+class Seen(NamedTuple):
+    """A loop, as its equation says it."""
+
+    loop: Loop
+    library: str  # "loopax" or "lax"
+    operands: list[Any]  # the variables or constants that are consts, carry and xs
+    results: list[Any]  # those of carry and ys
+    lanes: int = 1  # that take numbers of steps of their own, in groups or stages
+    waiting: int = 1  # that run until the slowest of them is done
+
+
+class Value(NamedTuple):
+    """What is known of a value in a program."""
+
+    name: str = UNNAMED  # as an argument of the user's function, or as a part of a loop's carry
+    perturbed: bool = False  # it depends on what is differentiated
+
+
+class Found(NamedTuple):
+    """A loop where it stands in a program."""
+
+    seen: Seen
+    source: str  # "file.py:12 (function)", or nothing
+    operands: list[Value]  # consts, carry and xs
+    carry: list[Value]  # after any number of steps
+    inner: list["Found"]
+
+
+def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Found]:
+    """The loops of a program, in order."""
+    flat = without_calls(closed)
+    values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
+
+    def value(atom: Any) -> Value:
+        return Value() if isinstance(atom, Literal) else values.get(atom, Value())
+
+    found: list[Found] = []
+    for eqn in flat.jaxpr.eqns:
+        seen = see(eqn)
+        if seen is not None:
+            one = _found(eqn, seen, list(map(value, seen.operands)))
+            found += one.inner if _is_a_condition(seen.loop) else [one]
+        elif eqn.primitive.name not in _KERNELS:
+            found += _inside(eqn, list(map(value, eqn.invars)))
+        for variable in _perturbed_results(eqn, [value(atom).perturbed for atom in eqn.invars]):
+            values[variable] = Value(perturbed=True)
+    return found
+
+
+def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
+    if not any(flags) or eqn.primitive.name == "stop_gradient":
+        return
+    for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact) and any(flags[i] for i in members(needed)):
+            yield variable
+
+
+def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[Found]:
+    """The loops in branches, or in what else an equation holds; the operands of these are its last ones."""
+    for inner in inner_programs(eqn):
+        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+        count = len(closed.in_avals)
+        is_fed = count <= len(operands)
+        yield from find(closed, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
+
+
+def _is_a_condition(loop: Loop) -> bool:
+    """Whether a loop of one step at most is what loopax itself writes for a condition (`programs/split_at_loop.py`)."""
+    return loop.origin is None and loop.bound == 1
+
+
+def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
+    loop, names = seen.loop, seen.loop.names
+    own = [*names.consts, *names.carry, *names.xs]
+    operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
+    consts, carry, xs = split(operands, loop.sizes)
+    flags = (False, *(value.perturbed for value in operands))
+    reached = spread(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
+    later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
+    return Found(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
+
+
+def source_of(eqn: Any) -> str:
+    """The line of the user's from which an equation comes; nothing where it is not known."""
+    return str(next(of_user(user_lines(eqn)), ""))
+
+
+# ---- what an equation says
+
+
+def see(eqn: Any) -> Seen | None:
+    """The loop that an equation is; None where it is none."""
+    if eqn.primitive is loop_p:
+        return _see_loop(eqn)
+    if eqn.primitive is batch_p:
+        return _see_batch(eqn)
+    if eqn.primitive.name == "scan":
+        return _see_scan(eqn)
+    return _see_while(eqn) if eqn.primitive.name == "while" else None
+
+
+def _see_loop(eqn: Any) -> Seen:
+    loop = lending(Loop(**eqn.params))
+    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.origin.waiting if loop.origin else 1)
+
+
+def _see_batch(eqn: Any) -> Seen | None:
+    batch = Batch(**eqn.params)
+    if not isinstance(batch.static, Loop):
+        return None  # a reverse sweep
+    loop = lending(batch.static)
+    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=batch.axis.size)
+
+
+def _results(loop: Loop, eqn: Any) -> list[Any]:
+    return eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
+
+
+def _see_scan(eqn: Any) -> Seen:
+    num_consts, num_carry = scan_sizes(eqn)
+    body = eqn.params["jaxpr"]
+    names = argument_names(body)
+    consts, carry, xs = split(names, [num_consts, num_carry])
+    loop = Loop(
+        _with_row(body),
+        num_consts,
+        num_carry,
+        bound=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        predicated=False,
+        unroll=1,
+        storage=EveryResidual(),
+        origin=_origin("scan", Names(tuple(consts), tuple(carry), tuple(xs), ()), fixed=True),
+    )
+    return Seen(loop, "lax", eqn.invars, eqn.outvars)
+
+
+def _see_while(eqn: Any) -> Seen:
+    """A loop of the body alone: what the condition reads besides is of no interest here."""
+    num_cond, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"]
+    consts, carry, _ = split(argument_names(body), [num_consts, len(eqn.outvars)])
+    loop = Loop(
+        _with_row(body),
+        num_consts,
+        len(eqn.outvars),
+        bound=None,
+        reverse=False,
+        predicated=False,
+        unroll=1,
+        storage=Nothing(ValueError, NO_REVERSE_MODE),
+        origin=_origin("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
+    )
+    lanes = prod(eqn.params["cond_jaxpr"].out_avals[0].shape)
+    return Seen(loop, "lax", eqn.invars[num_cond:], eqn.outvars, waiting=lanes)
+
+
+def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
+    """A body as those of the core: it is handed the number of the row, too."""
+    function = jaxpr_as_fun(body)
+    return trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals])
+
+
+def _origin(function: str, names: Names, fixed: bool) -> Origin:
+    return Origin(function, Lax(), Lockstep(), fixed, is_precaution=False, names=names)

@@ -1,0 +1,176 @@
+"""What a batch of loops wastes: `lane_report`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from loopax._src.insight import lane_occupancy as occupancy
+from loopax._src.insight.lane_occupancy import Nested, Stretch
+from loopax._src.lanes import Compact
+from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.types import LoopInfo
+
+
+@dataclass(frozen=True)
+class LaneReport:
+    """What a batch of loops computes, lane by lane, and what it could.
+
+    A lane-step is one evaluation of the body for one lane. Share: the lane-steps that were a lane's own steps.
+
+    Attributes
+    ----------
+    steps : int64[lanes]
+        Of each lane.
+    lockstep, groups, stages : list of Stretch
+        Batched iterations of `Lockstep()`, of `Compact()` where the numbers of steps are known at the start, and of
+        `Compact()` where they are not.
+    nested, free : Nested or None
+        For nested loops, the iterations of both together in lockstep and with `Free()`, and how often what stands
+        around the inner loop is evaluated.
+
+    """
+
+    steps: np.ndarray
+    lockstep: list[Stretch]
+    groups: list[Stretch]
+    stages: list[Stretch]
+    nested: Nested | None
+    free: Nested | None
+
+    @property
+    def useful(self) -> int:
+        """Lane-steps that are a lane's own."""
+        return int(self.steps.sum())
+
+    def share(self, stretches: list[Stretch]) -> float:
+        """The useful share of these lane-steps; 1 where there are none."""
+        return self.useful / (lane_steps(stretches) or 1) if self.useful else 1.0
+
+    def __str__(self) -> str:
+        """A table."""
+        steps = self.steps
+        if not len(steps):
+            return "no lanes"
+        lines = [
+            f"{len(steps)} lanes, {self.useful} steps: mean {steps.mean():.4g}, most {steps.max()}",
+            f"{'lanes':<28}{'iterations':>12}{'lane-steps':>12}{'useful':>9}",
+        ]
+        rows = [
+            ("lockstep", self.lockstep),
+            ("compact, steps known", self.groups),
+            ("compact, steps not known", self.stages),
+        ]
+        for name, stretches in rows:
+            count = sum(len(s.active) for s in stretches)
+            lines.append(f"{name:<28}{count:>12}{lane_steps(stretches):>12}{self.share(stretches):>9.0%}")
+        if self.nested and self.free:
+            lines.append(f"{'nested':<28}{'iterations':>12}{'outer part evaluated':>23}")
+            for name, found in (("lockstep", self.nested), ("free", self.free)):
+                lines.append(f"{name:<28}{found.iterations:>12}{found.outer_evaluations:>23}")
+        return "\n".join(lines)
+
+    def plot(self, stretches: list[Stretch] | None = None, axes: Any = None) -> Any:
+        """Draw the occupancy of the batch over time; returns the axes (needs matplotlib).
+
+        Light: the lanes that are computed in each batched iteration. Dark: those of them that take a step of their
+        own. `stretches` is one of `lockstep` (the default), `groups` and `stages`.
+        """
+        if axes is None:
+            from matplotlib import pyplot as plt
+
+            axes = plt.subplots()[1]
+        stretches = self.lockstep if stretches is None else stretches
+        lanes = np.concatenate([np.full(len(s.active), s.lanes) for s in stretches])
+        active = np.concatenate([s.active for s in stretches])
+        for heights, color, label in ((lanes, "#c9d7e8", "computed"), (active, "#1f4e79", "useful")):
+            axes.stairs(heights, fill=True, color=color, label=label)
+        axes.set(xlabel="batched iterations", ylabel="lanes", title=f"{self.share(stretches):.0%} useful")
+        axes.margins(0)
+        axes.legend(facecolor="white", framealpha=1)
+        return axes
+
+
+def lane_steps(stretches: list[Stretch]) -> int:
+    """Body evaluations, lane by lane."""
+    return sum(s.lane_steps for s in stretches)
+
+
+def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport:
+    """Report what a batch of loops computes for nothing, and what it would with other lanes.
+
+    ::
+
+        result, info = jax.vmap(lambda x: lx.while_loop(..., info=True))(xs)
+        print(lx.lane_report(info))
+
+    Parameters
+    ----------
+    info
+        The `LoopInfo` of a batched loop, or an array of its numbers of steps. All axes are axes of lanes.
+    inner
+        For a loop in its body: the `LoopInfo`, or the numbers of steps, of the inner loop in each outer step, with the
+        outer steps as last axis. A `scan` returns such rows as `ys`; those beyond a lane's own steps are ignored.
+    lanes
+        The `Compact()` to report on, the default one unless given.
+
+    Returns
+    -------
+    LaneReport
+        Printed, a table; `.plot()` draws the occupancy over time.
+
+    Raises
+    ------
+    TypeError
+        `info` or `inner` is not a `LoopInfo` or an array of integers, or is traced: a report is made outside of `jit`.
+    ValueError
+        `inner` does not have a row for every lane, or not as many outer steps as a lane took.
+
+    Notes
+    -----
+    Nothing is run: what a batch computes follows from the numbers of steps of its lanes.
+
+    """
+    steps = _counts("info", info).reshape(-1)
+    stages = (Compact() if lanes is None else lanes).stages
+    nested = free = None
+    if inner is not None:
+        rows = _rows_of_lanes(steps, _counts("inner", inner))
+        nested, free = occupancy.nested_lockstep(rows), occupancy.free(rows)
+    return LaneReport(
+        steps,
+        occupancy.lockstep(steps),
+        occupancy.in_groups(steps, stages),
+        occupancy.in_stages(steps, stages),
+        nested,
+        free,
+    )
+
+
+def _counts(name: str, value: Any) -> np.ndarray:
+    counts = value.num_steps if isinstance(value, LoopInfo) else value
+    if isinstance(counts, Tracer):
+        raise TypeError(
+            f"lane_report({name}=...): got a traced value ({describe(counts)}). A report is made outside of `jit` and "
+            "`vmap`: return the `LoopInfo` from there, and report on it."
+        )
+    if not isinstance(counts, jax.Array | np.ndarray | list | tuple) or np.asarray(counts).dtype.kind not in "iu":
+        raise TypeError(
+            f"lane_report({name}=...): got {describe(value)}, expected a `LoopInfo` or an array of numbers of steps. "
+            "A loop returns one with `info=True`."
+        )
+    return np.asarray(counts, np.int64)
+
+
+def _rows_of_lanes(steps: np.ndarray, inner: np.ndarray) -> list[np.ndarray]:
+    """The inner steps of each lane, in the outer steps that it took."""
+    inner = inner.reshape(-1, inner.shape[-1]) if inner.ndim > 1 else inner.reshape(1, -1)
+    if len(inner) != len(steps) or inner.shape[1] < steps.max(initial=0):
+        raise ValueError(
+            f"lane_report(inner=...): got {inner.shape[0]} lanes of {inner.shape[1]} outer steps, expected "
+            f"{len(steps)} lanes of at least {steps.max(initial=0)}, as `info` has. Return the inner loop's "
+            "`num_steps` as a row of `ys` of the outer scan."
+        )
+    return [row[:count] for row, count in zip(inner, steps, strict=True)]

@@ -1,0 +1,112 @@
+"""What the gradient of a loop stores, and how often it evaluates the body."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
+from loopax._src.core.autodiff.auto_policy import resolved
+from loopax._src.core.autodiff.jvp import joint_loop
+from loopax._src.core.autodiff.partial_eval import Division, divide
+from loopax._src.core.jaxpr.util import Mask, merge, num_bytes, select, split
+from loopax._src.insight.schedule_picture import SchedulePicture
+from loopax._src.schedule import Slots, evaluations
+
+# An online schedule of more steps is not followed step by step; it needs at most so many times the evaluations of one
+# that knows its length (docs/kinds.md).
+_COUNTED, _ONLINE = 100_000, 1.15
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is stored between the forward and the backward pass; sizes in bytes, of one lane.
+
+    Attributes
+    ----------
+    kind
+        The kind that is taken.
+    reason
+        Why `Auto` takes it.
+    carries
+        How many carries are stored at most, those of a block that is replayed included; of `Residuals()`, how many
+        sets of residuals.
+    size
+        Of one of them.
+    leaves
+        Which leaves of the carry are stored.
+    evaluations
+        Of the body, forward and gradient together, for as many steps as the bound, at most; None where there is none.
+
+    """
+
+    kind: str
+    reason: str
+    carries: int
+    size: int
+    leaves: Mask
+    evaluations: int | None
+
+
+def stored_by(loop: Loop, perturbed: Mask) -> Stored:
+    """For a loop of which these operands (consts, carry, xs) are perturbed.
+
+    Raises what taking the gradient would: reverse mode that a kind does not have, too little memory for `Auto`.
+    """
+    pair, carry, _ = joint_loop(loop, perturbed)
+    consts, init, xs = split(perturbed, loop.sizes)
+    unknown = [*_tangents(consts, consts), *_tangents(carry, select(carry, init), len(init)), *_tangents(xs, xs)]
+    pair = resolved(pair, tuple(unknown))
+    storage = pair.storage
+    if isinstance(storage, Nothing):
+        raise storage.error(storage.message)
+    assert not isinstance(storage, Fastest)
+    division = divide(pair, tuple(unknown))
+    carries, size = _kept(pair, division)
+    return Stored(
+        _kind(storage),
+        storage.reason,
+        carries if size else 0,
+        size,
+        _leaves(division, loop.num_carry),
+        _evaluations(pair, division),
+    )
+
+
+def _tangents(mask: Any, unknown: Any, count: int | None = None) -> list[bool]:
+    """Primals, which are known, and behind them tangents, of which these are unknown."""
+    if count is None:
+        unknown = select(mask, unknown)
+    return [*(False for _ in mask), *unknown]
+
+
+def _kept(loop: Loop, division: Division) -> tuple[int, int]:
+    """How many carries or residuals are stored, and the size of one."""
+    if isinstance(loop.storage, EveryResidual):
+        return loop.bound or 0, num_bytes(division.known.output_avals[1][division.num_known_ys :])
+    size = num_bytes(select(division.states, division.known.output_avals[0]))
+    saving = division.known.saving
+    if loop.bound is None:
+        return saving.rows(None) if saving else 0, size
+    return SchedulePicture(loop.bound, saving).room, size
+
+
+def _leaves(division: Division, num_carry: int) -> Mask:
+    """Which primal leaves of the carry are stored: they are known, and stand in front of their tangents."""
+    states = merge(division.unknown_carry, division.states, (False,) * sum(division.unknown_carry))
+    return tuple(states[:num_carry])
+
+
+def _evaluations(loop: Loop, division: Division) -> int | None:
+    steps, saving = loop.bound, division.known.saving
+    if steps is None:
+        return None
+    if isinstance(loop.storage, EveryResidual):
+        return steps
+    if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
+        return int(_ONLINE * evaluations(steps, saving.count))
+    return SchedulePicture(steps, saving if any(division.states) else None).evaluations
+
+
+def _kind(storage: Checkpoints | EveryCarry | EveryResidual) -> str:
+    if isinstance(storage, Checkpoints):
+        return "Checkpointed()" if storage.count is None else f"Checkpointed({storage.count})"
+    return "Bounded()" if isinstance(storage, EveryCarry) else "Residuals()"

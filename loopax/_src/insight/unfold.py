@@ -1,0 +1,64 @@
+"""A program with loopax's operations spelled out in JAX's own, and without calls."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+
+from loopax._src.core.autodiff.sweep_transpose import linear_replay_p
+from loopax._src.core.autodiff.transpose import linear_loop_p
+from loopax._src.core.batching.compact.primitive import batch_p
+from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.ir.loop import loop_p
+from loopax._src.core.ir.reverse_sweep import replay_p
+from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs
+from loopax._src.core.masking.all_active import active_p
+from loopax._src.core.masking.substitute import borrowed_p
+from loopax._src.core.row_buffers import primitives as buffers
+from loopax._src.jax_internals import ClosedJaxpr, dce, is_of_jax
+
+_OURS = {loop_p, replay_p, linear_loop_p, linear_replay_p, batch_p, active_p, only_if_p, borrowed_p, *buffers.VERSION}
+_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call", "core_call")
+
+
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls, once and with its own operands; None where it is no call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    inner = next(inner_programs(eqn), None)
+    return inner if inner is None or isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+
+
+def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program as one list of JAX's operations, without dead code; bodies of loops stay as they are."""
+    return _evaluated(closed, _operation)
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without calls, with loopax's operations as they are."""
+    return _evaluated(closed, _call)
+
+
+def _evaluated(closed: ClosedJaxpr, equation: Callable[[Any, list[Any]], Sequence[Any]]) -> ClosedJaxpr:
+    """A program that evaluates another, without dead code."""
+    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, equation))(*closed.in_avals)
+    return dce(flat, [True] * len(flat.out_avals), True)[0]
+
+
+def _operation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    if eqn.primitive in _OURS:
+        program = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*operands)
+        return evaluate(program, operands, _operation)
+    inner = called(eqn)
+    return bind_again(eqn, operands) if inner is None else evaluate(inner, operands, _operation)
+
+
+def _call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    inner = called(eqn)
+    if inner is None:
+        return bind_again(eqn, operands)
+    if not is_of_jax(inner):
+        return evaluate(inner, operands, _call)
+    return evaluate(inner, operands, _call, lambda _: nullcontext())  # its lines are those of this call

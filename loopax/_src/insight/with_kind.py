@@ -1,0 +1,47 @@
+"""A program whose loops are of another kind."""
+
+from dataclasses import replace
+from typing import Any
+
+from loopax._src.core import Loop
+from loopax._src.core.batching.compact.primitive import Batch, batch_of, batch_p
+from loopax._src.core.ir.loop import loop_p
+from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, replace_jaxpr
+from loopax._src.kinds import Kind
+
+
+def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
+    """The same program with this kind for every loop of loopax that a user has called; others stay as they are."""
+    jaxpr = closed.jaxpr
+    return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
+
+
+def _equation(eqn: Any, kind: Kind) -> Any:
+    if eqn.primitive is loop_p:
+        return eqn.replace(params=_loop(Loop(**eqn.params), kind)._asdict())
+    if eqn.primitive is batch_p:
+        batch = Batch(**eqn.params)
+        if isinstance(batch.static, Loop):
+            avals = [atom.aval for atom in eqn.invars]
+            batch = batch_of(batch.rules, _loop(batch.static, kind), batch.axis, batch.mapped, avals)
+        return eqn.replace(params=batch._asdict())
+    return eqn.replace(params={name: _inside(value, kind) for name, value in eqn.params.items()})
+
+
+def _loop(loop: Loop, kind: Kind) -> Loop:
+    body, origin = with_kind(loop.body, kind), loop.origin
+    if origin is None:
+        return loop._replace(body=body)
+    storage = kind.storage(loop.bound, origin.fixed, origin.is_precaution)
+    return loop._replace(body=body, storage=storage, origin=replace(origin, kind=kind))
+
+
+def _inside(value: Any, kind: Kind) -> Any:
+    """A parameter of an equation, with the loops of the programs in it."""
+    if isinstance(value, ClosedJaxpr):
+        return with_kind(value, kind)
+    if isinstance(value, Jaxpr):
+        return with_kind(ClosedJaxpr(value, []), kind).jaxpr
+    if type(value) in (tuple, list):
+        return type(value)(_inside(item, kind) for item in value)
+    return value

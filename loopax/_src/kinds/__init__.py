@@ -1,0 +1,24 @@
+"""What a gradient stores, and what it evaluates again: one file for each kind.
+
+May import: core, pytrees.
+"""
+
+from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto
+from loopax._src.kinds.base import Kind
+from loopax._src.kinds.bounded import Bounded
+from loopax._src.kinds.by_name import KindLike, to_kind
+from loopax._src.kinds.checkpointed import Checkpointed
+from loopax._src.kinds.lax import Lax
+from loopax._src.kinds.residuals import Residuals
+
+__all__ = [
+    "DEFAULT_MEMORY",
+    "Auto",
+    "Bounded",
+    "Checkpointed",
+    "Kind",
+    "KindLike",
+    "Lax",
+    "Residuals",
+    "to_kind",
+]

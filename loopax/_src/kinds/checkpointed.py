@@ -1,0 +1,58 @@
+"""`Checkpointed`: some carries are stored, and the steps between them evaluated again."""
+
+from dataclasses import dataclass
+
+from loopax._src import core
+from loopax._src.kinds.base import Kind
+from loopax._src.pytrees.static_args import Why, positive_int
+
+_CHECKPOINTS = Why(
+    "how much memory a gradient uses",
+    "give the most carries that there is room for: one budget serves every number of steps",
+)
+
+
+@dataclass(frozen=True)
+class Checkpointed(Kind):
+    """Store some carries, and evaluate the steps between them again.
+
+    With a bound of N steps and without `checkpoints`, the carries at the start of blocks of steps and
+    those of one block are stored: about 2 sqrt(N) in all (more where carries are so tiny that 8 KiB hold
+    them). Forward and gradient evaluate the body at most 3 n times. N is `max_steps`, the rows of
+    `xs`, or a static length.
+
+    With `checkpoints` as many carries are stored, at most, those of a replayed block included. A loop
+    that knows its length when it starts (`fori_loop`, `scan` without `stop`) needs as few evaluations as
+    possible (Griewank & Walther 2000). One that does not (`while_loop`, `scan` with `stop`) needs at most
+    1.15 times as many (an online schedule after Stumm & Walther 2010), and no bound.
+
+    Without a bound and without `checkpoints`, 64 carries are stored. docs/kinds.md has the
+    evaluations of every case.
+
+    Parameters
+    ----------
+    checkpoints
+        The number of stored carries, an int from 1 on, or None. A loop with fewer steps stores fewer.
+
+    Raises
+    ------
+    TypeError
+        `checkpoints` is not an int, or is traced.
+    ValueError
+        `checkpoints` is less than 1.
+
+    """
+
+    checkpoints: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a number of carries."""
+        if self.checkpoints is not None:
+            what = "Checkpointed(checkpoints=...)"
+            number = positive_int(what, self.checkpoints, "stored carries", _CHECKPOINTS)
+            object.__setattr__(self, "checkpoints", number)
+
+    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+        """See `Kind.storage`."""
+        del bound, is_precaution
+        return core.Checkpoints(self.checkpoints, always_to_bound=fixed)

@@ -1,0 +1,174 @@
+"""Lanes: how a batch of loops under `jax.vmap` runs, when its lanes take different numbers of steps."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import jax
+
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
+
+# Lanes that keep a device busy: the first measured (docs/benchmark.md), the second a guess.
+CPU_LANES, OTHER_LANES = 32, 4096
+_STAGES = Why("the sizes of the batches in the program", "choose one for all calls: results do not depend on it")
+_LANES = Why("how the program runs a batch", "choose one for all calls: results do not depend on it")
+
+
+class Lanes(ABC):
+    """How a batch of loops runs. Choose one of its subclasses."""
+
+    @property
+    @abstractmethod
+    def stages(self) -> Stages | None:
+        """The smaller batches in which the lanes that are left go on; None: there are none."""
+
+    @property
+    @abstractmethod
+    def is_free(self) -> bool:
+        """Whether a loop in the body of this one is made part of it."""
+
+
+@dataclass(frozen=True)
+class Lockstep(Lanes):
+    """The default: all lanes step together until the slowest is done.
+
+    Lanes that have finished keep their carry, and evaluate nothing outside the body's domain.
+    Body evaluations of a batch: lanes times the steps of the slowest.
+    """
+
+    @property
+    def stages(self) -> None:
+        """See `Lanes.stages`."""
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
+
+@dataclass(frozen=True)
+class Compact(Lanes):
+    """Finished lanes leave the batch.
+
+    Where the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by them
+    and run in groups, one after another: the eighth with the most steps in groups of `min_lanes`, the others in
+    groups of an eighth of the lanes, at most about four times `min_lanes`. Where they are not (`while_loop`, `scan`
+    with `stop`), all lanes start together; when no more than 1 / `shrink` of them are left, these are gathered into a
+    smaller batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
+    order. Reverse mode runs in groups in any case; after stages, which store nothing, it walks forward once more.
+
+    Groups take about 3 times as long to compile as lockstep does; a gradient after stages 4 times. A batch in
+    which all lanes take the same steps gains nothing, and a loop that is not batched is as it is without.
+
+    A second `jax.vmap` under which lanes take different numbers of steps joins the same batch, unless what only one of
+    both maps (weights, say) would have to be repeated for so many lanes that the operands of the loop take more than
+    twice the memory.
+
+    Parameters
+    ----------
+    shrink
+        The size of a stage over that of the next, a number from 2 on. 2 is about a tenth faster than 3, and has
+        half as many stages again to compile.
+    min_lanes
+        No group or stage has fewer lanes (a batch that is smaller itself apart), from 1 on. As many as keep the
+        device busy: None is 32 on a CPU, and 4096 elsewhere (not measured).
+
+    Raises
+    ------
+    TypeError
+        `shrink` is not a number, `min_lanes` is not an int, or one of them is traced.
+    ValueError
+        `shrink` is less than 2, or `min_lanes` less than 1.
+    NotImplementedError
+        In a loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different steps.
+
+    """
+
+    shrink: float = 3
+    min_lanes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse stages that do not get smaller."""
+        _check_shrink(self.shrink)
+        if self.min_lanes is not None:
+            lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", _STAGES)
+            object.__setattr__(self, "min_lanes", lanes)
+
+    @property
+    def stages(self) -> Stages:
+        """See `Lanes.stages`."""
+        if self.min_lanes is not None:
+            return Stages(self.shrink, self.min_lanes)
+        return Stages(self.shrink, CPU_LANES if jax.default_backend() == "cpu" else OTHER_LANES)
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
+
+@dataclass(frozen=True)
+class Free(Lanes):
+    """For a loop whose body holds one inner loop: lanes do not wait for each other between outer steps.
+
+    In lockstep a batch of nested loops waits at every outer step for the lane with the most inner steps. Here a lane
+    that has finished its inner loop goes on with its next outer step while others are still inside theirs.
+    Batched iterations: at most the largest sum of a lane's inner steps, and one for each outer step without any.
+
+    What stands before and after the inner loop runs whenever any lane needs it, for all lanes: in nearly every
+    iteration of a large batch, where lockstep runs it once per outer step. So free lanes are slower where that part
+    costs more than the inner steps that they save; `lane_report` says how often it runs. They are slower as well
+    for a loop that is not batched.
+
+    The body must hold exactly one call of a loop of loopax, which is not batched itself, outside of `cond`, `scan`,
+    `jax.checkpoint` and other loops. Rows of `xs` of both loops are gathered for each lane, and rows of `ys` written
+    into the lanes' own arrays: both cost time that grows with their number of rows.
+
+    Raises
+    ------
+    ValueError
+        In a loop: the body holds no inner loop, or several; or the kind stores every step and one of the loops has no
+        static bound.
+
+    """
+
+    @property
+    def stages(self) -> None:
+        """See `Lanes.stages`."""
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return True
+
+
+def _check_shrink(shrink: object) -> None:
+    refuse_arrays("Compact(shrink=...)", shrink, "a Python number", _STAGES)
+    if isinstance(shrink, bool) or not isinstance(shrink, Real):
+        raise TypeError(
+            f"Compact(shrink=...): got {describe(shrink)}, expected a number from 2 on, the size of a stage over that "
+            "of the next."
+        )
+    if not float(shrink) >= 2:
+        raise ValueError(
+            f"Compact(shrink=...): got {shrink}, expected at least 2, the size of a stage over that of the next. "
+            "Smaller steps cost more gathering and compiling than they save."
+        )
+
+
+LanesLike = Lanes | Literal["lockstep", "compact", "free"]
+_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "free": Free}
+
+
+def to_lanes(lanes: LanesLike) -> Lanes:
+    """The object behind the `lanes` argument."""
+    refuse_tracers("lanes=...", lanes, "a way to run lanes or the name of one", _LANES)
+    if isinstance(lanes, Lanes):
+        return lanes
+    if isinstance(lanes, str) and lanes in _BY_NAME:
+        return _BY_NAME[lanes]()
+    choices = ", ".join(f"{name!r} ({cls.__name__}())" for name, cls in _BY_NAME.items())
+    raise ValueError(f"lanes={lanes!r} is not a way to run lanes. Choose one of {choices}.")

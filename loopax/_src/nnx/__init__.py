@@ -1,0 +1,4 @@
+"""Flax NNX models in loops: references become arrays and back.
+
+May import: core/jaxpr, pytrees.
+"""

@@ -1,0 +1,181 @@
+"""Progress: what a loop shows while it runs."""
+
+import warnings
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypeVar
+
+import jax
+from jax.core import Tracer
+
+from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.display.manager import DISPLAYS
+from loopax._src.display.render import has_tqdm
+from loopax._src.function_names import code_of
+from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.static_args import Why, refuse_arrays
+
+T = TypeVar("T")
+STYLES = ("auto", "tqdm", "text")
+_WHY = Why("what the program shows while it runs", "give the same in all calls: results do not depend on it")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a loop shows while it runs: steps, their rate, and what remains where that is known.
+
+    In lanes that take different numbers of steps, also how many lanes are still active.
+
+    Parameters
+    ----------
+    label
+        What stands before the numbers; None: the name of the loop.
+    every
+        Seconds between two times that it is drawn, a positive number. What is written to something else than a
+        terminal or a notebook (a file, the log of a job) is a line about every `10 * every` seconds, and less often the
+        longer the loop has run.
+    style
+        "tqdm": a bar of tqdm, which has to be installed (`pip install loopax[progress]`). "text": plain text. "auto":
+        a bar where tqdm can be imported and the output is a terminal or a notebook, else plain text.
+
+    Raises
+    ------
+    TypeError
+        `label` is not a string, `every` is not a number, or one of them is traced.
+    ValueError
+        `every` is not positive, or `style` is unknown.
+    ImportError
+        The style is "tqdm", and tqdm is not installed.
+
+    Notes
+    -----
+    Cost: the loop runs at full speed between two reports, of which there are about ten in a second with the default
+    `every`. A report takes about 0.1 milliseconds, and so do the beginning and the end of a loop: for a loop inside the
+    body of another that is the price of each of its runs. Outside of `jit`, a loop that shows progress is waited for.
+    docs/progress.md has more.
+
+    """
+
+    label: str | None = None
+    every: float = 0.1
+    style: Literal["auto", "tqdm", "text"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be shown."""
+        if self.label is not None and not isinstance(self.label, str):
+            refuse_arrays("Progress(label=...)", self.label, "a string", _WHY)
+            raise TypeError(f"Progress(label=...): got {describe(self.label)}, expected a string or None.")
+        _check_every(self.every)
+        object.__setattr__(self, "every", float(self.every))
+        if self.style not in STYLES:
+            choices = ", ".join(map(repr, STYLES))
+            raise ValueError(f"Progress(style={self.style!r}) is not a way to show it. Choose one of {choices}.")
+        if self.style == "tqdm" and not has_tqdm():
+            raise ImportError(
+                "Progress(style='tqdm'): tqdm is not installed. Run `pip install loopax[progress]`, or choose "
+                "style='text'."
+            )
+
+
+def _check_every(every: object) -> None:
+    refuse_arrays("Progress(every=...)", every, "a Python number", _WHY)
+    if isinstance(every, bool) or not isinstance(every, Real):
+        raise TypeError(f"Progress(every=...): got {describe(every)}, expected a number of seconds.")
+    if not 0 < float(every) < float("inf"):
+        raise ValueError(f"Progress(every=...): got {every}, expected a positive number of seconds.")
+
+
+ProgressLike = Progress | bool | None
+
+
+def to_progress(name: str, progress: ProgressLike) -> Progress | None:
+    """What is behind the `progress` argument."""
+    refuse_arrays(f"{name}(progress=...)", progress, "a Python bool or a `Progress`", _WHY)
+    if progress is None or progress is False:
+        return None
+    if progress is True:
+        return Progress()
+    if isinstance(progress, Progress):
+        return progress
+    raise TypeError(
+        f"{name}(progress=...): got {describe(progress)}, expected True, False, None or a `loopax.Progress(...)`."
+    )
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """What the core calls on the host: the progress of one loop of the program.
+
+    The loop is told from others by what it repeats. Nothing that goes wrong here stops the loop.
+    """
+
+    progress: Progress
+    name: str  # of the loop function
+    place: Hashable  # of the user's function
+
+    @classmethod
+    def of(cls, progress: Progress, name: str, function: Any) -> "Reporter":
+        """The reporter of a loop of this function."""
+        return cls(progress, name, code_of(function) or type(function).__qualname__)
+
+    def begin(self, total: int, runs: int, lanes: int, size: int) -> tuple[int, int]:
+        """A run begins; returns its number, and how many steps to take until it reports."""
+
+        def begin() -> tuple[int, int]:
+            if jax.process_index():
+                return 0, MOST_STEPS
+            label, every, style = self.progress.label or self.name, self.progress.every, self.progress.style
+            number = DISPLAYS.begin(self, label, every, style, total=total, parts=runs, lanes=lanes, size=size)
+            return number, 1
+
+        return self._shown(begin, (0, MOST_STEPS))
+
+    def report(self, run: int, steps: int, active: int) -> int:
+        """A run has taken so many steps; returns how many more it takes until the next report."""
+        return self._shown(lambda: DISPLAYS.report(run, steps, active), MOST_STEPS)
+
+    def end(self, run: int, steps: int) -> None:
+        """A run has taken all its steps."""
+        self._shown(lambda: DISPLAYS.end(run, steps), None)
+
+    def _shown(self, show: Callable[[], T], otherwise: T) -> T:
+        try:
+            return show()
+        except Exception as error:  # noqa: BLE001 - the user's computation goes on, whatever is wrong with a stream
+            with suppress(Exception):
+                _warn_once(self.progress, f"{type(error).__name__}: {error}")
+            return otherwise
+        except BaseException:  # Ctrl-C, where JAX runs a program in the main thread
+            DISPLAYS.close(self)
+            raise
+
+    def close(self) -> None:
+        """The loop has stopped."""
+        self._shown(lambda: DISPLAYS.close(self), None)
+
+    def watch(self, run: Callable[[], T]) -> T:
+        """Run a loop, and close its display at once if that raises.
+
+        What is raised in a callback comes out of JAX as an error of its own, which an interrupt should not be.
+        """
+        try:
+            results = run()
+            if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(results)):
+                jax.block_until_ready(results)
+        except BaseException as error:
+            self.close()
+            if "\nKeyboardInterrupt" in str(error):
+                raise KeyboardInterrupt from error
+            raise
+        return results
+
+
+_warned: set[Progress] = set()
+
+
+def _warn_once(progress: Progress, what: str) -> None:
+    if progress not in _warned:
+        _warned.add(progress)
+        warnings.warn(f"loopax cannot show progress, and goes on without: {what}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,268 @@
+"""Pytrees that go through a loop: which leaves are arrays, and what must stay the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from loopax._src.jax_internals import AbstractValue, mapped_aval, to_weak, vary_like
+from loopax._src.pytrees.diff import differences, same_value
+
+
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is not an array: it stays what it is, and must not change."""
+
+    value: Any
+    type: type  # 1, 1.0 and True are equal, and a step is traced for each of them
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A leaf that is an array in the loop; typed PRNG keys go through as the integers behind them."""
+
+    aval: AbstractValue
+    key_impl: Any = None
+
+    def wrap(self, array: jax.Array) -> jax.Array:
+        """The user's view of the array."""
+        if self.key_impl is None:
+            return array
+        return jax.random.wrap_key_data(array, impl=self.key_impl)
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether a leaf is not an array and not a number. A Python bool is a flag, not a number."""
+    if isinstance(leaf, bool):
+        return True
+    if isinstance(leaf, np.ndarray | np.generic):
+        return not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
+    return not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__jax_array__")
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number (a bool is none, a scalar of NumPy neither)."""
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+
+
+def in_modules(tree: Any) -> list[bool]:
+    """For each leaf, whether it is a part of an Equinox module."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_module)
+    return [_is_module(node) for node in nodes for _ in jax.tree.leaves(node)]
+
+
+def stays(tree: Any) -> list[bool]:
+    """For each leaf, whether it stays what it is: it is not an array, or a Python number in an Equinox module.
+
+    Such a number is a size or a rate, and Equinox itself takes it for static. Elsewhere it is the start of a count, as
+    in `jax.lax`.
+    """
+    leaves = jax.tree.leaves(tree)
+    pairs = zip(leaves, in_modules(tree), strict=True)
+    return [is_static(leaf) or (within and is_number(leaf)) for leaf, within in pairs]
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
+
+
+def to_array(leaf: Any) -> tuple[jax.Array, Dynamic]:
+    """A numeric leaf as an array, and its description."""
+    array = jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(array)
+        return data, Dynamic(jax.typeof(data), jax.random.key_impl(array))
+    return array, Dynamic(jax.typeof(array))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The structure of a pytree, with a description of each leaf."""
+
+    treedef: Any
+    leaves: tuple[Static | Dynamic, ...]
+
+    @property
+    def avals(self) -> list[AbstractValue]:
+        """The types of the arrays, weak types kept."""
+        return [leaf.aval for leaf in self.leaves if isinstance(leaf, Dynamic)]
+
+    def names(self, root: str = "") -> list[str]:
+        """The paths of the arrays in the pytree, from its `root` on."""
+        numbered = self.treedef.unflatten(range(len(self.leaves)))
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(numbered)[0]]
+        return [root + path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Dynamic)]
+
+    def unpack(self, arrays: Sequence[Any]) -> Any:
+        """The user's pytree from its arrays."""
+        values = iter(arrays)
+        leaves = [leaf.value if isinstance(leaf, Static) else leaf.wrap(next(values)) for leaf in self.leaves]
+        return self.treedef.unflatten(leaves)
+
+    def rows(self) -> "Spec":
+        """The spec of one row, for arrays that are stacked along their first axis."""
+        return replace(self, leaves=tuple(_row(leaf) if isinstance(leaf, Dynamic) else leaf for leaf in self.leaves))
+
+
+def _row(leaf: Dynamic) -> Dynamic:
+    return replace(leaf, aval=mapped_aval(leaf.aval.shape[0], 0, leaf.aval))
+
+
+def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
+    """The arrays of a pytree, and its spec."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays, specs = [], []
+    for leaf, is_kept in zip(leaves, stays(tree), strict=True):
+        if is_kept:
+            specs.append(Static(leaf, type(leaf)))
+        else:
+            array, spec = to_array(leaf)
+            arrays.append(array)
+            specs.append(spec)
+    return arrays, Spec(treedef, tuple(specs))
+
+
+def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) -> list[jax.Array]:
+    """Give results the weak types that the body's results had, and no others."""
+    return [
+        to_weak(x) if getattr(a, "weak_type", False) else lax.convert_element_type(x, x.dtype)
+        for x, a in zip(arrays, avals, strict=True)
+    ]
+
+
+class CarryMismatchError(Exception):
+    """Internal: the body's carry does not fit, but it may to another start."""
+
+    def __init__(self, converts: list[Callable[[Any], Any]], changed: list[str]) -> None:
+        """Keep, for each leaf, the function that converts it. It is called where the trace has ended.
+
+        `changed` says which Python values become arrays, because the body returned something else.
+        """
+        super().__init__()
+        self.converts = converts
+        self.changed = changed
+
+    def restart(self, init: Any) -> Any:
+        """The other start."""
+        leaves, treedef = jax.tree.flatten(init)
+        return treedef.unflatten(convert(leaf) for convert, leaf in zip(self.converts, leaves, strict=True))
+
+
+def has_numbers(tree: Any) -> bool:
+    """Whether there are Python numbers in Equinox modules."""
+    leaves = jax.tree.leaves(tree)
+    return any(within and is_number(leaf) for leaf, within in zip(leaves, in_modules(tree), strict=True))
+
+
+def with_arrays(tree: Any) -> Any:
+    """The pytree with arrays for Python numbers."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf, tree)
+
+
+def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
+    """The arrays of the carry that a body returned, of the types that `spec` has.
+
+    Raises CarryMismatchError where another start would fit: weak types are promoted as `jax.lax` does, a
+    Python bool that becomes an array starts as one, and a start varies over the `shard_map` axes over
+    which the result does. Raises TypeError, leaf by leaf, where none would.
+    """
+    if jax.tree.structure(out) != spec.treedef:
+        raise TypeError(_structure_message(where, init, out))
+    names, olds, news = _paths(init), jax.tree.leaves(init), jax.tree.leaves(out)
+    outcomes = [_match_leaf(leaf, old, new) for leaf, old, new in zip(spec.leaves, olds, news, strict=True)]
+    rows = list(zip(spec.leaves, names, olds, news, outcomes, strict=True))
+    if problems := [_line(name, old, new) for _, name, old, new, outcome in rows if outcome is None]:
+        raise TypeError(
+            f"{where} must return a carry of the same types as it is given. It does not, at:\n"
+            + "\n".join(problems)
+            + "\nConvert the initial value or the result (`x.astype(...)`) so that they agree; "
+            "what is not an array must be returned as it came (a function that is made anew is another one)."
+        )
+    restarts = [(name, leaf, old, new) for leaf, name, old, new, o in rows if isinstance(o, _Restart)]
+    if restarts:
+        converts = [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
+        changed = [_line(name, old, new) for name, leaf, old, new in restarts if isinstance(leaf, Static)]
+        raise CarryMismatchError(converts, changed)
+    return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
+
+
+def _line(name: str, old: Any, new: Any) -> str:
+    return f"  {name}: got {describe(new)}, expected {describe(old)}"
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """How to convert the start of this leaf."""
+
+    convert: Callable[[Any], Any]
+
+
+def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
+    """The array of a leaf, a `_Restart`, or None where it does not fit. A static leaf gives itself."""
+    if isinstance(spec, Static):
+        if same_value(old, new):
+            return spec
+        return _Restart(jnp.asarray) if _becomes_array(old, new) else None
+    if is_static(new) and not isinstance(new, bool):
+        return None
+    array, described = to_array(new)
+    if described.key_impl != spec.key_impl:
+        return None
+    a, b = spec.aval, described.aval
+    if a.shape != b.shape:
+        return None
+    if a.dtype != b.dtype:
+        return _promoted(a, b, old)
+    missing = b.mat.varying - a.mat.varying
+    if missing:
+        return _Restart(lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b)))
+    return vary_like(array, a)
+
+
+def _becomes_array(old: Any, new: Any) -> bool:
+    """Whether a Python bool or number was the start of what the body returns as an array, or as another number."""
+    return _is_bool_scalar(new) if isinstance(old, bool) else is_number(old) and not is_static(new)
+
+
+def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
+    """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
+    if getattr(a, "weak_type", False):
+        dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
+        return _Restart(lambda leaf: lax.convert_element_type(leaf, dtype)) if dtype != a.dtype else None
+    return None
+
+
+def _is_bool_scalar(x: Any) -> bool:
+    return (not is_static(x) and jnp.shape(x) == () and jnp.result_type(x) == jnp.bool_) or isinstance(x, bool)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(tree)[0]]
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in the words of an error message."""
+    if is_static(leaf):
+        return f"{type(leaf).__name__} {leaf!r}"
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
+        return f"{leaf.dtype}[{','.join(map(str, jnp.shape(leaf)))}]{weak}"
+    return f"{type(leaf).__name__} {leaf!r}"
+
+
+def _structure_message(where: str, init: Any, out: Any) -> str:
+    lines = list(differences(init, out, describe)) or [
+        f"got the structure      {jax.tree.structure(out)}",
+        f"expected the structure {jax.tree.structure(init)}",
+    ]
+    return (
+        f"{where} must return a carry of the same structure as it is given. It does not:\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nReturn the same containers and classes, with the same keys, static fields and as many elements."
+    )

@@ -1,0 +1,87 @@
+"""Arguments that have to be known when a program is traced, and the errors that say why and what to do."""
+
+from operator import index
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from loopax._src.pytrees.leaves import describe
+
+
+class Why(NamedTuple):
+    """Why an argument has to be known when a program is traced, and what to do with a value that is not."""
+
+    decides: str  # what follows from it, such as "the shape of the window"
+    instead: str  # the way out that leaves the value traced, as a request: "give ..."
+
+
+def static_int(what: str, value: Any, why: Why) -> int:
+    """An integer that is known when the program is traced. `what`: the argument, as `Buffer(capacity=...)`.
+
+    An array outside of `jit` is refused too: the same call in `jit` would be.
+    """
+    refuse_arrays(what, value, "a Python int", why)
+    return an_int(what, value)
+
+
+def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
+    """The same for a number of something from 1 on."""
+    refuse_arrays(what, value, "a Python int", why)
+    number = an_int(what, value, f", the number of {unit}")
+    if number < 1:
+        raise ValueError(f"{what}: got {number}, expected at least 1, the number of {unit}.")
+    return number
+
+
+def static_bool(what: str, value: Any, why: Why) -> bool:
+    """A bool that is known when the program is traced."""
+    refuse_tracers(what, value, "a Python bool", why)
+    if not is_bool(value):
+        raise TypeError(f"{what}: got {describe(value)}, expected True or False.")
+    return bool(value)
+
+
+def is_bool(value: Any) -> bool:
+    """Whether this is a bool, of Python or of an array's dtype."""
+    is_array = isinstance(value, np.bool_ | np.ndarray | jax.Array)
+    return isinstance(value, bool) or (is_array and value.dtype == np.bool_ and value.shape == ())
+
+
+def refuse_arrays(what: str, value: Any, expected: str, why: Why) -> None:
+    """Refuse JAX's arrays, also those whose values are known now."""
+    if isinstance(value, jax.Array):
+        is_traced = isinstance(value, Tracer)
+        got = f"a traced {describe(value)}" if is_traced else describe(value)
+        static = expected if is_traced else f"{expected}, such as `x.item()`"
+        raise TypeError(
+            f"{what}: got {got}, expected {expected}. It decides {why.decides}, so it must be known when the program "
+            f"is traced. {two_ways(static, why.instead)}"
+        )
+
+
+def refuse_tracers(what: str, value: Any, expected: str, why: Why) -> None:
+    """Refuse values that are not known now."""
+    if isinstance(value, Tracer):
+        refuse_arrays(what, value, expected, why)
+
+
+def two_ways(static: str, instead: str) -> str:
+    """What to do about a value that has to be known when the program is traced; `static`: what it could be."""
+    return (
+        "Two ways out:\n"
+        f"  make it static: {static}, closed over or named in `static_argnames` of `jax.jit` (each value compiles its "
+        "own program);\n"
+        f"  or {instead}."
+    )
+
+
+def an_int(what: str, value: Any, role: str = "") -> int:
+    """The int that a value is, also a scalar of NumPy or a known array; a bool is none."""
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{what}: got {describe(value)}, expected an int{role}.")

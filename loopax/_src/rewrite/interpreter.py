@@ -1,0 +1,195 @@
+"""Evaluate a jaxpr with its `jax.lax` loops exchanged for those of loopax, wherever they stand in it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.util import bind_again, evaluate, origin, split
+from loopax._src.core.masking.substitute import pick
+from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    bind_checkpoint,
+    bind_shard_map,
+    jaxpr_as_fun,
+    of_weak_type,
+    scan_sizes,
+)
+from loopax._src.loops import fori_loop, scan, while_loop
+from loopax._src.messages import rewritten_limit_problem
+
+# A loop in a kernel is compiled with it, by another compiler.
+_KERNELS = ("pallas_call",)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How to exchange loops."""
+
+    options: dict[str, Any]  # kind and lanes, of all loops
+    max_steps: int | None  # of those without a static length
+    scans: bool  # whether `lax.scan` is exchanged as well
+
+    def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr, of exactly its types."""
+        if not self._concerns(closed):
+            return jaxpr_as_fun(closed)(*operands)
+        results = evaluate(closed, operands, self._equation)
+        return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
+
+    def _concerns(self, jaxpr: Any) -> bool:
+        """Whether it holds a loop to exchange."""
+        eqns = (jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr).eqns
+        return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in eqns)
+
+    def _exchanges(self, eqn: Any) -> bool:
+        return eqn.primitive.name == "while" or (self.scans and eqn.primitive.name == "scan")
+
+    def _concerns_inside(self, eqn: Any) -> bool:
+        return eqn.primitive.name not in _KERNELS and any(map(self._concerns, _jaxprs(list(eqn.params.values()))))
+
+    def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if self._exchanges(eqn):
+            return self._scan(eqn, operands) if eqn.primitive.name == "scan" else self._while(eqn, operands)
+        if not self._concerns_inside(eqn):
+            return bind_again(eqn, operands)
+        if bind := _BINDS.get(eqn.primitive.name):
+            inner = ClosedJaxpr(eqn.params["jaxpr"], ())
+            return bind(eqn, lambda *xs: self.evaluate(inner, xs), operands)
+        params = {name: _map_jaxprs(self._exchanged, value) for name, value in eqn.params.items()}
+        return bind_again(eqn.replace(params=params), operands)
+
+    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """The same jaxpr with other loops."""
+        return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
+
+    def _while(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        cond_consts, body_consts, init = split(operands, [eqn.params["cond_nconsts"], eqn.params["body_nconsts"]])
+
+        def step(carry: Sequence[Any]) -> list[Any]:
+            return self.evaluate(body, [*body_consts, *carry])
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return self.evaluate(cond, [*cond_consts, *carry])[0]
+
+        counter = _counter(cond, body, len(cond_consts), len(body_consts))
+        if counter is not None:
+            return _counted(counter, step, init, self._run(fori_loop))
+        if cond.out_avals[0].shape:
+            return _while_any(goes_on, step, init, self._run(while_loop))
+        return self._run(while_loop)(goes_on, step, init)
+
+    def _run(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+        """The loop with its options; a bound that stops it is an error of `rewrite_loops`."""
+        if self.max_steps is None:
+            return partial(loop, **self.options)
+
+        def run(*arguments: Any) -> Any:
+            result, info = loop(*arguments, **self.options, max_steps=self.max_steps, throw=False, info=True)
+            problem = rewritten_limit_problem(self.max_steps)
+            return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
+
+        return run
+
+    def _scan(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
+        consts, init, xs = split(operands, [num_consts, num_carry])
+
+        def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            carry, y = split(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [num_carry])
+            return carry, y
+
+        carry, ys = scan(step, init, xs, params["length"], params["reverse"], params["unroll"], **self.options)
+        return [*carry, *ys]
+
+
+# Their inner jaxprs are open, and cannot hold the constants that loops may bring: they are bound anew.
+_BINDS: dict[str, Callable[..., Sequence[Any]]] = {
+    "shard_map": bind_shard_map,
+    "remat2": bind_checkpoint,
+    "checkpoint": bind_checkpoint,
+}
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    """The jaxprs in a parameter."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _map_jaxprs(function: Callable[[ClosedJaxpr], ClosedJaxpr], value: Any) -> Any:
+    """A parameter with its jaxprs replaced."""
+    if isinstance(value, ClosedJaxpr):
+        return function(value)
+    if isinstance(value, tuple | list):
+        items = [_map_jaxprs(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequence[Any], run: Any) -> list[Any]:
+    """A loop over all lanes of a `jax.vmap` inside the function, as JAX has it: each has its own condition."""
+
+    def body(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+        active, carry = state
+        new = [pick(active, a, b) for a, b in zip(step(carry), carry, strict=True)]
+        return goes_on(new), new
+
+    return run(lambda state: jnp.any(state[0]), body, (goes_on(init), init))[1]
+
+
+def _counter(cond: ClosedJaxpr, body: ClosedJaxpr, cond_consts: int, body_consts: int) -> tuple[int, int] | None:
+    """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
+
+    JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
+    known at the start.
+    """
+    if len(cond.jaxpr.eqns) != 1 or cond.jaxpr.eqns[0].primitive.name != "lt":
+        return None
+    (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[cond_consts:]
+    places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
+    index, upper = places
+    if index is None or upper is None or cond.jaxpr.outvars[0] is not eqn.outvars[0]:
+        return None
+    inputs, outputs = body.jaxpr.invars[body_consts:], body.jaxpr.outvars
+    is_limit = origin(body, outputs[upper]) is inputs[upper]
+    counts = is_limit and _is_next(body, inputs[index], outputs[index])
+    return (index, upper) if counts else None
+
+
+def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
+    """Whether the body counts from one to the other."""
+    for eqn in body.jaxpr.eqns:
+        if any(out is new for out in eqn.outvars):
+            is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
+            one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
+            return eqn.primitive.name == "add" and is_integer and eqn.invars[0] is old and one
+    return False
+
+
+def _counted(
+    counter: tuple[int, int], step: Callable[[Sequence[Any]], list[Any]], init: Sequence[Any], run: Callable[..., Any]
+) -> list[Any]:
+    """Run the loop as a `fori_loop`; the index ends at the upper limit, or where it started beyond it."""
+    index, upper = counter
+    lower_value, upper_value = init[index], init[upper]
+
+    def joined(i: Any, rest: Sequence[Any]) -> list[Any]:
+        others = iter(rest)
+        return [i if p == index else upper_value if p == upper else next(others) for p in range(len(init))]
+
+    def others(carry: Sequence[Any]) -> list[Any]:
+        return [x for p, x in enumerate(carry) if p not in counter]
+
+    rest = run(lower_value, upper_value, lambda i, rest: others(step(joined(i, rest))), others(init))
+    return joined(jnp.maximum(lower_value, upper_value), rest)

@@ -1,0 +1,87 @@
+"""Run the `jax.lax` loops inside someone else's function on loopax."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from loopax._src.frontend import options as arguments
+from loopax._src.frontend.trace_program import trace_program
+from loopax._src.kinds import KindLike
+from loopax._src.lanes import LanesLike
+from loopax._src.pytrees.static_args import Why, static_bool
+from loopax._src.rewrite.interpreter import Exchange
+
+_SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
+
+
+def rewrite_loops(
+    fn: Callable[..., Any],
+    *,
+    kind: KindLike = "auto",
+    max_steps: int | None = None,
+    lanes: LanesLike = "lockstep",
+    scans: bool = False,
+) -> Callable[..., Any]:
+    """A function that computes what `fn` does, with its loops on loopax.
+
+    Every `jax.lax.while_loop`, and every `fori_loop` with traced limits, that `fn` runs, also in the libraries that it
+    calls, becomes a loop of loopax: differentiable in both modes, and safe in lanes under `jax.vmap`. Loops are found
+    inside `jit`, `cond`, `scan`, `jax.checkpoint`, `shard_map`, functions with custom derivatives and other loops.
+    Rules for derivatives (`jax.custom_jvp`, `jax.custom_vjp`, `jax.lax.custom_linear_solve`, `jax.lax.custom_root`)
+    are kept: where a library has one, it is used, as without loopax.
+
+    Parameters
+    ----------
+    fn
+        Any function that JAX can trace. Arrays anywhere in its arguments are traced; everything else (Python numbers,
+        strings, functions) stays what it is.
+    kind, lanes
+        As in `while_loop`, for all loops. `Free()` is refused: it is for one loop, of a certain form.
+    max_steps
+        A static bound on the steps of every loop whose length is not static. A loop that would take more of
+        them raises when the program runs.
+    scans
+        Whether `jax.lax.scan`, and `fori_loop` with static limits, are exchanged as well. They have all derivatives
+        without it, but no kinds.
+
+    Returns
+    -------
+    rewritten
+        `rewritten(*args, **kwargs)` returns what `fn(*args, **kwargs)` does. It traces `fn` in each call, so put
+        `jax.jit` around it. Map it, `jax.vmap(rewritten)`, rather than rewriting a function that holds
+        a `vmap`: loops in there are one loop over all lanes already.
+
+    Raises
+    ------
+    TypeError
+        `fn` is not a function; `max_steps` or `scans` is traced; when it is called, that JAX cannot trace it.
+    ValueError
+        An unknown `kind` or `lanes`, or `Free()`; a negative `max_steps`; when it is called, a kind that needs a bound,
+        without `max_steps`.
+    equinox.EquinoxRuntimeError
+        A loop takes more than `max_steps`.
+
+    Notes
+    -----
+    Cost: that of the loops, and of tracing `fn` twice. Derivatives: all, where its loops had none. Loops that stand in
+    a rule for derivatives itself, and in Pallas kernels, stay as they are. Effects happen as often as in `fn`, and not
+    again in a backward pass.
+
+    """
+    arguments.check_callable("fn of rewrite_loops", fn)
+    options = arguments.options("rewrite_loops", kind, lanes, max_steps=max_steps)
+    if options.lanes.is_free:
+        raise ValueError(
+            "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
+            "asked of every loop in the function. Choose 'lockstep' or 'compact', or write the loop that is meant "
+            "with `loopax.while_loop(..., lanes='free')`."
+        )
+    scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
+    exchange = Exchange({"kind": options.kind, "lanes": options.lanes}, options.max_steps, scans)
+
+    @wraps(fn)
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        program = trace_program("rewrite_loops", fn, args, kwargs)
+        return program.result_of(exchange.evaluate(program.closed, program.arrays))
+
+    return rewritten

@@ -1,0 +1,36 @@
+"""Which steps of a loop to keep and which to replay: integer mathematics, apart from differentiation.
+
+May import: nothing of loopax.
+"""
+
+from loopax._src.schedule.actions import Action
+from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
+from loopax._src.schedule.blocks import block_size, shortest_block, two_level
+from loopax._src.schedule.online import Online, online, online_stored, start, store
+from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
+from loopax._src.schedule.saving import Blocks, Slots, saving_for
+
+__all__ = [
+    "Action",
+    "Blocks",
+    "Online",
+    "Slots",
+    "advance",
+    "binomial",
+    "block_size",
+    "evaluations",
+    "evaluations_from",
+    "forward",
+    "online",
+    "online_stored",
+    "replay",
+    "saving_for",
+    "shortest_block",
+    "start",
+    "starts",
+    "store",
+    "stumm_walther_1",
+    "stumm_walther_2",
+    "two_level",
+    "wang_moin_iaccarino",
+]

@@ -1,0 +1,99 @@
+"""XNysTrace: the same idea for positive semidefinite operators, from one product a probe."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from loopax._src.pytrees.static_args import Why, static_bool
+from loopax._src.stochtrace.basis import BasisEstimator
+from loopax._src.stochtrace.estimator import abs2
+from loopax._src.stochtrace.inverses import inverse, inverse_root
+from loopax._src.stochtrace.operators import Operator
+from loopax._src.stochtrace.probes import Probes, is_rotation_invariant
+from loopax._src.stochtrace.sketch import Counted, at_least_rounding, dots, filled
+
+_DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
+
+
+@dataclass(frozen=True)
+class XNysTrace(BasisEstimator):
+    """The exchangeable trace estimate from Nyström approximations (Epperly, Tropp & Webber 2024, section 3).
+
+    For positive or negative semidefinite operators. A sample is one product, and the best of the estimators where
+    eigenvalues decay.
+
+    Cost: an orthogonalization of `max_matvecs` vectors, an eigendecomposition of as many rows and columns; memory for
+    2 n `max_matvecs` numbers, and a few times that for derivatives.
+
+    Parameters
+    ----------
+    probes
+        "sphere", "normal" or "rademacher"; with the first two, what is left of a probe is scaled to its mean.
+    positive_semidefinite
+        Declares that a matrix or a function is. A `lineax` operator says so itself, by its tags.
+
+    Raises
+    ------
+    ValueError
+        Unknown `probes`.
+
+    """
+
+    probes: Probes = "sphere"
+    positive_semidefinite: bool = False
+
+    has_images: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        static_bool("XNysTrace(positive_semidefinite=...)", self.positive_semidefinite, _DECLARED)
+
+    def check(self, operator: Operator) -> None:
+        """See `Estimator.check`."""
+        if not (operator.sign or self.positive_semidefinite):
+            raise ValueError(
+                "estimate_trace(operator, estimator=XNysTrace()): the operator is not declared to be positive (or "
+                "negative) semidefinite, and for others the estimate is wrong. Tag it, as in "
+                "lineax.MatrixLinearOperator(A, lineax.positive_semidefinite_tag), or say "
+                "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
+            )
+
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+        """See `BasisEstimator.samples`."""
+        sketch, is_counted = counted.sketch, counted.is_counted
+        gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
+        gram = (gram + gram.conj().T) / 2
+        sign = jnp.sign(jnp.trace(gram).real)
+        known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
+        root = known + rounding
+        # A = Q F F^H Q^H on the span of the probes
+        factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
+        lengths = jnp.linalg.norm(root, axis=1, keepdims=True)
+        root = root / lengths.astype(root.dtype)
+        lost = factor @ root.conj().T  # what goes with each probe
+        seen = sketch.basis.conj() @ sketch.probes.T
+        rest = abs2(dots(lost, seen))
+        outside, outside_both = self._outside(counted)
+        samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
+        # Without j too, a plane goes, from which the part of j is taken.
+        along, products = root @ root.conj().T, lost.conj().T @ lost
+        alone = at_least_rounding(1 - abs2(along))
+        of_both = jnp.diag(products).real[:, None] + jnp.diag(products).real[None] - 2 * (along * products.T).real
+        without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
+        return sign * samples, sign * without
+
+    def _outside(self, counted: Counted) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
+        """How much longer the part of a probe i outside of the span of the others is on average; without j too."""
+        probes = counted.sketch.probes
+        if not is_rotation_invariant(self.probes):
+            ones = jnp.ones_like(probes[:, 0].real)
+            return ones, jnp.ones_like(ones[:, None] * ones[None])
+        inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
+        own = jnp.diag(inverted).real  # one over its squared length
+        without = own[:, None] - abs2(inverted) / own[None]
+        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(own.dtype)
+        return dimensions * own, (dimensions + 1) * without

@@ -1,0 +1,176 @@
+"""`Auto`: what it takes, that it fits, and the reason that it keeps."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
+from loopax._src.core.jaxpr.cost import arithmetic
+from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
+
+STEPS = 400
+
+
+def storages(jaxpr):
+    """What the loops of a program store."""
+    for eqn in jaxpr.eqns:
+        if "storage" in eqn.params:
+            yield eqn.params["storage"]
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from storages(inner)
+
+
+def chosen(function, *args):
+    """The one way in which all loops of a program store."""
+    found = set(storages(jax.make_jaxpr(function)(*args).jaxpr))
+    assert len(found) == 1
+    return found.pop()
+
+
+def loop(step, kind, **options):
+    return lambda h, n: lx.fori_loop(0, n, lambda i, h: step(h), h, kind=kind, **options).sum()
+
+
+def fixed(step, kind=lx.Auto()):  # noqa: B008 - kinds are immutable
+    return lambda h: loop(step, kind)(h, STEPS)
+
+
+linear = lambda h: 0.9 * h
+layer = lambda h: jnp.tanh(WEIGHTS @ h)
+one_function = lambda h: jnp.tanh(1.1 * h)
+many_functions = lambda h: jnp.sin(jnp.exp(-(jnp.cos(h) ** 2))) * jnp.tanh(h)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (linear, EveryResidual),  # nothing is needed of any step
+        (layer, EveryResidual),  # one value for each of the state, against a matrix product
+        (many_functions, EveryCarry),  # several values for each of the state
+    ],
+)
+def test_the_fastest_kind(step, expected):
+    assert isinstance(chosen(jax.grad(fixed(step)), STATE), expected)
+
+
+def test_a_large_state_of_a_cheap_step_is_not_stored_each_time():
+    cheap = lambda h: h - 0.1 * h**2
+    assert isinstance(chosen(jax.grad(fixed(cheap)), jnp.ones(70_000)), Checkpoints)
+
+
+@pytest.mark.parametrize("carries", [1, 2, 7, 30, 60, 300, 500, 10_000])
+@pytest.mark.parametrize("step", [one_function, many_functions])
+def test_it_fits(step, carries):
+    """Beside the working copies of a carry, of which there are a few."""
+    memory = carries * STATE.nbytes
+    needed = temporary(jax.grad(fixed(step, lx.Auto(memory=memory))), STATE)
+    assert needed <= memory + 12 * STATE.nbytes
+
+
+def test_as_many_checkpoints_as_fit():
+    assert chosen(jax.grad(fixed(many_functions, lx.Auto(memory=10 * STATE.nbytes + 1))), STATE).count == 10
+
+
+@pytest.mark.parametrize(("carries", "slots"), [(3, 3), (64, 64), (1000, 64)])
+def test_without_a_bound(carries, slots):
+    kind = lx.Auto(memory=carries * STATE.nbytes)
+    assert chosen(jax.grad(loop(layer, kind)), STATE, 3).count == slots
+
+
+def test_a_bound_that_is_a_precaution_gets_an_eighth_of_the_memory():
+    memory = 1600 * STATE.nbytes
+    for share, kind in [(4, Checkpoints), (16, EveryCarry)]:
+        costly = lambda h: many_functions(many_functions(h))
+        gradient = jax.grad(loop(costly, lx.Auto(memory=memory), max_steps=1600 // share * 2))
+        assert isinstance(chosen(gradient, STATE, 3), kind)
+
+
+def test_lanes_outside_of_the_loop_count_and_outside_of_the_gradient_do_not():
+    kind = lx.Auto(memory=2 * STEPS * STATE.nbytes)
+    lanes = jnp.ones((8, *STATE.shape))
+    per_lane = fixed(many_functions, kind)
+    assert isinstance(chosen(jax.vmap(jax.grad(per_lane)), lanes), EveryCarry)
+    assert isinstance(chosen(jax.grad(lambda lanes: jax.vmap(per_lane)(lanes).sum()), lanes), Checkpoints)
+
+
+def test_only_what_the_derivative_needs_counts():
+    """A counter and weights in the carry, and a state of which nothing is needed, are not stored."""
+
+    def body(i, carry):
+        weights, count, h, unused = carry
+        return weights, count + 1, jnp.tanh(weights @ h), unused * 2
+
+    def energy(h):
+        init = (WEIGHTS, 0, h, jnp.ones(10_000))
+        return lx.fori_loop(0, STEPS, body, init, kind=lx.Auto(memory=STATE.nbytes))[2].sum()
+
+    assert chosen(jax.grad(energy), STATE).count == 1
+
+
+def test_the_reason_is_kept():
+    reason = chosen(jax.grad(fixed(many_functions)), STATE).reason
+    assert reason.startswith(
+        f"at most {256 * 2**20} bytes for {STEPS} steps; added to a step, in bytes written and read: Residuals "
+    )
+    assert ", Bounded " in reason
+    assert ", Checkpointed " in reason
+    reason = chosen(jax.grad(fixed(many_functions, lx.Auto(memory=5000))), STATE).reason
+    assert reason.startswith("9 carries of 512 bytes, at most 5000 bytes")
+
+
+def test_no_choice_without_a_gradient():
+    lx.fori_loop(0, 3, lambda i, h: h, STATE, kind=lx.Auto(memory=1))
+    value, tangent = jax.jvp(lambda h: loop(layer, lx.Auto(memory=1))(h, 3), (STATE,), (STATE,))
+    assert jnp.isfinite(jnp.stack([value, tangent])).all()
+
+
+def cost(function, *args):
+    return arithmetic(jax.make_jaxpr(function)(*args))
+
+
+def test_costs_of_steps():
+    assert cost(lambda h: WEIGHTS @ h, STATE) == pytest.approx(0.02 * 2 * 64 * 64)
+    assert cost(lambda h: h + h, STATE) == pytest.approx(0.15 * 64)
+    assert cost(jnp.sin, STATE) == pytest.approx(1.5 * 64)
+    image, kernel = jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+    convolution = lambda image: jax.lax.conv(image, kernel, (1, 1), "SAME")
+    assert cost(convolution, image) == pytest.approx(0.02 * 2 * (4 * 8 * 8) * (3 * 3 * 3))
+
+
+def test_costs_of_loops_in_steps():
+    one = cost(jnp.sin, STATE)
+    assert cost(lambda h: jax.lax.scan(lambda h, _: (jnp.sin(h), None), h, None, 5)[0], STATE) == pytest.approx(5 * one)
+    assert cost(jax.jit(jnp.sin), STATE) == pytest.approx(one)
+    branches = lambda h: jax.lax.cond(True, jnp.sin, lambda h: h, h)
+    assert one <= cost(branches, STATE) <= one + 1
+    inner = lambda h: lx.fori_loop(0, 7, lambda i, h: jnp.sin(h), h)
+    assert 7 * one <= cost(inner, STATE) <= 7 * (one + 2)
+    # A condition may end it long before its bound, which is a precaution.
+    inner = lambda h: lx.while_loop(lambda h: h.sum() > 1, jnp.sin, h, max_steps=10_000)
+    assert 10 * one <= cost(inner, STATE) <= 10 * (one + 64)
+
+
+def test_costs_of_buffers():
+    """A row, however many there are."""
+    of_capacity = lambda n: cost(lambda h: (b := lx.Buffer(n, like=h).append(h)).append(b[0] + h)._rows, STATE)
+    fewer, more = of_capacity(10), of_capacity(1000)
+    assert more == pytest.approx(fewer)
+
+
+def test_a_solver_with_an_inner_loop_and_a_buffer():
+    """What an inner loop stores for its bound is not worth it where it takes few steps."""
+
+    def body(i, c):
+        buffer, h = c
+        due = lambda b: (b.count < 100) & (b.count < i)
+        h = many_functions(h)
+        return lx.while_loop(due, lambda b: b.append(h * b.count.astype(float)), buffer, max_steps=100), h
+
+    def energy(h, n):
+        return lx.fori_loop(0, n, body, (lx.Buffer(100, like=h), h), max_steps=STEPS)[0].rows.sum()
+
+    found = storages(jax.make_jaxpr(jax.grad(energy))(STATE, 3).jaxpr)
+    assert not any(isinstance(storage, EveryResidual) for storage in found)

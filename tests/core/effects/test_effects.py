@@ -1,0 +1,166 @@
+"""Debug prints and callbacks: once per step, not in replays, not for finished lanes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from tests.support.problem import KINDS, WITH_LAX, name_of
+
+
+class Log:
+    """What callbacks were called with, when a function runs."""
+
+    def __init__(self):
+        self.values = []
+
+    def of(self, function, *args):
+        self.values.clear()
+        jax.block_until_ready(function(*args))
+        jax.effects_barrier()
+        return sorted(self.values)
+
+    def __call__(self, x):
+        jax.debug.callback(lambda x: self.values.append(float(x)), x)
+        return x
+
+
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_once_for_each_step(kind):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9, kind=kind)
+    assert log.of(jax.jit(f), 0.0, 5) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_not_again_in_replays(kind):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: jnp.sin(log(x)), x, max_steps=9, kind=kind)
+    forward = log.of(jax.jit(f), 1.0, 7)
+    assert len(forward) == 7
+    assert log.of(jax.jit(jax.grad(f)), 1.0, 7) == forward
+
+
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_not_for_finished_lanes(kind):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9, kind=kind)
+    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    assert log.of(jax.jit(jax.vmap(f)), starts, counts) == [0.0, 1.0, 10.0, 11.0, 12.0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_not_for_finished_lanes_of_a_gradient(kind):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9, kind=kind)
+    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    called = [0.0, 1.0, 10.0, 11.0, 12.0]
+    assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == called
+    summed = jax.grad(lambda x: jax.vmap(f)(x, counts).sum())
+    assert log.of(jax.jit(summed), starts) == called
+
+
+INNER = {
+    "jit": lambda log, x: jax.jit(log)(x),
+    "cond": lambda log, x: jax.lax.cond(x >= 0, log, lambda x: x, x),
+    "scan": lambda log, x: jax.lax.scan(lambda c, _: (log(c), None), x, None, length=1)[0],
+    "while": lambda log, x: jax.lax.while_loop(lambda c: c[1] < 1, lambda c: (log(c[0]), c[1] + 1), (x, 0))[0],
+    "loop": lambda log, x: lx.fori_loop(0, 1, lambda i, c: log(c), x),
+    "nested": lambda log, x: jax.jit(lambda x: lx.fori_loop(0, 1, lambda i, c: jax.jit(log)(c), x))(x),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_inside_other_constructs(inner):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: INNER[inner](log, x) + 1.0, x, max_steps=9)
+    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    assert log.of(jax.jit(jax.vmap(f)), starts, counts) == [0.0, 1.0, 10.0, 11.0, 12.0]
+
+
+def test_two_vmaps():
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9)
+    starts, counts = jnp.array([0.0, 10.0]), jnp.array([0, 2])
+    every = jax.vmap(jax.vmap(f, (None, 0)), (0, None))
+    assert log.of(jax.jit(every), starts, counts) == [0.0, 1.0, 10.0, 11.0]
+
+
+def test_debug_print(capfd):
+    def body(i, x):
+        jax.debug.print("x = {x}", x=x)
+        return x + 1.0
+
+    f = lambda x, n: lx.fori_loop(0, n, body, x, max_steps=9)
+    jax.block_until_ready(jax.jit(jax.vmap(f))(jnp.array([0.0, 10.0]), jnp.array([1, 2])))
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "x = 0.0", "x = 10.0", "x = 11.0"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_pure_callback_in_a_differentiated_loop(kind):
+    """Of a quantity that is not differentiated."""
+
+    def body(i, x):
+        scale = jax.pure_callback(lambda i: i * 1.0, jax.ShapeDtypeStruct((), x.dtype), jax.lax.stop_gradient(i * 1.0))
+        return x * scale
+
+    f = lambda x, n: lx.fori_loop(1, n, body, x, max_steps=9, kind=kind)
+    assert jax.jit(jax.grad(f))(2.0, 5) == 24.0
+
+
+# ---- effects inside of equations in which some operands are perturbed, and others not
+
+PARTLY = {
+    "cond": lambda f: lambda x: jax.lax.cond(x > -9.0, f, lambda x: x, x),
+    "switch": lambda f: lambda x: jax.lax.switch(1, [lambda x: x, f], x),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, length=2)[0],
+    "loop": lambda f: lambda x: lx.fori_loop(0, 2, lambda i, x: f(x), x),
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("how", PARTLY)
+def test_once_inside_of_other_equations(how, kind):
+    log = Log()
+    step = PARTLY[how](lambda x: jnp.sin(log(x)))
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=9, kind=kind)
+    forward = log.of(jax.jit(f), 1.0, 4)
+    assert len(forward) >= 4
+    assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == forward
+    assert log.of(jax.jit(lambda x, n: jax.linearize(lambda x: f(x, n), x)[1](1.0)), 1.0, 4) == forward
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("how", PARTLY)
+def test_gradient_with_effects_is_the_one_without(how, kind):
+    log = Log()
+
+    def gradient(f):
+        step = PARTLY[how](lambda x: jnp.sin(f(x)))
+        return jax.jit(jax.grad(lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)))(1.0)
+
+    assert gradient(log) == gradient(lambda x: x)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_inside_of_jax_checkpoint(kind):
+    log = Log()
+    step = jax.checkpoint(lambda x: jnp.sin(log(x)))
+    f = lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)
+    forward = log.of(jax.jit(f), 1.0)
+    assert set(log.of(jax.jit(jax.grad(f)), 1.0)) == set(forward)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_linearize_through_a_while_loop_of_lax(kind):
+    """Its condition is not perturbed, though parts of its carry are."""
+    log = Log()
+    inner = lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda i, x: jnp.sin(log(x)), x)
+    f = lambda x: lx.fori_loop(0, 3, lambda i, x: inner(x), x, kind=kind)
+    forward = log.of(jax.jit(f), 1.0)
+    assert len(forward) == 6
+    linear = jax.jit(lambda x: jax.linearize(f, x)[1](1.0))
+    assert log.of(linear, 1.0) == forward
+    assert jnp.allclose(linear(1.0), jax.jvp(f, (1.0,), (1.0,))[1])

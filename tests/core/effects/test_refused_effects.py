@@ -1,0 +1,147 @@
+"""Effects and collectives that a derivative or a batch cannot have are refused; others work."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import loopax as lx
+from tests.support.limited_loops import KINDS, raises
+from tests.support.reference import assert_close
+
+# ---- effects and collectives
+
+
+def printed(x: Any) -> None:
+    jax.debug.print("{}", x, ordered=True)
+
+
+def called_back(x: Any) -> None:
+    jax.debug.callback(lambda _: None, x, ordered=True)
+
+
+def input_output(x: Any) -> None:
+    io_callback(lambda _: None, None, x)
+
+
+def ordered_input_output(x: Any) -> None:
+    io_callback(lambda _: None, None, x, ordered=True)
+
+
+EFFECTS = [printed, called_back, input_output, ordered_input_output, jax.jit(input_output)]
+
+
+def with_effect(effect: Any, kind: Any = "auto") -> Any:
+    def body(_: Any, x: Any) -> Any:
+        effect(lax.stop_gradient(x))
+        return 2.0 * x
+
+    return lambda x: lx.fori_loop(0, 3, body, x, kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_reverse_mode_refuses_effects(effect: Any, kind: Any) -> None:
+    with raises(NotImplementedError, "a loop is differentiated", "effects", "io_callback", "jax.pure_callback"):
+        jax.grad(with_effect(effect, kind))(1.0)
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_forward_mode_refuses_effects(effect: Any) -> None:
+    with raises(NotImplementedError, "a loop is differentiated", "effects", "io_callback", "jax.pure_callback"):
+        jax.jvp(with_effect(effect), (1.0,), (1.0,))
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_effects_outside_of_derivatives_are_allowed(effect: Any) -> None:
+    loop = with_effect(effect)
+    assert loop(1.0) == 8.0
+    assert jax.grad(lambda x: x * loop(lax.stop_gradient(x)))(1.0) == 8.0
+    jax.effects_barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unordered_debug_callback_and_pure_callback_are_differentiated(kind: Any) -> None:
+    seen = []
+
+    def body(_: Any, x: Any) -> Any:
+        fixed = lax.stop_gradient(x)
+        jax.debug.callback(lambda x: seen.append(float(x)), fixed)
+        return x * jax.pure_callback(lambda x: np.asarray(x) + 1.0, jax.ShapeDtypeStruct((), float), fixed)
+
+    assert jax.grad(lambda x: lx.fori_loop(0, 2, body, x, kind=kind))(1.0) == 6.0
+    jax.effects_barrier()
+    assert sorted(seen) == [1.0, 2.0]
+
+
+def total(steps: Any, x: Any, **options: Any) -> Any:
+    return lx.fori_loop(0, steps, lambda _, x: lax.psum(x, "lanes"), x, **options)
+
+
+def total_in_jit(steps: Any, x: Any) -> Any:
+    return lx.fori_loop(0, steps, lambda _, x: jax.jit(lambda x: lax.psum(x, "lanes"))(x), x)
+
+
+def total_in_inner_loop(steps: Any, x: Any) -> Any:
+    return lx.fori_loop(0, steps, lambda _, x: total(1, x), x)
+
+
+def total_while(steps: Any, x: Any) -> Any:
+    return lx.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, lax.psum(c[1], "lanes")), (0, x))[1]
+
+
+TOTALS = pytest.mark.parametrize("loop", [total, total_in_jit, total_in_inner_loop, total_while])
+
+
+@TOTALS
+def test_collective_under_counts_per_lane_is_refused(loop: Any) -> None:
+    with raises(NotImplementedError, "communicates", "'lanes'", "different numbers of steps"):
+        jax.vmap(loop, axis_name="lanes")(jnp.array([1, 2]), jnp.array([1.0, 2.0]))
+
+
+@TOTALS
+def test_collective_under_one_count_for_all_lanes_is_allowed(loop: Any) -> None:
+    lanes = jax.jit(jax.vmap(loop, in_axes=(None, 0), axis_name="lanes"))
+    assert lanes(3, jnp.array([1.0, 2.0])).tolist() == [12.0, 12.0]
+
+
+def test_collective_over_another_axis_is_allowed() -> None:
+    rows = jax.vmap(total, in_axes=(None, 0), axis_name="lanes")
+    assert jax.vmap(rows, axis_name="rows")(jnp.array([1, 2]), jnp.array([[1.0, 2.0], [1.0, 3.0]])).tolist() == [
+        [3.0, 3.0],
+        [8.0, 8.0],
+    ]
+
+
+def test_condition_that_all_lanes_agree_on_by_a_collective_is_allowed() -> None:
+    def agree(x: Any) -> Any:
+        return lx.while_loop(lambda x: lax.psum(x, "lanes") < 9.0, lambda x: 2.0 * x, x)
+
+    assert jax.vmap(agree, axis_name="lanes")(jnp.array([1.0, 2.0])).tolist() == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_place_of_a_lane_under_counts_per_lane(lanes: Any) -> None:
+    def place(steps: Any, x: Any) -> Any:
+        def lane() -> Any:
+            return lax.axis_index("lanes").astype(float)
+
+        def body(c: Any) -> Any:
+            inner = lx.fori_loop(0, c[0], lambda _, x: x * jnp.sin(lane() + 1.0), c[1], max_steps=5)
+            return c[0] + 1, inner + lane()
+
+        return lx.while_loop(lambda c: c[0] < steps, body, (0, x), max_steps=5, lanes=lanes)[1]
+
+    def alone(lane: int, steps: int, x: Any) -> Any:
+        for i in range(steps):
+            x = x * jnp.sin(lane + 1.0) ** i + lane
+        return x
+
+    steps, xs = [3, 0, 5], [0.5, 2.0, 3.0]
+    actual = jax.vmap(jax.value_and_grad(place, 1), axis_name="lanes")(jnp.array(steps), jnp.array(xs))
+    alones = [jax.value_and_grad(alone, 2)(i, n, x) for i, (n, x) in enumerate(zip(steps, xs, strict=True))]
+    assert_close(actual, jax.tree.map(lambda *lanes: jnp.stack(lanes), *alones))

@@ -1,0 +1,196 @@
+"""Claims about cost that do not depend on the machine: body evaluations, traces, lanes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from benchmarks.counter import Counter
+from loopax import schedule
+from tests.support.problem import KINDS, WITH_LAX, name_of
+
+
+def evaluations(kind, n, bound=100):
+    counter = Counter()
+
+    def loop(x, n):
+        return lx.fori_loop(0, n, lambda i, x: counter(x) * 0.9, x, max_steps=bound, kind=kind)
+
+    forward, gradient = jax.jit(loop), jax.jit(jax.grad(loop))
+    return counter.of(forward, 1.0, n), counter.of(gradient, 1.0, n)
+
+
+# For forward and gradient together. A replay does not evaluate the last step of a block.
+MOST = {"Checkpointed": 3.0, "Checkpointed3": 5.97, "Bounded": 2.0, "Residuals": 1.0}
+
+
+@pytest.mark.parametrize("n", [0, 1, 9, 10, 11, 99, 100])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_body_evaluations(kind, n):
+    forward, both = evaluations(kind, jnp.int32(n))
+    assert forward == n
+    assert both <= MOST[name_of(kind)] * n
+
+
+def test_blocks_are_replayed_but_for_their_last_step():
+    """100 steps of an 8-byte carry: blocks of 10 (that many fit in a small loop's memory, but no fewer)."""
+    _, both = evaluations(lx.Checkpointed(), jnp.int32(100))
+    assert 200 < both < 300
+
+
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_one_trace_for_all_step_counts(kind):
+    traces = []
+
+    def body(carry, x):
+        traces.append(1)
+        return carry + x, carry
+
+    @jax.jit
+    def program(xs, n):
+        return lx.scan(body, jnp.zeros(()), xs, length=n, kind=kind)
+
+    for n in range(5):
+        program(jnp.arange(6.0), jnp.int32(n))
+    assert len(traces) == 1
+
+
+class Adder:
+    """A body that is no function."""
+
+    def __init__(self):
+        self.traces = 0
+
+    def __call__(self, carry, x):
+        self.traces += 1
+        return carry + x, carry
+
+
+class EqualAdder(Adder):
+    """One that is equal to others."""
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, partial, jax.tree_util.Partial, jax.jit])
+def test_one_trace_for_a_callable_that_is_no_function(wrap):
+    """As in `jax.lax`, if it is the same object."""
+    adder = Adder()
+    body = wrap(adder)
+    for _ in range(3):
+        lx.scan(body, 0.0, jnp.arange(6.0))
+    assert adder.traces == 1
+    another = Adder()
+    lx.scan(wrap(another), 0.0, jnp.arange(6.0))
+    assert another.traces == 1
+
+
+def test_callables_that_compare_by_value_are_traced_each():
+    adders = [EqualAdder() for _ in range(3)]
+    for adder in adders:
+        lx.scan(adder, 0.0, jnp.arange(6.0))
+    assert [adder.traces for adder in adders] == [1, 1, 1]
+
+
+def test_gradients_and_batches_do_not_trace_again():
+    traces = []
+
+    def body(i, x):
+        traces.append(1)
+        return jnp.sin(x)
+
+    def program(x, n):
+        return lx.fori_loop(0, n, body, x, max_steps=9)
+
+    jax.jit(jax.vmap(jax.hessian(program)))(jnp.ones(3), jnp.arange(3))
+    assert len(traces) == 1
+
+
+def test_no_retracing_on_a_second_eager_call():
+    traces = []
+
+    def body(x):
+        traces.append(1)
+        return x * 2
+
+    def small(x):
+        return x < 10
+
+    for start in (1.0, 2.0, 3.0):
+        lx.while_loop(small, body, jnp.asarray(start), max_steps=10)
+    assert len(traces) == 1
+
+
+def test_another_configuration_traces_again():
+    dtypes = []
+
+    def body(i, x):
+        dtypes.append(jnp.zeros(()).dtype)
+        return x
+
+    lx.fori_loop(0, 2, body, jnp.float32(1))
+    with jax.enable_x64(False):
+        lx.fori_loop(0, 2, body, jnp.float32(1))
+    assert dtypes == [jnp.float64, jnp.float32]
+
+
+@pytest.mark.parametrize("transform", ["forward", "vmap of grad", "grad of vmap"])
+def test_nested_lanes(transform):
+    """Lanes (1 outer x 100 inner) and (100 x 1): in lockstep 199 inner iterations, in each direction."""
+    counter = Counter()
+    outer_counts, inner_counts, starts = jnp.array([1, 100]), jnp.array([100, 1]), jnp.array([0.1, 0.2])
+
+    def program(x, outer, inner):
+        def step(_, x):
+            return lx.fori_loop(0, inner, lambda i, x: counter(x), x, max_steps=100, kind="bounded")
+
+        return lx.fori_loop(0, outer, step, x, max_steps=100, kind="bounded")
+
+    lanes = jax.vmap(program)
+    programs = {
+        "forward": lanes,
+        "vmap of grad": jax.vmap(jax.grad(program)),
+        "grad of vmap": jax.grad(lambda x, outer, inner: lanes(x, outer, inner).sum()),
+    }
+    # Bounded nested in Bounded: the outer backward step runs the inner loop again, then backward.
+    passes = {"forward": 1, "vmap of grad": 3, "grad of vmap": 3}[transform]
+    calls = counter.of(jax.jit(programs[transform]), starts, outer_counts, inner_counts)
+    assert calls <= 230 * passes
+
+
+def test_a_finished_lane_does_not_hang():
+    """The inner loop of the first lane would never end from the state in which that lane has finished."""
+
+    def program(x, step):
+        def inner(x):
+            total, _ = lx.while_loop(lambda c: c[0] < 1.0, lambda c: (c[0] + c[1], c[1]), (jnp.zeros(()), step))
+            return x + total
+
+        return lx.while_loop(lambda x: x < 3.0, inner, x)
+
+    result = jax.jit(jax.vmap(program))(jnp.array([5.0, 0.0]), jnp.array([0.0, 1.0]))
+    assert result.tolist() == [5.0, 3.0]
+
+
+def test_the_same_body_under_every_kind():
+    """Programs that share a traced body do not share what their kinds store."""
+    counter = Counter()
+
+    def body(i, x):
+        return counter(x) * 0.9
+
+    found = {}
+    for kind in [*KINDS, *reversed(KINDS)]:
+        gradient = jax.jit(jax.grad(lambda x, kind=kind: lx.fori_loop(0, 100, body, x, kind=kind)))
+        found.setdefault(name_of(kind), set()).add(counter.of(gradient, 1.0))
+    assert found["Residuals"] == {100}
+    assert found["Bounded"] == {200}
+    assert found["Checkpointed3"] == {schedule.evaluations(100, 3)}
+    assert len(found["Checkpointed"]) == 1
+    assert found["Checkpointed"].pop() > 200

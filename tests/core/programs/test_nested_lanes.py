@@ -1,0 +1,221 @@
+"""`Free`: a loop in a loop as one, in which lanes do not wait for each other."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loopax as lx
+from tests.core.batching.counting import LaneCounter, alone
+from tests.support.problem import KINDS, name_of
+from tests.support.reference import assert_close
+
+LANES = 6
+W = jnp.linspace(0.2, 0.9, LANES)
+X = jnp.asarray(np.random.RandomState(0).randn(LANES, 3))
+OUTER = jnp.array([3, 0, 5, 1, 4, 2])
+INNER = jnp.array([0, 1, 2, 3, 4, 9])
+
+
+def inner_while(w, h, steps, kind):
+    body = lambda c: (jnp.tanh(w * c[0] + 0.1 * c[1]), c[1] + 1)
+    return lx.while_loop(lambda c: c[1] < steps, body, (h, 0), max_steps=4, kind=kind)[0]
+
+
+def inner_scan(w, h, steps, kind):
+    """Reads rows that depend on the outer step, and writes some."""
+    h, ys = lx.scan(lambda h, x: (jnp.tanh(w * h + x), h * x), h, jnp.arange(1.0, 5.0) * w, length=steps, kind=kind)
+    return h + ys.sum(0)
+
+
+def nested(inner, outer, kind, lanes):
+    """A program of (w, x, outer steps, inner steps)."""
+
+    def f(w, x, outer_steps, inner_steps):
+        def step(h, k):
+            h = inner(w, jnp.sin(h) + jnp.asarray(k, float) * 0.1, (inner_steps + k) % 4, kind)
+            return h * 1.1 + w
+
+        if outer == "fori":
+            return lx.fori_loop(0, outer_steps, lambda k, h: step(h, k), x, max_steps=5, kind=kind, lanes=lanes).sum()
+        if outer == "while":
+            body = lambda c: (step(*c), c[1] + 1)
+            going = lambda c: c[1] < outer_steps
+            return lx.while_loop(going, body, (x, 0), max_steps=5, kind=kind, lanes=lanes)[0].sum()
+        rows = (jnp.arange(5), jnp.arange(5.0) * w)
+        row = lambda h, x: (step(h, x[0]) + x[1], h)
+        h, ys = lx.scan(row, x, rows, length=outer_steps, kind=kind, lanes=lanes, reverse=outer == "reverse")
+        return h.sum() + (ys**2).sum()
+
+    return f
+
+
+# Flattening does not depend on the kind: each outer form, each inner form, and each kind.
+CASES = [
+    (inner_while, "fori", KINDS[0]),
+    (inner_while, "while", KINDS[1]),
+    (inner_scan, "scan", KINDS[0]),
+    (inner_while, "reverse", KINDS[3]),
+    (inner_scan, "fori", KINDS[2]),
+]
+
+
+@pytest.mark.parametrize(("inner", "outer", "kind"), CASES, ids=name_of)
+def test_values_and_gradients_are_those_of_nested_loops(inner, outer, kind):
+    f, g = nested(inner, outer, kind, "free"), nested(inner, outer, kind, "lockstep")
+    args = (W, X, OUTER, INNER)
+    wanted = alone(jax.value_and_grad(g, (0, 1)), *args)
+
+    def total(w, x):
+        values = jax.vmap(f)(w, x, OUTER, INNER)
+        return values.sum(), values
+
+    (_, values), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(W, X)
+    assert_close((values, gradients), wanted)
+
+
+def test_one_lane_and_lanes_of_gradients():
+    f, g = (nested(inner_while, "scan", lx.Checkpointed(), lanes) for lanes in ("free", "lockstep"))
+    wanted = alone(jax.value_and_grad(g), W, X, OUTER, INNER)
+    assert_close(alone(jax.value_and_grad(f), W, X, OUTER, INNER), wanted)
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(f)))(W, X, OUTER, INNER), wanted)
+
+
+def test_higher_derivatives():
+    f, g = (nested(inner_while, "fori", lx.Checkpointed(), lanes) for lanes in ("free", "lockstep"))
+    small = lambda f: lambda w, n, m: f(w, jnp.ones(3) * 0.3, n, m)
+    wanted = alone(jax.hessian(small(g)), W, OUTER, INNER)
+    assert_close(jax.jit(jax.vmap(jax.hessian(small(f))))(W, OUTER, INNER), wanted)
+    total = lambda w: jax.vmap(small(f))(w, OUTER, INNER).sum()
+    gradient = jax.jit(jax.grad(jax.checkpoint(total)))
+    assert_close(gradient(W), alone(jax.grad(small(g)), W, OUTER, INNER))
+
+
+def counts_program(counter, lanes):
+    """Nested loops with given numbers of inner steps, rows of them for the outer steps."""
+
+    def f(x, counts, length):
+        def step(x, n):
+            x, info = lx.while_loop(
+                lambda c: c[1] < n, lambda c: (jnp.sin(c[0]) + counter(x), c[1] + 1), (x, 0), info=True
+            )
+            return x[0], info.num_steps
+
+        return lx.scan(step, x, counts, length=length, lanes=lanes, info=True)
+
+    return f
+
+
+COUNTER = LaneCounter()
+FREE, LOCKSTEP = (jax.jit(jax.vmap(counts_program(COUNTER, lanes))) for lanes in ("free", "lockstep"))
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=5, max_size=5), st.data())
+def test_iterations_are_those_of_the_report(counts, data):
+    rows = jnp.array(counts)
+    lengths = jnp.array(data.draw(st.lists(st.integers(0, 4), min_size=5, max_size=5)))
+    args = (jnp.linspace(0.1, 0.9, 5), rows, lengths)
+    (free, info), (lockstep, _) = FREE(*args), LOCKSTEP(*args)
+    assert_close(free, lockstep)
+    report = lx.lane_report(info, free[1])
+    assert report.free is not None
+    assert report.nested is not None
+    own = [row[:n] for row, n in zip(np.array(counts), np.array(lengths), strict=True)]
+    most = max(int(lane.sum()) for lane in own)
+    iterations, _ = COUNTER.of(FREE, *args)
+    assert iterations <= report.free.iterations <= most + int(lengths.max())
+    # The inner body runs in every iteration but those in which all lanes take an outer step without inner ones.
+    assert iterations >= most
+    assert COUNTER.of(LOCKSTEP, *args)[0] == report.nested.iterations
+
+
+def test_the_outer_part_is_evaluated_as_often_as_the_report_says():
+    counter, counts = LaneCounter(), jnp.asarray(np.random.RandomState(0).geometric(0.3, (8, 6)))
+
+    def f(x, counts):
+        def step(x, n):
+            x = lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
+            return x + counter(x), None
+
+        return lx.scan(step, x, counts, lanes="free", info=True)
+
+    program = jax.jit(jax.vmap(f))
+    _, info = program(jnp.ones(8), counts)
+    report = lx.lane_report(info, counts)
+    assert report.free is not None
+    assert report.nested is not None
+    assert counter.of(program, jnp.ones(8), counts)[0] == report.free.outer_evaluations
+    assert report.free.iterations < report.nested.iterations
+
+
+def test_a_lane_leaves_no_domain_while_it_waits():
+    """Before, in and after the inner loop, values of other lanes at that time would be errors or not numbers."""
+
+    def f(x):
+        def body(x):
+            x = eqx.error_if(x, x < 0.5, "outer step after the end")
+            inner = lambda y: eqx.error_if(y, y < 0.2, "inner step after the end") - 0.25
+            x = lx.while_loop(lambda y: y > x - 0.6, inner, x)
+            return x + 0.0 * jnp.sqrt(x - 0.05)
+
+        return lx.while_loop(lambda x: x > 1.0, body, x, lanes="free", max_steps=40)
+
+    starts = jnp.array([1.5, 6.2, 0.2, 3.9])
+    with jax.debug_nans(True):
+        gradients = eqx.filter_jit(jax.vmap(jax.value_and_grad(f)))(starts)
+    assert_close(gradients, alone(jax.value_and_grad(f), starts))
+
+
+def test_keys_and_jit_in_the_body():
+    def f(key, n, lanes):
+        @jax.jit
+        def body(x, key):
+            return lx.fori_loop(0, n, lambda i, x, key: x + jax.random.normal(key) * i, x, key=key)
+
+        return lx.while_loop(lambda x: jnp.abs(x) < 4.0, body, 0.5, key=key, max_steps=20, throw=False, lanes=lanes)
+
+    keys, n = jax.random.split(jax.random.key(1), 4), jnp.array([1, 3, 0, 2])
+    free, lockstep = (
+        jax.jit(jax.vmap(lambda k, n, lanes=lanes: f(k, n, lanes)))(keys, n) for lanes in ("free", "lockstep")
+    )
+    assert_close(free, lockstep)
+
+
+@pytest.mark.parametrize("loops", [0, 2])
+def test_other_forms_are_refused(loops):
+    def body(x):
+        for _ in range(loops):
+            x = lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
+        return x
+
+    with pytest.raises(ValueError, match=f"body holds {loops or 'none'}. The form it needs"):
+        lx.while_loop(lambda x: x < 3.0, body, 0.0, lanes="free")
+
+
+def test_a_loop_in_a_branch_is_refused():
+    branch = lambda x: lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
+    with pytest.raises(ValueError, match=r"outside of `cond`"):
+        lx.while_loop(
+            lambda x: x < 3.0, lambda x: jax.lax.cond(x > 1.0, branch, lambda x: x + 1.0, x), 0.0, lanes="free"
+        )
+
+
+def test_kinds_that_store_every_step_need_bounds_of_both():
+    body = lambda x: lx.while_loop(lambda y: y < 2.0, lambda y: y + 1.0, x)
+    with pytest.raises(ValueError, match="Give `max_steps=` to both loops"):
+        lx.while_loop(lambda x: x < 3.0, body, 0.0, max_steps=3, kind="bounded", lanes="free")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_no_steps_and_no_lanes(steps):
+    body = lambda x, _: (lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), x)
+    f = lambda x: lx.scan(body, x, None, length=steps, lanes="free")
+    for lanes in (0, 1, 2):
+        x = jnp.ones(lanes)
+        carry, ys = jax.vmap(f)(x)
+        assert carry.tolist() == [4.0**steps] * lanes
+        assert ys.shape == (lanes, steps)

@@ -1,0 +1,172 @@
+"""`lanes_map`: any number of items through a fixed number of lanes."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from tests.core.batching.counting import LaneCounter
+from tests.core.lowering.test_memory import temporary
+from tests.support.reference import assert_close
+
+ITEMS = 37
+RANDOM = np.random.RandomState(0)
+COUNTS = jnp.asarray(RANDOM.randint(0, 9, ITEMS))
+XS = jnp.asarray(RANDOM.randn(ITEMS, 3))
+W = jnp.asarray(RANDOM.randn(3, 3)) * 0.5
+
+
+def with_while(w, x, n, kind):
+    x = jnp.sin(x)
+    body = lambda c: (jnp.tanh(w @ c[0] + x), c[1] + 1)
+    h, _ = lx.while_loop(lambda c: c[1] < n, body, (x, 0), max_steps=10, kind=kind)
+    return (h * 2).sum() + n.astype(float), {"h": h}
+
+
+def with_scan(w, x, n, kind):
+    """Rows that all items share are read, and rows are written."""
+    step = lambda h, r: (jnp.tanh(w @ h + x * r), h.sum() * r)
+    h, ys = lx.scan(step, jnp.cos(x), jnp.arange(1.0, 9.0), length=n, kind=kind)
+    return (h * 2).sum(), {"ys": ys}
+
+
+def weighed(outputs):
+    """A scalar that weighs every item differently."""
+    weigh = lambda y: (jnp.arange(1.0, ITEMS + 1) * y.reshape(ITEMS, -1).sum(1)).sum()
+    return sum(map(weigh, jax.tree.leaves(outputs)))
+
+
+def values_and_gradients(mapped):
+    """The outputs of a map, and a gradient with respect to both arguments."""
+
+    def total(w, xs):
+        outputs = mapped(w, xs)
+        return weighed(outputs), outputs
+
+    return jax.value_and_grad(total, (0, 1), has_aux=True)
+
+
+@pytest.mark.parametrize(
+    ("f", "lanes", "kind"),
+    [
+        (with_while, 1, lx.Checkpointed()),
+        (with_while, 16, lx.Checkpointed(3)),
+        (with_scan, 10, lx.Auto()),
+        (with_scan, 64, lx.Checkpointed()),
+        (with_while, 8, lx.Bounded()),
+        (with_scan, 8, lx.Residuals()),
+    ],
+)
+def test_values_and_gradients_are_those_of_a_map(f, lanes, kind):
+    mapped = lambda w, xs: lx.lanes_map(lambda item: f(w, *item, kind), (xs, COUNTS), lanes=lanes)
+    wanted = lambda w, xs: jax.vmap(lambda x, n: f(w, x, n, kind))(xs, COUNTS)
+    assert_close(*(jax.jit(values_and_gradients(g))(W, XS) for g in (mapped, wanted)))
+
+
+def test_other_derivatives_and_vmap():
+    def total(w, lanes):
+        def f(item):
+            x, n = item
+            return lx.fori_loop(0, n, lambda _, x: jnp.sin(w * x), x, max_steps=8)
+
+        items = (XS[:9, 0], COUNTS[:9])
+        return (lx.lanes_map(f, items, lanes=4) if lanes else jax.vmap(lambda *item: f(item))(*items)).sum()
+
+    w = jnp.array(0.7)
+
+    def derivatives(lanes):
+        f = lambda w: total(w, lanes)
+        return jax.hessian(f)(w), jax.jvp(f, (w,), (w,)), jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w]))
+
+    assert_close(jax.jit(derivatives, static_argnums=0)(True), jax.jit(derivatives, static_argnums=0)(False))
+
+
+def test_lanes_take_new_items_as_they_finish():
+    """The iterations are those of the sum of all steps, not those of the slowest item of each batch."""
+    counter = LaneCounter()
+    counts = jnp.asarray(np.random.RandomState(1).geometric(0.05, 400))
+    f = lambda n: lx.fori_loop(0, n, lambda _, x: x + 0.0 * counter(x) + 1.0, 0.0)
+    mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=16))
+    assert mapped(counts).tolist() == counts.tolist()
+    iterations, _ = counter.of(mapped, counts)
+    batches = np.array(counts).reshape(25, 16)
+    assert int(counts.sum()) / 16 <= iterations <= int(counts.sum()) / 16 * 1.25 + int(counts.max())
+    assert iterations < 0.5 * batches.max(1).sum()
+
+
+def test_what_stands_around_the_loop_runs_once_for_each_item():
+    counter = LaneCounter()
+
+    def f(n):
+        x = lx.fori_loop(0, n, lambda _, x: x + 1.0, counter(n.astype(float)))
+        return x + counter(x)
+
+    counts = jnp.arange(40) % 7
+    mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=8))
+    assert mapped(counts).tolist() == (4 * counts).tolist()
+    _, evaluations = counter.of(mapped, counts)
+    assert evaluations == 2 * 40
+
+
+def test_memory_does_not_grow_with_the_items():
+    def memory(items, gradient):
+        def f(w, x):
+            n = jnp.floor(jnp.abs(x[0]) * 20).astype(int)
+            return lx.fori_loop(0, n, lambda _, h: jnp.tanh(w @ h), x, kind=lx.Checkpointed(8)).sum()
+
+        total = lambda w, xs: lx.lanes_map(lambda x: f(w, x), xs, lanes=16).sum()
+        program = jax.grad(total) if gradient else total
+        return temporary(program, jnp.eye(16), jnp.ones((items, 16)))
+
+    item = 16 * 8
+    for gradient in (False, True):
+        few, many = memory(512, gradient), memory(4096, gradient)
+        assert (
+            many - few <= 4 * (4096 - 512) * item
+        )  # copies of inputs and outputs; the states of a loop are 64 times that
+    assert memory(4096, gradient=True) < memory(4096, gradient=False) + 16 * 100 * 16 * item
+
+
+def test_checks_of_the_loop_are_raised():
+    f = lambda n: lx.while_loop(lambda i: i < n, lambda i: i + 1, 0, max_steps=5)
+    mapped = eqx.filter_jit(lambda n: lx.lanes_map(f, n, lanes=4))
+    assert mapped(jnp.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(eqx.EquinoxRuntimeError, match="max_steps=5 stopped"):
+        jax.block_until_ready(mapped(jnp.array([1, 2, 9, 0, 3])))
+
+
+@pytest.mark.parametrize("items", [0, 1, 2])
+def test_few_items(items):
+    f = lambda x: {"y": lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), "static": "kept"}
+    ys = lx.lanes_map(f, jnp.arange(float(items)))
+    assert ys["y"].tolist() == [4.0 * i for i in range(items)]
+    assert ys["static"] == "kept"
+
+
+@pytest.mark.parametrize("loops", [0, 2])
+def test_other_forms_are_refused(loops):
+    def f(x):
+        for _ in range(loops):
+            x = lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
+        return x
+
+    with pytest.raises(ValueError, match=f"must hold exactly one loop of loopax, and holds {loops or 'none'}"):
+        lx.lanes_map(f, jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("xs", "lanes", "error", "message"),
+    [
+        (jnp.ones(3), 0, ValueError, "lanes_map(lanes=...): got 0, expected at least 1"),
+        (jnp.ones(3), 2.5, TypeError, "expected an int, the number of lanes"),
+        (jnp.ones(()), 2, ValueError, "needs a leading axis"),
+        ((jnp.ones(2), jnp.ones(3)), 2, ValueError, "Got shapes (2,), (3,)"),
+        (None, 2, ValueError, "(no arrays)"),
+    ],
+)
+def test_bad_arguments(xs, lanes, error, message):
+    with pytest.raises(error) as raised:
+        lx.lanes_map(lambda _: lx.fori_loop(0, 3, lambda _, x: x + 1.0, 0.0), xs, lanes=lanes)
+    assert message in str(raised.value)

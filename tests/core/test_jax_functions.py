@@ -1,0 +1,186 @@
+"""Bodies that call functions of JAX which are equations with rules of their own.
+
+From JAX 0.12 on, `jnp.searchsorted`, one-argument `jnp.where`, `jnp.frexp`, `jnp.ldexp` and all that calls them are
+such equations ("high-level"): JAX lowers them when it compiles. Before, they are made of ordinary equations.
+"""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+
+import loopax as lx
+from tests.support.problem import KINDS, name_of
+from tests.support.reference import assert_close, for_each_lane
+
+GRID = jnp.array([0.0, 0.4, 0.9, 1.7, 3.0])
+ROOTS = jnp.sqrt(GRID)
+INDEX = jnp.array([3, 1, 1, 0])
+LANES = jnp.array([[0.3, 1.1, 0.8, 1.9], [0.5, 1.3, 0.1, 1.6], [1.2, 0.2, 0.6, 1.45]])
+COUNTS = np.array([0, 2, 1])
+BOUND = 3
+
+
+def large(x):
+    return x > 0.7
+
+
+def at(x, indices):
+    """The sum of what stands there: a number that has a derivative."""
+    return x[indices].sum() * jnp.ones(4)
+
+
+def counts(x):
+    return x.astype(jnp.float64) / 7.0
+
+
+def chosen(x, **options):
+    """A choice by probabilities that depend on the carry, which has no derivative itself."""
+    key = jax.random.wrap_key_data(jnp.array([3, 5], jnp.uint32))
+    return at(x, jax.random.choice(key, 4, (2,), p=jax.lax.stop_gradient(x / x.sum()), **options))
+
+
+def interpolated(x):
+    interpolate = jax.scipy.interpolate.RegularGridInterpolator((GRID, GRID), jnp.outer(ROOTS, ROOTS))
+    return interpolate(jnp.stack([x, x[::-1]], 1))
+
+
+# Those that search.
+SEARCHES = {
+    "interp": lambda x: jnp.interp(x, GRID, ROOTS),
+    "interp in moving points": lambda x: jnp.interp(GRID[:4], jnp.cumsum(x), x),
+    "searchsorted": lambda x: ROOTS[jnp.searchsorted(GRID, x)] * x,
+    "searchsorted by comparing": lambda x: x * counts(jnp.searchsorted(GRID, x, side="right", method="compare_all")),
+    "digitize": lambda x: ROOTS[jnp.digitize(x, GRID)] * x,
+    "histogram": lambda x: jnp.histogram(GRID, GRID, weights=jnp.outer(x, ROOTS)[0])[0],
+    "histogram2d": lambda x: (
+        x * counts(jnp.histogram2d(x, x, [GRID[:3]] * 2, weights=jnp.ones(4))[0].sum(0)[INDEX // 2])
+    ),
+    "choice": chosen,
+    "choice without replacement": lambda x: chosen(x, replace=False),
+    "expm": lambda x: jax.scipy.linalg.expm(jnp.outer(x, x) / 9.0)[0],
+    "expm_frechet": lambda x: jax.scipy.linalg.expm_frechet(jnp.diag(x), jnp.outer(x, x), compute_expm=False)[0] / 9.0,
+    "RegularGridInterpolator": interpolated,
+}
+
+# Those that collect the places of what is not zero.
+PLACES = {
+    "nonzero": lambda x: at(x, jnp.nonzero(large(x), size=2, fill_value=0)[0]),
+    "where": lambda x: at(x, jnp.where(large(x), size=3, fill_value=1)[0]),
+    "argwhere": lambda x: at(x, jnp.argwhere(large(x), size=2)[:, 0]),
+    "flatnonzero": lambda x: at(x, jnp.flatnonzero(large(x), size=2)),
+    "unique": lambda x: x[jnp.unique(x, return_inverse=True, size=4)[1]],
+    "unique_all": lambda x: x[jnp.unique_all(INDEX, size=4).inverse_indices],
+    "union1d": lambda x: jnp.union1d(x, GRID, size=4),
+    "intersect1d": lambda x: x * counts(jnp.intersect1d(INDEX, jnp.arange(9), size=4)),
+    "setdiff1d": lambda x: jnp.setdiff1d(x, GRID, size=4, assume_unique=True),
+    "setxor1d": lambda x: x * counts(jnp.setxor1d(INDEX, jnp.arange(4), size=4)),
+    "insert": lambda x: jnp.insert(x, jnp.array([1, 2]), 0.3)[:4],
+    "repeat": lambda x: jnp.repeat(x, INDEX, total_repeat_length=4),
+    "sparse": lambda x: BCOO.fromdense(jnp.outer(x, x), nse=16) @ x / 9.0,
+    "rankdata": lambda x: x * counts(jax.scipy.stats.rankdata(x)),
+    "mode": lambda x: x * counts(jax.scipy.stats.mode(jnp.round(x)).count),
+}
+
+# Those that take numbers apart.
+NUMBERS = {
+    "ldexp": lambda x: jnp.ldexp(x, INDEX - 2),
+    "frexp": lambda x: x * counts(jnp.frexp(jax.lax.stop_gradient(x))[1]),
+}
+FUNCTIONS = {**SEARCHES, **PLACES, **NUMBERS}
+EACH_RULE = ["interp", "nonzero", "ldexp", "frexp"]
+
+
+def step(name):
+    return lambda x: 0.3 * x + 0.4 * jnp.abs(FUNCTIONS[name](x))
+
+
+def scalar(x):
+    return (x * jnp.arange(1.0, 5.0)).sum()
+
+
+def step_of(name):
+    return lambda x: scalar(step(name)(x))
+
+
+def loop(name, **options):
+    return lambda x, n: scalar(lx.fori_loop(0, n, lambda _, x: step(name)(x), x, max_steps=BOUND, **options))
+
+
+def expected_of(derivatives, name):
+    """The derivatives of a Python loop, for each lane, in one program."""
+
+    def unrolled(x, n):
+        for _ in range(n):
+            x = step(name)(x)
+        return scalar(x)
+
+    return jax.jit(lambda lanes: for_each_lane(derivatives(unrolled), (0, 0), lanes, COUNTS))(LANES)
+
+
+def every_first_derivative(f):
+    """Value, forward and reverse mode of a batch whose lanes take different numbers of steps."""
+
+    def each(x, n):
+        along = lambda x: f(x, n)
+        return *jax.jvp(along, (x,), (jnp.cos(x),)), jax.grad(along)(x)
+
+    return each
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_first_derivatives(name):
+    actual = jax.jit(jax.vmap(every_first_derivative(loop(name))))(LANES, COUNTS)
+    assert_close(actual, expected_of(every_first_derivative, name))
+
+
+@pytest.mark.parametrize("name", EACH_RULE)
+def test_equation_by_equation(name):
+    expected = jax.jit(jax.value_and_grad(step_of(name)))(LANES[1])
+    assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), expected)
+    with jax.disable_jit():
+        assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), expected)
+
+
+def every_second_derivative(f):
+    return lambda x, n: (
+        jax.grad(jax.checkpoint(lambda x: f(x, n)))(x),
+        jax.hessian(f)(x, n),
+        jax.jacrev(jax.grad(f))(x, n),
+    )
+
+
+@pytest.mark.parametrize("name", EACH_RULE)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_every_kind_and_second_derivatives(name, kind):
+    actual = jax.jit(jax.vmap(every_second_derivative(loop(name, kind=kind, lanes="compact"))))(LANES, COUNTS)
+    assert_close(actual, expected_of(every_second_derivative, name))
+
+
+@pytest.mark.parametrize("name", EACH_RULE)
+def test_other_loops(name):
+    """A condition, rows, an inner loop, lanes of their own, `jax.lax` loops that are rewritten."""
+
+    def with_condition(x, n):
+        count = lambda c: (step(name)(c[0]), c[1] + 1)
+        return scalar(lx.while_loop(lambda c: c[1] < n, count, (x, 0))[0])
+
+    def with_rows(x, n):
+        f = lambda x, _: (step(name)(x), FUNCTIONS[name](x))
+        return scalar(lx.scan(f, x, jnp.zeros(BOUND), length=n)[0])
+
+    def nested(x, n):
+        inner = lambda _, x: lx.fori_loop(0, 1, lambda _, x: step(name)(x), x)
+        return scalar(lx.fori_loop(0, n, inner, x, max_steps=BOUND, lanes="free"))
+
+    def rewritten(x, n):
+        return scalar(lx.rewrite_loops(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: step(name)(x), x))(x, n))
+
+    def together(x, n):
+        return [jax.value_and_grad(f)(x, n) for f in (with_condition, with_rows, nested, rewritten)]
+
+    expected = expected_of(jax.value_and_grad, name)
+    for actual in jax.jit(jax.vmap(together))(LANES, COUNTS):
+        assert_close(actual, expected)

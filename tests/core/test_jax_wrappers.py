@@ -1,0 +1,123 @@
+"""Loops in functions that JAX hands to rules of its own: linear solves, roots, closures, batches by a custom rule."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from tests.support.problem import name_of
+from tests.support.reference import assert_close
+
+MATRIX = jnp.array([[4.0, 1.0, 0.0], [1.0, 5.0, 0.5], [0.0, 0.5, 6.0]])
+RIGHT = jnp.array([1.0, 2.0, 3.0])
+DIAGONAL = jnp.diag(MATRIX)
+STEPS = 40  # enough for the solves to converge
+KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
+per_kind = pytest.mark.parametrize("kind", KINDS, ids=name_of)
+
+
+def every_derivative(f, *args):
+    """Value, both modes, the Hessian, and a batch of gradients, all by the last argument."""
+    *fixed, x = args
+    of_x = lambda x: f(*fixed, x)
+    loss = lambda x: (of_x(x) ** 2).sum()
+    batch = jnp.stack([x, 1.5 * x])
+    return (
+        of_x(x),
+        jax.jvp(of_x, (x,), (x,))[1],
+        jax.grad(loss)(x),
+        jax.hessian(loss)(x),
+        jax.vmap(jax.grad(loss))(batch),
+    )
+
+
+def product(matrix, kind):
+    """A matrix times a vector, as a loop over rows."""
+    return lambda v: lx.scan(lambda c, row: (c, (row * v).sum()), 0.0, matrix, kind=kind)[1]
+
+
+def jacobi(kind):
+    """A linear solver with a loop that asks after every step."""
+
+    def solve(matvec, right):
+        step = lambda c: (c[0] + (right - matvec(c[0])) / DIAGONAL, c[1] + 1)
+        return lx.while_loop(lambda c: c[1] < STEPS, step, (jnp.zeros(3), 0), max_steps=STEPS + 1, kind=kind)[0]
+
+    return solve
+
+
+@per_kind
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_custom_linear_solve(symmetric, kind):
+    solver = jacobi(kind)
+
+    def solve(matrix, right):
+        other = None if symmetric else solver
+        return jax.lax.custom_linear_solve(product(matrix, kind), right, solver, other, symmetric)
+
+    expected = every_derivative(jnp.linalg.solve, MATRIX, RIGHT)
+    assert_close(jax.jit(lambda: every_derivative(solve, MATRIX, RIGHT))(), expected)
+    by_matrix = jax.grad(lambda solve, matrix: solve(matrix, RIGHT).sum(), 1)
+    assert_close(jax.jit(lambda: by_matrix(solve, MATRIX))(), by_matrix(jnp.linalg.solve, MATRIX))
+
+
+@per_kind
+def test_custom_root(kind):
+    def square_root(a):
+        f = lambda x: lx.fori_loop(0, 2, lambda _, y: y * x, 1.0, kind=kind) - a
+
+        def newton(f, x):
+            step = lambda c: (c[0] - f(c[0]) / jax.grad(f)(c[0]), c[1] + 1)
+            return lx.while_loop(lambda c: c[1] < 8, step, (x, 0), max_steps=9, kind=kind)[0]
+
+        return jax.lax.custom_root(f, 1.0, newton, lambda g, y: y / g(1.0))
+
+    actual = jax.jit(lambda: every_derivative(square_root, jnp.float64(2.0)))()
+    assert_close(actual, every_derivative(jnp.sqrt, jnp.float64(2.0)))
+
+
+def sines(x, w, steps):
+    for _ in range(steps):
+        x = jnp.sin(w * x)
+    return x
+
+
+@per_kind
+def test_closure_convert(kind):
+    def program(w):
+        loop = lambda x: lx.fori_loop(0, 3, lambda _, x: jnp.sin(w * x), x, kind=kind)
+        converted, closed_over = jax.closure_convert(loop, 1.0)
+        call = jax.custom_vjp(converted)
+        call.defvjp(lambda *args: (call(*args), args), lambda args, ct: jax.vjp(converted, *args)[1](ct))
+        return call(1.0, *closed_over)
+
+    w = jnp.float64(3.0)
+    derivatives = lambda f: (f(w), jax.grad(f)(w), jax.grad(jax.grad(f))(w), jax.vmap(jax.grad(f))(jnp.stack([w, -w])))
+    assert_close(jax.jit(lambda: derivatives(program))(), derivatives(lambda w: sines(1.0, w, 3)))
+
+
+@per_kind
+def test_custom_vmap(kind):
+    """A rule with a loop of its own, in the body of another loop too."""
+
+    def loop(x, n):
+        return lx.fori_loop(0, n, lambda _, y: jnp.sin(0.7 * y), x, max_steps=3, kind=kind)
+
+    @jax.custom_batching.custom_vmap
+    def call(x, n):
+        return loop(x, n)
+
+    @call.def_vmap
+    def _(size, batched, x, n):
+        xs, ns = (a if is_batched else jnp.full(size, a) for a, is_batched in zip((x, n), batched, strict=True))
+        return lx.lanes_map(lambda x_n: loop(*x_n), (xs, ns), lanes=2), True
+
+    xs, ns = jnp.array([0.7, 0.8, 0.9]), jnp.array([1, 3, 0])
+    expected = jnp.stack([sines(x, 0.7, n) for x, n in zip(xs, ns.tolist(), strict=True)])
+    along = lambda f, x: jax.jvp(f, (x,), (x,))[
+        1
+    ]  # JAX wants both mapped: else it adds an axis, whatever the rule does
+    tangents = lambda x, n: along(lambda x: call(x, 3), x)
+    in_body = lambda x, n: lx.fori_loop(0, n, lambda _, y: call(y, 1), x, max_steps=3, kind=kind)
+    actual = jax.jit(lambda: [jax.vmap(f)(xs, ns) for f in (call, in_body, tangents)])()
+    assert_close(actual, [expected, expected, along(lambda x: sines(x, 0.7, 3), xs)])

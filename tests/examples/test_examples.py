@@ -1,0 +1,91 @@
+"""The example computes what it says: `loopax.scan`, the masked `jax.lax.scan` and a plain Python loop agree."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.example_files import load_example, precision_of_a_user
+
+# The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(autouse=True)
+def _precision_of_a_user():
+    with precision_of_a_user():
+        yield
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load_example("japanese_vowels")
+
+
+@pytest.fixture(scope="module")
+def loss_and_gradient(example):
+    return eqx.filter_jit(eqx.filter_value_and_grad(example.loss))
+
+
+@pytest.fixture
+def batch(example):
+    """The shortest and the longest utterance, and some between them."""
+    _, test = example.load()
+    order = np.argsort(test.lengths)
+    return test.take(order[[0, 80, 160, 240, -1]])
+
+
+@pytest.fixture
+def model(example):
+    return example.Classifier(12, key=jax.random.key(1))
+
+
+def python_scan(step, init, frames, length, reverse, key):
+    """One utterance, in Python."""
+    carry = init
+    for i in reversed(range(length)) if reverse else range(length):
+        carry, _ = step(carry, frames[i], key=jax.random.fold_in(key, i))
+    return carry
+
+
+def assert_close(ours, theirs):
+    """The largest difference in each array is small beside the array's largest entry."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_ragged_equals_masked(example, loss_and_gradient, model, batch, dropout):
+    model = eqx.nn.inference_mode(model, not dropout)
+    key = jax.random.key(2)
+    ours = loss_and_gradient(model, batch, key, example.ragged_scan)
+    assert_close(ours, loss_and_gradient(model, batch, key, example.masked_scan))
+
+
+def test_ragged_equals_python(example, model, batch):
+    model = eqx.nn.inference_mode(model)  # the unrolled loop would compile its random numbers for seconds
+    loss_and_gradient = eqx.filter_jit(eqx.filter_value_and_grad(example.utterance_loss))
+    frames, label, length, key = batch.frames[0], batch.labels[0], int(batch.lengths[0]), jax.random.key(3)
+    ours = loss_and_gradient(model, frames, jnp.int32(length), label, key, example.ragged_scan)
+    assert_close(ours, loss_and_gradient(model, frames, length, label, key, python_scan))
+
+
+def test_rows_beyond_an_utterance_do_not_matter(example, loss_and_gradient, model, batch):
+    own = np.arange(batch.frames.shape[1]) < batch.lengths[:, None]
+    assert not own.all()
+    spoilt = example.Utterances(np.where(own[..., None], batch.frames, np.nan), batch.lengths, batch.labels)
+    key = jax.random.key(4)
+    ours = loss_and_gradient(model, spoilt, key, example.ragged_scan)
+    assert_close(ours, loss_and_gradient(model, batch, key, example.ragged_scan))
+
+
+def test_data(example):
+    train, test = example.load()
+    assert (len(train), len(test)) == (270, 370)
+    assert train.frames.shape[1:] == test.frames.shape[1:] == (29, 12)
+    assert set(train.labels) == set(test.labels) == set(range(9))
+    own = np.arange(29) < train.lengths[:, None]
+    np.testing.assert_allclose(train.frames[own].mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(train.frames[own].std(axis=0), 1, atol=1e-5)
+    assert (train.frames[~own] == 0).all()

@@ -1,0 +1,207 @@
+"""What the error of a run-time check says: the call, its line and function, the problem; first, where that can be."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from loopax._src.frontend.user_lines import Line
+from tests.support.limited_loops import RUN_TIME, eagerly
+
+HERE = str(Line(__file__, 1, "")).split(":")[0]
+STOPPED = "max_steps=3 stopped a loop that would have gone on"
+
+
+def goes_on(x: Any) -> Any:
+    return x < 100
+
+
+def increment(x: Any) -> Any:
+    return x + 1
+
+
+def solve(x: Any) -> Any:
+    return lx.while_loop(goes_on, increment, x, max_steps=3)
+
+
+def solve_otherwise(x: Any) -> Any:
+    """The same functions and bound: a step is traced once for both."""
+    return lx.while_loop(goes_on, increment, x, max_steps=3)
+
+
+def message(f: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(RUN_TIME) as raised:
+        jax.block_until_ready(f(*arguments))
+    return str(raised.value)
+
+
+def line_of(f: Any, text: str = "lx.") -> int:
+    lines, first = inspect.getsourcelines(f)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def at(f: Any) -> str:
+    return f"at {HERE}:{line_of(f)} ({f.__name__}): "
+
+
+# ---- under which transformation
+
+
+def test_outside_of_jit_the_message_begins_with_the_call() -> None:
+    with pytest.raises(eqx.EquinoxRuntimeError) as raised:
+        solve(0.0)
+    assert str(raised.value).startswith(f"loopax.while_loop {at(solve)}{STOPPED}")
+
+
+@pytest.mark.parametrize("how", [jax.grad, jax.vmap, lambda f: jax.vmap(jax.grad(f)), jax.hessian])
+def test_outside_of_jit_under_transformations_too(how: Any) -> None:
+    x = jnp.zeros(2) if how is not jax.grad and how is not jax.hessian else 0.0
+    with pytest.raises(eqx.EquinoxRuntimeError) as raised:
+        how(solve)(x)
+    assert str(raised.value).startswith(f"loopax.while_loop {at(solve)}{STOPPED}")
+
+
+def test_without_jit_at_all() -> None:
+    with jax.disable_jit(), pytest.raises(eqx.EquinoxRuntimeError) as raised:
+        jax.jit(jax.vmap(solve))(jnp.zeros(2))
+    assert str(raised.value).startswith(f"loopax.while_loop {at(solve)}{STOPPED}")
+
+
+def test_under_jit_xla_shows_the_users_line_and_then_the_message() -> None:
+    """What it begins with is XLA's; it would show the whole stack of the callback, if that had one."""
+    first, file, text = message(jax.jit(solve), 0.0).splitlines()
+    assert "CpuCallback error" in first
+    assert re.fullmatch(rf'  File ".*{re.escape(HERE)}", line {line_of(solve)}, in solve', file)
+    assert f"Error: loopax.while_loop {at(solve)}{STOPPED}" in text
+    assert text.endswith("to accept what there is.")
+
+
+def test_under_filter_jit_each_function_has_its_own_message_and_stack() -> None:
+    for f, other in [(solve, solve_otherwise), (solve_otherwise, solve)]:
+        text = message(eqx.filter_jit(f), 0.0)
+        assert f"EquinoxRuntimeError: loopax.while_loop {at(f)}{STOPPED}" in text
+        assert f"in {f.__name__}\n" in text
+        assert f"in {other.__name__}\n" not in text
+
+
+def test_under_filter_jit_the_stack_is_that_of_the_caller() -> None:
+    def first(x: Any) -> Any:
+        return solve(x)
+
+    def second(x: Any) -> Any:
+        return solve(x)
+
+    for caller in (first, second):
+        assert re.findall(r"in .*(first|second|solve)\n", message(eqx.filter_jit(caller), 0.0)) == [
+            caller.__name__,
+            "solve",
+        ]
+
+
+def test_lines_are_no_part_of_the_program() -> None:
+    """A stored run of `durable` is recognised by the text of its program, and goes on after a line has been added."""
+    first, second = (re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(f)(0.0))) for f in (solve, solve_otherwise))
+    assert "callback" in first
+    assert first == second
+
+
+# ---- of which call
+
+
+def outer_loop(x: Any) -> Any:
+    return lx.fori_loop(0, 2, lambda _, x: solve(x), x)
+
+
+def test_an_inner_loop_names_its_own_line_however_often_it_is_traced() -> None:
+    for f in (outer_loop, lambda x: outer_loop(x) + 1, outer_loop):
+        assert f"loopax.while_loop {at(solve)}{STOPPED}" in message(jax.jit(f), 0.0)
+
+
+def fori_loop(n: Any) -> Any:
+    return lx.fori_loop(0, n, lambda _, x: x + 1, 0, max_steps=3)
+
+
+def scan(n: Any) -> Any:
+    return lx.scan(lambda c, _: (c + 1, c), 0, jnp.arange(3), n)
+
+
+def keyed(n: Any) -> Any:
+    return lx.scan(lambda c, _, key: (c + 1, c), 0, jnp.arange(3), n, key=jax.random.key(0))
+
+
+def far_apart(n: Any) -> Any:
+    return lx.fori_loop(-(n << 40), n << 40, lambda _, x: x + 1, 0)
+
+
+def rollout(n: Any) -> Any:
+    return lx.rollout(lambda s: (s + 1, s), 0, n, max_steps=3).outputs
+
+
+def append(n: Any) -> Any:
+    def body(i: Any, buffer: Any) -> Any:
+        return buffer.append(i)
+
+    return lx.fori_loop(0, n, body, lx.Buffer(3, like=0)).count
+
+
+def buffer(n: Any) -> Any:
+    return lx.Buffer(3, like=0)[n]
+
+
+def history(n: Any) -> Any:
+    return lx.History(3, like=0)[n]
+
+
+def module_method(n: Any) -> Any:
+    """Equinox wraps methods in functions of its own."""
+
+    class Solver(eqx.Module):
+        def __call__(self, x: Any) -> Any:
+            return lx.while_loop(goes_on, increment, x, max_steps=3)
+
+    return Solver()(n)
+
+
+def of_lax(x: Any) -> Any:
+    return jax.lax.while_loop(goes_on, increment, x)
+
+
+def lanes_map(n: Any) -> Any:
+    return lx.lanes_map(solve, jnp.arange(2) + n, lanes=1)
+
+
+def traces(n: Any) -> Any:
+    return lx.stochtrace.estimate_trace(jnp.eye(3), jax.random.key(0), num_matvecs=n, max_matvecs=3)
+
+
+CALLS: Any = {
+    "fori_loop": (fori_loop, "loopax.fori_loop", "fori_loop", "max_steps=3 stopped"),
+    "fori_loop, far apart": (far_apart, "loopax.fori_loop", "far_apart", "lower is int64[]"),
+    "scan": (scan, "loopax.scan", "scan", "`length` is negative"),
+    "scan with a key": (keyed, "loopax.scan", "keyed", "`length` is negative"),
+    "rollout": (rollout, "loopax.rollout", "rollout", "max_steps=3 stopped"),
+    "append": (append, "loopax.Buffer.append", "append.<locals>.body", "the buffer has room for 3 rows"),
+    "buffer": (buffer, "loopax.Buffer[index]", "buffer", "there is no such row yet"),
+    "history": (history, "loopax.History[index]", "history", "there are 3 rows"),
+    "method": (module_method, "loopax.while_loop", "module_method.<locals>.Solver.__call__", STOPPED),
+    "rewrite_loops": (lx.rewrite_loops(of_lax, max_steps=3), "loopax.rewrite_loops", "of_lax", "max_steps=3 stopped"),
+    "lanes_map": (lanes_map, "loopax.while_loop", "solve", STOPPED),
+    "trace": (traces, "loopax.stochtrace.estimate_trace", "traces", "num_matvecs is less than 1"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("jit", [eqx.filter_jit, eagerly])
+def test_the_call_and_its_line(call: str, jit: Any) -> None:
+    f, name, function, problem = CALLS[call]
+    if jit is eagerly:
+        f = jax.vmap(f)  # for what is static outside of `jit`
+    text = message(jit(f), jnp.array([4]) if jit is eagerly else jnp.int64(4))
+    place = rf"{re.escape(HERE)}:\d+ \({re.escape(function)}\): "
+    assert re.search(rf"(^|EquinoxRuntimeError: ){re.escape(name)} at {place}{re.escape(problem)}", text)

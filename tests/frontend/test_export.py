@@ -1,0 +1,244 @@
+"""`jax.export`: a loop or its derivative is written to bytes, read again, and called, also by a batch of any size."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, export
+
+import loopax as lx
+from tests.support.limited_loops import EACH_LIMITED, raises
+from tests.support.problem import BOUND, XS, H, W, mixed, name_of, scan_step, while_body
+
+ROOT = Path(__file__).parents[2]
+KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
+STEPS = jnp.int32(7)
+
+# The loops of `support/problem.py`, each with throw=False: what else would be checked at run time cannot be exported.
+
+
+def while_loop(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
+    options: Any = {"max_steps": BOUND, "kind": kind, "throw": False}
+    return mixed(lx.while_loop(lambda c: c[1] < n, while_body(w, xs), (h, 0), **options)[0])
+
+
+def fori_loop(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
+    body = lambda i, h: while_body(w, xs)((h, i))[0]
+    return mixed(lx.fori_loop(0, n, body, h, max_steps=BOUND, kind=kind, throw=False))
+
+
+def scan(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
+    (h, _), ys = lx.scan(scan_step(w), (h, 0), xs, length=n, kind=kind, throw=False)
+    return mixed((h, ys))
+
+
+def each(program: Any) -> Any:
+    """A lane for each start and number of steps, with the same weights and rows."""
+    return jax.vmap(program, (None, 0, None, 0))
+
+
+def total_of_lanes(program: Any) -> Any:
+    return lambda *arguments: each(program)(*arguments).sum()
+
+
+EACH_LOOP = pytest.mark.parametrize("loop", [while_loop, fori_loop, scan])
+EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=name_of)
+
+
+CALLBACKS = [export.DisabledSafetyCheck.custom_call("xla_ffi_python_cpu_callback")]
+
+
+def through_bytes(f: Any, *arguments: Any, vjp_order: int = 0) -> export.Exported:
+    """Export for arguments of these types, serialize, and deserialize."""
+    exported = export.export(jax.jit(f))(*arguments)
+    return export.deserialize(exported.serialize(vjp_order=vjp_order))
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13), ours, theirs)
+
+
+def assert_same_after_a_round_trip(f: Any) -> None:
+    read = through_bytes(f, W, H, XS, STEPS)
+    for steps in (STEPS, jnp.int32(0)):
+        assert_same(read.call(W, H, XS, steps), jax.jit(f)(W, H, XS, steps))
+
+
+@EACH_LOOP
+def test_round_trip(loop: Any) -> None:
+    assert_same_after_a_round_trip(partial(loop, kind=lx.Auto()))
+
+
+CASES = [(scan, kind) for kind in KINDS] + [(loop, lx.Checkpointed(3)) for loop in (while_loop, fori_loop)]
+
+
+@pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
+def test_round_trip_of_a_gradient(loop: Any, kind: Any) -> None:
+    assert_same_after_a_round_trip(jax.grad(partial(loop, kind=kind), (0, 1, 2)))
+
+
+@EACH_LOOP
+def test_round_trip_of_a_hessian(loop: Any) -> None:
+    assert_same_after_a_round_trip(jax.hessian(partial(loop, kind=lx.Auto()), 1))
+
+
+@EACH_KIND
+def test_gradient_of_what_was_read(kind: Any) -> None:
+    """Serialized with its derivative, a loop can be differentiated where its source is not known."""
+    f = partial(scan, kind=kind)
+    read = through_bytes(f, W, H, XS, STEPS, vjp_order=1)
+    assert_same(jax.grad(read.call, (0, 1, 2))(W, H, XS, STEPS), jax.grad(f, (0, 1, 2))(W, H, XS, STEPS))
+
+
+# ---- a symbolic number of lanes: exported once for every batch size
+
+
+def lanes(count: int) -> tuple[Array, Array, Array, Array]:
+    starts = jnp.outer(jnp.linspace(0.5, 1.0, count), H)
+    return W, starts, XS, jnp.arange(count, dtype=jnp.int32) + 1
+
+
+def symbolic_lanes() -> list[Any]:
+    (b,) = export.symbolic_shape("b")
+    shapes = [W.shape, (b, *H.shape), XS.shape, (b,)]
+    return [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, lanes(1), strict=True)]
+
+
+LANES: dict[str, Callable[[Any], Any]] = {
+    "values": each,
+    "gradient of each lane": lambda f: each(jax.grad(f, (0, 1))),
+    "gradient of the sum": lambda f: jax.grad(total_of_lanes(f), (0, 1)),
+}
+
+
+def assert_works_for_batches(f: Any, *counts: int) -> None:
+    read = through_bytes(f, *symbolic_lanes())
+    for count in counts:
+        assert_same(read.call(*lanes(count)), jax.jit(f)(*lanes(count)))
+
+
+@EACH_LOOP
+@pytest.mark.parametrize("what", LANES)
+def test_any_number_of_lanes(loop: Any, what: str) -> None:
+    assert_works_for_batches(LANES[what](partial(loop, kind=lx.Auto())), 1, 4)
+
+
+@EACH_KIND
+def test_any_number_of_lanes_of_each_kind(kind: Any) -> None:
+    assert_works_for_batches(LANES["gradient of the sum"](partial(scan, kind=kind)), 3)
+
+
+def test_hessians_of_any_number_of_lanes() -> None:
+    assert_works_for_batches(each(jax.hessian(partial(scan, kind=lx.Auto()), 1)), 3)
+
+
+def test_any_number_of_lanes_with_weights_of_their_own() -> None:
+    """Constants of each lane, whose size decides how finished lanes borrow them."""
+
+    def total(strengths: Array, h: Array, n: Array) -> Array:
+        lane = lambda s, h, n: lx.fori_loop(0, n, lambda _, h: jnp.sin(s * h), h, max_steps=BOUND, throw=False)
+        return jax.vmap(lane)(strengths, h, n).sum()
+
+    (b,) = export.symbolic_shape("b")
+    arguments = [jax.ShapeDtypeStruct((b,), d) for d in (jnp.float64, jnp.float64, jnp.int32)]
+    read = through_bytes(jax.grad(total, (0, 1)), *arguments)
+    given = jnp.array([1.0, 2.0, 0.5]), jnp.array([0.3, 0.2, 0.1]), jnp.array([2, 0, 9], jnp.int32)
+    assert_same(read.call(*given), jax.grad(total, (0, 1))(*given))
+
+
+def test_a_symbolic_size_of_the_carry() -> None:
+    """A batch within the carry instead of lanes."""
+
+    def energy(w: Array, h: Array) -> Array:
+        return mixed(lx.fori_loop(0, BOUND, lambda _, h: jnp.tanh(h @ w), h))
+
+    (b,) = export.symbolic_shape("b")
+    read = through_bytes(jax.grad(energy), W, jax.ShapeDtypeStruct((b, 3), H.dtype))
+    batch = lanes(4)[1]
+    assert_same(read.call(W, batch), jax.grad(energy)(W, batch))
+
+
+def test_a_symbolic_number_of_rows_is_refused() -> None:
+    (t,) = export.symbolic_shape("t")
+    program = jax.jit(lambda xs: lx.scan(lambda c, x: (c + x, c), 0.0, xs))
+    with raises(NotImplementedError, "scan: xs has t rows, a symbolic dimension", "length="):
+        export.export(program)(jax.ShapeDtypeStruct((t,), jnp.float64))
+
+
+# ---- run-time checks
+
+
+@EACH_LIMITED
+@pytest.mark.parametrize("allowed", [[], CALLBACKS], ids=["", "callbacks allowed"])
+def test_a_check_that_can_fail_cannot_be_exported(loop: Any, allowed: Any) -> None:
+    """JAX exports no callbacks, not even where its own check of what a program calls is disabled."""
+    where = f"loopax.{loop.__name__.removesuffix('_with_stop')} at ", f"({loop.__name__}): "
+    with raises(NotImplementedError, "jax.export: the program can raise an error", *where, "throw=False"):
+        export.export(jax.jit(lambda n: loop(n, max_steps=3)), disabled_checks=allowed)(STEPS)
+
+
+def power(n: Any, **options: Any) -> Any:
+    return lx.fori_loop(0, n, lambda _, x: 2 * x, 1, **options)
+
+
+def halves(n: Any) -> Any:
+    return lx.fori_loop(0, n, lambda _, x: x / 2, 8.0)
+
+
+def last_of_three(n: Any) -> Any:
+    return lx.fori_loop(0, jnp.minimum(n, 4), lambda i, b: b.append(i), lx.Buffer(3, like=n))[-1]
+
+
+@pytest.mark.parametrize("wide", [jnp.int64, jnp.uint32, jnp.uint64])
+def test_a_number_of_steps_that_may_be_too_large_to_count(wide: Any) -> None:
+    with raises(NotImplementedError, "jax.export", "loopax.fori_loop at ", "(power): lower is", "an int32 `upper`"):
+        export.export(jax.jit(power))(wide(3))
+    assert through_bytes(power, jnp.int32(3)).call(jnp.int32(3)) == 8
+    assert through_bytes(lambda n: power(n.astype(jnp.int32)), wide(3)).call(wide(3)) == 8
+    assert through_bytes(lambda n: power(n, throw=False), wide(3)).call(wide(3)) == 8
+
+
+def test_a_buffer_or_a_traced_index_of_a_history() -> None:
+    with raises(NotImplementedError, "jax.export", "loopax.Buffer.append at ", "EQX_ON_ERROR=nan"):
+        export.export(jax.jit(last_of_three))(STEPS)
+    with raises(NotImplementedError, "jax.export", "loopax.History[index] at ", "a static index"):
+        export.export(jax.jit(lambda i: lx.History(3, like=0.0)[i]))(STEPS)
+    window = through_bytes(lambda x: lx.History(3, like=0.0).push(x)[-1], 2.0)
+    assert window.call(2.0) == 2.0
+
+
+EXPORTED = """
+import jax, jax.numpy as jnp
+from tests.frontend.test_export import halves, last_of_three, through_bytes
+for program in (last_of_three, halves):
+    read = through_bytes(program, jnp.int64(0))
+    print(*(read.call(jnp.int64(n)) for n in (3, 2**40)))
+"""
+
+
+def test_a_check_that_makes_nan_is_exported() -> None:
+    settings = {"EQX_ON_ERROR": "nan", "JAX_ENABLE_X64": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTED], check=False, env=os.environ | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"2 {2**63 - 1}", "1.0 nan"]
+
+
+@EACH_LIMITED
+def test_without_throw_what_was_exported_says_that_its_bound_was_reached(loop: Any) -> None:
+    read = through_bytes(lambda n: loop(n, max_steps=3, throw=False, info=True)[1].limit_reached, STEPS)
+    assert [bool(read.call(jnp.int32(n))) for n in (3, 4)] == [False, True]
+
+
+def test_a_check_that_cannot_fail_does_not_prevent_an_export() -> None:
+    f = lambda x: lx.scan(lambda c, row: (jnp.sin(c * row), c), x, XS[:, 0])
+    assert_same(through_bytes(jax.grad(lambda x: mixed(f(x))), 0.5).call(0.5), jax.grad(lambda x: mixed(f(x)))(0.5))

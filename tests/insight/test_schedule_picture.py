@@ -1,0 +1,155 @@
+"""Pictures of schedules: the same decision as the loops make, and the counts of what really runs."""
+
+from functools import partial
+from itertools import islice
+
+import jax
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+
+import loopax as lx
+from benchmarks.counter import Counter
+from loopax import schedule
+from loopax._src.core.ir import kind as storage
+from loopax._src.insight.schedule_picture import MOST_DRAWN
+from loopax._src.insight.schedule_timeline import timeline
+from loopax._src.schedule.machine import execute
+
+CHECKPOINTS = [None, 1, 2, 3, 5, 8, 20, 64]
+EACH_BUDGET = pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+EACH_LENGTH = pytest.mark.parametrize("length_known", [True, False])
+LARGE = 10**6  # bytes of a carry
+
+
+@EACH_LENGTH
+@EACH_BUDGET
+def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
+    for n in [*range(70), 400, 1000]:
+        kind = lx.Checkpointed(checkpoints)
+        bound = n if length_known else None
+        asked = kind.storage(bound, fixed=length_known, is_precaution=False)
+        assert isinstance(asked, storage.Checkpoints)
+        taken = storage.saving_for(asked, bound, LARGE, length_known)
+        assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken
+
+
+@EACH_LENGTH
+@EACH_BUDGET
+def test_counts_are_those_of_the_actions(checkpoints, length_known):
+    """The machine also checks each action."""
+    for n in [*range(40), 150]:
+        picture = schedule.picture(n, checkpoints, length_known=length_known)
+        cost = execute(picture.actions, n)
+        assert cost.advances + n == picture.evaluations == picture.forward + picture.replays + picture.derivatives
+        assert cost.most_stored == picture.most_stored <= picture.room
+        kinds = [evaluation.kind for evaluation in timeline(picture.actions).evaluations]
+        counts = [picture.forward, picture.replays, picture.derivatives]
+        assert [kinds.count(kind) for kind in ("forward", "replay", "derivative")] == counts
+
+
+def test_counts_are_those_of_the_schedules():
+    assert schedule.picture(1000, 10).evaluations == schedule.evaluations(1000, 10) == 4640
+    *_, stored = islice(schedule.online(10), 1000)
+    unknown = schedule.picture(1000, 10, length_known=False)
+    assert unknown.evaluations == schedule.evaluations_from(stored, 1000, 10)
+    assert schedule.picture(1000, 64).name == "two levels, 36 blocks of 28 steps"
+    assert schedule.picture(1000, 1000).evaluations == 2000
+
+
+def loop(counter, checkpoints, length_known, n, x):
+    """A carry of 16 KiB, for which blocks are as long as for larger ones."""
+    kind, body = lx.Checkpointed(checkpoints), lambda i, c: (c[0] * 0.9 * counter(c[1]), c[1] * 0.9)
+    init = (np.full(2048, 0.5), x)
+    if length_known:
+        return lx.fori_loop(0, n, body, init, kind=kind)[0].sum()
+    step = lambda c: (c[0] + 1, *body(0, c[1:]))
+    return lx.while_loop(lambda c: c[0] < n, step, (0, *init), kind=kind)[1].sum()
+
+
+@EACH_LENGTH
+@pytest.mark.parametrize("checkpoints", [None, 1, 4, 12])
+def test_a_loop_evaluates_its_body_as_often(checkpoints, length_known):
+    counter = Counter()
+    for n in (6, 30):  # XLA makes one evaluation of the two of a single step
+        gradient = jax.jit(jax.grad(partial(loop, counter, checkpoints, length_known, n)))
+        assert counter.of(gradient, 1.0) == schedule.picture(n, checkpoints, length_known=length_known).evaluations
+
+
+def test_many_steps_are_counted_without_listing_them():
+    for length_known in (True, False):
+        picture = schedule.picture(2 * 10**5, 10, length_known=length_known)
+        assert 10 < picture.evaluations / picture.num_steps < 12
+        assert "too large" in str(picture)
+        with pytest.raises(ValueError, match=f"at most {MOST_DRAWN} are drawn"):
+            picture.plot()
+
+
+TEXT = r"""
+4 |    / \
+3 |   /-+-\
+2 |  /       \
+1 | /       +-\
+0 |/-------+---\
+   / forward   + evaluated again   \ derivative   - the carry before this step is stored
+5 steps; binomial, known length, at most 2 carries
+13 evaluations of the body (2.6 for each step): 5 forward, 3 again, 5 for derivatives
+room for 2 carries, at most 2 in use
+"""
+
+
+def test_text():
+    assert str(schedule.picture(5, 2)) == TEXT.strip("\n")
+    assert str(schedule.picture(0)).startswith("0 steps; every carry\n0 evaluations of the body: 0 forward")
+    assert str(schedule.picture(100)).split("\n")[0] == "100 steps; two levels, 10 blocks of 10 steps"
+
+
+def segments(axes, label):
+    (found,) = (c for c in axes.collections if c.get_label() == label)
+    return [segment.tolist() for segment in found.get_segments()]
+
+
+def test_plot_draws_every_evaluation_and_every_stored_carry():
+    picture = schedule.picture(30, 5, length_known=False)
+    axes = picture.plot()
+    drawn = timeline(picture.actions)
+    assert segments(axes, "carry stored") == [[[s.start, s.step], [s.end, s.step]] for s in drawn.stored]
+    assert segments(axes, "forward") == [[[i, i], [i + 1, i + 1]] for i in range(30)]
+    assert len(segments(axes, "evaluated again")) == picture.replays
+    assert [start[1] for start, _ in segments(axes, "derivative")] == list(range(30, 0, -1))
+    assert axes.get_title() == f"{picture.name}: {picture.evaluations} evaluations"
+    plt.close(axes.figure)
+
+
+def test_plot_into_given_axes():
+    figure, axes = plt.subplots()
+    assert schedule.picture(0).plot(axes) is axes
+    plt.close(figure)
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install loopax\[matplotlib\]"):
+        schedule.picture(3).plot()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((-1,), ValueError, "picture(num_steps=...): got -1, expected at least 0"),
+        ((5, 0), ValueError, "picture(checkpoints=...): got 0, expected at least 1, the number of stored carries"),
+        ((2.5,), TypeError, "picture(num_steps=...): got float 2.5, expected an int"),
+        ((True,), TypeError, "picture(num_steps=...): got bool True"),
+        ((5, "3"), TypeError, "picture(checkpoints=...): got str '3'"),
+        ((jax.numpy.int32(5),), TypeError, "picture(num_steps=...): got int32[], expected a Python int"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error) as raised:
+        schedule.picture(*arguments)
+    assert message in str(raised.value)
+
+
+def test_traced_arguments():
+    with pytest.raises(TypeError, match=r"got a traced (?s:.)*call it outside of `jit`"):
+        jax.jit(lambda n: schedule.picture(n).evaluations)(5)

@@ -1,0 +1,97 @@
+"""The code of the README and of the pages runs as written, and prints what they show."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+import loopax
+import loopax.schedule
+from tests.support.pages import PAGES, ROOT, Block, blocks, default_settings
+
+# Pages show what the locked version of JAX gives. Another one may differentiate `tanh` by other equations, with
+# residuals of other sizes: there, only the words of a program's output are compared.
+ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read_text()
+
+ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
+
+
+def python(page: Path) -> list[Block]:
+    """What runs: all blocks of Python, but those of PyTorch where there is none."""
+    found = [block for block in blocks(page) if block.language == "python"]
+    has_torch = importlib.util.find_spec("torch") is not None
+    return [block for block in found if block.title != "PyTorch" or has_torch]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python(p) and p != ERRORS], ids=lambda p: p.name)
+def test_page(page):
+    """One after another, as somebody types them."""
+    names = {"__name__": page.stem}
+    with default_settings():
+        for block in python(page):
+            printed = block.run(page, names)
+            if block.output is not None:
+                assert tokens(printed) == tokens(block.output), f"{page.name}, line {block.line}"
+
+
+def tokens(text: str) -> list:
+    """Words, and numbers to what is the same on all machines."""
+    words = re.findall(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?|\w+|[^\w\s]", text)
+    return [token(word) for word in words if ON_LOCKED_JAX or not re.match(r"[-+]?\d|[KMG]?i?B$", word)]
+
+
+def token(word: str):
+    return pytest.approx(float(word), rel=1e-3, abs=1e-6) if re.fullmatch(r"[-+]?\d+\..*", word) else word
+
+
+def test_the_first_example_of_the_readme():
+    """What its comments say."""
+    readme = ROOT / "README.md"
+    names = {}
+    with default_settings():
+        python(readme)[0].run(readme, names)
+        roots = jax.vmap(names["newton"])(names["targets"], names["targets"])
+        slopes = jax.vmap(jax.grad(names["newton"], 1))(names["targets"], names["targets"])
+    assert roots.tolist() == pytest.approx([2**0.5, 3.0, 1000.0], rel=1e-5)
+    assert slopes.tolist() == pytest.approx([0.5 / 2**0.5, 1 / 6, 1 / 2000], rel=1e-3)
+
+
+def test_code_that_is_shown_but_not_run_is_python():
+    """Blocks of `py` need several hosts (tests/hosts runs such programs)."""
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in {"python", "py", "bash", "text", "yaml"}, f"{page.name}: {block.language}"
+            if block.language == "py":
+                compile(block.code, page.name, "exec")
+
+
+def test_commands_are_there():
+    """Targets of make, scripts and extras that the pages name."""
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        text = page.read_text()
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+        for script in re.findall(r"python ((?:examples|benchmarks|docs)/\S+?\.py)", text):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
+        for names in re.findall(r"pip install \"?(?:loopax|\.)\[([\w,]+)\]", text):
+            assert set(names.split(",")) <= extras.keys(), f"{page.name}: {names}"
+
+
+def test_links_between_pages():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r'^::: (\S+)|<a id="(\S+)">', reference, re.MULTILINE))
+    shown = {name for names in shown for name in names}
+    for module in (loopax, loopax.durable, loopax.schedule, loopax.stochtrace):
+        for name in module.__all__:
+            assert f"{module.__name__}.{name}" in shown

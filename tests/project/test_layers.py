@@ -1,0 +1,106 @@
+"""The structure of the package: imports only point down, and `__all__` is complete."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import loopax
+from loopax._src import public
+
+ROOT = Path(loopax.__file__).parent
+SOURCE = ROOT / "_src"
+FILES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = sorted(
+    {file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core", "core/batching/compact"}
+)
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """The files, or packages, of `_src` that a file imports."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loopax._src"):
+            package = SOURCE.joinpath(*(node.module or "").split(".")[2:])
+            for alias in node.names:
+                inner = package / alias.name
+                yield next(
+                    path
+                    for path in (inner.with_suffix(".py"), inner / "__init__.py", package.with_suffix(".py"), package)
+                    if path.exists()
+                )
+
+
+def room(path: Path) -> str:
+    """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in {file.parent for file in FILES}
+    return "/".join(parts[:2] if inside else parts[:1])
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {
+        room(file): set() for file in FILES if file.parent != SOURCE or file.stem != "__init__"
+    }
+    for file in FILES:
+        if file != SOURCE / "__init__.py":
+            found[room(file)] |= {room(other) for other in imported(file)} - {room(file)}
+    return found
+
+
+def permitted(folder: str) -> set[str]:
+    """What the folder's own docstring says that it may import."""
+    docstring = importlib.import_module(f"loopax._src.{folder.replace('/', '.')}").__doc__ or ""
+    named = re.search(r"May import: (.*)\.", docstring, re.DOTALL)
+    assert named, f"{folder}/__init__.py does not say what it may import"
+    return set() if named[1] == "nothing of loopax" else set(re.split(r",\s+", named[1]))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_what_it_says(folder: str) -> None:
+    assert imports_of_rooms()[folder] == permitted(folder)
+
+
+def test_no_folder_is_above_and_below_another() -> None:
+    assert list(TopologicalSorter(imports_of_rooms()).static_order())  # raises where there is a cycle
+
+
+def test_no_file_is_above_and_below_another() -> None:
+    files = {file: set(imported(file)) for file in FILES}
+    assert list(TopologicalSorter(files).static_order())
+
+
+def test_code_stands_below_what_is_public() -> None:
+    public_names = re.compile(r"^(from loopax|import loopax)(?!\._src|\._version)", re.MULTILINE)
+    allowed = {"public.py", *(f"command/{file.name}" for file in (SOURCE / "command").iterdir())}
+    assert [
+        name
+        for file in FILES
+        if (name := file.relative_to(SOURCE).as_posix()) not in allowed and public_names.search(file.read_text())
+    ] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SOURCE).as_posix())
+def test_private_jax_stands_in_one_file(file: Path) -> None:
+    assert ("jax._src" in file.read_text()) == (file.name == "jax_internals.py")
+
+
+def test_all_is_complete() -> None:
+    names = {name for name, value in vars(public).items() if not name.startswith("_") and not _is_module(value)}
+    assert names == set(loopax.__all__)
+    assert {*names, "durable", "stochtrace"} <= set(dir(loopax))
+    assert all(getattr(loopax, name) is getattr(public, name) for name in names)
+    assert list(loopax.__all__) == sorted(loopax.__all__)
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, ModuleType)
+
+
+def test_everything_public_says_where_it_lives() -> None:
+    for name in loopax.__all__:
+        assert getattr(loopax, name).__doc__

@@ -1,0 +1,160 @@
+"""A traced value where the program depends on it: the error names the argument, says why, and shows two ways out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from loopax import schedule
+from tests.support.limited_loops import fori_loop, raises, scan, while_loop
+
+
+def rollout(steps: Any, **options: Any) -> Any:
+    return lx.rollout(lambda state: (state + 1, state), 0, steps, **options)
+
+
+def lanes_map(lanes: Any) -> Any:
+    return lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), jnp.ones(3), lanes=lanes)
+
+
+def rewritten(**options: Any) -> Any:
+    return lx.rewrite_loops(lambda x: x, **options)
+
+
+class Case(NamedTuple):
+    argument: str  # as the message names it
+    call: Callable[[Any], Any]
+    decides: str  # why it has to be known
+    instead: str  # the way out that leaves the value traced
+
+
+LOOPS = [while_loop, fori_loop, scan, rollout]
+BOUND = "give a static bound, and let the number itself be traced: "
+ANY = "choose one for all calls: results do not depend on it"
+
+NUMBERS = [
+    Case("while_loop(max_steps", lambda n: while_loop(3, max_steps=n), "memory", BOUND + "`while_loop(lambda c: (c[0]"),
+    Case("fori_loop(max_steps", lambda n: fori_loop(3, max_steps=n), "memory", BOUND + "`fori_loop(0, n, ..., max_"),
+    Case("scan(max_steps", lambda n: scan(3, max_steps=n), "memory", BOUND + "`scan(..., length=n, max_steps="),
+    Case("rollout(max_steps", lambda n: rollout(3, max_steps=n), "memory", BOUND + "`rollout(..., length=n, max_"),
+    Case("rewrite_loops(max_steps", lambda n: rewritten(max_steps=n), "memory", BOUND + "`rewrite_loops(fn, max_"),
+    Case("rollout(save_every", lambda n: rollout(3, save_every=n), "how many outputs", "when=i % m == 0"),
+    Case("History(k", lambda n: lx.History(n, like=1.0), "the shape of the window", "look back by the number"),
+    Case("Buffer(capacity", lambda n: lx.Buffer(n, like=1.0), "the shape of the rows", "`append(row, when=...)`"),
+    Case("Checkpointed(checkpoints", lx.Checkpointed, "how much memory a gradient uses", "give the most carries"),
+    Case("Auto(memory", lx.Auto, "what a gradient stores", "give the most bytes"),
+    Case("Compact(shrink", lx.Compact, "the sizes of the batches", ANY),
+    Case("Compact(min_lanes", lambda n: lx.Compact(min_lanes=n), "the sizes of the batches", ANY),
+    Case("lanes_map(lanes", lanes_map, "the size of the batch", ANY),
+]
+UNROLL = [
+    Case(f"{f.__name__}(unroll", lambda n, f=f: f(3, unroll=n), "how many steps stand in the program", ANY)
+    for f in LOOPS[1:]
+]
+FLAGS = [
+    Case("scan(reverse", lambda flag: scan(3, reverse=flag), "in which order", "`jax.lax.cond("),
+    Case("rewrite_loops(scans", lambda flag: rewritten(scans=flag), "which loops", "give scans=True"),
+    *(Case(f"{f.__name__}(throw", lambda on, f=f: f(3, throw=on), "a check that", "`limit_reached`") for f in LOOPS),
+    *(Case(f"{f.__name__}(info", lambda on, f=f: f(3, info=on), "what is returned", "give info=True") for f in LOOPS),
+]
+STRATEGIES = [
+    Case("kind", lambda n: while_loop(3, kind=n), "the program of a gradient", "choose one kind for all calls"),
+    Case("lanes", lambda n: while_loop(3, lanes=n), "how the program runs a batch", ANY),
+]
+KNOWN = "must be known when the program is traced"
+STATIC = ["Two ways out", "make it static", "closed over", "`static_argnames` of `jax.jit`", "compiles its own program"]
+
+
+def each(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: f"{case.argument}=")
+
+
+@each(NUMBERS + UNROLL + FLAGS + STRATEGIES)
+def test_traced(case: Case) -> None:
+    with raises(TypeError, f"{case.argument}=...", "got a traced", case.decides, KNOWN, *STATIC, case.instead):
+        jax.eval_shape(case.call, True if case in FLAGS else 3)
+
+
+@each(NUMBERS)
+def test_array_outside_of_jit(case: Case) -> None:
+    """Refused as well: inside of `jit` it would be."""
+    got = f"{case.argument}=...): got int64[], expected a Python"
+    with raises(TypeError, got, case.decides, KNOWN, "`x.item()`", case.instead):
+        case.call(jnp.int64(3))
+
+
+def test_number_of_each_lane() -> None:
+    with raises(TypeError, "fori_loop(max_steps=...): got a traced int64[]", "`fori_loop(0, n, ..., max_steps="):
+        jax.vmap(lambda n: fori_loop(3, max_steps=n))(jnp.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("loop", "rows", "without"), [(scan, "ys", "(carry, None) from f"), (rollout, "outputs", "(state, None) from step")]
+)
+def test_traced_length_as_the_number_of_rows(loop: Any, rows: str, without: str) -> None:
+    says = [f"capacity for {rows}", "`length` is not static", KNOWN, *STATIC, BOUND, "length=n, max_steps=", without]
+    with raises(ValueError, *says):
+        jax.eval_shape(loop, 3)
+
+
+@pytest.mark.parametrize("unroll", [True, 0])
+def test_all_of_a_traced_number_of_steps(unroll: Any) -> None:
+    with raises(ValueError, f"fori_loop(unroll={unroll})", KNOWN, *STATIC, "unroll=k"):
+        jax.eval_shape(lambda n: fori_loop(n, unroll=unroll), 3)
+
+
+NOT_BOOLS = ["no", "", 1, 0, 1.0, None, np.int8(1), jnp.int32(1), jnp.ones(1, bool), (True,), lambda: True]
+
+
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=lambda value: getattr(value, "__name__", repr(value)))
+def test_flag_that_is_no_bool(value: Any) -> None:
+    """Python would take most of them as true."""
+    others = [
+        Case("XNysTrace(positive_semidefinite", lambda x: lx.stochtrace.XNysTrace(positive_semidefinite=x), "", ""),
+        Case("picture(length_known", lambda x: schedule.picture(3, length_known=x), "", ""),
+    ]
+    for case in FLAGS + others:
+        with raises(TypeError, f"{case.argument}=...): got "):
+            case.call(value)
+
+
+def test_unroll_may_be_a_bool_of_numpy() -> None:
+    for flag in (np.bool_(True), np.bool_(False)):
+        assert fori_loop(3, unroll=flag) == 8.0
+
+
+@pytest.mark.parametrize("flag", [np.bool_(True), np.asarray(True), jnp.asarray(True)], ids=type)
+def test_flag_that_is_known(flag: Any) -> None:
+    (_, ys), info = scan(3, reverse=flag, throw=flag, info=flag)
+    assert ys.tolist() == [4.0, 2.0, 1.0]
+    assert info.num_steps == 3
+
+
+def test_what_the_messages_say_to_do_instead() -> None:
+    """With a traced number, and one program for all of them."""
+
+    def flipped(reverse: bool) -> Any:
+        return lx.scan(lambda c, x: (10 * c + x, None), 0, jnp.arange(3), reverse=reverse)[0]
+
+    def every(n: Any) -> Any:
+        step = lambda state: ((state[0] + 1, state[1].append(state[0], when=state[0] % n == 0)), None)
+        return lx.rollout(step, (0, lx.Buffer(8, like=0)), 8).state[1].count
+
+    @jax.jit
+    def run(n: Any) -> list[Any]:
+        return [
+            lx.while_loop(lambda c: (c[0] < n) & (c[1] > 0), lambda c: (c[0] + 1, c[1] / 2), (0, 1.0), max_steps=8)[1],
+            lx.fori_loop(0, n, lambda _, x: 2.0 * x, 1.0, max_steps=8),
+            lx.scan(lambda c, _: (c + 1, c), 0, length=n, max_steps=8)[1],
+            lx.rollout(lambda state: (state + 1, state), 0, n, max_steps=8).num_steps,
+            every(n),
+            lx.History(8, jnp.arange(8))[-n],
+            jax.lax.cond(n > 3, lambda: flipped(True), lambda: flipped(False)),
+        ]
+
+    assert [x.tolist() for x in run(3)] == [0.125, 8.0, [0, 1, 2, 0, 0, 0, 0, 0], 3, 3, 5, 12]
+    assert [x.tolist() for x in run(4)] == [0.0625, 16.0, [0, 1, 2, 3, 0, 0, 0, 0], 4, 2, 4, 210]

@@ -1,0 +1,143 @@
+"""Loops in other people's code that have no reverse mode, and have it under `rewrite_loops`.
+
+Gradients in both modes, and under `jax.vmap`, against forward mode of the unchanged program and finite differences.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax._src.scipy.sparse import linalg as sparse  # the loops themselves: the public functions have rules
+from jax.experimental import ode
+from jax.scipy.optimize import minimize
+
+import loopax as lx
+from tests.support.reference import assert_close
+
+MATRIX = jnp.array([[4.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 5.0]])
+RIGHT = jnp.array([1.0, -2.0, 0.5])
+
+
+def rosenbrock(x, a):
+    return jnp.sum(a * (x[1:] - x[:-1] ** 2) ** 2 + (1.0 - x[:-1]) ** 2)
+
+
+def bfgs(a):
+    """The Rosenbrock function's minimum does not depend on `a`, but where few iterations end does."""
+    options = {"maxiter": 4}
+    return minimize(rosenbrock, jnp.array([-1.2, 1.0]), (a,), method="BFGS", options=options).x.sum()
+
+
+def conjugate_gradients(a):
+    return _krylov(sparse._cg_solve, a)
+
+
+def bicgstab(a):
+    return _krylov(sparse._bicgstab_solve, a)
+
+
+def _krylov(solve, a):
+    matvec = lambda x: a * (MATRIX @ x) + jnp.sin(a) * x
+    return solve(matvec, RIGHT, jnp.zeros(3), maxiter=3, M=lambda x: x).sum()
+
+
+def gmres(a):
+    b = RIGHT * a
+    norm = jnp.linalg.norm(b)
+    A = lambda x: MATRIX @ x + 0.1 * a * x  # noqa: N806
+    start = (jnp.zeros(3), b / norm, norm, jnp.zeros(()), 2)
+    return sparse._gmres_incremental(A, b, *start, lambda x: x)[0].sum()
+
+
+def adaptive_steps(a):
+    """An embedded Runge-Kutta method of order 5 that chooses its own steps."""
+    times = jnp.array([0.0, 0.5, 2.0])
+    pendulum = lambda y, _, a: jnp.stack([y[1], -a * jnp.sin(y[0])])
+    found: Any = ode._odeint.fun(  # pyright: ignore[reportAttributeAccessIssue]
+        pendulum, 1e-4, 1e-4, 1000, jnp.inf, jnp.array([1.0, 0.0]), times, a
+    )
+    return found.sum()
+
+
+def line_search(a):
+    """Two steps of L-BFGS, whose line search brackets and zooms in loops of its own."""
+    loss = lambda x: rosenbrock(x, a)
+    optimizer = optax.lbfgs(memory_size=2)
+    value_and_grad = optax.value_and_grad_from_state(loss)
+    x: Any = jnp.array([-1.2, 1.0])
+    state = optimizer.init(x)
+    for _ in range(2):
+        value, grad = value_and_grad(x, state=state)
+        updates, state = optimizer.update(grad, state, x, value=value, grad=grad, value_fn=loss)
+        x = x + updates
+    return x.sum()
+
+
+class Newton(NamedTuple):
+    """The state of a root search."""
+
+    x: Any
+    error: Any
+
+
+def newton(a):
+    """A hand-written root search: x exp(x) = a."""
+    step = lambda s: s.x - (s.x * jnp.exp(s.x) - a) / (jnp.exp(s.x) * (1.0 + s.x))
+    body = lambda s: Newton(step(s), jnp.abs(step(s) - s.x))
+    return lax.while_loop(lambda s: s.error > 1e-10, body, Newton(jnp.ones(()), jnp.ones(()))).x
+
+
+PROGRAMS = {f.__name__: f for f in (bfgs, conjugate_gradients, bicgstab, gmres, adaptive_steps, line_search, newton)}
+POINTS = jnp.array([0.9, 1.7, 2.5])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@jax.numpy_dtype_promotion("standard")
+def test_gradients_of_loops_that_had_none(name):
+    f = PROGRAMS[name]
+    rewritten = lx.rewrite_loops(f)
+    assert_close(jax.jit(rewritten)(POINTS[1]), jax.jit(f)(POINTS[1]))
+    forward = jax.jit(jax.jacfwd(f))
+    slopes = jnp.stack([forward(a) for a in POINTS])
+    np.testing.assert_allclose(jax.jit(jax.grad(rewritten))(POINTS[1]), slopes[1], rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(rewritten)))(POINTS), slopes, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.jacfwd(rewritten)))(POINTS), slopes, rtol=1e-7, atol=1e-9)
+    if f is not line_search:  # optax takes the step that it finds as a constant
+        h = 1e-6
+        difference = (jax.jit(f)(POINTS[1] + h) - jax.jit(f)(POINTS[1] - h)) / (2 * h)
+        np.testing.assert_allclose(slopes[1], difference, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(f)(POINTS[1])
+
+
+def solved(a):
+    matvec = lambda x: a * (MATRIX @ x)
+    return jax.scipy.sparse.linalg.cg(matvec, RIGHT)[0].sum()
+
+
+def integrated(a):
+    pendulum = lambda y, _, a: jnp.stack([y[1], -a * jnp.sin(y[0])])
+    return ode.odeint(pendulum, jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]), a).sum()
+
+
+WITH_RULES = {
+    "gamma": lambda a: jax.random.gamma(jax.random.key(0), a, dtype=jnp.float64),
+    "gammainc": lambda a: jax.scipy.special.gammainc(a, 1.3),
+    "cg": solved,
+    "odeint": integrated,
+}
+
+
+@pytest.mark.parametrize("name", WITH_RULES)
+@jax.numpy_dtype_promotion("standard")
+def test_functions_with_rules_for_derivatives_stay_as_they_are(name):
+    """Also in reverse mode, which the loops inside them would not have."""
+    f = WITH_RULES[name]
+    rewritten = lx.rewrite_loops(f)
+    both = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f)))(POINTS)
+    for new, old in zip(both(rewritten), both(f), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,295 @@
+"""`rewrite_loops`: the loops of other people's functions run on loopax, wherever they stand."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopax as lx
+from tests.support.reference import assert_close
+
+
+def halve(x):
+    """Halve until below 1; differentiable by hand: x / 2**n."""
+    return lax.while_loop(lambda c: c > 1.0, lambda c: 0.5 * jnp.sin(c) + 0.25 * c, x)
+
+
+def plain(x):
+    """The same as Python, for one number."""
+    while x > 1.0:
+        x = 0.5 * jnp.sin(x) + 0.25 * x
+    return x
+
+
+X = jnp.array([0.5, 1.5, 3.0, 40.0])
+VALUES = jnp.stack([plain(x) for x in X])
+SLOPES = jnp.stack([jax.grad(plain)(x) for x in X])
+
+
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+def inside(wrapper):
+    """The loop somewhere inside a function of one number."""
+    return {
+        "jit": jax.jit(halve),
+        "nested_jit": jax.jit(jax.jit(halve)),
+        "cond": lambda x: lax.cond(x > 0.0, halve, lambda x: x, x),
+        "switch": lambda x: lax.switch(1, [lambda x: x, halve, jnp.sin], x),
+        "scan": lambda x: lax.scan(lambda c, _: (halve(c), c), x, None, 1)[0],
+        "checkpoint": jax.checkpoint(halve),
+        "checkpoint_with_policy": jax.checkpoint(
+            halve, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
+        ),
+        "while": lambda x: lax.while_loop(lambda c: c[1] < 1, lambda c: (halve(c[0]), c[1] + 1), (x, 0))[0],
+        "loopax": lambda x: lx.fori_loop(0, 1, lambda _, x: halve(x), x),
+        "kwargs": lambda x: eqx.filter_jit(lambda *, y: halve(y))(y=x),
+    }[wrapper]
+
+
+WRAPPERS = [
+    "jit",
+    "nested_jit",
+    "cond",
+    "switch",
+    "scan",
+    "checkpoint",
+    "checkpoint_with_policy",
+    "while",
+    "loopax",
+    "kwargs",
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_loops_are_found_wherever_they_stand(wrapper):
+    f = inside(wrapper)
+    rewritten = lx.rewrite_loops(f)
+    np.testing.assert_array_equal(jax.jit(rewritten)(X[2]), f(X[2]))
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X), (VALUES, SLOPES))
+    assert_close(jax.jit(jax.jvp, static_argnums=0)(rewritten, (X[3],), (jnp.ones(()),)), (VALUES[3], SLOPES[3]))
+    assert loops_left(jax.make_jaxpr(rewritten)(X[0])) == []
+
+
+def loops_left(closed):
+    """Names of `lax` loops in a program that are not inside one of loopax."""
+    found = []
+    for eqn in closed.jaxpr.eqns if hasattr(closed, "jaxpr") else closed.eqns:
+        if eqn.primitive.name == "while":
+            found.append(eqn.primitive.name)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                found += loops_left(inner) if hasattr(inner, "eqns") or hasattr(inner, "jaxpr") else []
+    return found
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", lx.Compact(shrink=2, min_lanes=1)])
+@pytest.mark.parametrize("kind", ["checkpointed", lx.Checkpointed(3), "auto"])
+def test_kinds_and_lanes(kind, lanes):
+    rewritten = lx.rewrite_loops(jax.jit(halve), kind=kind, lanes=lanes)
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X), (VALUES, SLOPES))
+    assert_close(jax.jit(jax.grad(lambda x: jax.vmap(rewritten)(x).sum()))(X), SLOPES)
+
+
+@pytest.mark.parametrize("kind", ["bounded", "residuals"])
+def test_kinds_that_need_a_bound(kind):
+    assert_close(jax.vmap(jax.grad(lx.rewrite_loops(halve, kind=kind, max_steps=9)))(X), SLOPES)
+    with pytest.raises(ValueError, match="max_steps"):
+        lx.rewrite_loops(halve, kind=kind)(X[0])
+
+
+def test_second_derivatives():
+    rewritten = lx.rewrite_loops(halve)
+    wanted = jnp.stack([jax.grad(jax.grad(plain))(x) for x in X])
+    assert_close(jax.jit(jax.vmap(jax.hessian(rewritten)))(X), wanted)
+    assert_close(jax.jit(jax.vmap(jax.grad(jax.grad(rewritten))))(X), wanted)
+
+
+def test_a_finished_lane_stays_in_its_domain():
+    def leaves(x):
+        return lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] * jnp.sqrt(c[1] * 1.0), c[1] - 1), (1.0, x))[0]
+
+    gradient = jax.vmap(jax.grad(lx.rewrite_loops(leaves)))(jnp.array([1.0, 3.0, 7.0]))
+    assert np.isfinite(gradient).all()
+    assert_close(gradient, jnp.stack([jax.grad(lx.rewrite_loops(leaves))(x) for x in (1.0, 3.0, 7.0)]))
+
+
+def with_jvp_rule(slope):
+    f = jax.custom_jvp(halve)
+    f.defjvp(lambda primals, tangents: (f(*primals), slope * tangents[0]))
+    return f
+
+
+def with_vjp_rule(slope):
+    f = jax.custom_vjp(halve)
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (slope * ct,))
+    return f
+
+
+@pytest.mark.parametrize("rule", [with_jvp_rule, with_vjp_rule])
+def test_rules_for_derivatives_are_kept(rule):
+    """With a slope that no loop could find."""
+    rewritten = lx.rewrite_loops(jax.jit(rule(7.0)))
+    assert loops_left(jax.make_jaxpr(rewritten)(X[0])) == []
+    assert_close(jax.vmap(jax.value_and_grad(rewritten))(X), (VALUES, jnp.full(4, 7.0)))
+
+
+def test_linear_solves_keep_their_rule():
+    a = jnp.array([[3.0, 1.0], [1.0, 2.0]])
+
+    def richardson(matvec, b):
+        step = lambda c: (c[0] + 0.3 * (b - matvec(c[0])), c[1] + 1)
+        return lax.while_loop(lambda c: c[1] < 80, step, (jnp.zeros_like(b), 0))[0]
+
+    def solve(a, b):
+        return lax.custom_linear_solve(lambda x: a @ x, b, richardson, symmetric=True)
+
+    rewritten = lx.rewrite_loops(solve)
+    b = jnp.array([1.0, -1.0])
+    wanted = jax.jacobian(jnp.linalg.solve, (0, 1))(a, b)
+    assert_close(jax.jacrev(rewritten, (0, 1))(a, b), wanted)
+    assert_close(jax.jacfwd(rewritten, (0, 1))(a, b), wanted)
+
+
+def test_lanes_over_devices():
+    mesh = jax.make_mesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("device")
+    sharded = jax.shard_map(jax.vmap(lambda x: x + halve(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    rewritten = lx.rewrite_loops(sharded)
+    assert loops_left(jax.make_jaxpr(rewritten)(X)) == []
+    assert_close(jax.jit(rewritten)(X), X + VALUES)
+
+
+def test_counted_loops_know_their_length():
+    def power(x, n):
+        return lax.fori_loop(0, n, lambda i, y: y * x + i, 1.0)
+
+    rewritten = lx.rewrite_loops(power, lanes=lx.Compact(min_lanes=1), max_steps=8)
+    n = jnp.arange(4)
+    jaxpr = jax.make_jaxpr(jax.vmap(rewritten))(X, n)
+    (batch,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "lanes"]
+    assert not batch.params["static"].predicated
+    slow = [jax.value_and_grad(python_power)(x, int(m)) for x, m in zip(X, n, strict=True)]
+    assert_close(jax.vmap(jax.value_and_grad(rewritten))(X, n), jax.tree.map(lambda *v: jnp.stack(v), *slow))
+
+
+def python_power(x, n):
+    y = jnp.ones(())
+    for i in range(n):
+        y = y * x + i
+    return y
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(0, 5), (3, 3), (4, 1), (-2, 2)])
+def test_the_index_ends_where_it_does_in_lax(lower, upper):
+    def counted(lower, upper):
+        return lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1], c[2] + c[0]), (lower, upper, 0))
+
+    given = jnp.int32(lower), jnp.int32(upper)
+    for old, new in zip(counted(*given), jax.jit(lx.rewrite_loops(counted))(*given), strict=True):
+        assert jnp.result_type(old) == jnp.result_type(new)
+        assert int(old) == int(new)
+
+
+def test_loops_that_only_look_counted():
+    """The limit moves, or the index skips."""
+    moving = lambda n: lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1] - 1), (0, n))
+    skipping = lambda n: lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 2, c[1]), (0, n))
+    for f in (moving, skipping):
+        assert jax.tree.map(int, lx.rewrite_loops(f)(9)) == jax.tree.map(int, f(9))
+
+
+def test_scans_on_request():
+    f = lambda x: lax.scan(lambda c, r: (jnp.sin(c) * r, c), x, jnp.arange(1.0, 4.0), reverse=True)
+    names = lambda g: [eqn.primitive.name for eqn in jax.make_jaxpr(g)(X[0]).eqns]
+    rewritten = lx.rewrite_loops(f, scans=True, kind="checkpointed")
+    assert "scan" in names(lx.rewrite_loops(f))
+    assert "scan" not in names(rewritten)
+    assert "loop" in names(rewritten)
+    assert_close(jax.jacrev(rewritten)(X[0]), jax.jacrev(f)(X[0]))
+
+
+def test_a_function_without_loops_is_the_same_program():
+    f = lambda x: jax.jit(jnp.sin)(x) + lax.scan(lambda c, _: (c * x, c), x, None, 3)[0]
+    assert str(jax.make_jaxpr(lx.rewrite_loops(f))(X[0])) == str(jax.make_jaxpr(f)(X[0]))
+
+
+def test_arguments_that_are_not_arrays():
+    @lx.rewrite_loops
+    def f(x, name, *, steps, activation):
+        out = lax.while_loop(lambda c: c[1] < steps, lambda c: (activation(c[0]), c[1] + 1), (x["a"], 0))[0]
+        return {name: out, "flag": steps > 2, "shape": (steps,)}
+
+    out = f({"a": X}, "result", steps=3, activation=jnp.sin)
+    assert out["flag"] is True
+    assert out["shape"] == (3,)
+    assert_close(out["result"], jnp.sin(jnp.sin(jnp.sin(X))))
+
+
+def test_keys_in_the_carry():
+    def draw(key):
+        start = (key, jnp.zeros(()), 0)
+        split = lambda c: (jax.random.split(c[0])[0], c[1] + jax.random.normal(c[0]), c[2] + 1)
+        return lax.while_loop(lambda c: c[2] < 3, split, start)[:2]
+
+    (key, total), (old_key, old_total) = lx.rewrite_loops(draw)(jax.random.key(1)), draw(jax.random.key(1))
+    assert jax.random.key_data(key).tolist() == jax.random.key_data(old_key).tolist()
+    assert_close(total, old_total)
+
+
+def test_effects_happen_as_often(capfd):
+    def prints(x):
+        def body(c):
+            jax.debug.print("at {}", c)
+            return c - 1.0
+
+        return lax.while_loop(lambda c: c > 0.0, body, x)
+
+    jax.block_until_ready(jax.grad(lx.rewrite_loops(prints))(2.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.splitlines() == ["at 2.0", "at 1.0"]
+
+
+def test_donated_arguments():
+    f = jax.jit(lambda x, y: (halve(x), y + 1.0), donate_argnums=1)
+    assert_close(lx.rewrite_loops(f)(X[1], jnp.ones(3)), (VALUES[1], jnp.full(3, 2.0)))
+
+
+def test_values_that_are_closed_over():
+    def loss(w):
+        return lx.rewrite_loops(lambda x: lax.while_loop(lambda c: c > 1.0, lambda c: w * c, x))(8.0)
+
+    assert_close(jax.grad(loss)(0.5), jax.grad(lambda w: w**3 * 8.0)(0.5))
+
+
+def test_a_bound_that_is_too_small_raises():
+    rewritten = jax.jit(lx.rewrite_loops(halve, max_steps=1))
+    assert_close(rewritten(X[1]), VALUES[1])
+    with pytest.raises(Exception, match=r"loopax.rewrite_loops at \S+ \(halve\): max_steps=1 stopped"):
+        jax.block_until_ready(rewritten(X[3]))
+
+
+def test_refused():
+    with pytest.raises(TypeError, match="fn of rewrite_loops"):
+        lx.rewrite_loops(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="lanes='free'"):
+        lx.rewrite_loops(halve, lanes="free")
+    with pytest.raises(ValueError, match="kind"):
+        lx.rewrite_loops(halve, kind="nothing")  # pyright: ignore[reportArgumentType]
+
+
+def test_what_cannot_be_traced():
+    @lx.rewrite_loops
+    def decides(x):
+        return halve(x) if x > 0 else x
+
+    with pytest.raises(TypeError, match=r"rewrite_loops\(decides\).*cannot be traced"):
+        decides(X[0])
+
+
+def test_weak_types_are_those_of_the_function():
+    f = lambda x: (lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0), halve(x))
+    for old, new in zip(f(2.0), lx.rewrite_loops(f)(2.0), strict=True):
+        assert str(jax.typeof(old)) == str(jax.typeof(new))

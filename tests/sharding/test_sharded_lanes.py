@@ -1,0 +1,328 @@
+"""`sharded_lanes`: lanes spread over eight virtual devices, each with a loop of its own."""
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import loopax as lx
+from loopax._src.sharding.assignment import by_work
+from tests.support.compiled import collectives, collectives_in_loops
+from tests.support.reference import assert_close
+
+COUNTS = np.array([3, 19, 1, 7, 0, 12, 5, 2, 9, 4, 1, 1, 16, 8, 2, 6])
+STARTS = np.linspace(-1.0, 1.0, 16)
+W = np.float64(1.1)
+LANES = [lx.Lockstep(), lx.Compact(min_lanes=1)]
+name_of = lambda value: type(value).__name__
+
+
+def devices(number=8, axis_type=AxisType.Auto):
+    return Mesh(np.array(jax.devices()[:number]), ("d",), axis_types=(axis_type,))
+
+
+def lane(w, lanes, x, n):
+    """Steps that share `w`, as many as the lane's own `n`."""
+    return lx.fori_loop(0, n, lambda _, h: jnp.sin(w * h) + 0.1, x, max_steps=20, lanes=lanes)
+
+
+def sharded(w, x, n, counts=None, lanes=LANES[0], mesh=None):
+    return lx.sharded_lanes(partial(lane, w, lanes), mesh or devices(), "d")(x, n, counts=counts)
+
+
+def mapped(w, x, n, lanes=LANES[0]):
+    return jax.vmap(partial(lane, w, lanes))(x, n)
+
+
+@pytest.mark.parametrize(("counts", "lanes"), [("none", LANES[0]), ("known", LANES[1]), ("traced", LANES[0])])
+@pytest.mark.parametrize(
+    ("number", "axis_type"),
+    [(16, AxisType.Explicit), (13, AxisType.Auto), (13, AxisType.Explicit), (3, AxisType.Auto)],
+    ids=["divided", "not divided", "not divided, explicit", "fewer than devices"],
+)
+def test_values_and_gradients(number, counts, lanes, axis_type):
+    x, n = STARTS[:number], COUNTS[:number]
+    work = {"none": lambda _: None, "known": lambda _: n, "traced": lambda n: n}[counts]
+    mesh = devices(axis_type=axis_type)
+    f = lambda w, x, n: sharded(w, x, n, work(n), lanes, mesh)
+    total = lambda f: lambda w, x: ((y := f(w, x, n)) ** 2 @ jnp.arange(1.0, number + 1), y)
+    with jax.set_mesh(mesh):
+        (_, y), actual = jax.jit(jax.value_and_grad(total(f), (0, 1), has_aux=True))(W, x)
+    (_, wanted_y), wanted = jax.jit(jax.value_and_grad(total(mapped), (0, 1), has_aux=True))(W, x)
+    assert_close(jax.device_get((y, actual)), (wanted_y, wanted))
+    assert_close(jax.device_get(jax.jit(f)(W, x, n)), wanted_y)
+
+
+@pytest.mark.parametrize(("placed", "is_set"), [(False, False), (False, True), (True, True)])
+def test_gradients_outside_of_jit_on_explicit_axes(placed, is_set):
+    """As `jax.make_mesh` makes them."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    total = jax.jit(lambda w, x, n: (sharded(w, x, n, n, mesh=mesh) ** 2).sum())
+    x, n = jnp.asarray(STARTS), jnp.asarray(COUNTS)
+    wanted = jax.grad(lambda w, x: (mapped(w, x, n) ** 2).sum(), (0, 1))(1.1, x)
+    if placed:
+        x, n = jax.device_put((x, n), NamedSharding(mesh, PartitionSpec("d")))
+    with jax.set_mesh(mesh) if is_set else nullcontext():
+        actual = jax.grad(total, (0, 1))(1.1, x, n)
+    assert_close(jax.device_get(actual), jax.device_get(wanted))
+
+
+def test_without_jit():
+    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, counts=COUNTS)), mapped(W, STARTS, COUNTS))
+    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, counts=jnp.asarray(COUNTS))), mapped(W, STARTS, COUNTS))
+
+
+def test_second_derivatives():
+    x, n, weights = STARTS[:13], COUNTS[:13] % 5, jnp.arange(1.0, 14.0)
+    total = lambda f: lambda w: f(w, x, n) ** 3 @ weights
+    ours = total(lambda *args: sharded(*args, counts=n))
+    assert_close(jax.jit(jax.hessian(ours))(W), jax.hessian(total(mapped))(W))
+    tangents = jax.jit(lambda w: jax.jvp(lambda w: sharded(w, x, n, counts=n), (w,), (1.0,)))(W)
+    assert_close(jax.device_get(tangents), jax.jvp(lambda w: mapped(w, x, n), (W,), (1.0,)))
+
+
+def test_a_batch_of_lanes():
+    """`jax.vmap` around it, of starts and of weights."""
+    f = lambda w, x: sharded(w, x, COUNTS, counts=COUNTS)
+    w, x = jnp.array([0.9, 1.1, 1.2]), jnp.stack([STARTS, STARTS / 2, -STARTS])
+    gradient = lambda f: jax.vmap(jax.grad(lambda w, x: (f(w, x) ** 2).sum(), (0, 1)))(w, x)
+    assert_close(jax.device_get(jax.jit(lambda: gradient(f))()), gradient(lambda w, x: mapped(w, x, COUNTS)))
+
+
+def test_results_are_sharded_along_the_axis():
+    wanted = NamedSharding(devices(), PartitionSpec("d"))
+    for counts in (None, COUNTS):
+        y = jax.jit(lambda x, n, counts=counts: sharded(W, x, n, counts))(STARTS, COUNTS)
+        assert y.sharding.is_equivalent_to(wanted, 1)
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=name_of)
+@pytest.mark.parametrize("counts", ["none", "known", "traced"])
+def test_no_device_waits_for_another_in_a_loop(lanes, counts):
+    """The gradient of the shared weight is summed once, behind the loops."""
+
+    def total(w, x, n):
+        work = {"none": None, "known": COUNTS, "traced": n}[counts]
+        return (sharded(w, x, n, work, lanes) ** 2).sum()
+
+    spread = NamedSharding(devices(), PartitionSpec("d"))
+    args = W, jax.device_put(STARTS, spread), jax.device_put(COUNTS, spread)
+    text = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().as_text() or ""
+    assert text.count(" while(") > 0
+    assert collectives_in_loops(text) == []
+    assert Counter(collectives(text))["all-reduce"] >= 1  # of the shared weight
+
+
+def test_what_is_summed_over_devices_in_each_step_is_found():
+    """The test above can fail: the gradient of a shared weight, where JAX decides on shardings."""
+    spread = NamedSharding(devices(), PartitionSpec("d"))
+    f = lambda w, x: (lx.fori_loop(0, 9, lambda _, h: jnp.sin(w * h), x) ** 2).sum()
+    text = jax.jit(jax.grad(f)).lower(W, jax.device_put(STARTS, spread)).compile().as_text() or ""
+    assert set(collectives_in_loops(text)) == {"all-reduce"}
+
+
+class DeviceCounter:
+    """Counts the lanes that each device evaluates, as the program runs."""
+
+    def __init__(self):
+        self.lanes, self.lock = np.zeros(8, int), threading.Lock()
+
+    def __call__(self, x):
+        shape = jax.ShapeDtypeStruct((), x.dtype)
+        return jax.pure_callback(self.count, shape, x, jax.lax.axis_index("d"), vmap_method="expand_dims")
+
+    def count(self, x, device):
+        with self.lock:
+            self.lanes[int(np.asarray(device).reshape(-1)[0])] += x.size
+        return x
+
+
+def log_normal_counts():
+    return np.ceil(20 * np.random.RandomState(0).lognormal(sigma=1.0, size=256)).astype(int)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_devices_finish_together(dealt):
+    """Step work is the sum of the steps of a device's lanes; `Compact` evaluates little more, a lane alone nothing."""
+    counts, counter = log_normal_counts(), DeviceCounter()
+    step = lambda x: counter(x) + 1.0
+    f = lambda n: lx.fori_loop(0, n, lambda _, x: step(x), 0.0, lanes=lx.Compact(min_lanes=1))
+    y = jax.jit(lambda n: lx.sharded_lanes(f, devices(), "d")(n, counts=n if dealt else None))(counts)
+    assert jax.block_until_ready(y).tolist() == counts.tolist()
+    shares = by_work(counts, 8).lanes if dealt else np.arange(256)
+    steps = counts[np.asarray(shares)].reshape(8, 32).sum(1)
+    assert steps.sum() == counts.sum()
+    assert (steps.max() <= 1.15 * steps.mean()) == dealt
+    assert (counter.lanes.max() <= 1.15 * counter.lanes.mean()) == dealt
+    assert steps.sum() <= counter.lanes.sum() <= 1.5 * steps.sum()
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
+def test_every_deal_has_all_lanes(counts, devices):
+    deal = by_work(np.array(counts, np.int32), devices)
+    lanes, places = np.asarray(deal.lanes), np.asarray(deal.places)
+    assert len(lanes) % devices == 0
+    assert len(lanes) - devices < len(counts) <= len(lanes)
+    assert lanes[places].tolist() == list(range(len(counts)))
+    least = np.delete(lanes, places)
+    assert all(counts[lane] == min(counts) for lane in least)
+
+
+def test_any_counts_give_a_deal():
+    deal = by_work(jnp.array([jnp.nan, jnp.inf, -1.0, 3e38, 3e38, 0.0]), 3)
+    assert sorted(deal.lanes.tolist()) == list(range(6))
+
+
+def test_arguments_of_all_kinds():
+    """Pytrees, axes of their own, shared arguments, static leaves, keys, an Equinox module, and two results."""
+    model = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 10)
+    xs = jnp.asarray(np.random.RandomState(2).randn(3, 10))
+
+    def f(model, data, key, scale, how):
+        assert how == "tanh"
+        assert isinstance(scale, int)
+        x = data["x"] + jax.random.normal(key, (3,))
+        h = lx.fori_loop(0, data["n"], lambda _, h: jnp.tanh(model(h)) * scale, x, max_steps=10)
+        return {"h": h, "key": jax.random.split(key)}, h.sum()
+
+    args = model, {"x": xs, "n": jnp.arange(10) % 4}, keys, 2, "tanh"
+    in_axes, out_axes = (None, {"x": 1, "n": 0}, 0, None, None), ({"h": -1, "key": 1}, 0)
+    ours = lx.sharded_lanes(f, devices(4), "d", in_axes=in_axes, out_axes=out_axes)
+    plain = lambda model, data, keys: jax.vmap(
+        lambda data, key: f(model, data, key, 2, "tanh"), in_axes=(in_axes[1], 0), out_axes=out_axes
+    )(data, keys)
+    wanted = plain(*args[:3])
+    for counts in (None, np.arange(10) % 4):
+        actual = eqx.filter_jit(lambda *args, counts=counts: ours(*args, counts=counts))(*args)
+        assert actual[0]["key"].shape == wanted[0]["key"].shape == (2, 10)
+        data = lambda tree: jax.device_get(({"h": tree[0]["h"], "key": jax.random.key_data(tree[0]["key"])}, tree[1]))
+        assert_close(data(actual), data(wanted))
+
+
+def test_nnx_modules():
+    """Closed over, in the arguments, and one for each lane."""
+    shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    stacked = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(1), 5))
+    xs = jnp.asarray(np.random.RandomState(2).randn(5, 3), jnp.float32)
+
+    def f(own, x, n):
+        return lx.fori_loop(0, n, lambda _, h: jnp.tanh(own(shared(h))), x, max_steps=10)
+
+    actual = lx.sharded_lanes(f, devices(4), "d")(stacked, xs, jnp.arange(5))
+    graph, state = nnx.split(stacked)
+    alone = [f(nnx.merge(graph, jax.tree.map(itemgetter(i), state)), xs[i], i) for i in range(5)]
+    assert_close(jax.device_get(actual), jnp.stack(alone), 1e-5)
+
+    def changes(own, x):
+        own.bias[...] = x
+        return x
+
+    with pytest.raises(TypeError, match="f of sharded_lanes changes an NNX object"):
+        lx.sharded_lanes(changes, devices(4), "d")(stacked, xs)
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_no_lanes(number):
+    empty = jnp.zeros(0)
+    run = lambda x, n, counts=None: sharded(W, x, n, counts, mesh=devices(number))
+    assert run(empty, jnp.zeros(0, int)).shape == (0,)
+    assert run(empty, jnp.zeros(0, int), jnp.zeros(0, int)).shape == (0,)
+
+
+def test_one_device():
+    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, COUNTS, mesh=devices(1))), mapped(W, STARTS, COUNTS))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_another_axis_of_the_mesh(axis_type):
+    """Weights sharded over it stay so; each row of devices runs its own loop."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "model"), axis_types=(axis_type, axis_type))
+    w, x = np.random.RandomState(0).randn(6, 6) * 0.5, np.random.RandomState(1).randn(16, 6)
+
+    def lane(w, x, n):
+        return lx.fori_loop(0, n, lambda _, h: jnp.tanh(h @ w), x, max_steps=20)
+
+    ours = lx.sharded_lanes(lane, mesh, "d", in_axes=(None, 0, 0))
+    plain = jax.vmap(lane, in_axes=(None, 0, 0))
+    total = lambda f, **options: lambda w, x: (f(w, x, COUNTS, **options) ** 2).sum()
+    wanted = jax.grad(total(plain), (0, 1))(w, x)
+    w = jax.device_put(w, NamedSharding(mesh, PartitionSpec("model" if axis_type == AxisType.Auto else None)))
+    actual = jax.jit(jax.grad(total(ours, counts=COUNTS), (0, 1)))(w, x)
+    assert_close(jax.device_get(actual), jax.device_get(wanted))
+
+
+def test_within_a_shard_map_over_another_axis():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "d"))
+    counts, x = COUNTS[:7], STARTS[:14].reshape(2, 7)
+    row = lambda x: sharded(W, x[0], counts, counts, mesh=mesh)[None]
+    spec = PartitionSpec("a")
+    both = jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}, check_vma=False)
+    assert_close(jax.device_get(jax.jit(both)(x)), jnp.stack([mapped(W, row, counts) for row in x]))
+
+
+def test_within_a_shard_map_over_the_same_axis():
+    mesh, spec = devices(), PartitionSpec("d")
+    both = jax.shard_map(lambda x, n: sharded(W, x, n, mesh=mesh), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    with pytest.raises(ValueError, match="that leaves it no such axis"):
+        jax.jit(both)(STARTS, COUNTS)
+
+
+def test_an_array_that_is_sharded_over_two_axes():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, n = jax.device_put((STARTS, COUNTS), NamedSharding(mesh, PartitionSpec(("d", "e"))))
+        y = jax.jit(lambda x, n: sharded(W, x, n, n, mesh=mesh))(x, n)
+    assert_close(jax.device_get(y), mapped(W, STARTS, COUNTS))
+
+
+def call(in_axes: Any = 0, out_axes: Any = 0, mesh: Any = None, axis="d", counts=None, f=lambda x: x):
+    return lambda *args: lx.sharded_lanes(f, mesh or devices(), axis, in_axes=in_axes, out_axes=out_axes)(
+        *args, counts=counts
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "args", "error", "message"),
+    [
+        (call(f=3), (STARTS,), TypeError, "f of sharded_lanes: got int 3, expected a callable"),
+        (call(mesh="cpu"), (STARTS,), TypeError, "expected a `jax.sharding.Mesh`"),
+        (call(axis="x"), (STARTS,), ValueError, "got 'x', expected an axis of the mesh. It has 'd' (8 devices)"),
+        (call(), (), ValueError, "no argument has lanes"),
+        (call(in_axes=None), (STARTS,), ValueError, "no argument has lanes"),
+        (
+            call(f=lambda x, y: x),
+            (STARTS, {"a": STARTS[:5]}),
+            ValueError,
+            "args[1]['a']: 5 lanes at axis 0 (float64[5])",
+        ),
+        (call(), (np.float64(2.0),), ValueError, "got 0 for args[0], which has 0 axes (float64[])"),
+        (call(in_axes=(1,)), (STARTS,), ValueError, "got 1 for args[0], which has 1 axes"),
+        (call(in_axes=(0, 0)), (STARTS,), ValueError, "with an int or None for each part of the arguments"),
+        (call(in_axes="0"), (STARTS,), TypeError, "got str '0', expected an int or None"),
+        (call(out_axes=None), (STARTS,), ValueError, "got None for result, but every result has lanes"),
+        (call(out_axes=2), (STARTS,), ValueError, "got 2 for result, which has 1 axes"),
+        (call(out_axes=(0, 0)), (STARTS,), ValueError, "with an int or None for each part of the results"),
+        (call(counts=COUNTS[:3]), (STARTS,), ValueError, "got int64[3], expected shape (16,)"),
+        (call(counts=3), (STARTS,), ValueError, "got int 3, expected shape (16,)"),
+        (call(counts=COUNTS > 3), (STARTS,), TypeError, "expected a real number for each lane"),
+        (call(counts="all"), (STARTS,), TypeError, "expected a real number for each lane"),
+    ],
+)
+def test_bad_arguments(run, args, error, message):
+    with pytest.raises(error) as raised:
+        run(*args)
+    assert message in str(raised.value)
