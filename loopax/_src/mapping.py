@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import split
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable, refuse_references
 from loopax._src.frontend.runtime_checks import Check, collecting, settle
 from loopax._src.function_names import Called
@@ -85,7 +85,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
         outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in program.out_avals]
     else:
         outputs = core.run_queue(program, shared, arrays, items, lanes)
-    failed, ys = split(outputs, [len(found["messages"])])
+    failed, ys = split_list(outputs, [len(found["messages"])])
     checks = [Check(jnp.any(flags), message) for flags, message in zip(failed, found["messages"], strict=True)]
     ys = restore_weak(ys, found["spec"].avals)
     return thaw(settle(found["spec"].unpack(ys), checks))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from loopax._src.core.jaxpr.util import num_bytes, split
+from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.frontend.trace import strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
 from loopax._src.nnx.functional import freeze, roots, thaw_numbered
@@ -75,7 +75,7 @@ def _trace(
     found: dict[str, Any] = {}
 
     def flat(*operands: Any) -> list[Any]:
-        arrays, start, (most,) = split(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
+        arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
         given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
         carry, objects = thaw_numbered(given)
         walked = walk(carry, start, most, rows)
@@ -121,7 +121,7 @@ def compile_chunk(traced: Traced, start: Sequence[Any], rows: int) -> Chunk:
 
     def run(arrays: Sequence[Any], start: Sequence[Any], most: int) -> Any:
         out = compiled(*closed_over, *arrays, *start, np.int32(most))
-        carry, ys, (num_steps, goes_on) = split(out, [num_carry, num_ys])
+        carry, ys, (num_steps, goes_on) = split_list(out, [num_carry, num_ys])
         return carry, ys, num_steps, goes_on
 
     return Chunk(run, traced, first, rows)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import INDEX, split, take_out_places, trace
+from loopax._src.core.jaxpr.util import INDEX, split_list, take_out_places, trace
 from loopax._src.core.row_buffers.versions import chained
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity, refuse_references
@@ -134,10 +134,10 @@ def run(
         return run_loop(loop, extent.low, extent.high, consts, carry, rows)
 
     out = walk.reporter.watch(run_now) if walk.reporter else run_now()
-    last, carry, flags = split(out.carry, [len(start), len(arrays)])
+    last, carry, flags = split_list(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
-    rows, ys = split(ys, [sum(traced.rows.written)])
+    rows, ys = split_list(ys, [sum(traced.rows.written)])
     xs_after = traced.rows.xs_after(x_arrays, rows, _taken(extent, walk.reverse, out.num_steps))
 
     def hand_over_all(carry: Any) -> Any:
@@ -261,7 +261,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     found: dict[str, Any] = {}
 
     def flat(row: Any, *operands: Any) -> list[Any]:
-        given, arrays, x = split(operands, [len(extras), len(spec.avals)])
+        given, arrays, x = split_list(operands, [len(extras), len(spec.avals)])
         start = spec.unpack(arrays)
         leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
         x_start = x_rows.unpack(x)
@@ -333,9 +333,9 @@ def _as_body(
     sizes = [len(closed_over), len(extras), len(go), len(carry), num_flags]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        closed, given, _, arrays, flags, x = split(operands, sizes)
+        closed, given, _, arrays, flags, x = split_list(operands, sizes)
         out, _ = function(*closed, row, *given, *arrays, *x)
-        new, new_flags, ys = split(out, [len(go) + len(carry), num_flags])
+        new, new_flags, ys = split_list(out, [len(go) + len(carry), num_flags])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
         return [strongly_typed(x) for x in (*new, *flags, *ys)]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopax._src.core.jaxpr.util import num_bytes, split
+from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import render as showing
 from loopax._src.insight.advice import Advice, advice_for
 from loopax._src.insight.explanation import Leaf, LoopExplanation
@@ -190,8 +190,8 @@ def stored_of(found: Found) -> tuple[Stored | None, str]:
 def _leaves(found: Found, stored: Stored | None) -> list[Leaf]:
     """The arrays of a loop; what is there for its own sake (its condition, its checks) has no name and is no leaf."""
     seen, loop = found.seen, found.seen.loop
-    consts, _, xs = split(found.operands, loop.sizes)
-    const_vars, carry_vars, xs_vars = split(seen.operands, loop.sizes)
+    consts, _, xs = split_list(found.operands, loop.sizes)
+    const_vars, carry_vars, xs_vars = split_list(seen.operands, loop.sizes)
     is_stored = stored.leaves if stored else (False,) * loop.num_carry
     leaves = [_leaf(v, "constant", atom, False) for v, atom in zip(consts, const_vars, strict=True) if _is_data(atom)]
     leaves += [

@@ -11,7 +11,7 @@ from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import Batch, batch_p
 from loopax._src.core.ir.loop import lending, loop_p
 from loopax._src.core.jaxpr.dataflow import members, of_equation, spread
-from loopax._src.core.jaxpr.util import INDEX, inner_programs, split, trace
+from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
 from loopax._src.frontend.user_lines import of_user
 from loopax._src.insight.unfold import without_calls
 from loopax._src.jax_internals import ClosedJaxpr, Literal, argument_names, jaxpr_as_fun, scan_sizes, user_lines
@@ -97,7 +97,7 @@ def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
     loop, names = seen.loop, seen.loop.names
     own = [*names.consts, *names.carry, *names.xs]
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
-    consts, carry, xs = split(operands, loop.sizes)
+    consts, carry, xs = split_list(operands, loop.sizes)
     flags = (False, *(value.perturbed for value in operands))
     reached = spread(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
@@ -144,7 +144,7 @@ def _see_scan(eqn: Any) -> Seen:
     num_consts, num_carry = scan_sizes(eqn)
     body = eqn.params["jaxpr"]
     names = argument_names(body)
-    consts, carry, xs = split(names, [num_consts, num_carry])
+    consts, carry, xs = split_list(names, [num_consts, num_carry])
     loop = Loop(
         _with_row(body),
         num_consts,
@@ -163,7 +163,7 @@ def _see_while(eqn: Any) -> Seen:
     """A loop of the body alone: what the condition reads besides is of no interest here."""
     num_cond, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"]
-    consts, carry, _ = split(argument_names(body), [num_consts, len(eqn.outvars)])
+    consts, carry, _ = split_list(argument_names(body), [num_consts, len(eqn.outvars)])
     loop = Loop(
         _with_row(body),
         num_consts,

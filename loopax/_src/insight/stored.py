@@ -7,7 +7,7 @@ from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Lo
 from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.jvp import joint_loop
 from loopax._src.core.autodiff.partial_eval import Division, divide
-from loopax._src.core.jaxpr.util import Mask, merge, num_bytes, select, split
+from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select, split_list
 from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.schedule import Slots, evaluations
 
@@ -52,7 +52,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     Raises what taking the gradient would: reverse mode that a kind does not have, too little memory for `Auto`.
     """
     pair, carry, _ = joint_loop(loop, perturbed)
-    consts, init, xs = split(perturbed, loop.sizes)
+    consts, init, xs = split_list(perturbed, loop.sizes)
     unknown = [*_tangents(consts, consts), *_tangents(carry, select(carry, init), len(init)), *_tangents(xs, xs)]
     pair = resolved(pair, tuple(unknown))
     storage = pair.storage
@@ -91,7 +91,7 @@ def _kept(loop: Loop, division: Division) -> tuple[int, int]:
 
 def _leaves(division: Division, num_carry: int) -> Mask:
     """Which primal leaves of the carry are stored: they are known, and stand in front of their tangents."""
-    states = merge(division.unknown_carry, division.states, (False,) * sum(division.unknown_carry))
+    states = merge_lists(division.unknown_carry, division.states, (False,) * sum(division.unknown_carry))
     return tuple(states[:num_carry])
 
 

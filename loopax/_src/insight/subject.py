@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from loopax._src.core.autodiff.jvp import inexact
-from loopax._src.core.jaxpr.util import merge, reject, select
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.trace_program import Program, trace_program
 from loopax._src.insight.find_loops import Value
@@ -97,7 +97,7 @@ def gradient_of(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> ClosedJaxpr:
 
     def gradient(*inputs: Any) -> Any:
         def results(*chosen: Any) -> list[Any]:
-            return select(floating, function(*merge(perturbed, reject(perturbed, inputs), chosen)))
+            return select(floating, function(*merge_lists(perturbed, reject(perturbed, inputs), chosen)))
 
         out, pullback = jax.vjp(results, *select(perturbed, inputs))
         return pullback([jnp.ones_like(x) for x in out])

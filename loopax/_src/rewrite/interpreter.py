@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import bind_again, evaluate, origin, split
+from loopax._src.core.jaxpr.util import bind_again, evaluate, origin, split_list
 from loopax._src.core.masking.substitute import pick
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import (
@@ -71,7 +71,7 @@ class Exchange:
 
     def _while(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        cond_consts, body_consts, init = split(operands, [eqn.params["cond_nconsts"], eqn.params["body_nconsts"]])
+        cond_consts, body_consts, init = split_list(operands, [eqn.params["cond_nconsts"], eqn.params["body_nconsts"]])
 
         def step(carry: Sequence[Any]) -> list[Any]:
             return self.evaluate(body, [*body_consts, *carry])
@@ -100,10 +100,10 @@ class Exchange:
 
     def _scan(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
-        consts, init, xs = split(operands, [num_consts, num_carry])
+        consts, init, xs = split_list(operands, [num_consts, num_carry])
 
         def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry, y = split(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [num_carry])
+            carry, y = split_list(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [num_carry])
             return carry, y
 
         carry, ys = scan(step, init, xs, params["length"], params["reverse"], params["unroll"], **self.options)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
 from loopax._src.core.jaxpr.dataflow import spread
 from loopax._src.core.jaxpr.nan import nan_if
-from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge, reject, select, split, trace, weakly_cached
+from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._src.messages import effects_message
 
@@ -53,20 +53,20 @@ def joint(
 
     def both(row: Any, *operands: Any) -> list[Any]:
         cuts = [size for n, group in zip(sizes, perturbed, strict=True) for size in (n, sum(group))]
-        *groups, _ = split(operands, cuts)
+        *groups, _ = split_list(operands, cuts)
         primals = [row, *(p for group in groups[::2] for p in group)]
         tangents = [t for group in groups[1::2] for t in group]
 
         def of_perturbed(*values: Any) -> list[Any]:
-            return function(*merge(mask, reject(mask, primals), values))
+            return function(*merge_lists(mask, reject(mask, primals), values))
 
         out, dot = jax.jvp(of_perturbed, tuple(select(mask, primals)), tuple(tangents))
-        *out_groups, _ = split(out, num_outputs)
-        *dot_groups, _ = split(dot, num_outputs)
+        *out_groups, _ = split_list(out, num_outputs)
+        *dot_groups, _ = split_list(dot, num_outputs)
         pairs = zip(out_groups, dot_groups, wanted, strict=True)
         return [value for p, t, keep in pairs for value in (*p, *select(keep, t))]
 
-    (row,), *groups, _ = split(body.in_avals, [1, *sizes])
+    (row,), *groups, _ = split_list(body.in_avals, [1, *sizes])
     avals = [a for group, flags in zip(groups, perturbed, strict=True) for a in (*group, *select(flags, group))]
     return trace(both, [row, *avals])
 
@@ -83,19 +83,19 @@ def joint_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
     Which have is a least fixed point. A first bound comes from what depends on what; the tangents of
     the traced body then say exactly, for the derivative of a dependence may be zero.
     """
-    consts, init, xs = split(nonzero, loop.sizes)
+    consts, init, xs = split_list(nonzero, loop.sizes)
     allowed = inexact(loop.body.out_avals)
     flags = spread(loop.body, (False, *nonzero), loop.carry_range, allowed)
-    carry, ys = (tuple(m) for m in split(flags, [loop.num_carry]))
+    carry, ys = (tuple(m) for m in split_list(flags, [loop.num_carry]))
     pair = _joint_loop(loop, tuple(consts), carry, tuple(xs), ys)
 
     start = tuple(a for a, b in zip(init, carry, strict=True) if b)
     marked = tangent_inputs([tuple(consts), carry, tuple(xs)])
     marked = (*marked[: pair.carry_range.start + loop.num_carry], *start, *marked[pair.carry_range.stop :])
     exact = spread(pair.body, marked, pair.carry_range)
-    _, carry_dots, _, y_dots = split(exact, [loop.num_carry, sum(carry), len(ys)])
-    exact_carry = tuple(merge(carry, (False,) * carry.count(False), carry_dots))
-    exact_ys = tuple(merge(ys, (False,) * ys.count(False), y_dots))
+    _, carry_dots, _, y_dots = split_list(exact, [loop.num_carry, sum(carry), len(ys)])
+    exact_carry = tuple(merge_lists(carry, (False,) * carry.count(False), carry_dots))
+    exact_ys = tuple(merge_lists(ys, (False,) * ys.count(False), y_dots))
     if (exact_carry, exact_ys) != (carry, ys):
         pair = _joint_loop(loop, tuple(consts), exact_carry, tuple(xs), exact_ys)
     return pair, exact_carry, exact_ys
@@ -130,9 +130,9 @@ def on_pairs(
     low, high, *operands = primals
     nonzero = nonzero_mask(tangents[2:])
     pair, carry_mask, ys_mask = joint_loop(loop, nonzero)
-    consts, carry, xs = split(operands, loop.sizes)
-    const_dots, carry_dots, x_dots = split(tangents[2:], loop.sizes)
-    consts_mask, _, xs_mask = split(nonzero, loop.sizes)
+    consts, carry, xs = split_list(operands, loop.sizes)
+    const_dots, carry_dots, x_dots = split_list(tangents[2:], loop.sizes)
+    consts_mask, _, xs_mask = split_list(nonzero, loop.sizes)
     out = run(
         pair,
         low,
@@ -142,9 +142,9 @@ def on_pairs(
         [*xs, *select(xs_mask, x_dots)],
     )
     saved_mask = select(loop.saved_mask, carry_mask)
-    new_carry, new_carry_dots = split(out.carry, [loop.num_carry])
-    ys, y_dots = split(out.ys, [len(ys_mask)])
-    saved, saved_dots = split(out.saved, [len(saved_mask)])
+    new_carry, new_carry_dots = split_list(out.carry, [loop.num_carry])
+    ys, y_dots = split_list(out.ys, [len(ys_mask)])
+    saved, saved_dots = split_list(out.saved, [len(saved_mask)])
     new_carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in new_carry_dots]
     results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
     mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]

@@ -16,11 +16,11 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     either,
     invert,
-    merge,
+    merge_lists,
     num_bytes,
     reject,
     select,
-    split,
+    split_list,
     trace,
     weakly_cached,
 )
@@ -56,7 +56,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
     """Divide a loop; `unknown` marks consts, carry and xs."""
     if isinstance(loop.storage, EveryResidual):
         return _keep_residuals(loop, unknown)
-    consts, _, xs = (tuple(m) for m in split(unknown, loop.sizes))
+    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
     carry, ys = unknown_outputs(loop, unknown)
     known = known_loop(loop, consts, carry, xs, ys)
     pure = without_effects(loop.body)
@@ -94,7 +94,7 @@ def divide(loop: Loop, unknown: Mask) -> Division:
 def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
     """Which leaves of the carry and which ys are unknown."""
     flags = spread(without_effects(loop.body), (False, *unknown), loop.carry_range)
-    carry, ys = split(flags, [loop.num_carry])
+    carry, ys = split_list(flags, [loop.num_carry])
     return tuple(carry), tuple(ys)
 
 
@@ -136,7 +136,7 @@ def prune(
         keep = [True, *(False,) * num_consts, *carry]
         keep += [False] * (len(body.in_avals) - len(keep))
         pruned, used = dce(body, [*carry, *ys], keep)
-        _, consts, needed, xs = split(used, [1, num_consts, num_carry])
+        _, consts, needed, xs = split_list(used, [1, num_consts, num_carry])
         if tuple(needed) == carry:
             return pruned, (tuple(consts), carry, tuple(xs))
         carry = either(carry, needed)
@@ -159,8 +159,8 @@ def _keep_every_carry(division: Division) -> Division:
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
     jaxpr = linear.body.jaxpr
-    row, consts, carry, xs = split(jaxpr.invars, [1, len(linear.linear_consts), len(linear.linear_carry)])
-    new_carry, ys = split(jaxpr.outvars, [len(linear.linear_carry)])
+    row, consts, carry, xs = split_list(jaxpr.invars, [1, len(linear.linear_consts), len(linear.linear_carry)])
+    new_carry, ys = split_list(jaxpr.outvars, [len(linear.linear_carry)])
     body = replace_jaxpr(
         linear.body,
         [*row, *consts, *select(linear.linear_carry, carry), *xs, *reject(linear.linear_carry, carry)],
@@ -184,7 +184,7 @@ class _Residual(NamedTuple):
 
 def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
     """Let JAX divide the body; residuals become constants, rows of xs, or new rows of ys."""
-    consts, _, xs = (tuple(m) for m in split(unknown, loop.sizes))
+    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
     known, later, carry, ys = _divide_body(loop, unknown)
     num_outputs = carry.count(False) + ys.count(False)
     sizes = [consts.count(False), carry.count(False), xs.count(False)]
@@ -213,7 +213,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
         linear,
         carry,
         ys,
-        uses=(consts, carry, tuple(merge(xs, x_used, (True,) * sum(xs)))),
+        uses=(consts, carry, tuple(merge_lists(xs, x_used, (True,) * sum(xs)))),
         last=(False,) * loop.num_carry,
         hoisted=_hoisted(known, sizes, [r.position for r in residuals if r.hoisted]),
     )
@@ -221,12 +221,12 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
 
 def _divide_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, Mask, Mask]:
     """JAX's partial evaluation of the body, at the fixed point of what is unknown of the carry."""
-    consts, _, xs = split(unknown, loop.sizes)
+    consts, _, xs = split_list(unknown, loop.sizes)
     carry, ys = unknown_outputs(loop, unknown)
     while True:
         inputs = [False, *consts, *carry, *xs]
         known, later, out = partial_eval_jaxpr(loop.body, inputs, [*carry, *ys])
-        carry_out, ys_out = split(out, [loop.num_carry])
+        carry_out, ys_out = split_list(out, [loop.num_carry])
         if either(carry, carry_out) == carry:
             return known, without_effects(later), carry, tuple(ys_out)
         carry = either(carry, carry_out)
@@ -273,7 +273,7 @@ def _linear_body(
     avals = later.in_avals[: len(residuals)]
     forwarded = sorted({r.forwarded for r in residuals if r.forwarded is not None})
     first_of = {f: next(a for r, a in zip(residuals, avals, strict=True) if r.forwarded == f) for f in forwarded}
-    consts, carry, xs, _ = split(later.in_avals[len(residuals) :], [sum(mask) for mask in unknown])
+    consts, carry, xs, _ = split_list(later.in_avals[len(residuals) :], [sum(mask) for mask in unknown])
     groups = [
         [a for r, a in zip(residuals, avals, strict=True) if r.hoisted],
         consts,
@@ -284,7 +284,7 @@ def _linear_body(
     ]
 
     def body(_: Any, *operands: Any) -> list[Any]:
-        hoisted, consts, carry, rows, stacked, xs, _ = split(operands, [len(group) for group in groups])
+        hoisted, consts, carry, rows, stacked, xs, _ = split_list(operands, [len(group) for group in groups])
         hoisted_values, stacked_values = iter(hoisted), iter(stacked)
         values = [
             next(hoisted_values)

@@ -13,7 +13,7 @@ from loopax._src.core.autodiff.partial_eval import Division, divide
 from loopax._src.core.autodiff.transpose import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
 from loopax._src.core.effects.strip_progress import silent_params
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
-from loopax._src.core.jaxpr.util import merge, reject, select, split
+from loopax._src.core.jaxpr.util import merge_lists, reject, select, split_list
 from loopax._src.core.jaxpr.varying_axes import retyped
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -31,13 +31,13 @@ def run_known(
     loop: Loop, division: Division, unknown: Sequence[bool], low: Any, high: Any, operands: Sequence[Any]
 ) -> tuple[Outcome, list[Any]]:
     """Run the known part; returns the results that are known, and the known operands of the rest."""
-    unknown_consts, _, unknown_xs = split(unknown, loop.sizes)
-    consts, carry, xs = split(operands, loop.sizes)
+    unknown_consts, _, unknown_xs = split_list(unknown, loop.sizes)
+    consts, carry, xs = split_list(operands, loop.sizes)
     consts, xs = reject(unknown_consts, consts), reject(unknown_xs, xs)
     init = reject(division.unknown_carry, carry)
     out = run(division.known, low, high, consts, init, xs)
 
-    ys, residual_rows = split(out.ys, [division.num_known_ys])
+    ys, residual_rows = split_list(out.ys, [division.num_known_ys])
     used_consts = reject(unknown_consts, division.uses[0])
     used_xs = reject(unknown_xs, division.uses[2])
     saved = dict(zip(select(division.known.saved_mask, range(len(init))), out.saved, strict=True))
@@ -72,8 +72,8 @@ def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any,
 
 def _linear_operands(loop: Loop, division: Division, unknown: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
     """The operands of the rest that are linear."""
-    unknown_consts, _, unknown_xs = split(unknown, loop.sizes)
-    consts, carry, xs = split(operands, loop.sizes)
+    unknown_consts, _, unknown_xs = split_list(unknown, loop.sizes)
+    consts, carry, xs = split_list(operands, loop.sizes)
     return [
         *select(select(unknown_consts, division.uses[0]), select(unknown_consts, consts)),
         *select(division.unknown_carry, carry),
@@ -83,13 +83,13 @@ def _linear_operands(loop: Loop, division: Division, unknown: Sequence[bool], op
 
 def _assemble(loop: Loop, division: Division, known: Outcome, linear: Sequence[Any]) -> list[Any]:
     """The loop's results from those of its two parts."""
-    carry, ys, saved = split(linear, [sum(division.unknown_carry), sum(division.unknown_ys)])
+    carry, ys, saved = split_list(linear, [sum(division.unknown_carry), sum(division.unknown_ys)])
     unknown_saved = select(loop.saved_mask, division.unknown_carry)
     return [
         known.num_steps,
-        *merge(division.unknown_carry, known.carry, carry),
-        *merge(division.unknown_ys, known.ys, ys),
-        *merge(unknown_saved, known.saved, saved),
+        *merge_lists(division.unknown_carry, known.carry, carry),
+        *merge_lists(division.unknown_ys, known.ys, ys),
+        *merge_lists(unknown_saved, known.saved, saved),
         *known.marks,
     ]
 
@@ -126,7 +126,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
     _, rest = run_known(loop, division, unknown, low, high, operands)
     linear = _linear_operands(loop, division, unknown, operands)
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    _, ct_carry, ct_ys, ct_saved, _ = split(cts, sizes)
+    _, ct_carry, ct_ys, ct_saved, _ = split_list(cts, sizes)
     linear_cts = [
         *select(division.unknown_carry, ct_carry),
         *select(division.unknown_ys, ct_ys),
@@ -140,14 +140,14 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
 
 def _spread_out(loop: Loop, division: Division, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
     """Cotangents of the rest's linear operands as cotangents of the loop's operands."""
-    unknown_consts, unknown_init, unknown_xs = split(unknown, loop.sizes)
+    unknown_consts, unknown_init, unknown_xs = split_list(unknown, loop.sizes)
     static: LinearLoop = division.linear
-    consts, carry, xs = split(cts, static.linear_sizes[:2])
+    consts, carry, xs = split_list(cts, static.linear_sizes[:2])
     used_consts = [u and used for u, used in zip(unknown_consts, division.uses[0], strict=True)]
     used_xs = [u and used for u, used in zip(unknown_xs, division.uses[2], strict=True)]
 
     def place(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-        return merge(mask, [None] * mask.count(False), values)
+        return merge_lists(mask, [None] * mask.count(False), values)
 
     init = place(division.unknown_carry, carry)
     init = [ct if u else None for ct, u in zip(init, unknown_init, strict=True)]

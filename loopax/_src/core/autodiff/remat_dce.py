@@ -9,7 +9,7 @@ from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_replay, n
 from loopax._src.core.effects.strip_progress import silent_equation
 from loopax._src.core.ir.loop import Loop, lending, loop_p
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay_p
-from loopax._src.core.jaxpr.util import Mask, either, reject, select, split
+from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
 from loopax._src.jax_internals import Literal, happens, pe
 
 
@@ -25,7 +25,7 @@ def staged(
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
     loop = lending(Loop(**eqn.params))
-    consts, _init, xs = (tuple(m) for m in split(unknown[2:], loop.sizes))
+    consts, _init, xs = (tuple(m) for m in split_list(unknown[2:], loop.sizes))
     carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
     if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
         return staged(eqn, instantiated)
@@ -41,7 +41,7 @@ def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence
     static = lending_replay(Replay(**eqn.params))
     if any(unknown[:3]):
         return staged(eqn, instantiated)
-    consts, init, saved, carry, xs = (tuple(m) for m in split(unknown[3:], static.sizes))
+    consts, init, saved, carry, xs = (tuple(m) for m in split_list(unknown[3:], static.sizes))
     state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
     known = known_replay(static, (consts, state, carry, xs), ys)
     unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
@@ -71,7 +71,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     if happens(loop.body.effects) or loop.lent:
         return [True] * len(eqn.invars), eqn
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    _, carry, ys, saved, marks = split(used, sizes)
+    _, carry, ys, saved, marks = split_list(used, sizes)
     saved_mask = _spread_saved(loop, saved)
     wanted = either(carry, saved_mask)
     if loop.predicated:
@@ -109,7 +109,7 @@ def _dce_replay(used: list[bool], *rest: Any) -> Any:
         return [False] * len(eqn.invars), None
     if static.lent:
         return [True] * len(eqn.invars), eqn
-    carry, ys = (tuple(m) for m in split(used, [static.num_carry]))
+    carry, ys = (tuple(m) for m in split_list(used, [static.num_carry]))
     keep = needs(static, carry, ys)
     consts, state, carry, xs = keep
     forward, backward = bodies(static, keep, (*carry, *ys))

@@ -6,7 +6,7 @@ from typing import Any
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
 from loopax._src.core.jaxpr.dataflow import spread
-from loopax._src.core.jaxpr.util import Mask, either, select, split, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad
 
 
@@ -22,7 +22,7 @@ def reached(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, ty
     flags = spread(
         static.backward, (False, *consts, *carry, *state, *xs), range(start, start + static.num_carry), allowed
     )
-    carry, ys = (tuple(m) for m in split(flags, [static.num_carry]))
+    carry, ys = (tuple(m) for m in split_list(flags, [static.num_carry]))
     return state, carry, ys
 
 
@@ -54,8 +54,8 @@ def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Ma
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     static = lending_replay(Replay(**params))
     low, high, marks, *operands = primals
-    consts, init, saved, carry, xs = split(operands, static.sizes)
-    const_dots, init_dots, saved_dots, carry_dots, x_dots = split(tangents[3:], static.sizes)
+    consts, init, saved, carry, xs = split_list(operands, static.sizes)
+    const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)
     consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
     started = either(nonzero_mask(init_dots), nonzero_mask(saved_dots))
     state_mask, carry_mask, ys_mask = reached(
@@ -79,8 +79,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
             *select(xs_mask[cut:], x_dots[cut:]),
         ],
     )
-    new_carry, new_carry_dots = split(new_carry, [static.num_carry])
-    ys, y_dots = split(ys, [len(ys_mask)])
+    new_carry, new_carry_dots = split_list(new_carry, [static.num_carry])
+    ys, y_dots = split_list(ys, [len(ys_mask)])
     results = [*new_carry, *ys]
     return results, fill_tangents([*carry_mask, *ys_mask], results, [*new_carry_dots, *y_dots])
 

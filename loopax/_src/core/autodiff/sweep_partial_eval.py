@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from loopax._src.core.autodiff.sweep_jvp import reached
 from loopax._src.core.autodiff.sweep_transpose import LinearReplay, Operands, linear_replay_p, transpose_linear_replay
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
-from loopax._src.core.jaxpr.util import Mask, either, invert, merge, reject, select, split, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
 
 
@@ -71,13 +71,13 @@ def needs(static: Replay, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask
     """Which consts, states, carry leaves and xs these outputs of a sweep need."""
     while True:
         used = dce(static.backward, [*carry, *ys], False)[1]
-        _, consts, used_carry, state, xs = split(used, [1, static.num_consts, static.num_carry, static.num_state])
+        _, consts, used_carry, state, xs = split_list(used, [1, static.num_consts, static.num_carry, static.num_state])
         if either(carry, used_carry) == carry:
             break
         carry = either(carry, used_carry)
     while True:
         used = dce(static.forward, state, False)[1]
-        _, forward_consts, used_state, forward_xs = split(used, [1, static.num_consts, static.num_state])
+        _, forward_consts, used_state, forward_xs = split_list(used, [1, static.num_consts, static.num_state])
         if either(state, used_state) == tuple(state):
             break
         state = either(state, used_state)
@@ -115,17 +115,17 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
-    unknown = [tuple(mask) for mask in split(flags[3:], static.sizes)]
+    unknown = [tuple(mask) for mask in split_list(flags[3:], static.sizes)]
     division = _divide(static, unknown)
     if all(division.unknown_carry) and all(division.unknown_ys):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
-    window, operands = split(map(known_value, tracers), [3])
-    carry, ys = _run_known(division, unknown, window, split(operands, static.sizes))
+    window, operands = split_list(map(known_value, tracers), [3])
+    carry, ys = _run_known(division, unknown, window, split_list(operands, static.sizes))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
-    rest = _rest(division, unknown, split(tracers[3:], static.sizes))
+    rest = _rest(division, unknown, split_list(tracers[3:], static.sizes))
     out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], division.linear._asdict())
-    linear_carry, linear_ys = split(out, [sum(division.unknown_carry)])
-    return [*merge(division.unknown_carry, carry, linear_carry), *merge(division.unknown_ys, ys, linear_ys)]
+    linear_carry, linear_ys = split_list(out, [sum(division.unknown_carry)])
+    return [*merge_lists(division.unknown_carry, carry, linear_carry), *merge_lists(division.unknown_ys, ys, linear_ys)]
 
 
 pe.custom_partial_eval_rules[replay_p] = _partial_eval
@@ -135,17 +135,17 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
     static = lending_replay(Replay(**params))
     flags = list(map(ad.is_undefined_primal, operands))
-    unknown = [tuple(mask) for mask in split(flags, static.sizes)]
+    unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
     division = _divide(static, unknown)
-    rest = _rest(division, unknown, split(operands, static.sizes))
-    ct_carry, ct_ys = split(cts, [static.num_carry])
+    rest = _rest(division, unknown, split_list(operands, static.sizes))
+    ct_carry, ct_ys = split_list(cts, [static.num_carry])
     cts = [*select(division.unknown_carry, ct_carry), *select(division.unknown_ys, ct_ys)]
     given = Operands.of(division.linear, [low, high, *rest])
     consts, init, carry, xs = transpose_linear_replay(cts, division.linear, given)
     masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
     used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, division.uses, strict=True)]
     consts, init, carry, xs = (
-        merge(mask, [None] * mask.count(False), group)
+        merge_lists(mask, [None] * mask.count(False), group)
         for mask, group in zip(used, (consts, init, carry, xs), strict=True)
     )
     found = [*consts, *init, *(None for _ in init), *carry, *xs]

@@ -28,10 +28,10 @@ from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.util import (
     Mask,
     invert,
-    merge,
+    merge_lists,
     reject,
     select,
-    split,
+    split_list,
     stacked,
     trace,
     weakly_cached,
@@ -78,7 +78,7 @@ class LinearReplay(NamedTuple):
     def avals(self) -> list[list[Any]]:
         """The types of consts, states, carry, xs and ys."""
         sizes = [len(self.linear_consts), len(self.linear_carry), len(self.linear_state)]
-        consts, carry, state, xs = split(self.backward.in_avals[1:], sizes)
+        consts, carry, state, xs = split_list(self.backward.in_avals[1:], sizes)
         return [consts, state, carry, xs, self.backward.out_avals[len(self.linear_carry) :]]
 
     @property
@@ -132,7 +132,7 @@ class Operands(NamedTuple):
         """Cut a flat list."""
         low, high, *rest = operands
         sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
-        *groups, _ = split(rest, sizes)
+        *groups, _ = split_list(rest, sizes)
         return cls(low, high, groups[:4], groups[4:])
 
 
@@ -142,7 +142,7 @@ linear_replay_p = new_primitive("loop_linear_replay")
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     static = LinearReplay(**params)
     given = Operands.of(static, flat)
-    groups = [merge(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
+    groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
     carry, rows = walk_and_replay(static.as_replay, given.low, given.high, *groups)
     return [*select(static.linear_carry, carry), *rows]
 
@@ -175,14 +175,14 @@ def _transposed_step(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
     inputs = [*known, linear[1], linear[2], select(nonzero_ys, ys)]
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        groups = split(operands, [len(group) for group in inputs])[:-1]
+        groups = split_list(operands, [len(group) for group in inputs])[:-1]
         values, (ct_state, ct_carry, ct_y) = groups[:4], groups[4:]
 
         def linear_part(*dots: list[Any]) -> tuple[list[Any], ...]:
             pairs = zip(static.masks, values, dots, strict=True)
-            consts, state, carry, xs = (merge(mask, k, d) for mask, k, d in pairs)
+            consts, state, carry, xs = (merge_lists(mask, k, d) for mask, k, d in pairs)
             new_state = forward(row, *consts, *state, *xs[: static.num_forward_xs])
-            new_carry, y = split(backward(row, *consts, *carry, *state, *xs), [len(carry)])
+            new_carry, y = split_list(backward(row, *consts, *carry, *state, *xs), [len(carry)])
             return (
                 select(static.linear_state, new_state),
                 select(static.linear_carry, new_carry),
@@ -221,7 +221,7 @@ def _forward_pair(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
     inputs = [consts, state, p, xs, select(nonzero_ys, static.avals[4]), carry if reads_carry else []]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        consts, state, p, xs, ct_y, carry = split(operands, [len(group) for group in inputs])[:-1]
+        consts, state, p, xs, ct_y, carry = split_list(operands, [len(group) for group in inputs])[:-1]
         new_state = jaxpr_as_fun(known.forward)(row, *consts, *state, *xs[: known.num_forward_xs])
         return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_y)]
 
@@ -240,10 +240,10 @@ def _backward_pair(static: LinearReplay, nonzero_ys: Mask, num_extra_xs: int) ->
     inputs = [consts, carry, m, linear_consts, state, p, xs, ct_y, extra]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, m, ct_consts, state, p, xs, ct_y, _ = split(operands, [len(group) for group in inputs])[:-1]
+        consts, carry, m, ct_consts, state, p, xs, ct_y, _ = split_list(operands, [len(group) for group in inputs])[:-1]
         new_carry = jaxpr_as_fun(known.backward)(row, *consts, *carry, *state, *xs)
         found = step(row, *consts, *state, *carry, *xs, *m, *p, *ct_y)
-        more_consts, m, _, ct_xs = split(found, [len(linear_consts), len(m), len(p)])
+        more_consts, m, _, ct_xs = split_list(found, [len(linear_consts), len(m), len(p)])
         return [*new_carry, *m, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_xs]
 
     return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
@@ -251,7 +251,7 @@ def _backward_pair(static: LinearReplay, nonzero_ys: Mask, num_extra_xs: int) ->
 
 def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Operands) -> list[list[Any]]:
     """Cotangents of the linear consts, init of the states, init of the carry, and xs."""
-    p, ct_ys = split(cts, [sum(static.linear_carry)])
+    p, ct_ys = split_list(cts, [sum(static.linear_carry)])
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
     consts, init, carry, xs = given.known
     extra = _every_carry(static, given) if _cotangents_of_carry(static, nonzero_ys)[1] else []
@@ -280,7 +280,7 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
     states = [*init, *map(written_out, p)]
     (marks,) = out.marks
     final, ct_xs = replay(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
-    _, ct_init, ct_consts = split(final, [len(carry), len(avals[1])])
+    _, ct_init, ct_consts = split_list(final, [len(carry), len(avals[1])])
     return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
 
 

@@ -20,10 +20,10 @@ from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.util import (
     Mask,
     invert,
-    merge,
+    merge_lists,
     reject,
     select,
-    split,
+    split_list,
     stacked,
     trace,
     weakly_cached,
@@ -69,19 +69,19 @@ class LinearLoop(NamedTuple):
     @property
     def input_avals(self) -> list[list[Any]]:
         """The types of consts, carry and rows of xs."""
-        return split(self.body.in_avals[1:], [len(self.linear_consts), len(self.linear_carry)])
+        return split_list(self.body.in_avals[1:], [len(self.linear_consts), len(self.linear_carry)])
 
     @property
     def output_avals(self) -> list[list[Any]]:
         """The types of the linear carry and of rows of ys."""
-        carry, ys = split(self.body.out_avals, [len(self.linear_carry)])
+        carry, ys = split_list(self.body.out_avals, [len(self.linear_carry)])
         return [select(self.linear_carry, carry), ys]
 
     @property
     def as_loop(self) -> Loop:
         """The whole loop, known part included."""
         saved = tuple(
-            merge(
+            merge_lists(
                 self.linear_carry,
                 (False,) * self.linear_carry.count(False),
                 self.saved or (False,) * sum(self.linear_carry),
@@ -121,7 +121,7 @@ class Operands(NamedTuple):
         """Cut a flat list."""
         low, high, *rest = operands
         sizes = [*linear.known_sizes, *linear.linear_sizes]
-        *groups, _ = split(rest, sizes)
+        *groups, _ = split_list(rest, sizes)
         return cls(low, high, *groups)
 
 
@@ -137,9 +137,9 @@ def _whole(*flat: Any, **params: Any) -> list[Any]:
         loop,
         given.low,
         given.high,
-        merge(linear.linear_consts, given.known_consts, given.consts),
-        merge(linear.linear_carry, given.known_init, given.init),
-        merge(linear.linear_xs, given.known_xs, given.xs),
+        merge_lists(linear.linear_consts, given.known_consts, given.consts),
+        merge_lists(linear.linear_carry, given.known_init, given.init),
+        merge_lists(linear.linear_xs, given.known_xs, given.xs),
     )
     return [*select(linear.linear_carry, out.carry), *out.ys, *out.saved]
 
@@ -190,16 +190,18 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     ]
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = split(operands, list(map(len, inputs)))[:-1]
+        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = split_list(operands, list(map(len, inputs)))[
+            :-1
+        ]
 
         def linear_part(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], ...]:
             out, last = function(
                 row,
-                *merge(linear.linear_consts, known_consts, consts),
-                *merge(linear.linear_carry, known_carry, carry),
-                *merge(linear.linear_xs, known_x, xs),
+                *merge_lists(linear.linear_consts, known_consts, consts),
+                *merge_lists(linear.linear_carry, known_carry, carry),
+                *merge_lists(linear.linear_xs, known_x, xs),
             )
-            new_carry, y = split(out, [len(linear.linear_carry)])
+            new_carry, y = split_list(out, [len(linear.linear_carry)])
             last_consts = select(linear.linear_consts, last[1 : 1 + len(linear.linear_consts)])
             return select(linear.linear_carry, new_carry), select(nonzero_ys, y), select(by_row, last_consts)
 
@@ -219,7 +221,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
     num_carry, num_ys = sum(linear.linear_carry), len(linear.output_avals[1])
     # Cotangents of saved carries are zeros, if perhaps written out by a loop around this one: only sweeps use
     # what is saved, and they have their derivatives with respect to `init`.
-    ct_carry, ct_ys, _ = split(cts, [num_carry, num_ys])
+    ct_carry, ct_ys, _ = split_list(cts, [num_carry, num_ys])
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
     step = transposed_step(linear, nonzero_ys)
     ct_consts = [zeros(aval) for aval in avals[: sum(linear.linear_consts)]]
@@ -259,7 +261,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
         )
         out = run(loop, given.low, given.high, given.known_consts, carry, xs)
         out_carry, ct_xs = out.carry, out.ys
-    ct_carry, ct_consts = split(out_carry, [num_carry])
+    ct_carry, ct_consts = split_list(out_carry, [num_carry])
     return [*ct_consts, *ct_carry, *ct_xs]
 
 

@@ -20,7 +20,7 @@ from loopax._src.core.batching.masked_step import (
 )
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
-from loopax._src.core.jaxpr.util import Mask, collective_over, select, split, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import Lent, large_constants
 from loopax._src.core.row_buffers.versions import buffers, read_only
 from loopax._src.jax_internals import vary_like
@@ -95,11 +95,11 @@ def _lanes_loop(
         return active & carry[0] if loop.predicated else active
 
     def activity(row: Any, *operands: Any) -> list[Any]:
-        own, _, _, carry = split(operands, [num_windows, loop.num_consts, num_extra])
+        own, _, _, carry = split_list(operands, [num_windows, loop.num_consts, num_extra])
         return [active_at(row, own, carry)]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        own, consts, extra, carry, xs = split(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
+        own, consts, extra, carry, xs = split_list(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
         active = active_at(row, own, carry)
 
         def step() -> list[Any]:
@@ -148,7 +148,7 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes, leave: 
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
     batch = _lanes_loop(loop, axis, lanes.mapped_consts, lanes.mapped_xs, lanes.windows, avals, leave)
     out = run(batch, low, high, [*lanes.own, *lanes.consts], [*extra, *lanes.carry], lanes.xs)
-    extra, carry = split(out.carry, [len(extra)])
+    extra, carry = split_list(out.carry, [len(extra)])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None
 
 

@@ -12,7 +12,7 @@ from loopax._src.core.batching.masked_step import (
 )
 from loopax._src.core.ir.reverse_sweep import Replay
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
-from loopax._src.core.jaxpr.util import Mask, split, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import Lent, large_constants
 from loopax._src.core.row_buffers.versions import buffers, read_only
 from loopax._src.jax_internals import ClosedJaxpr
@@ -63,7 +63,7 @@ def _lanes_body(
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        window, consts, carry, rest = split(operands, [sum(windows), num_consts, num_carry])
+        window, consts, carry, rest = split_list(operands, [sum(windows), num_consts, num_carry])
         active = in_window(row, window, windows, axis)
 
         def step() -> list[Any]:

@@ -16,7 +16,7 @@ from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import Loop, lending, loop_p, run
 from loopax._src.core.jaxpr.dataflow import spread
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
-from loopax._src.core.jaxpr.util import Mask, collective_over, either, select, split, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, collective_over, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import axis_arguments, batched_outputs, batching
 from loopax._src.messages import symbolic_lanes_message
 
@@ -28,8 +28,8 @@ def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, y
 
 def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     loop, axis = lending(Loop(**params)), Axis.of(axis_data)
-    (low, high), *groups = split(operands, [2, *loop.sizes])
-    window_dims, *group_dims = split(dims, [2, *loop.sizes])
+    (low, high), *groups = split_list(operands, [2, *loop.sizes])
+    window_dims, *group_dims = split_list(dims, [2, *loop.sizes])
     consts, carry, xs = groups
     const_dims, carry_dims, x_dims = group_dims
     consts = [move(x, d, 0) for x, d in zip(consts, const_dims, strict=True)]
@@ -59,11 +59,11 @@ def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: 
     """Which leaves of the carry and which ys are batched."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
         flags = spread(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
-        reached, ys = split(flags, [loop.num_carry])
+        reached, ys = split_list(flags, [loop.num_carry])
         return tuple(reached), tuple(ys)
     while True:  # what has passed through a collective may be the same in all lanes again
         flags = batched_outputs(loop.body, axis_data, [False, *consts, *carry, *xs])
-        new, ys = split(flags, [loop.num_carry])
+        new, ys = split_list(flags, [loop.num_carry])
         if either(carry, new) == carry:
             return carry, tuple(ys)
         carry = either(carry, new)

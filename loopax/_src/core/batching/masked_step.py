@@ -15,7 +15,7 @@ from jax import lax
 
 from loopax._src.core.effects.guard import guarded
 from loopax._src.core.jaxpr.mapped_axis import Axis
-from loopax._src.core.jaxpr.util import Mask, either, invert, split
+from loopax._src.core.jaxpr.util import Mask, either, invert, split_list
 from loopax._src.core.masking.all_active import active_lanes, visibly_active
 from loopax._src.core.masking.substitute import borrow, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
@@ -63,7 +63,7 @@ def step_lanes(
     In leaves of the carry that are changed `in_place`, finished lanes do not write.
     """
     out = function(active, row, *borrow(active, operands, batched))
-    new_carry, ys = split(out, [len(carry)])
+    new_carry, ys = split_list(out, [len(carry)])
     leaves = zip(in_place, new_carry, carry, strict=True)
     return [
         *(new if changed else pick(active, new, old) for changed, new, old in leaves),

@@ -14,7 +14,7 @@ from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p, walk_and_replay
 from loopax._src.core.jaxpr.expand import batch_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
-from loopax._src.core.jaxpr.util import Mask, split, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
 from loopax._src.jax_internals import batching
 from loopax._src.messages import symbolic_lanes_message
 
@@ -31,7 +31,7 @@ def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """A sweep that does not rely on what the forward loop saved."""
     static = Replay(**params)
-    consts, init, _, carry, xs = split(operands, static.sizes)
+    consts, init, _, carry, xs = split_list(operands, static.sizes)
     carry, ys = walk_and_replay(static, low, high, consts, init, carry, xs)
     return [*carry, *ys]
 
@@ -42,8 +42,10 @@ _save_again = batch_expanded(replay_p, _without_saved)
 
 def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     static, axis = lending_replay(Replay(**params)), Axis.of(axis_data)
-    (low, high, marks), consts, init, saved, carry, xs = split(operands, [3, *static.sizes])
-    (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split(dims, [3, *static.sizes])
+    (low, high, marks), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
+    (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
+        dims, [3, *static.sizes]
+    )
     consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
     if marks_dim is not None and not (static.stages and any(windows)):
         return _save_again(axis_data, operands, dims, **params)

@@ -10,7 +10,7 @@ from jax import lax
 from loopax._src.core.effects.strip_progress import silent
 from loopax._src.core.ir.loop import Loop, lending, loop_p
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay_p
-from loopax._src.core.jaxpr.util import bind_again, evaluate, split, trace
+from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, new_primitive, scan_sizes
@@ -136,10 +136,10 @@ def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
-    consts, init, xs = split(operands, [num_consts, num_carry])
+    consts, init, xs = split_list(operands, [num_consts, num_carry])
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split(guarded(params["jaxpr"])(active, *consts, *carry, *x), [num_carry])
+        carry, y = split_list(guarded(params["jaxpr"])(active, *consts, *carry, *x), [num_carry])
         return carry, y
 
     carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], params["unroll"])

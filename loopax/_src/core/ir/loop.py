@@ -25,7 +25,17 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
-from loopax._src.core.jaxpr.util import INDEX, Mask, merge, origin, reject, select, split, stacked, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    Mask,
+    merge_lists,
+    origin,
+    reject,
+    select,
+    split_list,
+    stacked,
+    weakly_cached,
+)
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
@@ -64,18 +74,18 @@ class Loop(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Lengths of consts and carry, for `split`; what remains is xs."""
+        """Lengths of consts and carry, for `split_list`; what remains is xs."""
         return [self.num_consts, self.num_carry]
 
     @property
     def input_avals(self) -> list[list[Any]]:
         """The types of consts, carry and rows of xs."""
-        return split(self.body.in_avals[1:], self.sizes)
+        return split_list(self.body.in_avals[1:], self.sizes)
 
     @property
     def output_avals(self) -> list[list[Any]]:
         """The types of carry and rows of ys."""
-        return split(self.body.out_avals, [self.num_carry])
+        return split_list(self.body.out_avals, [self.num_carry])
 
     @property
     def names(self) -> Names:
@@ -119,7 +129,7 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     if axes := _differing(slim, low, high, operands):
         slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
     out = outcome(slim, loop_p.bind(low, high, *operands, **slim._asdict()))
-    return out._replace(carry=merge(fixed, out.carry, select(fixed, carry)))
+    return out._replace(carry=merge_lists(fixed, out.carry, select(fixed, carry)))
 
 
 def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes:
@@ -139,7 +149,7 @@ def _apart(loop: Loop, axes: Axes) -> Loop | None:
 def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
     """The results of a loop, or of a batch of it, by name."""
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    (num_steps,), *groups = split(results, sizes)
+    (num_steps,), *groups = split_list(results, sizes)
     return Outcome(num_steps, *groups)
 
 
@@ -171,8 +181,8 @@ def _unchanged(loop: Loop) -> Mask:
 def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     """The loop with the fixed leaves among its constants (behind the others)."""
     jaxpr = loop.body.jaxpr
-    (row,), consts, carry, xs = split(jaxpr.invars, [1, *loop.sizes])
-    new_carry, ys = split(jaxpr.outvars, [loop.num_carry])
+    (row,), consts, carry, xs = split_list(jaxpr.invars, [1, *loop.sizes])
+    new_carry, ys = split_list(jaxpr.outvars, [loop.num_carry])
     body = replace_jaxpr(
         loop.body,
         [row, *consts, *select(fixed, carry), *reject(fixed, carry), *xs],

@@ -26,7 +26,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
-from loopax._src.core.jaxpr.util import split, stacked, weakly_cached
+from loopax._src.core.jaxpr.util import split_list, stacked, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
@@ -52,18 +52,18 @@ class Replay(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Lengths of consts, init, saved and carry among the operands, for `split`."""
+        """Lengths of consts, init, saved and carry among the operands, for `split_list`."""
         return [self.num_consts, self.num_state, self.num_state, self.num_carry]
 
     @property
     def forward_avals(self) -> list[list[Any]]:
         """The types of consts, state and rows of the xs that `forward` reads."""
-        return split(self.forward.in_avals[1:], [self.num_consts, self.num_state])
+        return split_list(self.forward.in_avals[1:], [self.num_consts, self.num_state])
 
     @property
     def backward_avals(self) -> list[list[Any]]:
         """The types of consts, carry, state and rows of xs."""
-        return split(self.backward.in_avals[1:], [self.num_consts, self.num_carry, self.num_state])
+        return split_list(self.backward.in_avals[1:], [self.num_consts, self.num_carry, self.num_state])
 
     @property
     def y_avals(self) -> list[Any]:
@@ -102,7 +102,7 @@ def replay(
     if axes := differing([low, high, marks]):
         static, operands = _apart(static, axes), varying(operands, axes)
     outputs = replay_p.bind(low, high, marks, *operands, **static._asdict())
-    new_carry, ys = split(outputs, [static.num_carry])
+    new_carry, ys = split_list(outputs, [static.num_carry])
     return new_carry, ys
 
 
@@ -161,7 +161,7 @@ def _dependence(eqn: Any) -> list[int]:
     static = lending_replay(Replay(**eqn.params))
     bits = [1 << i for i in range(len(eqn.invars))]
     window, rest = bits[0] | bits[1] | bits[2], bits[3:]
-    consts, init, saved, carry, xs = split(rest, static.sizes)
+    consts, init, saved, carry, xs = split_list(rest, static.sizes)
     state = [a | b for a, b in zip(init, saved, strict=True)]
     start = 1 + static.num_consts
     inputs = [0, *consts, *state, *xs[: static.num_forward_xs]]

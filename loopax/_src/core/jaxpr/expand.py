@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.jaxpr.util import merge, reject, select
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.jax_internals import Primitive, axis_arguments, is_nonzero
 
 
@@ -36,7 +36,7 @@ def jvp_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
         perturbed = list(map(is_nonzero, tangents))
 
         def of_perturbed(*values: Any) -> list[Any]:
-            return function(*merge(perturbed, reject(perturbed, primals), values), **params)
+            return function(*merge_lists(perturbed, reject(perturbed, primals), values), **params)
 
         return jax.jvp(of_perturbed, tuple(select(perturbed, primals)), tuple(select(perturbed, tangents)))
 

@@ -35,7 +35,7 @@ INDEX = jax.ShapeDtypeStruct((), jnp.int32)  # the type of row numbers and step 
 MOST_STEPS = 2**31 - 1  # the largest; the count of a loop without a bound stays there
 
 
-def split(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
+def split_list(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
     """Cut a list into pieces of these sizes, and the rest."""
     items, pieces = list(items), []
     for size in sizes:
@@ -54,7 +54,7 @@ def reject(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
     return [item for chosen, item in zip(mask, items, strict=True) if not chosen]
 
 
-def merge(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> list[T]:
+def merge_lists(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> list[T]:
     """The inverse of `reject` and `select`."""
     sources = (iter(list(false)), iter(list(true)))
     merged = [next(sources[chosen]) for chosen in mask]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, loop_p, result_avals
 from loopax._src.core.ir.progress import UNKNOWN, Reports
-from loopax._src.core.jaxpr.util import split, stacked
+from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.checkpointed import run_saving
 from loopax._src.core.lowering.while_loop import Common, State, Step, Steps, Walk, Watch, read
@@ -29,7 +29,7 @@ def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
 
 
 def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:
-    consts, carry, xs = split(operands, loop.sizes)
+    consts, carry, xs = split_list(operands, loop.sizes)
     if loop.bound == 0:  # there are no rows that a step could read
         return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
     steps = _steps(loop, consts, xs)
@@ -53,7 +53,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
 
 def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
     def step(body: Any, consts: Sequence[Any], row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
+        carry, y = split_list(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
         return carry, y
 
     def active_at(state: State) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from loopax._src.core.ir.reverse_sweep import Replay, replay_p
-from loopax._src.core.jaxpr.util import split, stacked
+from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.sweep_binomial import sweep_slots
 from loopax._src.core.lowering.sweep_common import Track, bodies_of
@@ -18,7 +18,7 @@ from loopax._src.schedule import Blocks
 def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:
     static = Replay(**params)
     low, high, marks = map(unvarying, (low, high, marks))
-    consts, _, saved, carry, xs = split(operands, static.sizes)
+    consts, _, saved, carry, xs = split_list(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
     if static.bound == 0:  # there are no rows, and no marks
         return [*carry, *ys]

@@ -15,7 +15,7 @@ from jax import lax
 
 from loopax._src import schedule
 from loopax._src.core.ir.loop import UNUSED
-from loopax._src.core.jaxpr.util import split
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
 from loopax._src.core.lowering.while_loop import State, Step, Steps, Walk, read, write
 
@@ -102,7 +102,7 @@ def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: S
 
     def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-            state, carry = split(values, [num_state])
+            state, carry = split_list(values, [num_state])
             carry, y = functions.backward(row_of(position), consts, carry, state)
             before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
             return [*(read(s, before) for s in run.slots), *carry], y
@@ -112,5 +112,5 @@ def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: S
     steps = bodies.steps(make, track.ahead, track.row(run.step))
     start = State([*run.state, *progress.carry], progress.ys, end - run.step - 1)
     progress = Walk(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
-    state, carry = split(progress.carry, [num_state])
+    state, carry = split_list(progress.carry, [num_state])
     return state, progress._replace(carry=carry)

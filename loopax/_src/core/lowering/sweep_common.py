@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import UNUSED
 from loopax._src.core.ir.reverse_sweep import Replay
-from loopax._src.core.jaxpr.util import split
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.while_loop import Common, Step, Steps, Walk, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
 from loopax._src.core.masking.substitute import Lent, in_stretches
@@ -108,7 +108,7 @@ def _functions(static: Replay, forward_body: Any, backward_body: Any, xs: list[A
 
     def backward(row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
         out = backward_body(row, *consts, *carry, *state, *(read(x, row) for x in xs))
-        carry, y = split(out, [static.num_carry])
+        carry, y = split_list(out, [static.num_carry])
         return carry, y
 
     return Functions(forward, backward)

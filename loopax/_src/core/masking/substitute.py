@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import Mask, num_bytes, select, split, trace
+from loopax._src.core.jaxpr.util import Mask, num_bytes, select, split_list, trace
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, batching, jaxpr_as_fun, mlir
 
 # Constants of all lanes together from which on lending them in stretches pays (measured in
@@ -70,7 +70,7 @@ def lend_in_body(body: ClosedJaxpr, lent: Lent) -> ClosedJaxpr:
     num_consts, num_carry = len(lent.consts), len(lent.activity.in_avals) - 1 - len(lent.consts)
 
     def lending(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, rest = split(operands, [num_consts, num_carry])
+        consts, carry, rest = split_list(operands, [num_consts, num_carry])
         (active,) = activity(row, *consts, *carry)
         return function(row, *borrow(active, consts, lent.consts), *carry, *rest)
 

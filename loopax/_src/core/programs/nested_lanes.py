@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.kind import EveryCarry, EveryResidual
 from loopax._src.core.ir.loop import Loop, Outcome, run
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, trace, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.core.lowering.while_loop import Walk, read
 from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, written
@@ -74,7 +74,7 @@ class Machine(NamedTuple):
         ends = inside & ~self.inner.goes_on(at)
         values = [*state.carry, *map(zeros, self.loop.output_avals[1])]
         outputs = at_most_once(ends, lambda *_: self.inner.after(inputs(), at), values)
-        carry, rows = split(outputs, [self.loop.num_carry])
+        carry, rows = split_list(outputs, [self.loop.num_carry])
         counted = ends.astype(jnp.int32)
         row = Walk(self.loop.reverse).advance(state.row, counted)
         ys = written(state.ys, state.row, rows, ends)
@@ -95,13 +95,13 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         return leaves
 
     def step(_: Any, *values: Any) -> list[Any]:
-        leaves, (low, high), own_consts, xs = split(values, [len(state), 2, len(consts)])
+        leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
         now = Machine(loop, stepper, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
         return jax.tree.leaves(now)
 
     state = trace(start, [INDEX, INDEX, *carry]).out_avals
     body = settled(step, INDEX, state, operands)
-    row, leaves, given = split(body.jaxpr.invars, [1, len(state)])
+    row, leaves, given = split_list(body.jaxpr.invars, [1, len(state)])
     single = Loop(
         replace_jaxpr(body, [*row, *given, *leaves], body.jaxpr.outvars),
         num_consts=len(operands),

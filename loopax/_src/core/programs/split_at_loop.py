@@ -8,7 +8,16 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.kind import EveryResidual, Storage
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, bind_again, evaluate, split, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    MOST_STEPS,
+    bind_again,
+    evaluate,
+    split_list,
+    stacked,
+    trace,
+    weakly_cached,
+)
 from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.core.lowering.while_loop import Walk, read, write
 from loopax._src.jax_internals import (
@@ -65,7 +74,7 @@ def cut(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> Parts:
     loop = lending(Loop(**at.params))
     if loop.reporting is not None:
         raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
-    (low, high), consts, carry, xs = split(at.invars, [2, *loop.sizes])
+    (low, high), consts, carry, xs = split_list(at.invars, [2, *loop.sizes])
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
     inputs = flat.jaxpr.invars
@@ -119,7 +128,7 @@ def run_function(
         settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
     )
     carry = list(map(vary_like, carry, opened.out_avals))
-    consts, (row, *rest) = split(opened.jaxpr.invars, [len(closed_over)])
+    consts, (row, *rest) = split_list(opened.jaxpr.invars, [len(closed_over)])
     loop = Loop(
         replace_jaxpr(opened, [row, *consts, *rest], opened.jaxpr.outvars),
         num_consts=len(consts),
@@ -169,11 +178,11 @@ class Stepper(NamedTuple):
         loop, sizes = self.parts.loop, [2, self.parts.loop.num_carry]
 
         def before(*_: Any) -> list[Any]:
-            (low, high), carry, kept = split(jaxpr_as_fun(self.parts.before)(*inputs()), sizes)
+            (low, high), carry, kept = split_list(jaxpr_as_fun(self.parts.before)(*inputs()), sizes)
             return [*((high - 1, low - 1) if loop.reverse else (low, high)), *carry, *kept]
 
         values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
-        (row, end), carry, kept = split(values, sizes)
+        (row, end), carry, kept = split_list(values, sizes)
         ys = [jnp.where(needed, jnp.zeros((), y.dtype), y) for y in at.ys]
         return Inside(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
 
@@ -185,11 +194,11 @@ class Stepper(NamedTuple):
 
         def step(*values: Any) -> list[Any]:
             operands = jaxpr_as_fun(self.parts.operands)(*inputs(), *at.kept)
-            consts, xs = split(operands, [loop.num_consts])
+            consts, xs = split_list(operands, [loop.num_consts])
             return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
 
         values = [*at.carry, *map(zeros, loop.output_avals[1])]
-        carry, rows = split(at_most_once(needed, step, values), [loop.num_carry])
+        carry, rows = split_list(at_most_once(needed, step, values), [loop.num_carry])
         counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
         return at._replace(
             row=Walk(loop.reverse).advance(at.row, counted),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import active_first
 from loopax._src.core.ir.kind import Checkpoints
-from loopax._src.core.jaxpr.util import split
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, run_function
 from loopax._src.jax_internals import ClosedJaxpr, zeros
 from loopax._src.messages import lanes_map_message
@@ -93,7 +93,7 @@ def run_queue(
     start, treedef = jax.tree.flatten(queue.empty())
 
     def one_round(_: Any, *values: Any) -> list[Any]:
-        leaves, (numbers, *inputs) = split(values, [len(start)])
+        leaves, (numbers, *inputs) = split_list(values, [len(start)])
         state, finished, outputs = _round(queue, treedef.unflatten(leaves), numbers, inputs)
         return [*jax.tree.leaves(state), finished, *outputs]
 

@@ -19,10 +19,10 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
     inner_jaxprs,
-    merge,
+    merge_lists,
     reject,
     select,
-    split,
+    split_list,
     trace,
     weakly_cached,
 )
@@ -249,13 +249,13 @@ def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[
 
 
 def _run_frozen(loop: Loop, mask: Sequence[bool], operands: list[Any]) -> list[Any]:
-    window, consts, carry, xs = split(operands, [2, *loop.sizes])
-    is_last = tuple(split(mask, [2, *loop.sizes])[2])
+    window, consts, carry, xs = split_list(operands, [2, *loop.sizes])
+    is_last = tuple(split_list(mask, [2, *loop.sizes])[2])
     slim = _frozen_loop(loop, is_last)
     given = [*window, *consts, *select(is_last, carry), *reject(is_last, carry), *xs]
     num_steps, *results = loop_p.bind(*given, **slim._asdict())
-    new_carry, rest = split(results, [slim.num_carry])
-    return [num_steps, *merge(is_last, new_carry, select(is_last, carry)), *rest]
+    new_carry, rest = split_list(results, [slim.num_carry])
+    return [num_steps, *merge_lists(is_last, new_carry, select(is_last, carry)), *rest]
 
 
 @weakly_cached
@@ -272,12 +272,12 @@ def _frozen_loop(loop: Loop, is_last: Mask) -> Loop:
 def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr:
     """(row, *consts, *last versions, *rest of the carry, *x) -> (*rest of the carry, *y)."""
     function = frozen(body, [1 + sizes[0] + i for i, flag in enumerate(is_last) if flag])
-    (row,), consts, carry, xs = split(body.in_avals, [1, *sizes])
+    (row,), consts, carry, xs = split_list(body.in_avals, [1, *sizes])
     last, rest = select(is_last, carry), reject(is_last, carry)
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        consts, last, rest, xs = split(operands, [sizes[0], sum(is_last), is_last.count(False)])
-        new_carry, ys = split(function(row, *consts, *merge(is_last, rest, last), *xs), [len(is_last)])
+        consts, last, rest, xs = split_list(operands, [sizes[0], sum(is_last), is_last.count(False)])
+        new_carry, ys = split_list(function(row, *consts, *merge_lists(is_last, rest, last), *xs), [len(is_last)])
         return [*reject(is_last, new_carry), *ys]
 
     return trace(step, [row, *consts, *last, *rest, *xs])

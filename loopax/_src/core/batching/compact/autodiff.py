@@ -19,7 +19,7 @@ from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
 from loopax._src.core.batching.compact.primitive import Batch, batch, batch_of, batch_p, jvp_of_program
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.loop import Loop, Outcome, outcome
-from loopax._src.core.jaxpr.util import Mask, invert, merge, reject, select, split
+from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, split_list
 from loopax._src.jax_internals import ad, evaluate_partially, is_known, known_value, pe, stage_unknown
 
 
@@ -31,9 +31,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     inner = Batch(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
-    windows, consts, _, xs = split(inner.mapped, [2, *inner.static.sizes])
+    windows, consts, _, xs = split_list(inner.mapped, [2, *inner.static.sizes])
     perturbed = nonzero_mask(tangents[2:])
-    perturbed_consts, _, perturbed_xs = split(perturbed, inner.static.sizes)
+    perturbed_consts, _, perturbed_xs = split_list(perturbed, inner.static.sizes)
 
     def run(pair: Loop, low: Any, high: Any, *groups: Sequence[Any]) -> Outcome:
         pairs_of_consts = (*consts, *select(perturbed_consts, consts))
@@ -58,7 +58,7 @@ class _Parts(NamedTuple):
 
 
 def _divide(loop: Loop, unknown: Mask) -> _Parts:
-    consts, _, xs = (tuple(m) for m in split(unknown, loop.sizes))
+    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
     carry, ys = unknown_outputs(loop, unknown)
     body, (used_consts, used_carry, used_xs) = prune(without_effects(loop.body), loop.sizes, carry, ys)
     rest = loop._replace(
@@ -92,7 +92,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     unknown = tuple(not is_known(t) for t in tracers)
     if not _steps_are_known(inner, unknown):
         return stage_unknown(trace, batch_p, tracers, params)
-    window, operands = split(tracers, [2])
+    window, operands = split_list(tracers, [2])
     low, high = map(known_value, window)
     parts = _divide(inner.static, unknown[2:])
     mapped = (*inner.mapped[:2], *reject(parts.only_in_rest, inner.mapped[2:]))
@@ -107,8 +107,8 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     rest = outcome(parts.rest, evaluate_partially(trace, program, operands))
     return [
         out.num_steps,
-        *merge(parts.unknown_carry, out.carry, select(parts.new_in_rest, rest.carry)),
-        *merge(parts.unknown_ys, out.ys, rest.ys),
+        *merge_lists(parts.unknown_carry, out.carry, select(parts.new_in_rest, rest.carry)),
+        *merge_lists(parts.unknown_ys, out.ys, rest.ys),
         *nothing_saved(inner.static, inner.axis),
     ]
 

@@ -10,7 +10,7 @@ from loopax._src.core.batching.compact.gather import take
 from loopax._src.core.ir.kind import EveryResidual
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
-from loopax._src.core.jaxpr.util import INDEX, Mask, merge, reject, select, split, trace
+from loopax._src.core.jaxpr.util import INDEX, Mask, merge_lists, reject, select, split_list, trace
 
 
 class GroupProgram(NamedTuple):
@@ -55,9 +55,9 @@ def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows:
     axes = select(program.mapped, program.operand_axes)
 
     def body(_: Any, *values: Any) -> list[Any]:
-        shared_values, (is_lane, *own) = split(values, [len(shared)])
+        shared_values, (is_lane, *own) = split_list(values, [len(shared)])
         own = [jnp.moveaxis(x, 0, at) for x, at in zip(own, axes, strict=True)]
-        low, high, *rest = merge(program.mapped, shared_values, own)
+        low, high, *rest = merge_lists(program.mapped, shared_values, own)
         results = program.run_group(size, [*_windows(is_lane, program.mapped, low, high), *rest])
         return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
 

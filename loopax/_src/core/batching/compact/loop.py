@@ -22,7 +22,7 @@ from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import UNUSED, Loop
 from loopax._src.core.jaxpr.dataflow import spread
 from loopax._src.core.jaxpr.mapped_axis import Axis
-from loopax._src.core.jaxpr.util import Mask, select, split, stacked
+from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
 from loopax._src.jax_internals import zeros
 
 
@@ -57,8 +57,8 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
 
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, Lanes]:
-    (low, high), consts, carry, xs = split(operands, [2, *loop.sizes])
-    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split(mapped, [2, *loop.sizes]))
+    (low, high), consts, carry, xs = split_list(operands, [2, *loop.sizes])
+    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split_list(mapped, [2, *loop.sizes]))
     own = own_limits(windows, low, high)
     return low, high, Lanes(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
 
@@ -90,7 +90,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
 
     program = GroupProgram(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
     results = in_groups(program, stages, num_steps, operands)
-    return Results(num_steps, *split(results, [loop.num_carry]))
+    return Results(num_steps, *split_list(results, [loop.num_carry]))
 
 
 def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -17,7 +17,16 @@ from loopax._src.core.effects.strip_progress import silent
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_rules
 from loopax._src.core.jaxpr.expand import jvp_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_spread
-from loopax._src.core.jaxpr.util import Mask, collective_over, merge, num_bytes, reject, select, trace, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    Mask,
+    collective_over,
+    merge_lists,
+    num_bytes,
+    reject,
+    select,
+    trace,
+    weakly_cached,
+)
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
@@ -145,11 +154,11 @@ def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     program = jaxpr_as_fun(silent(Batch(**params).program))
 
     def of_linear(*values: Any) -> list[Any]:
-        return program(*merge(linear, reject(linear, operands), values))
+        return program(*merge_lists(linear, reject(linear, operands), values))
 
     found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
     given = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
-    return merge(linear, [None] * linear.count(False), found(given))
+    return merge_lists(linear, [None] * linear.count(False), found(given))
 
 
 _compiled = jax.jit(_whole, static_argnames=Batch._fields)

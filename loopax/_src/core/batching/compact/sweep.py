@@ -18,7 +18,7 @@ from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import run
 from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, saving_loop
 from loopax._src.core.jaxpr.mapped_axis import Axis
-from loopax._src.core.jaxpr.util import Mask, split
+from loopax._src.core.jaxpr.util import Mask, split_list
 
 
 def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
@@ -35,8 +35,8 @@ def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> l
 
 def _in_lockstep(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Walk forward saving, then back."""
-    (low, high), consts, init, carry, xs = split(operands, _sizes(static))
-    windows, mapped_consts, _, _, mapped_xs = (tuple(m) for m in split(mapped, _sizes(static)))
+    (low, high), consts, init, carry, xs = split_list(operands, _sizes(static))
+    windows, mapped_consts, _, _, mapped_xs = (tuple(m) for m in split_list(mapped, _sizes(static)))
     own = own_limits(windows, low, high)
     lanes = lanes_replay(static, axis, mapped_consts, mapped_xs, windows, tuple(map(jax.typeof, own)))
     rows, consts = hull(low, high), [*own, *consts]
