@@ -6,7 +6,7 @@ from typing import Any
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
 from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.jvp import joint_loop
-from loopax._src.core.autodiff.partial_eval import Division, divide
+from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select, split_list
 from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.schedule import Slots, evaluations
@@ -59,15 +59,15 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     if isinstance(storage, Nothing):
         raise storage.error(storage.message)
     assert not isinstance(storage, Fastest)
-    division = divide(pair, tuple(unknown))
-    carries, size = _kept(pair, division)
+    parts = partial_eval(pair, tuple(unknown))
+    carries, size = _kept(pair, parts)
     return Stored(
         _kind(storage),
         storage.reason,
         carries if size else 0,
         size,
-        _leaves(division, loop.num_carry),
-        _evaluations(pair, division),
+        _leaves(parts, loop.num_carry),
+        _evaluations(pair, parts),
     )
 
 
@@ -78,32 +78,32 @@ def _tangents(mask: Any, unknown: Any, count: int | None = None) -> list[bool]:
     return [*(False for _ in mask), *unknown]
 
 
-def _kept(loop: Loop, division: Division) -> tuple[int, int]:
+def _kept(loop: Loop, parts: PartialEval) -> tuple[int, int]:
     """How many carries or residuals are stored, and the size of one."""
     if isinstance(loop.storage, EveryResidual):
-        return loop.bound or 0, num_bytes(division.known.output_avals[1][division.num_known_ys :])
-    size = num_bytes(select(division.states, division.known.output_avals[0]))
-    saving = division.known.saving
+        return loop.bound or 0, num_bytes(parts.known.output_avals[1][parts.num_known_ys :])
+    size = num_bytes(select(parts.states, parts.known.output_avals[0]))
+    saving = parts.known.saving
     if loop.bound is None:
         return saving.rows(None) if saving else 0, size
     return SchedulePicture(loop.bound, saving).room, size
 
 
-def _leaves(division: Division, num_carry: int) -> Mask:
+def _leaves(parts: PartialEval, num_carry: int) -> Mask:
     """Which primal leaves of the carry are stored: they are known, and stand in front of their tangents."""
-    states = merge_lists(division.unknown_carry, division.states, (False,) * sum(division.unknown_carry))
+    states = merge_lists(parts.unknown_carry, parts.states, (False,) * sum(parts.unknown_carry))
     return tuple(states[:num_carry])
 
 
-def _evaluations(loop: Loop, division: Division) -> int | None:
-    steps, saving = loop.bound, division.known.saving
+def _evaluations(loop: Loop, parts: PartialEval) -> int | None:
+    steps, saving = loop.bound, parts.known.saving
     if steps is None:
         return None
     if isinstance(loop.storage, EveryResidual):
         return steps
     if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
         return int(_ONLINE * evaluations(steps, saving.count))
-    return SchedulePicture(steps, saving if any(division.states) else None).evaluations
+    return SchedulePicture(steps, saving if any(parts.states) else None).evaluations
 
 
 def _kind(storage: Checkpoints | EveryCarry | EveryResidual) -> str:

@@ -4,7 +4,7 @@ from math import ceil
 from sys import maxsize
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.partial_eval import divide
+from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.ir.kind import Checkpoints, EveryCarry, EveryResidual, Fastest, Storage
 from loopax._src.core.ir.loop import Loop
 from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic, storing
@@ -53,9 +53,9 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
 
 def _step(loop: Loop, unknown: Mask) -> Step:
     """Measure one step by dividing the loop in both ways."""
-    by_carry = divide(loop._replace(storage=EveryCarry()), unknown)
+    by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals[0]))
-    by_residual = divide(loop._replace(storage=EveryResidual()), unknown)
+    by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals[1][by_residual.num_known_ys :]
     read = num_bytes(by_carry.known.input_avals[2])
     return Step(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)

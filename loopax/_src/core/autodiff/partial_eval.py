@@ -29,7 +29,7 @@ from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, partial_ev
 from loopax._src.schedule.saving import Saving
 
 
-class Division(NamedTuple):
+class PartialEval(NamedTuple):
     """A loop in two parts."""
 
     known: Loop  # takes all known operands; its last ys may be residuals
@@ -52,7 +52,7 @@ class Division(NamedTuple):
 
 
 @weakly_cached
-def divide(loop: Loop, unknown: Mask) -> Division:
+def partial_eval(loop: Loop, unknown: Mask) -> PartialEval:
     """Divide a loop; `unknown` marks consts, carry and xs."""
     if isinstance(loop.storage, EveryResidual):
         return _keep_residuals(loop, unknown)
@@ -80,15 +80,15 @@ def divide(loop: Loop, unknown: Mask) -> Division:
         saved=tuple(select(carry, loop.saved_mask)) if loop.saving else (),
         stages=loop.stages,
     )
-    division = Division(known, linear, carry, ys, uses, last)
-    if isinstance(loop.storage, Nothing) or not any(division.states):
-        return division
+    parts = PartialEval(known, linear, carry, ys, uses, last)
+    if isinstance(loop.storage, Nothing) or not any(parts.states):
+        return parts
     if isinstance(loop.storage, Checkpoints):
-        states = select(division.states, known.output_avals[0])
+        states = select(parts.states, known.output_avals[0])
         saving = loop.saving or saving_for(loop.storage, loop.bound, num_bytes(states), not loop.predicated)
         if saving:
-            return _keep_some_carries(division, saving)
-    return _keep_every_carry(division)
+            return _keep_some_carries(parts, saving)
+    return _keep_every_carry(parts)
 
 
 def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
@@ -142,20 +142,18 @@ def prune(
         carry = either(carry, needed)
 
 
-def _keep_some_carries(division: Division, saving: Saving) -> Division:
+def _keep_some_carries(parts: PartialEval, saving: Saving) -> PartialEval:
     """The known loop saves the states that the rest needs, with those it saves already."""
-    known = division.known
-    saved = either(known.saved_mask, division.states)
-    return division._replace(
-        known=known._replace(saving=saving, saved=saved), linear=division.linear._replace(saving=saving)
-    )
+    known = parts.known
+    saved = either(known.saved_mask, parts.states)
+    return parts._replace(known=known._replace(saving=saving, saved=saved), linear=parts.linear._replace(saving=saving))
 
 
-def _keep_every_carry(division: Division) -> Division:
+def _keep_every_carry(parts: PartialEval) -> PartialEval:
     """The known loop writes the states that the rest needs as rows; the rest reads them as such."""
-    known, linear = division.known, division.linear
+    known, linear = parts.known, parts.linear
     inputs, outputs = known.body.jaxpr.invars, known.body.jaxpr.outvars
-    states = select(division.states, [inputs[i] for i in known.carry_range])
+    states = select(parts.states, [inputs[i] for i in known.carry_range])
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
     jaxpr = linear.body.jaxpr
@@ -171,7 +169,7 @@ def _keep_every_carry(division: Division) -> Division:
         linear_carry=(True,) * sum(linear.linear_carry),
         linear_xs=(*linear.linear_xs, *(False,) * len(states)),
     )
-    return division._replace(known=known, linear=linear)
+    return parts._replace(known=known, linear=linear)
 
 
 class _Residual(NamedTuple):
@@ -182,10 +180,10 @@ class _Residual(NamedTuple):
     position: int  # among the outputs of the known body
 
 
-def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
+def _keep_residuals(loop: Loop, unknown: Mask) -> PartialEval:
     """Let JAX divide the body; residuals become constants, rows of xs, or new rows of ys."""
     consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
-    known, later, carry, ys = _divide_body(loop, unknown)
+    known, later, carry, ys = _partial_eval_body(loop, unknown)
     num_outputs = carry.count(False) + ys.count(False)
     sizes = [consts.count(False), carry.count(False), xs.count(False)]
     residuals = _classified(known, sizes, range(num_outputs, len(known.out_avals)))
@@ -203,7 +201,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
         storage=loop.storage,
         stages=loop.stages,
     )
-    return Division(
+    return PartialEval(
         loop._replace(
             origin=loop.origin and loop.origin.renamed(loop.names.keep(*map(invert, (consts, carry, xs, ys)))),
             body=dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
@@ -219,7 +217,7 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> Division:
     )
 
 
-def _divide_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, Mask, Mask]:
+def _partial_eval_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, Mask, Mask]:
     """JAX's partial evaluation of the body, at the fixed point of what is unknown of the carry."""
     consts, _, xs = split_list(unknown, loop.sizes)
     carry, ys = unknown_outputs(loop, unknown)

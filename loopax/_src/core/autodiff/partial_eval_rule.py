@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from loopax._src.core.autodiff.auto_policy import resolved
-from loopax._src.core.autodiff.partial_eval import Division, divide
+from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.transpose import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
 from loopax._src.core.effects.strip_progress import silent_params
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
@@ -28,32 +28,32 @@ from loopax._src.jax_internals import (
 
 
 def run_known(
-    loop: Loop, division: Division, unknown: Sequence[bool], low: Any, high: Any, operands: Sequence[Any]
+    loop: Loop, parts: PartialEval, unknown: Sequence[bool], low: Any, high: Any, operands: Sequence[Any]
 ) -> tuple[Outcome, list[Any]]:
     """Run the known part; returns the results that are known, and the known operands of the rest."""
     unknown_consts, _, unknown_xs = split_list(unknown, loop.sizes)
     consts, carry, xs = split_list(operands, loop.sizes)
     consts, xs = reject(unknown_consts, consts), reject(unknown_xs, xs)
-    init = reject(division.unknown_carry, carry)
-    out = run(division.known, low, high, consts, init, xs)
+    init = reject(parts.unknown_carry, carry)
+    out = run(parts.known, low, high, consts, init, xs)
 
-    ys, residual_rows = split_list(out.ys, [division.num_known_ys])
-    used_consts = reject(unknown_consts, division.uses[0])
-    used_xs = reject(unknown_xs, division.uses[2])
-    saved = dict(zip(select(division.known.saved_mask, range(len(init))), out.saved, strict=True))
-    replayed = [] if all(division.linear.linear_carry) else select(division.states, range(len(init)))
-    saves = bool(replayed) and division.linear.saving is not None
+    ys, residual_rows = split_list(out.ys, [parts.num_known_ys])
+    used_consts = reject(unknown_consts, parts.uses[0])
+    used_xs = reject(unknown_xs, parts.uses[2])
+    saved = dict(zip(select(parts.known.saved_mask, range(len(init))), out.saved, strict=True))
+    replayed = [] if all(parts.linear.linear_carry) else select(parts.states, range(len(init)))
+    saves = bool(replayed) and parts.linear.saving is not None
     rest = [
         *window_walked(loop, low, high, out.num_steps),
-        *(_hoisted(division.hoisted, consts, out) if division.hoisted else select(used_consts, consts)),
-        *select(reject(division.unknown_carry, division.last), out.carry),
+        *(_hoisted(parts.hoisted, consts, out) if parts.hoisted else select(used_consts, consts)),
+        *select(reject(parts.unknown_carry, parts.last), out.carry),
         *(init[i] for i in replayed),
         *(saved[i] for i in replayed if saves),
         *(out.marks if saves else []),
         *select(used_xs, xs),
         *residual_rows,
     ]
-    wanted = [i for i, keep in enumerate(reject(division.unknown_carry, loop.saved_mask)) if keep]
+    wanted = [i for i, keep in enumerate(reject(parts.unknown_carry, loop.saved_mask)) if keep]
     return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
 
 
@@ -70,25 +70,25 @@ def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any,
     return (high - num_steps, high) if loop.reverse else (low, low + num_steps)
 
 
-def _linear_operands(loop: Loop, division: Division, unknown: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
+def _linear_operands(loop: Loop, parts: PartialEval, unknown: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
     """The operands of the rest that are linear."""
     unknown_consts, _, unknown_xs = split_list(unknown, loop.sizes)
     consts, carry, xs = split_list(operands, loop.sizes)
     return [
-        *select(select(unknown_consts, division.uses[0]), select(unknown_consts, consts)),
-        *select(division.unknown_carry, carry),
-        *select(select(unknown_xs, division.uses[2]), select(unknown_xs, xs)),
+        *select(select(unknown_consts, parts.uses[0]), select(unknown_consts, consts)),
+        *select(parts.unknown_carry, carry),
+        *select(select(unknown_xs, parts.uses[2]), select(unknown_xs, xs)),
     ]
 
 
-def _assemble(loop: Loop, division: Division, known: Outcome, linear: Sequence[Any]) -> list[Any]:
+def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[Any]) -> list[Any]:
     """The loop's results from those of its two parts."""
-    carry, ys, saved = split_list(linear, [sum(division.unknown_carry), sum(division.unknown_ys)])
-    unknown_saved = select(loop.saved_mask, division.unknown_carry)
+    carry, ys, saved = split_list(linear, [sum(parts.unknown_carry), sum(parts.unknown_ys)])
+    unknown_saved = select(loop.saved_mask, parts.unknown_carry)
     return [
         known.num_steps,
-        *merge_lists(division.unknown_carry, known.carry, carry),
-        *merge_lists(division.unknown_ys, known.ys, ys),
+        *merge_lists(parts.unknown_carry, known.carry, carry),
+        *merge_lists(parts.unknown_ys, known.ys, ys),
         *merge_lists(unknown_saved, known.saved, saved),
         *known.marks,
     ]
@@ -100,16 +100,16 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if unknown[0] or unknown[1] or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     loop = resolved(loop, unknown[2:])
-    division = divide(loop, unknown[2:])
-    nothing_known = all(division.unknown_carry) and all(division.unknown_ys)
-    if nothing_known or (loop.predicated and division.unknown_carry[0]):
+    parts = partial_eval(loop, unknown[2:])
+    nothing_known = all(parts.unknown_carry) and all(parts.unknown_ys)
+    if nothing_known or (loop.predicated and parts.unknown_carry[0]):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
-    known, rest = run_known(loop, division, unknown[2:], low, high, operands)
+    known, rest = run_known(loop, parts, unknown[2:], low, high, operands)
     # A leaf of the carry that becomes unknown on the way enters the rest with its known start.
-    linear = _linear_operands(loop, division, unknown[2:], tracers[2:])
-    out = stage_unknown(trace, linear_loop_p, [*rest, *linear], division.linear._asdict())
-    return _assemble(loop, division, known, out)
+    linear = _linear_operands(loop, parts, unknown[2:], tracers[2:])
+    out = stage_unknown(trace, linear_loop_p, [*rest, *linear], parts.linear._asdict())
+    return _assemble(loop, parts, known, out)
 
 
 pe.custom_partial_eval_rules[loop_p] = _partial_eval
@@ -122,34 +122,34 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))
     loop = resolved(loop, unknown)
-    division = divide(loop, unknown)
-    _, rest = run_known(loop, division, unknown, low, high, operands)
-    linear = _linear_operands(loop, division, unknown, operands)
+    parts = partial_eval(loop, unknown)
+    _, rest = run_known(loop, parts, unknown, low, high, operands)
+    linear = _linear_operands(loop, parts, unknown, operands)
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
     _, ct_carry, ct_ys, ct_saved, _ = split_list(cts, sizes)
     linear_cts = [
-        *select(division.unknown_carry, ct_carry),
-        *select(division.unknown_ys, ct_ys),
-        *select(select(loop.saved_mask, division.unknown_carry), ct_saved),
+        *select(parts.unknown_carry, ct_carry),
+        *select(parts.unknown_ys, ct_ys),
+        *select(select(loop.saved_mask, parts.unknown_carry), ct_saved),
     ]
-    given = Operands.of(division.linear, [*rest, *linear])
+    given = Operands.of(parts.linear, [*rest, *linear])
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
-    found = transpose_linear_loop(linear_cts, division.linear, given, avals)
-    return [None, None, *_spread_out(loop, division, unknown, found)]
+    found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
+    return [None, None, *_spread_out(loop, parts, unknown, found)]
 
 
-def _spread_out(loop: Loop, division: Division, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
+def _spread_out(loop: Loop, parts: PartialEval, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
     """Cotangents of the rest's linear operands as cotangents of the loop's operands."""
     unknown_consts, unknown_init, unknown_xs = split_list(unknown, loop.sizes)
-    static: LinearLoop = division.linear
+    static: LinearLoop = parts.linear
     consts, carry, xs = split_list(cts, static.linear_sizes[:2])
-    used_consts = [u and used for u, used in zip(unknown_consts, division.uses[0], strict=True)]
-    used_xs = [u and used for u, used in zip(unknown_xs, division.uses[2], strict=True)]
+    used_consts = [u and used for u, used in zip(unknown_consts, parts.uses[0], strict=True)]
+    used_xs = [u and used for u, used in zip(unknown_xs, parts.uses[2], strict=True)]
 
     def place(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
         return merge_lists(mask, [None] * mask.count(False), values)
 
-    init = place(division.unknown_carry, carry)
+    init = place(parts.unknown_carry, carry)
     init = [ct if u else None for ct, u in zip(init, unknown_init, strict=True)]
     return [*place(used_consts, consts), *init, *place(used_xs, xs)]
 

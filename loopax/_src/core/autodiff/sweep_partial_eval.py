@@ -10,7 +10,7 @@ from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, rejec
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
 
 
-class Division(NamedTuple):
+class SweepPartialEval(NamedTuple):
     """A sweep in two parts."""
 
     known: Replay  # takes all known operands
@@ -22,7 +22,7 @@ class Division(NamedTuple):
 
 
 @weakly_cached
-def divide_replay(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> Division:
+def partial_eval_sweep(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> SweepPartialEval:
     """Divide a sweep; the masks say what is unknown."""
     state, carry, ys = reached(static, consts, started, carry, xs, typed=False)
     unknown = (consts, state, carry, xs)
@@ -39,7 +39,7 @@ def divide_replay(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: 
         storage=static.storage,
         stages=static.stages,
     )
-    return Division(known, linear, state, carry, ys, uses)
+    return SweepPartialEval(known, linear, state, carry, ys, uses)
 
 
 def bodies(static: Replay, keep: Sequence[Mask], wanted: Sequence[bool]) -> tuple[Any, Any]:
@@ -85,20 +85,22 @@ def needs(static: Replay, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask
     return either(consts, forward_consts), tuple(state), carry, either(xs, padded)
 
 
-def _run_known(division: Division, unknown: Sequence[Mask], window: Sequence[Any], groups: Sequence[list[Any]]) -> Any:
+def _run_known(
+    parts: SweepPartialEval, unknown: Sequence[Mask], window: Sequence[Any], groups: Sequence[list[Any]]
+) -> Any:
     consts, xs = reject(unknown[0], groups[0]), reject(unknown[4], groups[4])
-    init, saved = (reject(division.unknown_state, group) for group in groups[1:3])
-    carry = reject(division.unknown_carry, groups[3])
+    init, saved = (reject(parts.unknown_state, group) for group in groups[1:3])
+    carry = reject(parts.unknown_carry, groups[3])
     low, high, marks = window
-    return replay(division.known, low, high, marks, consts, init, saved, carry, xs)
+    return replay(parts.known, low, high, marks, consts, init, saved, carry, xs)
 
 
-def _rest(division: Division, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
+def _rest(parts: SweepPartialEval, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
     """The operands of the linear rest, known ones first."""
-    masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
+    masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
     used = [
         (select(use, mask), select(use, group))
-        for use, mask, group in zip(division.uses, masks, [groups[0], groups[1], groups[3], groups[4]], strict=True)
+        for use, mask, group in zip(parts.uses, masks, [groups[0], groups[1], groups[3], groups[4]], strict=True)
     ]
     return [
         *(x for mask, group in used for x in reject(mask, group)),
@@ -106,8 +108,8 @@ def _rest(division: Division, unknown: Sequence[Mask], groups: Sequence[list[Any
     ]
 
 
-def _divide(static: Replay, unknown: Sequence[Mask]) -> Division:
-    return divide_replay(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
+def _partial_eval_known(static: Replay, unknown: Sequence[Mask]) -> SweepPartialEval:
+    return partial_eval_sweep(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
@@ -116,16 +118,16 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
     unknown = [tuple(mask) for mask in split_list(flags[3:], static.sizes)]
-    division = _divide(static, unknown)
-    if all(division.unknown_carry) and all(division.unknown_ys):
+    parts = _partial_eval_known(static, unknown)
+    if all(parts.unknown_carry) and all(parts.unknown_ys):
         return stage_unknown(trace, replay_p, tracers, static._asdict())
     window, operands = split_list(map(known_value, tracers), [3])
-    carry, ys = _run_known(division, unknown, window, split_list(operands, static.sizes))
+    carry, ys = _run_known(parts, unknown, window, split_list(operands, static.sizes))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
-    rest = _rest(division, unknown, split_list(tracers[3:], static.sizes))
-    out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], division.linear._asdict())
-    linear_carry, linear_ys = split_list(out, [sum(division.unknown_carry)])
-    return [*merge_lists(division.unknown_carry, carry, linear_carry), *merge_lists(division.unknown_ys, ys, linear_ys)]
+    rest = _rest(parts, unknown, split_list(tracers[3:], static.sizes))
+    out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], parts.linear._asdict())
+    linear_carry, linear_ys = split_list(out, [sum(parts.unknown_carry)])
+    return [*merge_lists(parts.unknown_carry, carry, linear_carry), *merge_lists(parts.unknown_ys, ys, linear_ys)]
 
 
 pe.custom_partial_eval_rules[replay_p] = _partial_eval
@@ -136,14 +138,14 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     static = lending_replay(Replay(**params))
     flags = list(map(ad.is_undefined_primal, operands))
     unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
-    division = _divide(static, unknown)
-    rest = _rest(division, unknown, split_list(operands, static.sizes))
+    parts = _partial_eval_known(static, unknown)
+    rest = _rest(parts, unknown, split_list(operands, static.sizes))
     ct_carry, ct_ys = split_list(cts, [static.num_carry])
-    cts = [*select(division.unknown_carry, ct_carry), *select(division.unknown_ys, ct_ys)]
-    given = Operands.of(division.linear, [low, high, *rest])
-    consts, init, carry, xs = transpose_linear_replay(cts, division.linear, given)
-    masks = [unknown[0], division.unknown_state, division.unknown_carry, unknown[4]]
-    used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, division.uses, strict=True)]
+    cts = [*select(parts.unknown_carry, ct_carry), *select(parts.unknown_ys, ct_ys)]
+    given = Operands.of(parts.linear, [low, high, *rest])
+    consts, init, carry, xs = transpose_linear_replay(cts, parts.linear, given)
+    masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
+    used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, parts.uses, strict=True)]
     consts, init, carry, xs = (
         merge_lists(mask, [None] * mask.count(False), group)
         for mask, group in zip(used, (consts, init, carry, xs), strict=True)

@@ -45,7 +45,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return on_pairs(inner.static, run, primals, tangents)
 
 
-class _Parts(NamedTuple):
+class _BatchPartialEval(NamedTuple):
     """A loop divided by what is known of its operands: consts, carry and xs."""
 
     known: Loop
@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
     new_in_rest: Mask  # which leaves of its carry are unknown
 
 
-def _divide(loop: Loop, unknown: Mask) -> _Parts:
+def _partial_eval_loop(loop: Loop, unknown: Mask) -> _BatchPartialEval:
     consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
     carry, ys = unknown_outputs(loop, unknown)
     body, (used_consts, used_carry, used_xs) = prune(without_effects(loop.body), loop.sizes, carry, ys)
@@ -70,7 +70,7 @@ def _divide(loop: Loop, unknown: Mask) -> _Parts:
         saved=(),
         reporting=None,
     )
-    return _Parts(
+    return _BatchPartialEval(
         known_loop(loop, consts, carry, xs, ys),
         rest,
         carry,
@@ -94,7 +94,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         return stage_unknown(trace, batch_p, tracers, params)
     window, operands = split_list(tracers, [2])
     low, high = map(known_value, window)
-    parts = _divide(inner.static, unknown[2:])
+    parts = _partial_eval_loop(inner.static, unknown[2:])
     mapped = (*inner.mapped[:2], *reject(parts.only_in_rest, inner.mapped[2:]))
     values = map(known_value, reject(parts.only_in_rest, operands))
     out = outcome(parts.known, batch(LOOPS, parts.known, inner.axis, mapped, [low, high, *values]))
@@ -118,7 +118,7 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
     inner = Batch(**eqn.params)
     if not _steps_are_known(inner, unknown):
         return staged(eqn, instantiated)
-    parts = _divide(inner.static, tuple(unknown[2:]))
+    parts = _partial_eval_loop(inner.static, tuple(unknown[2:]))
     unknown_in = [False, False, *parts.only_in_rest]
     saved = select(inner.static.saved_mask, parts.unknown_carry)
     unknown_out = [False, *parts.unknown_carry, *parts.unknown_ys, *saved, *([False] if inner.static.saving else [])]
