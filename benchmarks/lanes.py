@@ -13,7 +13,7 @@ import loopax as lx
 from benchmarks.groups import Group
 from benchmarks.measure import Case
 from loopax._src.core.batching import lockstep_loop as lanes_loop
-from loopax._src.core.batching import lockstep_sweep as lanes_replay
+from loopax._src.core.batching import lockstep_sweep
 from loopax._src.core.batching import masked_step as lanes
 
 BOUND = 1000
@@ -62,12 +62,12 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     def traced(*arguments: Any) -> Any:
         borrow, large_constants = lanes.borrow, lanes_loop.large_constants
         lanes.borrow = lambda _, operands, __: list(operands)
-        lanes_loop.large_constants = lanes_replay.large_constants = lambda _, batched: (False,) * len(batched)
+        lanes_loop.large_constants = lockstep_sweep.large_constants = lambda _, batched: (False,) * len(batched)
         try:
             return function(*arguments)
         finally:
             lanes.borrow = borrow
-            lanes_loop.large_constants = lanes_replay.large_constants = large_constants
+            lanes_loop.large_constants = lockstep_sweep.large_constants = large_constants
 
     return traced
 

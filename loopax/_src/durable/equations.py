@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loopax._src.core.autodiff.sweep_transpose import LinearReplay, linear_replay_p
+from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
 from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
 from loopax._src.core.batching.compact.primitive import Batch, batch_p
 from loopax._src.core.effects.guard import only_if_p
 from loopax._src.core.ir.loop import Loop, loop_p
-from loopax._src.core.ir.reverse_sweep import Replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p
 from loopax._src.core.masking.all_active import active_p
 from loopax._src.core.masking.substitute import borrowed_p
@@ -109,7 +109,7 @@ def _loop(loop: Loop, word: str = "loop", **more: Any) -> Meaning:
     return Meaning(word, settings | more, {"step": loop.body})
 
 
-def _sweep(sweep: Replay, word: str = "reverse sweep", **more: Any) -> Meaning:
+def _sweep(sweep: ReverseSweep, word: str = "reverse sweep", **more: Any) -> Meaning:
     settings = {
         "consts": sweep.num_consts,
         "states": sweep.num_state,
@@ -127,8 +127,8 @@ def _linear_loop(params: dict[str, Any]) -> Meaning:
 
 
 def _linear_sweep(params: dict[str, Any]) -> Meaning:
-    linear = LinearReplay(**params)
-    return _sweep(linear.as_replay, "linear reverse sweep", linear=tuple(map(_places, linear.masks)))
+    linear = LinearSweep(**params)
+    return _sweep(linear.whole, "linear reverse sweep", linear=tuple(map(_places, linear.masks)))
 
 
 def _lanes(params: dict[str, Any]) -> Meaning:
@@ -153,9 +153,9 @@ def _plain(word: str, *, lanes: bool = True) -> Callable[[dict[str, Any]], Meani
 
 OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
     loop_p: lambda params: _loop(Loop(**params)),
-    replay_p: lambda params: _sweep(Replay(**params)),
+    reverse_sweep_p: lambda params: _sweep(ReverseSweep(**params)),
     linear_loop_p: _linear_loop,
-    linear_replay_p: _linear_sweep,
+    linear_sweep_p: _linear_sweep,
     batch_p: _lanes,
     only_if_p: _effect,
     active_p: lambda params: Meaning("active lanes", {"limits": _places(params["windows"])}),

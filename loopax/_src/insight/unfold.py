@@ -7,19 +7,29 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.autodiff.sweep_transpose import linear_replay_p
+from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
 from loopax._src.core.autodiff.transpose import linear_loop_p
 from loopax._src.core.batching.compact.primitive import batch_p
 from loopax._src.core.effects.guard import only_if_p
 from loopax._src.core.ir.loop import loop_p
-from loopax._src.core.ir.reverse_sweep import replay_p
+from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs
 from loopax._src.core.masking.all_active import active_p
 from loopax._src.core.masking.substitute import borrowed_p
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.jax_internals import ClosedJaxpr, dce, is_of_jax
 
-_OURS = {loop_p, replay_p, linear_loop_p, linear_replay_p, batch_p, active_p, only_if_p, borrowed_p, *buffers.VERSION}
+_OURS = {
+    loop_p,
+    reverse_sweep_p,
+    linear_loop_p,
+    linear_sweep_p,
+    batch_p,
+    active_p,
+    only_if_p,
+    borrowed_p,
+    *buffers.VERSION,
+}
 _CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call", "core_call")
 
 

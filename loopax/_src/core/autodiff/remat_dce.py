@@ -5,10 +5,10 @@ from typing import Any
 
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep_jvp import reached
-from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_replay, needs
+from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
 from loopax._src.core.effects.strip_progress import silent_equation
 from loopax._src.core.ir.loop import Loop, lending, loop_p
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
 from loopax._src.jax_internals import Literal, happens, pe
 
@@ -36,20 +36,20 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
     return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
-def _partial_eval_replay(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+def _partial_eval_sweep_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
-    static = lending_replay(Replay(**eqn.params))
+    static = lending_sweep(ReverseSweep(**eqn.params))
     if any(unknown[:3]):
         return staged(eqn, instantiated)
     consts, init, saved, carry, xs = (tuple(m) for m in split_list(unknown[3:], static.sizes))
     state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
-    known = known_replay(static, (consts, state, carry, xs), ys)
+    known = known_sweep(static, (consts, state, carry, xs), ys)
     unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
     unknown_out = [*carry, *ys]
     return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
-def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | Replay) -> Any:
+def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | ReverseSweep) -> Any:
     return eqn.replace(
         invars=reject(unknown_in, eqn.invars),
         outvars=reject(unknown_out, eqn.outvars),
@@ -59,7 +59,7 @@ def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], kno
 
 
 pe.partial_eval_jaxpr_custom_rules[loop_p] = _partial_eval_loop
-pe.partial_eval_jaxpr_custom_rules[replay_p] = _partial_eval_replay
+pe.partial_eval_jaxpr_custom_rules[reverse_sweep_p] = _partial_eval_sweep_custom
 
 
 def _dce_loop(used: list[bool], *rest: Any) -> Any:
@@ -101,10 +101,10 @@ def _spread_saved(loop: Loop, used: Sequence[bool]) -> Mask:
     return tuple(keep and next(flags) for keep in loop.saved_mask)
 
 
-def _dce_replay(used: list[bool], *rest: Any) -> Any:
+def _dce_sweep(used: list[bool], *rest: Any) -> Any:
     """The same for a reverse sweep."""
     eqn = rest[-1]
-    static = Replay(**eqn.params)
+    static = ReverseSweep(**eqn.params)
     if not any(used):
         return [False] * len(eqn.invars), None
     if static.lent:
@@ -130,4 +130,4 @@ def _dce_replay(used: list[bool], *rest: Any) -> Any:
 
 
 pe.dce_rules[loop_p] = _dce_loop
-pe.dce_rules[replay_p] = _dce_replay
+pe.dce_rules[reverse_sweep_p] = _dce_sweep

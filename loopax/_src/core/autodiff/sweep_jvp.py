@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.dataflow import spread
 from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad
 
 
-def reached(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool) -> tuple[Mask, Mask, Mask]:
+def reached(
+    static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool
+) -> tuple[Mask, Mask, Mask]:
     """To which states, leaves of the carry and ys a property spreads; `typed`: only to inexact ones."""
     start = 1 + static.num_consts
     allowed = inexact(static.forward.out_avals) if typed else None
@@ -27,7 +29,7 @@ def reached(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, ty
 
 
 @weakly_cached
-def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> Replay:
+def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> ReverseSweep:
     front, back = xs[: static.num_forward_xs], xs[static.num_forward_xs :]
     return static._replace(
         forward=joint(
@@ -52,7 +54,7 @@ def _joint_replay(static: Replay, consts: Mask, state: Mask, carry: Mask, xs: Ma
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    static = lending_replay(Replay(**params))
+    static = lending_sweep(ReverseSweep(**params))
     low, high, marks, *operands = primals
     consts, init, saved, carry, xs = split_list(operands, static.sizes)
     const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)
@@ -61,9 +63,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     state_mask, carry_mask, ys_mask = reached(
         static, consts_mask, started, nonzero_mask(carry_dots), xs_mask, typed=True
     )
-    pair = _joint_replay(static, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
+    pair = _jvp_sweep(static, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
     cut = static.num_forward_xs
-    new_carry, ys = replay(
+    new_carry, ys = run_sweep(
         pair,
         low,
         high,
@@ -85,4 +87,4 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return results, fill_tangents([*carry_mask, *ys_mask], results, [*new_carry_dots, *y_dots])
 
 
-ad.primitive_jvps[replay_p] = _jvp
+ad.primitive_jvps[reverse_sweep_p] = _jvp

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.sweep_jvp import reached
-from loopax._src.core.autodiff.sweep_transpose import LinearReplay, Operands, linear_replay_p, transpose_linear_replay
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p
+from loopax._src.core.autodiff.sweep_transpose import LinearSweep, Operands, linear_sweep_p, transpose_linear_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
 
@@ -13,8 +13,8 @@ from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_
 class SweepPartialEval(NamedTuple):
     """A sweep in two parts."""
 
-    known: Replay  # takes all known operands
-    linear: LinearReplay
+    known: ReverseSweep  # takes all known operands
+    linear: LinearSweep
     unknown_state: Mask
     unknown_carry: Mask
     unknown_ys: Mask
@@ -22,13 +22,13 @@ class SweepPartialEval(NamedTuple):
 
 
 @weakly_cached
-def partial_eval_sweep(static: Replay, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> SweepPartialEval:
+def partial_eval_sweep(static: ReverseSweep, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> SweepPartialEval:
     """Divide a sweep; the masks say what is unknown."""
     state, carry, ys = reached(static, consts, started, carry, xs, typed=False)
     unknown = (consts, state, carry, xs)
-    known = known_replay(static, unknown, ys)
+    known = known_sweep(static, unknown, ys)
     uses = needs(static, carry, ys)
-    linear = LinearReplay(
+    linear = LinearSweep(
         *bodies(static, uses, (*uses[2], *ys)),
         *(tuple(select(used, mask)) for used, mask in zip(uses, unknown, strict=True)),
         num_forward_xs=sum(uses[3][: static.num_forward_xs]),
@@ -42,7 +42,7 @@ def partial_eval_sweep(static: Replay, consts: Mask, started: Mask, carry: Mask,
     return SweepPartialEval(known, linear, state, carry, ys, uses)
 
 
-def bodies(static: Replay, keep: Sequence[Mask], wanted: Sequence[bool]) -> tuple[Any, Any]:
+def bodies(static: ReverseSweep, keep: Sequence[Mask], wanted: Sequence[bool]) -> tuple[Any, Any]:
     """Both bodies with these consts, states, carry leaves and xs, and these outputs of the backward one."""
     consts, state, carry, xs = keep
     forward, used = dce(static.forward, state, [True, *consts, *state, *xs[: static.num_forward_xs]])
@@ -52,7 +52,7 @@ def bodies(static: Replay, keep: Sequence[Mask], wanted: Sequence[bool]) -> tupl
     return forward, backward
 
 
-def known_replay(static: Replay, unknown: Sequence[Mask], ys: Mask) -> Replay:
+def known_sweep(static: ReverseSweep, unknown: Sequence[Mask], ys: Mask) -> ReverseSweep:
     """The part of a sweep that depends on nothing unknown; it takes all known operands."""
     keep = [invert(mask) for mask in unknown]
     consts, state, carry, xs = keep
@@ -67,7 +67,7 @@ def known_replay(static: Replay, unknown: Sequence[Mask], ys: Mask) -> Replay:
     )
 
 
-def needs(static: Replay, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask]:
+def needs(static: ReverseSweep, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask]:
     """Which consts, states, carry leaves and xs these outputs of a sweep need."""
     while True:
         used = dce(static.backward, [*carry, *ys], False)[1]
@@ -92,7 +92,7 @@ def _run_known(
     init, saved = (reject(parts.unknown_state, group) for group in groups[1:3])
     carry = reject(parts.unknown_carry, groups[3])
     low, high, marks = window
-    return replay(parts.known, low, high, marks, consts, init, saved, carry, xs)
+    return run_sweep(parts.known, low, high, marks, consts, init, saved, carry, xs)
 
 
 def _rest(parts: SweepPartialEval, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
@@ -108,34 +108,34 @@ def _rest(parts: SweepPartialEval, unknown: Sequence[Mask], groups: Sequence[lis
     ]
 
 
-def _partial_eval_known(static: Replay, unknown: Sequence[Mask]) -> SweepPartialEval:
+def _partial_eval_known(static: ReverseSweep, unknown: Sequence[Mask]) -> SweepPartialEval:
     return partial_eval_sweep(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    static = lending_replay(Replay(**params))
+    static = lending_sweep(ReverseSweep(**params))
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
-        return stage_unknown(trace, replay_p, tracers, static._asdict())
+        return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
     unknown = [tuple(mask) for mask in split_list(flags[3:], static.sizes)]
     parts = _partial_eval_known(static, unknown)
     if all(parts.unknown_carry) and all(parts.unknown_ys):
-        return stage_unknown(trace, replay_p, tracers, static._asdict())
+        return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
     window, operands = split_list(map(known_value, tracers), [3])
     carry, ys = _run_known(parts, unknown, window, split_list(operands, static.sizes))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
     rest = _rest(parts, unknown, split_list(tracers[3:], static.sizes))
-    out = stage_unknown(trace, linear_replay_p, [*window[:2], *rest], parts.linear._asdict())
+    out = stage_unknown(trace, linear_sweep_p, [*window[:2], *rest], parts.linear._asdict())
     linear_carry, linear_ys = split_list(out, [sum(parts.unknown_carry)])
     return [*merge_lists(parts.unknown_carry, carry, linear_carry), *merge_lists(parts.unknown_ys, ys, linear_ys)]
 
 
-pe.custom_partial_eval_rules[replay_p] = _partial_eval
+pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
 
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
-    static = lending_replay(Replay(**params))
+    static = lending_sweep(ReverseSweep(**params))
     flags = list(map(ad.is_undefined_primal, operands))
     unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
     parts = _partial_eval_known(static, unknown)
@@ -143,7 +143,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     ct_carry, ct_ys = split_list(cts, [static.num_carry])
     cts = [*select(parts.unknown_carry, ct_carry), *select(parts.unknown_ys, ct_ys)]
     given = Operands.of(parts.linear, [low, high, *rest])
-    consts, init, carry, xs = transpose_linear_replay(cts, parts.linear, given)
+    consts, init, carry, xs = transpose_linear_sweep(cts, parts.linear, given)
     masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
     used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, parts.uses, strict=True)]
     consts, init, carry, xs = (
@@ -154,4 +154,4 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     return [None, None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
 
 
-ad.primitive_transposes[replay_p] = _transpose
+ad.primitive_transposes[reverse_sweep_p] = _transpose

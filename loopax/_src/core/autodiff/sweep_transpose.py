@@ -22,7 +22,7 @@ import jax
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import run
-from loopax._src.core.ir.reverse_sweep import Replay, replay, saving_loop, walk_and_replay
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep, checkpointing_loop, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.util import (
@@ -52,7 +52,7 @@ from loopax._src.jax_internals import (
 from loopax._src.schedule.saving import Saving
 
 
-class LinearReplay(NamedTuple):
+class LinearSweep(NamedTuple):
     """The static description of the linear rest of a reverse sweep."""
 
     forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
@@ -82,9 +82,9 @@ class LinearReplay(NamedTuple):
         return [consts, state, carry, xs, self.backward.out_avals[len(self.linear_carry) :]]
 
     @property
-    def as_replay(self) -> Replay:
+    def whole(self) -> ReverseSweep:
         """The whole sweep, known part included."""
-        return Replay(
+        return ReverseSweep(
             self.forward,
             self.backward,
             num_consts=len(self.linear_consts),
@@ -100,7 +100,7 @@ class LinearReplay(NamedTuple):
         )
 
     @property
-    def known(self) -> "LinearReplay":
+    def known(self) -> "LinearSweep":
         """The known part: the same bodies without what is linear."""
         keep = [invert(mask) for mask in self.masks]
         consts, state, carry, xs = keep
@@ -128,7 +128,7 @@ class Operands(NamedTuple):
     linear: list[list[Any]]
 
     @classmethod
-    def of(cls, static: LinearReplay, operands: Sequence[Any]) -> "Operands":
+    def of(cls, static: LinearSweep, operands: Sequence[Any]) -> "Operands":
         """Cut a flat list."""
         low, high, *rest = operands
         sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
@@ -136,33 +136,33 @@ class Operands(NamedTuple):
         return cls(low, high, groups[:4], groups[4:])
 
 
-linear_replay_p = new_primitive("loop_linear_replay")
+linear_sweep_p = new_primitive("linear_sweep")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
-    static = LinearReplay(**params)
+    static = LinearSweep(**params)
     given = Operands.of(static, flat)
     groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
-    carry, rows = walk_and_replay(static.as_replay, given.low, given.high, *groups)
+    carry, rows = checkpoint_and_sweep(static.whole, given.low, given.high, *groups)
     return [*select(static.linear_carry, carry), *rows]
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
-    static = LinearReplay(**params)
+    static = LinearSweep(**params)
     carry, ys = static.avals[2], static.avals[4]
     return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
 
 
-_whole_compiled = jax.jit(_whole, static_argnames=LinearReplay._fields)
-linear_replay_p.def_impl(_whole_compiled)
-linear_replay_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linear_replay_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_replay_p] = batch_expanded(linear_replay_p, _whole)
-ad.primitive_jvps[linear_replay_p] = jvp_expanded(_whole)
+_whole_compiled = jax.jit(_whole, static_argnames=LinearSweep._fields)
+linear_sweep_p.def_impl(_whole_compiled)
+linear_sweep_p.def_abstract_eval(_abstract)
+mlir.register_lowering(linear_sweep_p, mlir.lower_fun(_whole, multiple_results=True))
+batching.fancy_primitive_batchers[linear_sweep_p] = batch_expanded(linear_sweep_p, _whole)
+ad.primitive_jvps[linear_sweep_p] = jvp_expanded(_whole)
 
 
 @weakly_cached
-def _transposed_step(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
+def _transposed_step(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     """One step of both bodies, transposed.
 
     (row, *known consts, *states, *carry, *x, *ct states, *ct carry, *ct y)
@@ -197,7 +197,7 @@ def _transposed_step(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
 
 
 @weakly_cached
-def _cotangents_of_carry(static: LinearReplay, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
+def _cotangents_of_carry(static: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
     """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l."""
     step = _transposed_step(static, nonzero_ys)
     sizes = [sum(mask) for mask in static.masks]
@@ -212,7 +212,7 @@ def _cotangents_of_carry(static: LinearReplay, nonzero_ys: Mask) -> tuple[Closed
 
 
 @weakly_cached
-def _forward_pair(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
+def _forward_pair(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     """The loop on (s, p): (row, *known consts, *s, *p, *x, *ct y, [*l]) -> (*s, *p)."""
     known = static.known
     step, reads_carry = _cotangents_of_carry(static, nonzero_ys)
@@ -229,7 +229,7 @@ def _forward_pair(static: LinearReplay, nonzero_ys: Mask) -> ClosedJaxpr:
 
 
 @weakly_cached
-def _backward_pair(static: LinearReplay, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
+def _backward_pair(static: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
     """The carry (l, m, ct consts) reading (s, p): also returns cotangents of rows of linear xs."""
     known = static.known
     step = jaxpr_as_fun(_transposed_step(static, nonzero_ys))
@@ -249,7 +249,7 @@ def _backward_pair(static: LinearReplay, nonzero_ys: Mask, num_extra_xs: int) ->
     return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
 
 
-def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Operands) -> list[list[Any]]:
+def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: Operands) -> list[list[Any]]:
     """Cotangents of the linear consts, init of the states, init of the carry, and xs."""
     p, ct_ys = split_list(cts, [sum(static.linear_carry)])
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
@@ -258,12 +258,12 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
     rows = [*xs, *select(nonzero_ys, ct_ys), *extra]
 
     forward = _forward_pair(static, nonzero_ys)
-    loop = saving_loop(static.as_replay, forward, len(consts), len(init) + len(p))
+    loop = checkpointing_loop(static.whole, forward, len(consts), len(init) + len(p))
     out = run(loop, given.low, given.high, consts, [*init, *map(written_out, p)], rows)
 
     avals = [select(mask, group) for mask, group in zip(static.masks, static.avals[:4], strict=True)]
     start = [*carry, *map(zeros, avals[1]), *map(zeros, avals[0])]
-    back = Replay(
+    back = ReverseSweep(
         forward,
         _backward_pair(static, nonzero_ys, len(extra)),
         num_consts=len(consts),
@@ -279,30 +279,30 @@ def transpose_linear_replay(cts: Sequence[Any], static: LinearReplay, given: Ope
     )
     states = [*init, *map(written_out, p)]
     (marks,) = out.marks
-    final, ct_xs = replay(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
+    final, ct_xs = run_sweep(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split_list(final, [len(carry), len(avals[1])])
     return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
 
 
-def _every_carry(static: LinearReplay, given: Operands) -> list[Any]:
+def _every_carry(static: LinearSweep, given: Operands) -> list[Any]:
     """The known carry before every backward step, as rows."""
     known = static.known
     inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
     first = 1 + len(known.linear_consts)
     body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
-    whole = known._replace(backward=body).as_replay
-    return walk_and_replay(whole, given.low, given.high, *given.known)[1]
+    whole = known._replace(backward=body).whole
+    return checkpoint_and_sweep(whole, given.low, given.high, *given.known)[1]
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
-    static = LinearReplay(**params)
+    static = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
     given = Operands.of(static, flat)
-    found = [ct for group in transpose_linear_replay(cts, static, given) for ct in group]
+    found = [ct for group in transpose_linear_sweep(cts, static, given) for ct in group]
     operands = [x for group in given.linear for x in group]
     wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
     return [None] * (len(flat) - len(operands)) + wanted
 
 
-ad.primitive_transposes[linear_replay_p] = _transpose
+ad.primitive_transposes[linear_sweep_p] = _transpose

@@ -15,7 +15,7 @@ import jax
 from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
-from loopax._src.core.ir.reverse_sweep import Replay, replay
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -229,7 +229,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
     xs = [*given.known_xs, *select(nonzero_ys, ct_ys)]
     if given.known_init:
         assert linear.saving is not None
-        backward = Replay(
+        backward = ReverseSweep(
             known_recurrence(linear),
             step,
             num_consts=len(given.known_consts),
@@ -244,7 +244,7 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             stages=linear.stages,
         )
         (marks,) = given.marks
-        out_carry, ct_xs = replay(
+        out_carry, ct_xs = run_sweep(
             backward, given.low, given.high, marks, given.known_consts, given.known_init, given.saved, carry, xs
         )
     else:

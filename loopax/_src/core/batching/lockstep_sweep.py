@@ -10,7 +10,7 @@ from loopax._src.core.batching.masked_step import (
     skip_idle_rows,
     step_lanes,
 )
-from loopax._src.core.ir.reverse_sweep import Replay
+from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import Lent, large_constants
@@ -19,9 +19,9 @@ from loopax._src.jax_internals import ClosedJaxpr
 
 
 @weakly_cached
-def lanes_replay(
-    static: Replay, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
-) -> Replay:
+def lockstep_sweep(
+    static: ReverseSweep, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
+) -> ReverseSweep:
     """Both bodies for lanes with windows of their own: consts are [lows], [highs], *consts."""
     avals, forward_avals = static.backward_avals, static.forward_avals
     state, carry = (True,) * static.num_state, (True,) * static.num_carry

@@ -9,9 +9,15 @@ from loopax._src.core.autodiff.sweep_jvp import reached
 from loopax._src.core.batching.compact.primitive import batch
 from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
-from loopax._src.core.batching.lockstep_sweep import lanes_replay
+from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, replay_p, walk_and_replay
+from loopax._src.core.ir.reverse_sweep import (
+    ReverseSweep,
+    checkpoint_and_sweep,
+    lending_sweep,
+    reverse_sweep_p,
+    run_sweep,
+)
 from loopax._src.core.jaxpr.expand import batch_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
 from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
@@ -20,7 +26,9 @@ from loopax._src.messages import symbolic_lanes_message
 
 
 @weakly_cached
-def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> Replay:
+def _uniform_sweep(
+    static: ReverseSweep, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask
+) -> ReverseSweep:
     forward_inputs = (*consts, *state, *xs[: static.num_forward_xs])
     return static._replace(
         forward=uniform_body(static.forward, axis, forward_inputs, state),
@@ -30,18 +38,18 @@ def _uniform_replay(static: Replay, axis: Axis, consts: Mask, state: Mask, carry
 
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """A sweep that does not rely on what the forward loop saved."""
-    static = Replay(**params)
+    static = ReverseSweep(**params)
     consts, init, _, carry, xs = split_list(operands, static.sizes)
-    carry, ys = walk_and_replay(static, low, high, consts, init, carry, xs)
+    carry, ys = checkpoint_and_sweep(static, low, high, consts, init, carry, xs)
     return [*carry, *ys]
 
 
 # Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
-_save_again = batch_expanded(replay_p, _without_saved)
+_save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
-def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    static, axis = lending_replay(Replay(**params)), Axis.of(axis_data)
+def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    static, axis = lending_sweep(ReverseSweep(**params)), Axis.of(axis_data)
     (low, high, marks), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
     (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
         dims, [3, *static.sizes]
@@ -71,13 +79,13 @@ def _batch_replay(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], 
         results = batch(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
         return results, SWEEPS.result_axes(static)
     if any(windows):
-        lanes = lanes_replay(static, axis, consts_mask, xs_mask, windows, tuple(map(jax.typeof, own)))
+        lanes = lockstep_sweep(static, axis, consts_mask, xs_mask, windows, tuple(map(jax.typeof, own)))
         low, high = hull(low, high)
     else:
-        lanes = _uniform_replay(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
+        lanes = _uniform_sweep(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
     saved = fill(state_mask, saved, saved_dims, 1)
-    new_carry, ys = replay(lanes, low, high, marks, [*own, *consts], init, saved, carry, xs)
+    new_carry, ys = run_sweep(lanes, low, high, marks, [*own, *consts], init, saved, carry, xs)
     return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
 
 
-batching.fancy_primitive_batchers[replay_p] = _batch_replay
+batching.fancy_primitive_batchers[reverse_sweep_p] = _batch_sweep

@@ -9,7 +9,7 @@ from jax import lax
 
 from loopax._src.core.effects.strip_progress import silent
 from loopax._src.core.ir.loop import Loop, lending, loop_p
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
@@ -159,11 +159,11 @@ def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
-def _guard_replay(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    static = lending_replay(Replay(**eqn.params))
+def _guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    static = lending_sweep(ReverseSweep(**eqn.params))
     forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
     static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
-    return replay_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
+    return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
 
 
 # By the name of a primitive: (equation, active, operands) -> results.
@@ -173,5 +173,5 @@ guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
     "scan": _guard_scan,
     "while": _guard_while,
     loop_p.name: _guard_loop,
-    replay_p.name: _guard_replay,
+    reverse_sweep_p.name: _guard_sweep,
 }

@@ -33,7 +33,7 @@ from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 from loopax._src.schedule.saving import Saving, length_known
 
 
-class Replay(NamedTuple):
+class ReverseSweep(NamedTuple):
     """The static description of a reverse sweep."""
 
     forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
@@ -71,23 +71,23 @@ class Replay(NamedTuple):
         return self.backward.out_avals[self.num_carry :]
 
 
-replay_p = new_primitive("loop_replay")
+reverse_sweep_p = new_primitive("reverse_sweep")
 
 
 @weakly_cached
-def _lending(static: Replay) -> Replay:
+def _lending(static: ReverseSweep) -> ReverseSweep:
     assert static.lent is not None
     forward, backward = (lend_in_body(body, static.lent) for body in (static.forward, static.backward))
     return static._replace(forward=forward, backward=backward, lent=None)
 
 
-def lending_replay(static: Replay) -> Replay:
+def lending_sweep(static: ReverseSweep) -> ReverseSweep:
     """The sweep with bodies that do their own lending."""
     return static if static.lent is None else _lending(static)
 
 
-def replay(
-    static: Replay,
+def run_sweep(
+    static: ReverseSweep,
     low: Any,
     high: Any,
     marks: Any,
@@ -101,29 +101,29 @@ def replay(
     operands = [*consts, *init, *saved, *carry, *xs]
     if axes := differing([low, high, marks]):
         static, operands = _apart(static, axes), varying(operands, axes)
-    outputs = replay_p.bind(low, high, marks, *operands, **static._asdict())
+    outputs = reverse_sweep_p.bind(low, high, marks, *operands, **static._asdict())
     new_carry, ys = split_list(outputs, [static.num_carry])
     return new_carry, ys
 
 
-def _apart(static: Replay, axes: Axes) -> Replay:
+def _apart(static: ReverseSweep, axes: Axes) -> ReverseSweep:
     """The sweep for devices that take different numbers of steps."""
     if static.lent is not None and (apart(static.forward, axes) or apart(static.backward, axes)):
-        static = lending_replay(static)
+        static = lending_sweep(static)
     forward, backward = (apart(body, axes) or body for body in (static.forward, static.backward))
     return static._replace(forward=forward, backward=backward)
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
-    static = Replay(**params)
+    static = ReverseSweep(**params)
     carry = static.backward.out_avals[: static.num_carry]
     return [*carry, *(stacked(aval, static.bound or 0) for aval in static.y_avals)]
 
 
-replay_p.def_abstract_eval(_abstract)
+reverse_sweep_p.def_abstract_eval(_abstract)
 
 
-def saving_loop(static: Replay, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
+def checkpointing_loop(static: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
     """A loop over the rows of the forward loop that saves its whole carry as that loop did."""
     return Loop(
         body,
@@ -140,8 +140,8 @@ def saving_loop(static: Replay, body: ClosedJaxpr, num_consts: int, num_state: i
     )
 
 
-def walk_and_replay(
-    static: Replay,
+def checkpoint_and_sweep(
+    static: ReverseSweep,
     low: Any,
     high: Any,
     consts: Sequence[Any],
@@ -150,15 +150,15 @@ def walk_and_replay(
     xs: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """The whole sweep where nothing has been saved yet: walk forward saving, then back."""
-    loop = saving_loop(static, static.forward, len(consts), len(init))
+    loop = checkpointing_loop(static, static.forward, len(consts), len(init))
     out = run(loop, low, high, consts, init, xs[: static.num_forward_xs])
     (marks,) = out.marks
-    return replay(static, low, high, marks, consts, init, out.saved, carry, xs)
+    return run_sweep(static, low, high, marks, consts, init, out.saved, carry, xs)
 
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that a primal sweep inside another loop's body stays known."""
-    static = lending_replay(Replay(**eqn.params))
+    static = lending_sweep(ReverseSweep(**eqn.params))
     bits = [1 << i for i in range(len(eqn.invars))]
     window, rest = bits[0] | bits[1] | bits[2], bits[3:]
     consts, init, saved, carry, xs = split_list(rest, static.sizes)
@@ -174,4 +174,4 @@ def _dependence(eqn: Any) -> list[int]:
     return [window | bits for bits in (*inputs[carry_range.start : carry_range.stop], *ys)]
 
 
-dependence_rules[replay_p] = _dependence
+dependence_rules[reverse_sweep_p] = _dependence

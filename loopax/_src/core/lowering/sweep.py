@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.ir.reverse_sweep import Replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.sweep_binomial import sweep_slots
@@ -16,7 +16,7 @@ from loopax._src.schedule import Blocks
 
 
 def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:
-    static = Replay(**params)
+    static = ReverseSweep(**params)
     low, high, marks = map(unvarying, (low, high, marks))
     consts, _, saved, carry, xs = split_list(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
@@ -31,6 +31,6 @@ def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list
     return [*progress.carry, *progress.ys]
 
 
-_run_compiled = jax.jit(_run, static_argnames=Replay._fields)
-replay_p.def_impl(_run_compiled)
-mlir.register_lowering(replay_p, mlir.lower_fun(_run, multiple_results=True))
+_run_compiled = jax.jit(_run, static_argnames=ReverseSweep._fields)
+reverse_sweep_p.def_impl(_run_compiled)
+mlir.register_lowering(reverse_sweep_p, mlir.lower_fun(_run, multiple_results=True))

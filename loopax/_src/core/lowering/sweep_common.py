@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import UNUSED
-from loopax._src.core.ir.reverse_sweep import Replay
+from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.while_loop import Common, Step, Steps, Walk, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
@@ -22,7 +22,7 @@ class Track(NamedTuple):
     ahead: Walk  # how the forward loop walked
 
     @classmethod
-    def of(cls, static: Replay, low: Any, high: Any, marks: Any) -> "Track":
+    def of(cls, static: ReverseSweep, low: Any, high: Any, marks: Any) -> "Track":
         """From the window of rows, and where the forward loop saved."""
         ahead = Walk(static.reverse, static.unroll)
         origin = marks[0]
@@ -93,7 +93,7 @@ def _positions(rows: CommonRows, ahead: Walk, start: Any) -> tuple[Any, Any]:
     return (high, low) if ahead.reverse else (low, high)
 
 
-def bodies_of(static: Replay, consts: list[Any], xs: list[Any]) -> Bodies:
+def bodies_of(static: ReverseSweep, consts: list[Any], xs: list[Any]) -> Bodies:
     """The bodies of a sweep."""
     plain = _functions(static, jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward), xs)
     rows, common = common_rows(static.backward, consts), None
@@ -102,7 +102,7 @@ def bodies_of(static: Replay, consts: list[Any], xs: list[Any]) -> Bodies:
     return Bodies(plain, consts, static.lent, common)
 
 
-def _functions(static: Replay, forward_body: Any, backward_body: Any, xs: list[Any]) -> Functions:
+def _functions(static: ReverseSweep, forward_body: Any, backward_body: Any, xs: list[Any]) -> Functions:
     def forward(row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
         return forward_body(row, *consts, *state, *(read(x, row) for x in xs[: static.num_forward_xs]))
 

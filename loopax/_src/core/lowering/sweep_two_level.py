@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.ir.reverse_sweep import Replay
+from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
 from loopax._src.core.lowering.while_loop import State, Step, Walk, read, write
@@ -24,7 +24,9 @@ class Sweep(NamedTuple):
     progress: State  # the backward walk
 
 
-def sweep_blocks(static: Replay, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: State) -> State:
+def sweep_blocks(
+    static: ReverseSweep, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: State
+) -> State:
     """Walk back through all blocks."""
 
     def one_block(sweep: Sweep) -> Sweep:

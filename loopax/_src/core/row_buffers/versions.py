@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.loop import Loop, lending, loop_p
-from loopax._src.core.ir.reverse_sweep import Replay, replay_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
@@ -97,8 +97,8 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
         leaf, first = position - 2 - loop.num_consts, 1
         mask = buffers(loop.body, loop.carry_range, only_appended)
         mask = [b and not saved for b, saved in zip(mask, loop.saved_mask, strict=True)]
-    elif primitive is replay_p:
-        static = Replay(**eqn.params)
+    elif primitive is reverse_sweep_p:
+        static = ReverseSweep(**eqn.params)
         leaf, first = position - 3 - sum(static.sizes[:3]), 0
         start = 1 + static.num_consts
         mask = buffers(static.backward, range(start, start + static.num_carry), only_appended)

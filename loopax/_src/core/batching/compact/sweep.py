@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
 from loopax._src.core.batching.compact.primitive import Rules
 from loopax._src.core.batching.lockstep_loop import own_limits
-from loopax._src.core.batching.lockstep_sweep import lanes_replay
+from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import run
-from loopax._src.core.ir.reverse_sweep import Replay, lending_replay, replay, saving_loop
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpointing_loop, lending_sweep, run_sweep
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, split_list
 
 
-def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+def _run(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are low, high, *consts, *init, *carry, *xs."""
     assert static.stages is not None
 
@@ -33,29 +33,29 @@ def _run(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> l
     return in_groups(program, static.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 
-def _in_lockstep(static: Replay, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+def _in_lockstep(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Walk forward saving, then back."""
     (low, high), consts, init, carry, xs = split_list(operands, _sizes(static))
     windows, mapped_consts, _, _, mapped_xs = (tuple(m) for m in split_list(mapped, _sizes(static)))
     own = own_limits(windows, low, high)
-    lanes = lanes_replay(static, axis, mapped_consts, mapped_xs, windows, tuple(map(jax.typeof, own)))
+    lanes = lockstep_sweep(static, axis, mapped_consts, mapped_xs, windows, tuple(map(jax.typeof, own)))
     rows, consts = hull(low, high), [*own, *consts]
-    loop = saving_loop(lanes, lending_replay(lanes).forward, len(consts), len(init))
+    loop = checkpointing_loop(lanes, lending_sweep(lanes).forward, len(consts), len(init))
     out = run(loop, *rows, consts, init, xs[: static.num_forward_xs])
     (marks,) = out.marks
-    new_carry, ys = replay(lanes, *rows, marks, consts, init, out.saved, carry, xs)
+    new_carry, ys = run_sweep(lanes, *rows, marks, consts, init, out.saved, carry, xs)
     return [*new_carry, *ys]
 
 
-def _sizes(static: Replay) -> list[int]:
+def _sizes(static: ReverseSweep) -> list[int]:
     return [2, static.num_consts, static.num_state, static.num_carry]
 
 
-def _operand_axes(static: Replay) -> list[int]:
+def _operand_axes(static: ReverseSweep) -> list[int]:
     return [0] * sum(_sizes(static)) + [1] * len(static.backward_avals[3])
 
 
-def _result_axes(static: Replay) -> list[int]:
+def _result_axes(static: ReverseSweep) -> list[int]:
     return [0] * static.num_carry + [1] * len(static.y_avals)
 
 
