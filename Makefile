@@ -13,13 +13,17 @@ PYTHON312 ?= $(shell .ci/find-python 3.12)
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test kill-test test-all lint types bench docs pictures clean
+.PHONY: demo test test-slow kill-test test-all lint types bench docs pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
 
 test: lint types $(VENV)/.installed
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+# The rest: long compositions, examples, benchmarks, other libraries, processes that are killed.
+test-slow: $(VENV)/.installed
+	$(BIN)/python $(PYTEST) -m slow
 
 # All versions are tested, also after a failure on one of them.
 test-all: $(VENV)/.installed $(OTHERS:=/.installed)

@@ -1,5 +1,6 @@
 """Strict settings for all tests: float64, no silent promotion, eight virtual devices."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -23,6 +24,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Traces are many small objects that live as long as a test: looking for garbage as often as Python does takes a
+# twentieth of the time.
+gc.set_threshold(200_000, 50, 100)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
