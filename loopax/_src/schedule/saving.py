@@ -21,7 +21,7 @@ class Blocks:
         """The most carries that are saved."""
         return -(-(bound or 0) // self.size)
 
-    def num_marks(self) -> int:
+    def num_checkpoint_rows(self) -> int:
         """Rows to remember: the first, from which the starts of all blocks follow."""
         return 1
 
@@ -38,7 +38,7 @@ class Slots:
         del bound
         return self.count
 
-    def num_marks(self) -> int:
+    def num_checkpoint_rows(self) -> int:
         """Rows to remember: of each slot."""
         return self.count
 

@@ -146,8 +146,8 @@ def on_pairs(
     ys, y_dots = split_list(out.ys, [len(ys_mask)])
     saved, saved_dots = split_list(out.saved, [len(saved_mask)])
     new_carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in new_carry_dots]
-    results = [out.num_steps, *new_carry, *ys, *saved, *out.marks]
-    mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.marks)]
+    results = [out.num_steps, *new_carry, *ys, *saved, *out.checkpoint_rows]
+    mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.checkpoint_rows)]
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])
 
 

@@ -49,12 +49,14 @@ def run_known(
         *select(reject(parts.unknown_carry, parts.last), out.carry),
         *(init[i] for i in replayed),
         *(saved[i] for i in replayed if saves),
-        *(out.marks if saves else []),
+        *(out.checkpoint_rows if saves else []),
         *select(used_xs, xs),
         *residual_rows,
     ]
     wanted = [i for i, keep in enumerate(reject(parts.unknown_carry, loop.saved_mask)) if keep]
-    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.marks if loop.saving else []), rest
+    return Outcome(
+        out.num_steps, out.carry, ys, [saved[i] for i in wanted], out.checkpoint_rows if loop.saving else []
+    ), rest
 
 
 def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
@@ -90,7 +92,7 @@ def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[A
         *merge_lists(parts.unknown_carry, known.carry, carry),
         *merge_lists(parts.unknown_ys, known.ys, ys),
         *merge_lists(unknown_saved, known.saved, saved),
-        *known.marks,
+        *known.checkpoint_rows,
     ]
 
 

@@ -31,8 +31,8 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
         return staged(eqn, instantiated)
     known = known_loop(loop, consts, carry, xs, ys)
     unknown_in = [False, False, *consts, *carry, *xs]
-    marks = [False] if loop.saving else []
-    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *marks]
+    checkpoint_rows = [False] if loop.saving else []
+    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *checkpoint_rows]
     return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
@@ -71,7 +71,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     if happens(loop.body.effects) or loop.lent:
         return [True] * len(eqn.invars), eqn
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    _, carry, ys, saved, marks = split_list(used, sizes)
+    _, carry, ys, saved, checkpoint_rows = split_list(used, sizes)
     saved_mask = _spread_saved(loop, saved)
     wanted = either(carry, saved_mask)
     if loop.predicated:
@@ -79,7 +79,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     if loop.lanes_place is not None:
         wanted = tuple(keep or place == loop.lanes_place for place, keep in enumerate(wanted))
     body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
-    saving = loop.saving if any(saved) or any(marks) else None
+    saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(
         body=body,
         num_consts=sum(consts),
@@ -91,7 +91,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     used_in = [True, True, *consts, *kept, *xs]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),
-        outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in marks)], eqn.outvars),
+        outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in checkpoint_rows)], eqn.outvars),
         params=slim._asdict(),
     )
 

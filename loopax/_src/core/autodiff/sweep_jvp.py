@@ -55,7 +55,7 @@ def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     static = lending_sweep(ReverseSweep(**params))
-    low, high, marks, *operands = primals
+    low, high, checkpoint_rows, *operands = primals
     consts, init, saved, carry, xs = split_list(operands, static.sizes)
     const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)
     consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
@@ -69,7 +69,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         pair,
         low,
         high,
-        marks,
+        checkpoint_rows,
         [*consts, *select(consts_mask, const_dots)],
         [*init, *tangents_or_zeros(state_mask, init, init_dots)],
         [*saved, *tangents_or_zeros(state_mask, saved, saved_dots)],

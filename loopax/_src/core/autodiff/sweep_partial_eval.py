@@ -91,8 +91,8 @@ def _run_known(
     consts, xs = reject(unknown[0], groups[0]), reject(unknown[4], groups[4])
     init, saved = (reject(parts.unknown_state, group) for group in groups[1:3])
     carry = reject(parts.unknown_carry, groups[3])
-    low, high, marks = window
-    return run_sweep(parts.known, low, high, marks, consts, init, saved, carry, xs)
+    low, high, checkpoint_rows = window
+    return run_sweep(parts.known, low, high, checkpoint_rows, consts, init, saved, carry, xs)
 
 
 def _rest(parts: SweepPartialEval, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:

@@ -278,8 +278,8 @@ def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: Opera
         stages=static.stages,
     )
     states = [*init, *map(written_out, p)]
-    (marks,) = out.marks
-    final, ct_xs = run_sweep(back, given.low, given.high, marks, consts, states, out.saved, start, rows)
+    (checkpoint_rows,) = out.checkpoint_rows
+    final, ct_xs = run_sweep(back, given.low, given.high, checkpoint_rows, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split_list(final, [len(carry), len(avals[1])])
     return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
 

@@ -110,7 +110,7 @@ class Operands(NamedTuple):
     known_consts: list[Any]
     known_init: list[Any]
     saved: list[Any]
-    marks: list[Any]
+    checkpoint_rows: list[Any]
     known_xs: list[Any]
     consts: list[Any]
     init: list[Any]
@@ -243,9 +243,17 @@ def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operand
             storage=linear.storage,
             stages=linear.stages,
         )
-        (marks,) = given.marks
+        (checkpoint_rows,) = given.checkpoint_rows
         out_carry, ct_xs = run_sweep(
-            backward, given.low, given.high, marks, given.known_consts, given.known_init, given.saved, carry, xs
+            backward,
+            given.low,
+            given.high,
+            checkpoint_rows,
+            given.known_consts,
+            given.known_init,
+            given.saved,
+            carry,
+            xs,
         )
     else:
         loop = Loop(

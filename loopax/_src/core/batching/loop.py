@@ -50,9 +50,9 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         *axes_of(carry_mask),
         *axes_of(ys_mask, 1),
         *axes_of(select(loop.saved_mask, carry_mask), 1),
-        *(None for _ in out.marks),
+        *(None for _ in out.checkpoint_rows),
     ]
-    return [out.num_steps, *out.carry, *out.ys, *out.saved, *out.marks], out_dims
+    return [out.num_steps, *out.carry, *out.ys, *out.saved, *out.checkpoint_rows], out_dims
 
 
 def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
@@ -80,8 +80,14 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes) -> A
     out, num_steps = run_lanes(loop, axis, *hull(low, high), lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    dims = [0, *(0 for _ in out.carry), *(1 for _ in out.ys), *(1 for _ in out.saved), *(None for _ in out.marks)]
-    return [num_steps, *out.carry, *out.ys, *out.saved, *out.marks], dims
+    dims = [
+        0,
+        *(0 for _ in out.carry),
+        *(1 for _ in out.ys),
+        *(1 for _ in out.saved),
+        *(None for _ in out.checkpoint_rows),
+    ]
+    return [num_steps, *out.carry, *out.ys, *out.saved, *out.checkpoint_rows], dims
 
 
 batching.fancy_primitive_batchers[loop_p] = _batch_loop

@@ -50,12 +50,12 @@ _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     static, axis = lending_sweep(ReverseSweep(**params)), Axis.of(axis_data)
-    (low, high, marks), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
-    (*window_dims, marks_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
+    (low, high, checkpoint_rows), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
+    (*window_dims, checkpoint_rows_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
         dims, [3, *static.sizes]
     )
     consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
-    if marks_dim is not None and not (static.stages and any(windows)):
+    if checkpoint_rows_dim is not None and not (static.stages and any(windows)):
         return _save_again(axis_data, operands, dims, **params)
     started = tuple(a is not None or b is not None for a, b in zip(init_dims, saved_dims, strict=True))
     state_mask, carry_mask, ys_mask = reached(
@@ -84,7 +84,7 @@ def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     else:
         lanes = _uniform_sweep(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
     saved = fill(state_mask, saved, saved_dims, 1)
-    new_carry, ys = run_sweep(lanes, low, high, marks, [*own, *consts], init, saved, carry, xs)
+    new_carry, ys = run_sweep(lanes, low, high, checkpoint_rows, [*own, *consts], init, saved, carry, xs)
     return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
 
 

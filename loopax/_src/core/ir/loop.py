@@ -10,8 +10,8 @@ Meaning, for a loop that walks forward (`reverse` walks the same rows from the l
     return row - low, carry, ys
 
 Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`. A loop that saves also
-returns `*saved, marks`: the carry before some of the steps, from which reverse mode replays the others, and
-the rows of these steps in the order in which they were taken, `UNUSED` where there were fewer (for
+returns `*saved, checkpoint_rows`: the carry before some of the steps, from which reverse mode replays the others, and
+the rows of these steps in the order in which they were taken, `EMPTY_SLOT` where there were fewer (for
 blocks, the row of the first). A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
@@ -41,7 +41,7 @@ from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
-UNUSED = -1  # among marks
+EMPTY_SLOT = -1  # among marks
 
 
 class Loop(NamedTuple):
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
     carry: list[Any]
     ys: list[Any]
     saved: list[Any]
-    marks: list[Any]  # one array; none where the loop does not save
+    checkpoint_rows: list[Any]  # one array; none where the loop does not save
 
 
 loop_p = new_primitive("loop")
@@ -207,7 +207,7 @@ def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
     index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
     saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
     ys = [stacked(aval, loop.bound or 0) for aval in rows]
-    return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_marks())] if loop.saving else [])]
+    return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_checkpoint_rows())] if loop.saving else [])]
 
 
 def _abstract(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
@@ -228,8 +228,8 @@ def _dependence(eqn: Any) -> list[int]:
     inputs[loop.carry_range.start : loop.carry_range.stop] = carry
     everywhere = low | high | (carry[0] if loop.predicated else 0)
     ys = [union(inputs, bits) for bits in needed[loop.num_carry :]]
-    marks = [0] if loop.saving else []
-    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry), *marks)]
+    checkpoint_rows = [0] if loop.saving else []
+    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry), *checkpoint_rows)]
 
 
 dependence_rules[loop_p] = _dependence

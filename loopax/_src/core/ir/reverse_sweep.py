@@ -8,11 +8,11 @@ The meaning, where the forward loop walked the rows `low ... high - 1`::
     for row in reversed(rows):
         carry, ys[row] = backward(row, consts, carry, states[row], xs[row])
 
-The states are not stored. `saved` holds those before the rows `marks`, as the forward loop saved them on
+The states are not stored. `saved` holds those before the rows `checkpoint_rows`, as the forward loop saved them on
 its way; segment by segment, from the last to the first, the others are evaluated again
 (`core/lowering/sweep_two_level.py`, `core/lowering/sweep_binomial.py`).
 
-Operands are `low, high, marks, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. As a function,
+Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. As a function,
 a replay depends on the forward loop's `init`; `saved` is a hint, and has no
 derivative of its own in reverse mode. The primitive is closed under differentiation: a derivative of
 a replay is a replay of the derivative of both parts, so second derivatives store no more than
@@ -90,7 +90,7 @@ def run_sweep(
     static: ReverseSweep,
     low: Any,
     high: Any,
-    marks: Any,
+    checkpoint_rows: Any,
     consts: Sequence[Any],
     init: Sequence[Any],
     saved: Sequence[Any],
@@ -99,9 +99,9 @@ def run_sweep(
 ) -> tuple[list[Any], list[Any]]:
     """Bind the primitive, as `run` does; returns carry and ys."""
     operands = [*consts, *init, *saved, *carry, *xs]
-    if axes := differing([low, high, marks]):
+    if axes := differing([low, high, checkpoint_rows]):
         static, operands = _apart(static, axes), varying(operands, axes)
-    outputs = reverse_sweep_p.bind(low, high, marks, *operands, **static._asdict())
+    outputs = reverse_sweep_p.bind(low, high, checkpoint_rows, *operands, **static._asdict())
     new_carry, ys = split_list(outputs, [static.num_carry])
     return new_carry, ys
 
@@ -152,8 +152,8 @@ def checkpoint_and_sweep(
     """The whole sweep where nothing has been saved yet: walk forward saving, then back."""
     loop = checkpointing_loop(static, static.forward, len(consts), len(init))
     out = run(loop, low, high, consts, init, xs[: static.num_forward_xs])
-    (marks,) = out.marks
-    return run_sweep(static, low, high, marks, consts, init, out.saved, carry, xs)
+    (checkpoint_rows,) = out.checkpoint_rows
+    return run_sweep(static, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
 
 
 def _dependence(eqn: Any) -> list[int]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import schedule
-from loopax._src.core.ir.loop import UNUSED, Loop
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
 from loopax._src.core.lowering.while_loop import State, Steps, Walk, read, write
@@ -20,7 +20,9 @@ class Saver(NamedTuple):
 
     state: State
     saved: list[Any]  # room for the carries
-    marks: Any  # int32[slots]: the rows before which they were saved, or `UNUSED`; for blocks the first row
+    checkpoint_rows: (
+        Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; for blocks the first row
+    )
     plan: Any  # what the schedule remembers
 
 
@@ -34,15 +36,17 @@ def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> 
     decide, plan = _decision(loop.saving, walk, state.position)
     kept = select(loop.saved_mask, loop.output_avals[0])
     saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
-    marks = state.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, UNUSED, jnp.int32)
-    saver = Saver(state, saved, marks, plan)
+    checkpoint_rows = (
+        state.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, EMPTY_SLOT, jnp.int32)
+    )
+    saver = Saver(state, saved, checkpoint_rows, plan)
     saver = _walk_saving(loop, walk._replace(limited=True), steps, decide, saver, end)
     if not walk.limited:
         saver = saver._replace(state=_poisoned(saver.state))
-    saved, marks = saver.saved, saver.marks
+    saved, checkpoint_rows = saver.saved, saver.checkpoint_rows
     if isinstance(saver.plan, schedule.Online):
-        saved, marks = _in_order(saver.plan, saved, marks)
-    return saver.state, [*saved, marks]
+        saved, checkpoint_rows = _in_order(saver.plan, saved, checkpoint_rows)
+    return saver.state, [*saved, checkpoint_rows]
 
 
 def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
@@ -51,14 +55,16 @@ def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: 
         return remain & saver.state.carry[0] if loop.predicated else remain
 
     def stretch(saver: Saver) -> Saver:
-        state, saved, marks, _ = saver
+        state, saved, checkpoint_rows, _ = saver
         remain = walk.distance(state.position, end)
         room, length, plan = decide(saver, remain)
         values = select(loop.saved_mask, state.carry)
         saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
-        marks = marks if isinstance(loop.saving, Blocks) else write(marks, room, state.position)
+        checkpoint_rows = (
+            checkpoint_rows if isinstance(loop.saving, Blocks) else write(checkpoint_rows, room, state.position)
+        )
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
-        return Saver(walk.run(steps, state, next_stop), saved, marks, plan)
+        return Saver(walk.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
     return lax.while_loop(goes_on, stretch, saver)
 
@@ -109,7 +115,7 @@ class Permuting(NamedTuple):
     buffers: list[Any]
 
 
-def _in_order(plan: schedule.Online, saved: list[Any], marks: Any) -> tuple[list[Any], Any]:
+def _in_order(plan: schedule.Online, saved: list[Any], checkpoint_rows: Any) -> tuple[list[Any], Any]:
     """What the online schedule saved in the order of the steps."""
     used = jnp.sum(plan.stored >= 0, dtype=jnp.int32)
     order = jnp.roll(plan.slots, used)  # unused slots are at the front
@@ -125,10 +131,10 @@ def _in_order(plan: schedule.Online, saved: list[Any], marks: Any) -> tuple[list
         held = [jnp.where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
         return Permuting(start, jnp.where(closes, start, source), held, write(order, place, place), buffers)
 
-    first, buffers = jnp.int32(0), [*saved, marks]
+    first, buffers = jnp.int32(0), [*saved, checkpoint_rows]
     state = Permuting(first, first, [read(b, first) for b in buffers], order, buffers)
-    *saved, marks = lax.while_loop(lambda state: state.start < used, fill, state).buffers
-    return saved, marks
+    *saved, checkpoint_rows = lax.while_loop(lambda state: state.start < used, fill, state).buffers
+    return saved, checkpoint_rows
 
 
 def _poisoned(state: State) -> State:

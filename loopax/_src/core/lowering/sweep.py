@@ -15,19 +15,19 @@ from loopax._src.jax_internals import mlir, zeros
 from loopax._src.schedule import Blocks
 
 
-def _run(low: Any, high: Any, marks: Any, *operands: Any, **params: Any) -> list[Any]:
+def _run(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:
     static = ReverseSweep(**params)
-    low, high, marks = map(unvarying, (low, high, marks))
+    low, high, checkpoint_rows = map(unvarying, (low, high, checkpoint_rows))
     consts, _, saved, carry, xs = split_list(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
     if static.bound == 0:  # there are no rows, and no marks
         return [*carry, *ys]
-    track = Track.of(static, low, high, marks)
+    track = Track.of(static, low, high, checkpoint_rows)
     bodies, progress = bodies_of(static, consts, xs), State(carry, ys, low)
     if isinstance(static.saving, Blocks):
         progress = sweep_blocks(static, track, bodies, static.saving.size, saved, progress)
     else:
-        progress = sweep_slots(track, bodies, marks, saved, progress)
+        progress = sweep_slots(track, bodies, checkpoint_rows, saved, progress)
     return [*progress.carry, *progress.ys]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import schedule
-from loopax._src.core.ir.loop import UNUSED
+from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
 from loopax._src.core.lowering.while_loop import State, Step, Steps, Walk, read, write
@@ -38,10 +38,10 @@ class Sweep(NamedTuple):
     progress: State  # the backward walk
 
 
-def sweep_slots(track: Track, bodies: Bodies, marks: Any, saved: list[Any], progress: State) -> State:
+def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: State) -> State:
     """Walk back through all steps."""
-    stored_steps = jnp.where(marks == UNUSED, 0, track.step(marks))
-    last = jnp.maximum(jnp.sum(marks != UNUSED, dtype=jnp.int32) - 1, 0)
+    stored_steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
+    last = jnp.maximum(jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32) - 1, 0)
     segment = Segment([read(s, last) for s in saved], stored_steps[last], last, stored_steps, saved)
 
     def one_run(sweep: Sweep) -> Sweep:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import UNUSED
+from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.while_loop import Common, Step, Steps, Walk, read
@@ -22,12 +22,12 @@ class Track(NamedTuple):
     ahead: Walk  # how the forward loop walked
 
     @classmethod
-    def of(cls, static: ReverseSweep, low: Any, high: Any, marks: Any) -> "Track":
+    def of(cls, static: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
         """From the window of rows, and where the forward loop saved."""
         ahead = Walk(static.reverse, static.unroll)
-        origin = marks[0]
+        origin = checkpoint_rows[0]
         num_steps = jnp.maximum(ahead.distance(origin, low - 1 if static.reverse else high), 0)
-        return cls(origin, jnp.where(origin == UNUSED, 0, num_steps), ahead)
+        return cls(origin, jnp.where(origin == EMPTY_SLOT, 0, num_steps), ahead)
 
     def row(self, step: Any) -> Any:
         """The row of a step."""

@@ -19,7 +19,7 @@ from loopax._src.core.batching.lockstep_loop import Lanes, goes_on, own_limits, 
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import UNUSED, Loop
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
 from loopax._src.core.jaxpr.dataflow import spread
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
@@ -68,8 +68,8 @@ def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     if not loop.saving:
         return []
     avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals[0])]
-    marks = jnp.full((axis.size, loop.saving.num_marks()), UNUSED, jnp.int32)
-    return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), marks]
+    checkpoint_rows = jnp.full((axis.size, loop.saving.num_checkpoint_rows()), EMPTY_SLOT, jnp.int32)
+    return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), checkpoint_rows]
 
 
 def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
@@ -157,8 +157,14 @@ def operand_axes(loop: Loop) -> list[int]:
 
 def result_axes(loop: Loop) -> list[int]:
     """Where results have their lanes."""
-    marks = [0] if loop.saving else []
-    return [0, *(0,) * loop.num_carry, *(1 for _ in loop.output_avals[1]), *(1,) * sum(loop.saved_mask), *marks]
+    checkpoint_rows = [0] if loop.saving else []
+    return [
+        0,
+        *(0,) * loop.num_carry,
+        *(1 for _ in loop.output_avals[1]),
+        *(1,) * sum(loop.saved_mask),
+        *checkpoint_rows,
+    ]
 
 
 def _steps_differ(loop: Loop, mapped: Mask) -> bool:

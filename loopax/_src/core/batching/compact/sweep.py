@@ -42,8 +42,8 @@ def _in_lockstep(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Seque
     rows, consts = hull(low, high), [*own, *consts]
     loop = checkpointing_loop(lanes, lending_sweep(lanes).forward, len(consts), len(init))
     out = run(loop, *rows, consts, init, xs[: static.num_forward_xs])
-    (marks,) = out.marks
-    new_carry, ys = run_sweep(lanes, *rows, marks, consts, init, out.saved, carry, xs)
+    (checkpoint_rows,) = out.checkpoint_rows
+    new_carry, ys = run_sweep(lanes, *rows, checkpoint_rows, consts, init, out.saved, carry, xs)
     return [*new_carry, *ys]
 
 
