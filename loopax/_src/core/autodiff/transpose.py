@@ -1,6 +1,6 @@
 """The linear rest of a loop whose other part has been run: what reverse mode transposes.
 
-Operands are `low, high, *known consts, *known init, *saved, marks, *known xs, *linear consts, *linear init,
+Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear init,
 *linear xs`, results the linear part of the carry, the ys (all linear) and linear saved carries. Run
 as it stands (by `jax.linearize`), it is the whole loop, known part included. Transposed, it is a loop
 over the same rows in the other direction, which needs the known carry before every step: it has none
@@ -56,7 +56,7 @@ class LinearLoop(NamedTuple):
 
     @property
     def known_sizes(self) -> list[int]:
-        """Lengths of known consts, known init, saved, marks and known xs among the operands."""
+        """Lengths of known consts, known init, saved, checkpoint_rows and known xs among the operands."""
         consts, carry, xs = (mask.count(False) for mask in self.masks)
         replays = carry > 0 and self.saving is not None
         return [consts, carry, carry if replays else 0, int(replays), xs]

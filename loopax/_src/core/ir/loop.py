@@ -41,7 +41,7 @@ from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
-EMPTY_SLOT = -1  # among marks
+EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 
 
 class Loop(NamedTuple):
@@ -202,7 +202,7 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
 
 
 def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
-    """The types of the results: number of steps, carry, ys, saved, marks. The first and the last may vary."""
+    """The types of the results: number of steps, carry, ys, saved, checkpoint_rows. The first and the last may vary."""
     carry, rows = loop.output_avals
     index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
     saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]

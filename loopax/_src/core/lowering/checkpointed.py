@@ -31,7 +31,7 @@ Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
 def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
-    """Walk until `end`, or until the predicate is False; returns what was saved, and the marks."""
+    """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
     assert loop.saving is not None
     decide, plan = _decision(loop.saving, walk, state.position)
     kept = select(loop.saved_mask, loop.output_avals[0])

@@ -20,7 +20,7 @@ def _run(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: An
     low, high, checkpoint_rows = map(unvarying, (low, high, checkpoint_rows))
     consts, _, saved, carry, xs = split_list(operands, static.sizes)
     ys = [zeros(stacked(aval, static.bound or 0)) for aval in static.y_avals]
-    if static.bound == 0:  # there are no rows, and no marks
+    if static.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
     track = Track.of(static, low, high, checkpoint_rows)
     bodies, progress = bodies_of(static, consts, xs), State(carry, ys, low)
