@@ -6,7 +6,7 @@ from typing import Any
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep_jvp import reached
 from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
-from loopax._src.core.effects.strip_progress import silent_equation
+from loopax._src.core.effects.strip_progress import strip_progress_of_equation
 from loopax._src.core.ir.loop import Loop, lending, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
@@ -19,7 +19,7 @@ def staged(
     """The answer of a rule that stages the whole equation for later, in silence, and runs `known` now."""
     everything = [True] * len(eqn.outvars)
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
-    return known, silent_equation(eqn), unknown_outputs or everything, everything, missing
+    return known, strip_progress_of_equation(eqn), unknown_outputs or everything, everything, missing
 
 
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.effects.strip_progress import silent
+from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.loop import Loop, lending, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
@@ -18,7 +18,7 @@ from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, ad, batchin
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drop effectful equations without results (debug prints) and progress, so that a replay does not repeat them."""
-    closed = silent(closed)
+    closed = strip_progress(closed)
     if not closed.effects:
         return closed
     jaxpr, eqns = closed.jaxpr, []

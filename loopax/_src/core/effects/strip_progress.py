@@ -8,19 +8,19 @@ from loopax._src.core.jaxpr.util import inner_jaxprs, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr
 
 
-def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr with loops that report nothing; itself where none does."""
-    return _silent(closed) if _reports(closed) else closed
+    return _stripped(closed) if _reports(closed) else closed
 
 
-def silent_params(params: dict[str, Any]) -> dict[str, Any]:
+def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
     """The same for the parameters of an equation."""
-    return {name: _silent_value(value) for name, value in params.items()}
+    return {name: _stripped_value(value) for name, value in params.items()}
 
 
-def silent_equation(eqn: Any) -> Any:
+def strip_progress_of_equation(eqn: Any) -> Any:
     """The same for an equation."""
-    return eqn.replace(params=silent_params(eqn.params)) if _equation_reports(eqn) else eqn
+    return eqn.replace(params=strip_progress_of_params(eqn.params)) if _equation_reports(eqn) else eqn
 
 
 @weakly_cached
@@ -44,22 +44,22 @@ def _with_fields(value: Any) -> Iterator[Any]:
 
 
 @weakly_cached
-def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
-    eqns = list(map(silent_equation, closed.jaxpr.eqns))
+def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
+    eqns = list(map(strip_progress_of_equation, closed.jaxpr.eqns))
     return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
 
 
-def _silent_value(value: Any) -> Any:
+def _stripped_value(value: Any) -> Any:
     """A parameter without what makes loops report; itself where nothing does."""
     if isinstance(value, Reporting):
         return None
     if isinstance(value, ClosedJaxpr):
-        return silent(value)
+        return strip_progress(value)
     if isinstance(value, Jaxpr):
-        return silent(ClosedJaxpr(value, ())).jaxpr
+        return strip_progress(ClosedJaxpr(value, ())).jaxpr
     if not isinstance(value, tuple | list):
         return value
-    items = list(map(_silent_value, value))
+    items = list(map(_stripped_value, value))
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.effects.guard import guarded, guards
-from loopax._src.core.effects.strip_progress import silent
+from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_rules
 from loopax._src.core.jaxpr.expand import jvp_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_spread
@@ -151,7 +151,7 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
 def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """That of the program, in the operands in which it is linear."""
     linear = [ad.is_undefined_primal(x) for x in operands]
-    program = jaxpr_as_fun(silent(Batch(**params).program))
+    program = jaxpr_as_fun(strip_progress(Batch(**params).program))
 
     def of_linear(*values: Any) -> list[Any]:
         return program(*merge_lists(linear, reject(linear, operands), values))
