@@ -108,7 +108,7 @@ def test_every_loop_gets_the_kind_and_computes_the_same(kind):
 
     x = jnp.linspace(0.5, 1, 3)
     closed = with_kind(jax.make_jaxpr(nested)(x), kind)
-    assert {repr(loop.origin.kind) for loop in loop_parameters(closed) if loop.origin} == {repr(kind)}
+    assert {repr(loop.debug_info.kind) for loop in loop_parameters(closed) if loop.debug_info} == {repr(kind)}
     found = jax.grad(lambda x: jaxpr_as_fun(closed)(x)[0])(x)
     np.testing.assert_allclose(found, jax.grad(nested)(x), rtol=1e-12)
 

@@ -7,7 +7,7 @@ from loopax._src.core.autodiff import jvp, partial_eval_rule, remat_dce, sweep_j
 from loopax._src.core.batching import loop as batching_of_loops
 from loopax._src.core.batching import sweep as batching_of_sweeps
 from loopax._src.core.batching.compact import autodiff as derivatives_of_batches
-from loopax._src.core.ir.debug_info import UNNAMED, Names, Origin
+from loopax._src.core.ir.debug_info import UNNAMED, DebugInfo, Names
 from loopax._src.core.ir.kind import Checkpoints, EveryCarry, EveryResidual, Fastest, Nothing, Storage
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.progress import Reporting
@@ -19,13 +19,13 @@ from loopax._src.core.programs.work_queue import run_queue
 __all__ = [
     "UNNAMED",
     "Checkpoints",
+    "DebugInfo",
     "EveryCarry",
     "EveryResidual",
     "Fastest",
     "Loop",
     "Names",
     "Nothing",
-    "Origin",
     "Outcome",
     "Reporting",
     "Storage",

@@ -124,7 +124,7 @@ def run(
         storage=storage,
         stages=walk.lanes.stages,
         reporting=walk.reporter and core.Reporting(walk.reporter),
-        origin=core.Origin(walk.name, walk.kind, walk.lanes, fixed, extent.is_precaution, traced.names),
+        debug_info=core.DebugInfo(walk.name, walk.kind, walk.lanes, fixed, extent.is_precaution, traced.names),
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
     run_loop = core.run_free if walk.lanes.is_free else core.run

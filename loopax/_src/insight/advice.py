@@ -162,8 +162,8 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
 
 
 def _slowest_lane(found: Found) -> Iterator[Advice]:
-    lanes, origin = found.seen.waiting, found.seen.loop.origin
-    if lanes <= CPU_LANES or (origin is not None and origin.lanes.is_free):
+    lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
+    if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
         return
     here = (
         f"{lanes} lanes run until the slowest of them is done, each step for all lanes. Where their steps differ much, "

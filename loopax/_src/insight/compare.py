@@ -119,9 +119,9 @@ def _written(loops: Sequence[Found]) -> str:
     """The kinds of the loops as they are written, and what they take."""
     names = {}
     for found in loops:
-        origin = found.seen.loop.origin
-        if origin is not None:
-            names[_taken(found, comparison.kind_name(origin.kind))] = None
+        debug_info = found.seen.loop.debug_info
+        if debug_info is not None:
+            names[_taken(found, comparison.kind_name(debug_info.kind))] = None
     return ", ".join(names)
 
 

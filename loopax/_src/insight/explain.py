@@ -156,16 +156,16 @@ def _gradient_bytes(asked: Subject) -> tuple[int | None, str]:
 
 def _explained(found: Found) -> LoopExplanation:
     seen, loop = found.seen, found.seen.loop
-    origin = loop.origin
+    debug_info = loop.debug_info
     stored, problem = stored_of(found)
     is_lax = seen.library == "lax"
     return LoopExplanation(
-        f"{seen.library}.{origin.function}" if origin else "a loop of loopax",
+        f"{seen.library}.{debug_info.function}" if debug_info else "a loop of loopax",
         found.source,
-        None if is_lax or origin is None else origin.kind,
-        None if is_lax or origin is None else origin.lanes,
+        None if is_lax or debug_info is None else debug_info.kind,
+        None if is_lax or debug_info is None else debug_info.lanes,
         loop.bound,
-        bool(origin and origin.fixed),
+        bool(debug_info and debug_info.fixed),
         tuple(_leaves(found, stored)),
         max(seen.waiting, 1),
         stored,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from loopax._src.core import UNNAMED, EveryResidual, Loop, Names, Nothing, Origin
+from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Nothing
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import Batch, batch_p
 from loopax._src.core.ir.loop import lending, loop_p
@@ -90,7 +90,7 @@ def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[Found]:
 
 def _is_a_condition(loop: Loop) -> bool:
     """Whether a loop of one step at most is what loopax itself writes for a condition (`programs/split_at_loop.py`)."""
-    return loop.origin is None and loop.bound == 1
+    return loop.debug_info is None and loop.bound == 1
 
 
 def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
@@ -125,7 +125,9 @@ def see(eqn: Any) -> Seen | None:
 
 def _see_loop(eqn: Any) -> Seen:
     loop = lending(Loop(**eqn.params))
-    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.origin.waiting if loop.origin else 1)
+    return Seen(
+        loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.debug_info.waiting if loop.debug_info else 1
+    )
 
 
 def _see_batch(eqn: Any) -> Seen | None:
@@ -154,7 +156,7 @@ def _see_scan(eqn: Any) -> Seen:
         predicated=False,
         unroll=1,
         storage=EveryResidual(),
-        origin=_origin("scan", Names(tuple(consts), tuple(carry), tuple(xs), ()), fixed=True),
+        debug_info=_debug_info("scan", Names(tuple(consts), tuple(carry), tuple(xs), ()), fixed=True),
     )
     return Seen(loop, "lax", eqn.invars, eqn.outvars)
 
@@ -173,7 +175,7 @@ def _see_while(eqn: Any) -> Seen:
         predicated=False,
         unroll=1,
         storage=Nothing(ValueError, NO_REVERSE_MODE),
-        origin=_origin("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
+        debug_info=_debug_info("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
     )
     lanes = prod(eqn.params["cond_jaxpr"].out_avals[0].shape)
     return Seen(loop, "lax", eqn.invars[num_cond:], eqn.outvars, waiting=lanes)
@@ -185,5 +187,5 @@ def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals])
 
 
-def _origin(function: str, names: Names, fixed: bool) -> Origin:
-    return Origin(function, Lax(), Lockstep(), fixed, is_precaution=False, names=names)
+def _debug_info(function: str, names: Names, fixed: bool) -> DebugInfo:
+    return DebugInfo(function, Lax(), Lockstep(), fixed, is_precaution=False, names=names)

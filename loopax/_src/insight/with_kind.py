@@ -29,11 +29,11 @@ def _equation(eqn: Any, kind: Kind) -> Any:
 
 
 def _loop(loop: Loop, kind: Kind) -> Loop:
-    body, origin = with_kind(loop.body, kind), loop.origin
-    if origin is None:
+    body, debug_info = with_kind(loop.body, kind), loop.debug_info
+    if debug_info is None:
         return loop._replace(body=body)
-    storage = kind.storage(loop.bound, origin.fixed, origin.is_precaution)
-    return loop._replace(body=body, storage=storage, origin=replace(origin, kind=kind))
+    storage = kind.storage(loop.bound, debug_info.fixed, debug_info.is_precaution)
+    return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
 
 
 def _inside(value: Any, kind: Kind) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import bind_again, evaluate, origin, split_list
+from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, split_list
 from loopax._src.core.masking.substitute import pick
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import (
@@ -162,7 +162,7 @@ def _counter(cond: ClosedJaxpr, body: ClosedJaxpr, cond_consts: int, body_consts
     if index is None or upper is None or cond.jaxpr.outvars[0] is not eqn.outvars[0]:
         return None
     inputs, outputs = body.jaxpr.invars[body_consts:], body.jaxpr.outvars
-    is_limit = origin(body, outputs[upper]) is inputs[upper]
+    is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
     counts = is_limit and _is_next(body, inputs[index], outputs[index])
     return (index, upper) if counts else None
 

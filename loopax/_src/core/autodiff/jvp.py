@@ -110,7 +110,7 @@ def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Lo
         num_consts=loop.num_consts + sum(consts),
         num_carry=loop.num_carry + sum(carry),
         saved=saved,
-        origin=loop.origin and loop.origin.renamed(loop.names.with_tangents(consts, carry, xs, ys)),
+        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.with_tangents(consts, carry, xs, ys)),
     )
 
 

@@ -105,7 +105,7 @@ def known_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loo
         reporting = reporting and reporting._replace(counts_lanes=False)
     names = loop.names.keep(*map(invert, (consts, carry, xs, ys)))
     return loop._replace(
-        origin=loop.origin and loop.origin.renamed(names),
+        debug_info=loop.debug_info and loop.debug_info.renamed(names),
         reporting=reporting,
         body=_known_body(
             loop.body, [True, *invert(consts), *invert(carry), *invert(xs)], [*invert(carry), *invert(ys)]
@@ -203,7 +203,8 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> PartialEval:
     )
     return PartialEval(
         loop._replace(
-            origin=loop.origin and loop.origin.renamed(loop.names.keep(*map(invert, (consts, carry, xs, ys)))),
+            debug_info=loop.debug_info
+            and loop.debug_info.renamed(loop.names.keep(*map(invert, (consts, carry, xs, ys)))),
             body=dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
             num_consts=sizes[0],
             num_carry=sizes[1],

@@ -86,7 +86,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
         num_carry=sum(kept),
         saving=saving,
         saved=tuple(select(kept, saved_mask)) if saving else (),
-        origin=loop.origin and loop.origin.renamed(loop.names.keep(consts, kept, xs, ys)),
+        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.keep(consts, kept, xs, ys)),
     )
     used_in = [True, True, *consts, *kept, *xs]
     return used_in, eqn.replace(

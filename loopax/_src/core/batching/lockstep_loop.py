@@ -129,7 +129,7 @@ def _lanes_loop(
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         stages=None,
-        origin=loop.origin and loop.origin.in_lockstep(axis.size, num_windows, num_extra),
+        debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_windows, num_extra),
     )
 
 

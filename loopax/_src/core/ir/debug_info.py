@@ -40,7 +40,7 @@ def _kept(mask: Sequence[bool], names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Origin:
+class DebugInfo:
     """What a user called."""
 
     function: str
@@ -51,11 +51,11 @@ class Origin:
     names: Names
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
 
-    def renamed(self, names: Names) -> "Origin":
+    def renamed(self, names: Names) -> "DebugInfo":
         """The same with other names."""
         return replace(self, names=names)
 
-    def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "Origin":
+    def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "DebugInfo":
         """A batch that waits for its slowest lane, with so many more constants and leaves of the carry in front."""
         names = self.names
         names = names._replace(consts=(UNNAMED,) * consts + names.consts, carry=(UNNAMED,) * carry + names.carry)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jax import core
 
-from loopax._src.core.ir.debug_info import Names, Origin
+from loopax._src.core.ir.debug_info import DebugInfo, Names
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
@@ -28,8 +28,8 @@ from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, depend
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
+    forwarded_from,
     merge_lists,
-    origin,
     reject,
     select,
     split_list,
@@ -60,7 +60,7 @@ class Loop(NamedTuple):
     lent: Lent | None = None  # a batch: constants that the body expects to be lent already
     stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
     reporting: Reporting | None = None  # how it shows how far it is; None: not
-    origin: Origin | None = None  # what a user called; None: the loop is our own
+    debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
 
     @property
     def lanes_place(self) -> int | None:
@@ -91,7 +91,7 @@ class Loop(NamedTuple):
     def names(self) -> Names:
         """The names of consts, carry, xs and ys."""
         consts, carry, xs = self.input_avals
-        names = self.origin.names if self.origin else Names((), (), (), ())
+        names = self.debug_info.names if self.debug_info else Names((), (), (), ())
         return names.fit([len(consts), len(carry), len(xs), len(self.output_avals[1])])
 
     @property
@@ -168,7 +168,7 @@ def lending(loop: Loop) -> Loop:
 def _unchanged(loop: Loop) -> Mask:
     """Which leaves of the carry the body returns as they came."""
     inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
-    outputs = [origin(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
@@ -194,7 +194,7 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     )
     return loop._replace(
         body=body,
-        origin=loop.origin and loop.origin.renamed(hoisted),
+        debug_info=loop.debug_info and loop.debug_info.renamed(hoisted),
         num_consts=loop.num_consts + sum(fixed),
         num_carry=loop.num_carry - sum(fixed),
         saved=tuple(reject(fixed, loop.saved)) if loop.saved else (),

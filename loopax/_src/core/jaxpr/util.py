@@ -183,7 +183,7 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
     return cached
 
 
-def origin(closed: ClosedJaxpr, variable: Any) -> Any:
+def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through inner `jit`s and `jax.checkpoint`s."""
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name not in ("jit", "checkpoint", "remat2") or not any(out is variable for out in eqn.outvars):
@@ -191,8 +191,8 @@ def origin(closed: ClosedJaxpr, variable: Any) -> Any:
         position = next(i for i, out in enumerate(eqn.outvars) if out is variable)
         inner = eqn.params["jaxpr"]
         inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
-        source = origin(inner, inner.jaxpr.outvars[position])
+        source = forwarded_from(inner, inner.jaxpr.outvars[position])
         for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
             if argument is source:
-                return origin(closed, outer)
+                return forwarded_from(closed, outer)
     return variable

@@ -17,7 +17,7 @@ from loopax._src.jax_internals import jaxpr_as_fun
 class Track(NamedTuple):
     """The rows of the forward loop, by the number of steps from the first one."""
 
-    origin: Any  # the first row
+    first_row: Any  # the first row
     num_steps: Any
     ahead: Walk  # how the forward loop walked
 
@@ -25,17 +25,17 @@ class Track(NamedTuple):
     def of(cls, static: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
         """From the window of rows, and where the forward loop saved."""
         ahead = Walk(static.reverse, static.unroll)
-        origin = checkpoint_rows[0]
-        num_steps = jnp.maximum(ahead.distance(origin, low - 1 if static.reverse else high), 0)
-        return cls(origin, jnp.where(origin == EMPTY_SLOT, 0, num_steps), ahead)
+        first_row = checkpoint_rows[0]
+        num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if static.reverse else high), 0)
+        return cls(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
 
     def row(self, step: Any) -> Any:
         """The row of a step."""
-        return self.ahead.advance(self.origin, step)
+        return self.ahead.advance(self.first_row, step)
 
     def step(self, row: Any) -> Any:
         """The step of a row."""
-        return self.ahead.distance(self.origin, row)
+        return self.ahead.distance(self.first_row, row)
 
 
 RowOf = Callable[[Any], Any]  # position -> row

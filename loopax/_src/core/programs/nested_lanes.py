@@ -112,7 +112,7 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         unroll=1,
         storage=loop.storage,
         reporting=loop.reporting,
-        origin=loop.origin,
+        debug_info=loop.debug_info,
     )
     return single, structure[0]
 

@@ -114,18 +114,18 @@ def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
     reads = {eqn.invars[0] for eqn in closed.jaxpr.eqns if eqn.primitive in (get_p, view_p)}
     versions = {eqn.outvars[1]: eqn.invars[0] for eqn in closed.jaxpr.eqns if eqn.primitive in (get_p, view_p)}
 
-    def origin(atom: Any) -> Any:
+    def first_version(atom: Any) -> Any:
         while atom in versions:
             atom = versions[atom]
         return atom
 
     touched = {
-        origin(atom)
+        first_version(atom)
         for eqn in closed.jaxpr.eqns
         for position, atom in enumerate(eqn.invars)
         if not isinstance(atom, Literal) and not (position == 0 and eqn.primitive in (get_p, view_p))
     }
-    touched |= {origin(atom) for atom in closed.jaxpr.outvars if not isinstance(atom, Literal)}
+    touched |= {first_version(atom) for atom in closed.jaxpr.outvars if not isinstance(atom, Literal)}
     return tuple(variable in reads and variable not in touched for variable in variables)
 
 
