@@ -36,7 +36,7 @@ def devices_message(collective: str, axis: Any) -> str:
     )
 
 
-def spread_lanes_message(mesh_axis: Any) -> str:
+def sharded_lanes_message(mesh_axis: Any) -> str:
     """The lanes of a `jax.vmap` are spread over devices in JAX's types, and take different numbers of steps."""
     name = mesh_axis[0] if isinstance(mesh_axis, tuple) and len(mesh_axis) == 1 else mesh_axis
     return (

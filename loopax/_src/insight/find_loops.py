@@ -10,7 +10,7 @@ from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Not
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import Batch, batch_p
 from loopax._src.core.ir.loop import lending, loop_p
-from loopax._src.core.jaxpr.dataflow import members, of_equation, spread
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equation
 from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
 from loopax._src.frontend.user_lines import of_user
 from loopax._src.insight.unfold import without_calls
@@ -99,7 +99,7 @@ def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
     consts, carry, xs = split_list(operands, loop.sizes)
     flags = (False, *(value.perturbed for value in operands))
-    reached = spread(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
+    reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
     return Found(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
 

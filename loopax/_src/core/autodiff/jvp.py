@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
-from loopax._src.core.jaxpr.dataflow import spread
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
@@ -85,14 +85,14 @@ def joint_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
     """
     consts, init, xs = split_list(nonzero, loop.sizes)
     allowed = inexact(loop.body.out_avals)
-    flags = spread(loop.body, (False, *nonzero), loop.carry_range, allowed)
+    flags = dependence_fixpoint(loop.body, (False, *nonzero), loop.carry_range, allowed)
     carry, ys = (tuple(m) for m in split_list(flags, [loop.num_carry]))
     pair = _joint_loop(loop, tuple(consts), carry, tuple(xs), ys)
 
     start = tuple(a for a, b in zip(init, carry, strict=True) if b)
     marked = tangent_inputs([tuple(consts), carry, tuple(xs)])
     marked = (*marked[: pair.carry_range.start + loop.num_carry], *start, *marked[pair.carry_range.stop :])
-    exact = spread(pair.body, marked, pair.carry_range)
+    exact = dependence_fixpoint(pair.body, marked, pair.carry_range)
     _, carry_dots, _, y_dots = split_list(exact, [loop.num_carry, sum(carry), len(ys)])
     exact_carry = tuple(merge_lists(carry, (False,) * carry.count(False), carry_dots))
     exact_ys = tuple(merge_lists(ys, (False,) * ys.count(False), y_dots))

@@ -11,7 +11,7 @@ from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.kind import Checkpoints, EveryResidual, Nothing, saving_for
 from loopax._src.core.ir.loop import Loop
-from loopax._src.core.jaxpr.dataflow import dependence, members, spread
+from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
@@ -93,7 +93,7 @@ def partial_eval(loop: Loop, unknown: Mask) -> PartialEval:
 
 def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
     """Which leaves of the carry and which ys are unknown."""
-    flags = spread(without_effects(loop.body), (False, *unknown), loop.carry_range)
+    flags = dependence_fixpoint(without_effects(loop.body), (False, *unknown), loop.carry_range)
     carry, ys = split_list(flags, [loop.num_carry])
     return tuple(carry), tuple(ys)
 

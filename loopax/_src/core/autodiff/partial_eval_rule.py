@@ -137,10 +137,10 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
     given = Operands.of(parts.linear, [*rest, *linear])
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
     found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
-    return [None, None, *_spread_out(loop, parts, unknown, found)]
+    return [None, None, *_cotangents_of_operands(loop, parts, unknown, found)]
 
 
-def _spread_out(loop: Loop, parts: PartialEval, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
+def _cotangents_of_operands(loop: Loop, parts: PartialEval, unknown: Sequence[bool], cts: Sequence[Any]) -> list[Any]:
     """Cotangents of the rest's linear operands as cotangents of the loop's operands."""
     unknown_consts, unknown_init, unknown_xs = split_list(unknown, loop.sizes)
     static: LinearLoop = parts.linear

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
-from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
 from loopax._src.core.ir.loop import Loop, lending, loop_p
@@ -13,7 +13,7 @@ from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
 from loopax._src.jax_internals import Literal, happens, pe
 
 
-def staged(
+def stage_all(
     eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
 ) -> Any:
     """The answer of a rule that stages the whole equation for later, in silence, and runs `known` now."""
@@ -28,25 +28,25 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
     consts, _init, xs = (tuple(m) for m in split_list(unknown[2:], loop.sizes))
     carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
     if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
-        return staged(eqn, instantiated)
+        return stage_all(eqn, instantiated)
     known = known_loop(loop, consts, carry, xs, ys)
     unknown_in = [False, False, *consts, *carry, *xs]
     checkpoint_rows = [False] if loop.saving else []
     unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *checkpoint_rows]
-    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def _partial_eval_sweep_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
     static = lending_sweep(ReverseSweep(**eqn.params))
     if any(unknown[:3]):
-        return staged(eqn, instantiated)
+        return stage_all(eqn, instantiated)
     consts, init, saved, carry, xs = (tuple(m) for m in split_list(unknown[3:], static.sizes))
-    state, carry, ys = reached(static, consts, either(init, saved), carry, xs, typed=False)
+    state, carry, ys = sweep_fixpoint(static, consts, either(init, saved), carry, xs, typed=False)
     known = known_sweep(static, (consts, state, carry, xs), ys)
     unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
     unknown_out = [*carry, *ys]
-    return staged(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | ReverseSweep) -> Any:
@@ -72,7 +72,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
         return [True] * len(eqn.invars), eqn
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
     _, carry, ys, saved, checkpoint_rows = split_list(used, sizes)
-    saved_mask = _spread_saved(loop, saved)
+    saved_mask = _used_of_saved(loop, saved)
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
@@ -96,7 +96,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     )
 
 
-def _spread_saved(loop: Loop, used: Sequence[bool]) -> Mask:
+def _used_of_saved(loop: Loop, used: Sequence[bool]) -> Mask:
     flags = iter(used)
     return tuple(keep and next(flags) for keep in loop.saved_mask)
 

@@ -5,23 +5,23 @@ from typing import Any
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
-from loopax._src.core.jaxpr.dataflow import spread
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad
 
 
-def reached(
+def sweep_fixpoint(
     static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool
 ) -> tuple[Mask, Mask, Mask]:
     """To which states, leaves of the carry and ys a property spreads; `typed`: only to inexact ones."""
     start = 1 + static.num_consts
     allowed = inexact(static.forward.out_avals) if typed else None
     forward_xs = xs[: static.num_forward_xs]
-    state = spread(
+    state = dependence_fixpoint(
         static.forward, (False, *consts, *state, *forward_xs), range(start, start + static.num_state), allowed
     )
     allowed = inexact(static.backward.out_avals) if typed else None
-    flags = spread(
+    flags = dependence_fixpoint(
         static.backward, (False, *consts, *carry, *state, *xs), range(start, start + static.num_carry), allowed
     )
     carry, ys = (tuple(m) for m in split_list(flags, [static.num_carry]))
@@ -60,7 +60,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)
     consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
     started = either(nonzero_mask(init_dots), nonzero_mask(saved_dots))
-    state_mask, carry_mask, ys_mask = reached(
+    state_mask, carry_mask, ys_mask = sweep_fixpoint(
         static, consts_mask, started, nonzero_mask(carry_dots), xs_mask, typed=True
     )
     pair = _jvp_sweep(static, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)

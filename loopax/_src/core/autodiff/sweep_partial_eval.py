@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, Operands, linear_sweep_p, transpose_linear_sweep
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
@@ -24,7 +24,7 @@ class SweepPartialEval(NamedTuple):
 @weakly_cached
 def partial_eval_sweep(static: ReverseSweep, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> SweepPartialEval:
     """Divide a sweep; the masks say what is unknown."""
-    state, carry, ys = reached(static, consts, started, carry, xs, typed=False)
+    state, carry, ys = sweep_fixpoint(static, consts, started, carry, xs, typed=False)
     unknown = (consts, state, carry, xs)
     known = known_sweep(static, unknown, ys)
     uses = needs(static, carry, ys)

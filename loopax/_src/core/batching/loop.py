@@ -14,8 +14,16 @@ from loopax._src.core.batching.compact.primitive import batch
 from loopax._src.core.batching.lockstep_loop import Lanes, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import Loop, lending, loop_p, run
-from loopax._src.core.jaxpr.dataflow import spread
-from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
+from loopax._src.core.jaxpr.mapped_axis import (
+    Axis,
+    axes_of,
+    fill_axis,
+    is_batched,
+    move,
+    refuse_sharded_lanes,
+    uniform_body,
+)
 from loopax._src.core.jaxpr.util import Mask, collective_over, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import axis_arguments, batched_outputs, batching
 from loopax._src.messages import symbolic_lanes_message
@@ -37,7 +45,7 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
     carry_mask, ys_mask = _batched_results(loop, axis_data, consts_mask, is_batched(carry_dims), xs_mask)
     if any(windows) or (loop.predicated and carry_mask[0]):
-        refuse_spread(axis)
+        refuse_sharded_lanes(axis)
         carry = [fill_axis(axis, x, d) for x, d in zip(carry, carry_dims, strict=True)]
         own = own_limits(windows, low, high)
         return _batch_lanes(loop, axis, low, high, Lanes(windows, own, consts_mask, xs_mask, consts, carry, xs))
@@ -58,7 +66,7 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
 def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
     """Which leaves of the carry and which ys are batched."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
-        flags = spread(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
+        flags = dependence_fixpoint(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
         reached, ys = split_list(flags, [loop.num_carry])
         return tuple(reached), tuple(ys)
     while True:  # what has passed through a collective may be the same in all lanes again

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.autodiff.sweep_jvp import reached
+from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.batching.compact.primitive import batch
 from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
@@ -19,7 +19,15 @@ from loopax._src.core.ir.reverse_sweep import (
     run_sweep,
 )
 from loopax._src.core.jaxpr.expand import batch_expanded
-from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, is_batched, move, refuse_spread, uniform_body
+from loopax._src.core.jaxpr.mapped_axis import (
+    Axis,
+    axes_of,
+    fill_axis,
+    is_batched,
+    move,
+    refuse_sharded_lanes,
+    uniform_body,
+)
 from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
 from loopax._src.jax_internals import batching
 from loopax._src.messages import symbolic_lanes_message
@@ -58,11 +66,11 @@ def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     if checkpoint_rows_dim is not None and not (static.stages and any(windows)):
         return _save_again(axis_data, operands, dims, **params)
     started = tuple(a is not None or b is not None for a, b in zip(init_dims, saved_dims, strict=True))
-    state_mask, carry_mask, ys_mask = reached(
+    state_mask, carry_mask, ys_mask = sweep_fixpoint(
         static, consts_mask, started, is_batched(carry_dims), xs_mask, typed=False
     )
     if any(windows):
-        refuse_spread(axis)
+        refuse_sharded_lanes(axis)
         state_mask, carry_mask, ys_mask = ((True,) * len(m) for m in (state_mask, carry_mask, ys_mask))
 
     def fill(mask: Mask, values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:

@@ -93,7 +93,9 @@ def close_over_carry(body: Sequence[int], carry: range, inputs: Sequence[int]) -
         inputs[carry.start : carry.stop] = grown
 
 
-def spread(closed: ClosedJaxpr, inputs: Sequence[bool], carry: range, allowed: Sequence[bool] | None = None) -> Mask:
+def dependence_fixpoint(
+    closed: ClosedJaxpr, inputs: Sequence[bool], carry: range, allowed: Sequence[bool] | None = None
+) -> Mask:
     """Which outputs of a loop's body get a property that flows from inputs to outputs.
 
     The carry is the body's first outputs, and its inputs at the positions `carry`: the least fixed

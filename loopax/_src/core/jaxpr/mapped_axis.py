@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import Mask, stacked, trace
 from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, jaxpr_as_fun, mesh_axis
-from loopax._src.messages import spread_lanes_message
+from loopax._src.messages import sharded_lanes_message
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Axis:
         return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
 
 
-def refuse_spread(axis: Axis) -> None:
+def refuse_sharded_lanes(axis: Axis) -> None:
     """Lanes that take different numbers of steps ask and lend to each other, which JAX does not do across devices."""
     if axis.mesh_axis is not None:
-        raise NotImplementedError(spread_lanes_message(axis.mesh_axis))
+        raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
 
 
 def move(x: Any, dim: Any, to: int) -> Any:

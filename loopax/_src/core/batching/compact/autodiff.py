@@ -14,7 +14,7 @@ import jax
 from loopax._src.core.autodiff.jvp import nonzero_mask, on_pairs
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
-from loopax._src.core.autodiff.remat_dce import staged
+from loopax._src.core.autodiff.remat_dce import stage_all
 from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
 from loopax._src.core.batching.compact.primitive import Batch, batch, batch_of, batch_p, jvp_of_program
 from loopax._src.core.effects.guard import without_effects
@@ -117,7 +117,7 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
     """In `jax.checkpoint`: run the known part now; stage the whole batch, for nothing of it is to be stored."""
     inner = Batch(**eqn.params)
     if not _steps_are_known(inner, unknown):
-        return staged(eqn, instantiated)
+        return stage_all(eqn, instantiated)
     parts = _partial_eval_loop(inner.static, tuple(unknown[2:]))
     unknown_in = [False, False, *parts.only_in_rest]
     saved = select(inner.static.saved_mask, parts.unknown_carry)
@@ -130,7 +130,7 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
         params=known._asdict(),
         effects=known.program.effects,
     )
-    return staged(eqn, instantiated, part, unknown_out)
+    return stage_all(eqn, instantiated, part, unknown_out)
 
 
 ad.primitive_jvps[batch_p] = _jvp

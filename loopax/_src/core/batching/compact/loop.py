@@ -20,7 +20,7 @@ from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
-from loopax._src.core.jaxpr.dataflow import spread
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
 from loopax._src.jax_internals import zeros
@@ -168,7 +168,9 @@ def result_axes(loop: Loop) -> list[int]:
 
 
 def _steps_differ(loop: Loop, mapped: Mask) -> bool:
-    return any(mapped[:2]) or (loop.predicated and spread(loop.body, (False, *mapped[2:]), loop.carry_range)[0])
+    return any(mapped[:2]) or (
+        loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0]
+    )
 
 
 LOOPS = Rules(_run, operand_axes, result_axes, _steps_differ)

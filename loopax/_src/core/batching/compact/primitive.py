@@ -16,7 +16,7 @@ from loopax._src.core.effects.guard import guarded, guards
 from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_rules
 from loopax._src.core.jaxpr.expand import jvp_expanded
-from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_spread
+from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import (
     Mask,
     collective_over,
@@ -93,7 +93,7 @@ def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params
         raise NotImplementedError(collective_message(outer.name))
     if not _joins(inner, outer, operands, dims):
         return _map_program(axis_data, operands, dims, inner.program)
-    refuse_spread(outer)
+    refuse_sharded_lanes(outer)
     names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
     axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
     positions = inner.rules.operand_axes(inner.static)
