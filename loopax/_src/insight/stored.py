@@ -5,7 +5,7 @@ from typing import Any
 
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
 from loopax._src.core.autodiff.auto_policy import resolved
-from loopax._src.core.autodiff.jvp import joint_loop
+from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select, split_list
 from loopax._src.insight.schedule_picture import SchedulePicture
@@ -51,7 +51,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
 
     Raises what taking the gradient would: reverse mode that a kind does not have, too little memory for `Auto`.
     """
-    pair, carry, _ = joint_loop(loop, perturbed)
+    pair, carry, _ = jvp_loop(loop, perturbed)
     consts, init, xs = split_list(perturbed, loop.sizes)
     unknown = [*_tangents(consts, consts), *_tangents(carry, select(carry, init), len(init)), *_tangents(xs, xs)]
     pair = resolved(pair, tuple(unknown))

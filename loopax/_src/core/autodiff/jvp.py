@@ -36,7 +36,7 @@ def inexact(avals: Sequence[Any]) -> Mask:
     return tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in avals)
 
 
-def joint(
+def jvp_body(
     body: ClosedJaxpr,
     sizes: Sequence[int],
     perturbed: Sequence[Mask],
@@ -77,7 +77,7 @@ def tangent_inputs(groups: Sequence[Mask]) -> Mask:
 
 
 @weakly_cached
-def joint_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
+def jvp_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
     """The loop on pairs, and which leaves of the carry and which ys have a tangent.
 
     Which have is a least fixed point. A first bound comes from what depends on what; the tangents of
@@ -87,7 +87,7 @@ def joint_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
     allowed = inexact(loop.body.out_avals)
     flags = dependence_fixpoint(loop.body, (False, *nonzero), loop.carry_range, allowed)
     carry, ys = (tuple(m) for m in split_list(flags, [loop.num_carry]))
-    pair = _joint_loop(loop, tuple(consts), carry, tuple(xs), ys)
+    pair = _jvp_loop(loop, tuple(consts), carry, tuple(xs), ys)
 
     start = tuple(a for a, b in zip(init, carry, strict=True) if b)
     marked = tangent_inputs([tuple(consts), carry, tuple(xs)])
@@ -97,13 +97,13 @@ def joint_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
     exact_carry = tuple(merge_lists(carry, (False,) * carry.count(False), carry_dots))
     exact_ys = tuple(merge_lists(ys, (False,) * ys.count(False), y_dots))
     if (exact_carry, exact_ys) != (carry, ys):
-        pair = _joint_loop(loop, tuple(consts), exact_carry, tuple(xs), exact_ys)
+        pair = _jvp_loop(loop, tuple(consts), exact_carry, tuple(xs), exact_ys)
     return pair, exact_carry, exact_ys
 
 
-def _joint_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
+def _jvp_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
     sizes = [*loop.sizes, len(xs)]
-    body = joint(loop.body, sizes, [consts, carry, xs], [loop.num_carry, len(ys)], [carry, ys])
+    body = jvp_body(loop.body, sizes, [consts, carry, xs], [loop.num_carry, len(ys)], [carry, ys])
     saved = loop.saved and (*loop.saved, *select(carry, loop.saved))
     return loop._replace(
         body=body,
@@ -121,7 +121,7 @@ def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     return nan_if(row >= MOST_STEPS, tangent)
 
 
-def on_pairs(
+def jvp_of_results(
     loop: Loop, run: Callable[..., Outcome], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The results of a loop, or of a batch of it, and their tangents; `run` runs the loop on pairs."""
@@ -129,7 +129,7 @@ def on_pairs(
         raise NotImplementedError(effects_message(refused))
     low, high, *operands = primals
     nonzero = nonzero_mask(tangents[2:])
-    pair, carry_mask, ys_mask = joint_loop(loop, nonzero)
+    pair, carry_mask, ys_mask = jvp_loop(loop, nonzero)
     consts, carry, xs = split_list(operands, loop.sizes)
     const_dots, carry_dots, x_dots = split_list(tangents[2:], loop.sizes)
     consts_mask, _, xs_mask = split_list(nonzero, loop.sizes)
@@ -152,7 +152,7 @@ def on_pairs(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    return on_pairs(lending(Loop(**params)), run, primals, tangents)
+    return jvp_of_results(lending(Loop(**params)), run, primals, tangents)
 
 
 ad.primitive_jvps[loop_p] = _jvp

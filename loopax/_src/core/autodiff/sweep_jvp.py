@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from loopax._src.core.autodiff.jvp import fill_tangents, inexact, joint, nonzero_mask, tangents_or_zeros
+from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, nonzero_mask, tangents_or_zeros
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
@@ -32,14 +32,14 @@ def sweep_fixpoint(
 def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> ReverseSweep:
     front, back = xs[: static.num_forward_xs], xs[static.num_forward_xs :]
     return static._replace(
-        forward=joint(
+        forward=jvp_body(
             static.forward,
             [static.num_consts, static.num_state, len(front)],
             [consts, state, front],
             [static.num_state],
             [state],
         ),
-        backward=joint(
+        backward=jvp_body(
             static.backward,
             [static.num_consts, static.num_carry, static.num_state, len(front), len(back)],
             [consts, carry, state, front, back],

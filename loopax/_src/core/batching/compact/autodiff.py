@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.autodiff.jvp import nonzero_mask, on_pairs
+from loopax._src.core.autodiff.jvp import jvp_of_results, nonzero_mask
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import stage_all
@@ -42,7 +42,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         operands = [low, high, *(x for group in groups for x in group)]
         return outcome(pair, batch(LOOPS, pair, inner.axis, mapped, operands))
 
-    return on_pairs(inner.static, run, primals, tangents)
+    return jvp_of_results(inner.static, run, primals, tangents)
 
 
 class _BatchPartialEval(NamedTuple):
