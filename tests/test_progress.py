@@ -13,7 +13,7 @@ import loopax as lx
 from loopax._src import progress as public
 from loopax._src.core.ir.progress import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.core.lowering.while_loop import State, Steps, Walk, Watch
+from loopax._src.core.lowering.while_loop import RowLoop, State, Steps, Watch
 
 STRIDE = 10  # of the displays below: a report after the first step, and after every ten more
 
@@ -453,7 +453,7 @@ def test_positions_beyond_what_can_be_counted(reverse):
     """After the last position that can be counted no report is due; before, none is due beyond it."""
     start = jnp.int32(5 if reverse else MOST_STEPS - 5)
     watch = Watch(None, start, None)  # type: ignore[arg-type]
-    walk = Walk(reverse=reverse, limited=reverse, predicated=not reverse)
+    walk = RowLoop(reverse=reverse, limited=reverse, predicated=not reverse)
     for steps in (3, 100, MOST_STEPS):
         due = int(watch._after(walk, start, jnp.int32(steps)))
         expected = {3: 2 if reverse else MOST_STEPS - 2}.get(steps, -1)
@@ -468,7 +468,7 @@ def test_a_loop_that_counts_no_further_reports_no_more():
     def run(_):
         reports = Reports.begin(Reporting(found_reporter(found)), -1)
         watch = Watch(reports, start, None)
-        walk = Walk(reverse=False, predicated=True, limited=False, watch=watch)
+        walk = RowLoop(reverse=False, predicated=True, limited=False, watch=watch)
         steps = Steps(lambda _: lambda position, carry: ([carry[1] < 60, carry[1] + 1], []), [])
         state = State([jnp.bool_(True), jnp.int32(0)], [], start, watch.first_due(walk))
         return walk.run(steps, state, jnp.int32(MOST_STEPS)).carry[1]

@@ -116,7 +116,7 @@ def while_loop(
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
     extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
-    walk = tracing.Walk(
+    loop_spec = tracing.LoopSpec(
         options.name,
         extent,
         reverse=False,
@@ -125,7 +125,7 @@ def while_loop(
         lanes=options.lanes,
         reporter=options.reporter(body_fun),
     )
-    done = tracing.run(step, walk, options.extras, init_val, None, goes_on)
+    done = tracing.run(step, loop_spec, options.extras, init_val, None, goes_on)
     carry, _, loop_info = _finish(options, extent, done)
     return (carry, loop_info) if options.info else carry
 
@@ -208,7 +208,7 @@ def fori_loop(
     spec = ("fori_loop", is_weak, options.key_spec)
     called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), spec, called)
-    walk = tracing.Walk(
+    loop_spec = tracing.LoopSpec(
         options.name,
         extent,
         reverse=False,
@@ -217,7 +217,7 @@ def fori_loop(
         lanes=options.lanes,
         reporter=options.reporter(body_fun),
     )
-    done = tracing.run(step, walk, [first, *options.extras], init_val, None, None)
+    done = tracing.run(step, loop_spec, [first, *options.extras], init_val, None, None)
     carry, _, loop_info = _finish(options, extent, done)
     return (carry, loop_info) if options.info else carry
 
@@ -300,9 +300,9 @@ def scan(
 
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
-    walk = scan_walk(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
+    loop_spec = scan_spec(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
     body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
-    result, loop_info = run_scan(body, options, walk, init, xs)
+    result, loop_info = run_scan(body, options, loop_spec, init, xs)
     return (result, loop_info) if options.info else result
 
 
@@ -317,7 +317,7 @@ class ScanBody(NamedTuple):
     parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
 
 
-def scan_walk(
+def scan_spec(
     words: arguments.Words,
     options: arguments.Options,
     f: Any,
@@ -326,7 +326,7 @@ def scan_walk(
     length: Any,
     reverse: Any,
     unroll: Any,
-) -> tracing.Walk:
+) -> tracing.LoopSpec:
     """Which rows a scan walks and how; an error where an argument does not fit."""
     arguments.check_callable(words.where, f)
     stops = stop is not None
@@ -336,15 +336,15 @@ def scan_walk(
     rows = arguments.rows_of(words, freeze(xs))
     extent = scan_extent(words, length, rows, options.max_steps, reverse, stops, options.throw)
     unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
-    return tracing.Walk(words.name, extent, reverse, unroll, options.kind, options.lanes, options.reporter(f))
+    return tracing.LoopSpec(words.name, extent, reverse, unroll, options.kind, options.lanes, options.reporter(f))
 
 
 def run_scan(
-    body: ScanBody, options: arguments.Options, walk: tracing.Walk, init: PyTree[Any], xs: PyTree[Any]
+    body: ScanBody, options: arguments.Options, loop_spec: tracing.LoopSpec, init: PyTree[Any], xs: PyTree[Any]
 ) -> tuple[tuple[Any, Any], LoopInfo]:
     """A scan, by whatever name the user has called it."""
     words, f, stop = body[:3]
-    extent = walk.extent
+    extent = loop_spec.extent
 
     def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         carry, y = arguments.pair(words, f(carry, x, **options.step_key(row, extras)))
@@ -356,7 +356,7 @@ def run_scan(
     called = Called(words.name, body.functions, body.parameters)
     step = tracing.Step(call, words.where, body.functions, spec, called)
     start = None if stop is None else (lambda _: jnp.ones((), bool))
-    done = tracing.run(step, walk, options.extras, init, xs, start)
+    done = tracing.run(step, loop_spec, options.extras, init, xs, start)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
 

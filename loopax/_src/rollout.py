@@ -14,7 +14,7 @@ from loopax._src.frontend.rows import row_types
 from loopax._src.history import History
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
-from loopax._src.loops import ScanBody, run_scan, scan_walk
+from loopax._src.loops import ScanBody, run_scan, scan_spec
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import describe
@@ -121,7 +121,7 @@ def rollout(
 
     """
     options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info)
-    walk = scan_walk(WORDS, options, step, stop, inputs, length, False, unroll)
+    loop_spec = scan_spec(WORDS, options, step, stop, inputs, length, False, unroll)
     every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):
         raise TypeError(f"rollout(history=...): got {describe(history)}, expected a loopax.History.")
@@ -130,13 +130,13 @@ def rollout(
     def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
         spec = type(once), every, inputs is None
         body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec, ("state", "x"))
-        return run_scan(body, options, walk, carry, inputs)
+        return run_scan(body, options, loop_spec, carry, inputs)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
     if every > 1:
         silent = replace(options, throw=False)
         like = _output_types(lambda carry, inputs: run(once, carry, inputs, silent)[0][1], carry, inputs)
-        carry = _start_saving(carry, like, (walk.extent.capacity or 0) // every)
+        carry = _start_saving(carry, like, (loop_spec.extent.capacity or 0) // every)
     (last, outputs), loop_info = run(once if every == 1 else _Saving(once, every), carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
     done = Rollout(last_state, outputs if every == 1 else last.saved, loop_info.num_steps)

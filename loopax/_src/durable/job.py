@@ -141,7 +141,7 @@ def _walk(job: Job) -> chunks.Walk:
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
         step = _step(job)
         name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
-        how = tracing.Walk(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
+        how = tracing.LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
         first = (lambda _: jnp.ones((), bool)) if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on

@@ -56,7 +56,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Walk:
+class LoopSpec:
     """The rows that a loop walks, and how."""
 
     name: str  # of the loop, as the user calls it
@@ -96,12 +96,12 @@ class Finished:
 
 
 def run(
-    step: Step, walk: Walk, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None
+    step: Step, loop_spec: LoopSpec, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None
 ) -> Finished:
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
-    extent = walk.extent
+    extent = loop_spec.extent
     fixed = extent.fixed and goes_on is None
-    storage = walk.kind.storage(extent.bound, fixed, extent.is_precaution)
+    storage = loop_spec.kind.storage(extent.bound, fixed, extent.is_precaution)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
@@ -118,27 +118,29 @@ def run(
         num_consts=len(traced.closed_over) + len(extras),
         num_carry=len(start) + len(arrays) + len(flags),
         bound=extent.bound,
-        reverse=walk.reverse,
+        reverse=loop_spec.reverse,
         predicated=goes_on is not None,
-        unroll=walk.unroll,
+        unroll=loop_spec.unroll,
         storage=storage,
-        stages=walk.lanes.stages,
-        reporting=walk.reporter and core.Reporting(walk.reporter),
-        debug_info=core.DebugInfo(walk.name, walk.kind, walk.lanes, fixed, extent.is_precaution, traced.names),
+        stages=loop_spec.lanes.stages,
+        reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
+        debug_info=core.DebugInfo(
+            loop_spec.name, loop_spec.kind, loop_spec.lanes, fixed, extent.is_precaution, traced.names
+        ),
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
-    run_loop = core.run_free if walk.lanes.is_free else core.run
+    run_loop = core.run_free if loop_spec.lanes.is_free else core.run
     rows = [x[: extent.bound] for x in x_arrays]
 
     def run_now() -> core.Outcome:
         return run_loop(loop, extent.low, extent.high, consts, carry, rows)
 
-    out = walk.reporter.watch(run_now) if walk.reporter else run_now()
+    out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
     last, carry, flags = split_list(out.carry, [len(start), len(arrays)])
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
     rows, ys = split_list(ys, [sum(traced.rows.written)])
-    xs_after = traced.rows.xs_after(x_arrays, rows, _taken(extent, walk.reverse, out.num_steps))
+    xs_after = traced.rows.xs_after(x_arrays, rows, _taken(extent, loop_spec.reverse, out.num_steps))
 
     def hand_over_all(carry: Any) -> Any:
         hand_over(step.where, xs, xs_after, traced.row_changes)

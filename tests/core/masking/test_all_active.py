@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.lowering.while_loop import Common, State, Steps, Walk
+from loopax._src.core.lowering.while_loop import Common, RowLoop, State, Steps
 from loopax._src.core.masking.all_active import active_lanes, common_rows, unmasked, visibly_active
 from loopax._src.jax_internals import jaxpr_as_fun
 
@@ -40,7 +40,7 @@ limits = st.none() | positions
 @given(st.tuples(positions, positions), limits, limits, st.booleans(), st.sampled_from([1, 3]))
 def test_every_position_takes_its_own_step_once(window, first, behind, reverse, unroll):
     low, high = sorted(window)
-    walk = Walk(reverse, unroll)
+    walk = RowLoop(reverse, unroll)
     start, end = (high - 1, low - 1) if reverse else (low, high)
     rows = np.arange(ROWS)
     common = (rows >= (0 if first is None else first)) & (rows < (ROWS if behind is None else behind))

@@ -10,7 +10,7 @@ from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
-from loopax._src.core.lowering.while_loop import State, Steps, Walk, read, write
+from loopax._src.core.lowering.while_loop import RowLoop, State, Steps, read, write
 from loopax._src.jax_internals import zeros
 from loopax._src.schedule.saving import Blocks, Saving
 
@@ -30,7 +30,7 @@ class Saver(NamedTuple):
 Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
-def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
+def run_saving(loop: Loop, walk: RowLoop, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
     assert loop.saving is not None
     decide, plan = _decision(loop.saving, walk, state.position)
@@ -49,7 +49,7 @@ def run_saving(loop: Loop, walk: Walk, steps: Steps, state: State, end: Any) -> 
     return saver.state, [*saved, checkpoint_rows]
 
 
-def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
+def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
     def goes_on(saver: Saver) -> Any:
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
@@ -69,7 +69,7 @@ def _walk_saving(loop: Loop, walk: Walk, steps: Steps, decide: Decision, saver: 
     return lax.while_loop(goes_on, stretch, saver)
 
 
-def _decision(saving: Saving, walk: Walk, start: Any) -> tuple[Decision, Any]:
+def _decision(saving: Saving, walk: RowLoop, start: Any) -> tuple[Decision, Any]:
     """How to decide, and what to remember at first."""
     if isinstance(saving, Blocks):
         return _at_block_starts(saving.size), jnp.int32(0)

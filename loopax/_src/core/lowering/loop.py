@@ -12,7 +12,7 @@ from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.checkpointed import run_saving
-from loopax._src.core.lowering.while_loop import Common, State, Step, Steps, Walk, Watch, read
+from loopax._src.core.lowering.while_loop import Common, RowLoop, State, Step, Steps, Watch, read
 from loopax._src.core.masking.all_active import common_rows, unmasked
 from loopax._src.core.masking.substitute import in_stretches
 from loopax._src.jax_internals import jaxpr_as_fun, mlir, zeros
@@ -33,7 +33,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     if loop.bound == 0:  # there are no rows that a step could read
         return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
     steps = _steps(loop, consts, xs)
-    walk = Walk(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
+    walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
     ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
     state = State(carry, ys, start)

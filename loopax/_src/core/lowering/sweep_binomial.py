@@ -17,7 +17,7 @@ from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
-from loopax._src.core.lowering.while_loop import State, Step, Steps, Walk, read, write
+from loopax._src.core.lowering.while_loop import RowLoop, State, Step, Steps, read, write
 
 
 class Segment(NamedTuple):
@@ -70,7 +70,7 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
         steps = _forward_steps(track, bodies, segment, stores=False)
-        passed = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, State(state, [], jnp.int32(0)), distance)
+        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, State(state, [], jnp.int32(0)), distance)
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
 
     return lax.while_loop(too_long, shorter, segment)
@@ -80,7 +80,7 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
     """The state before the last step, and the slots with those before the others."""
     steps = _forward_steps(track, bodies, run, stores=True)
     progress = State(run.state, run.slots, jnp.int32(0))
-    progress = Walk(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
+    progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
     return progress.carry, progress.ys
 
 
@@ -111,6 +111,6 @@ def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: S
 
     steps = bodies.steps(make, track.ahead, track.row(run.step))
     start = State([*run.state, *progress.carry], progress.ys, end - run.step - 1)
-    progress = Walk(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
+    progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
     state, carry = split_list(progress.carry, [num_state])
     return state, progress._replace(carry=carry)

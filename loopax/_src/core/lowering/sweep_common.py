@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.while_loop import Common, Step, Steps, Walk, read
+from loopax._src.core.lowering.while_loop import Common, RowLoop, Step, Steps, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
 from loopax._src.core.masking.substitute import Lent, in_stretches
 from loopax._src.jax_internals import jaxpr_as_fun
@@ -19,12 +19,12 @@ class Track(NamedTuple):
 
     first_row: Any  # the first row
     num_steps: Any
-    ahead: Walk  # how the forward loop walked
+    ahead: RowLoop  # how the forward loop walked
 
     @classmethod
     def of(cls, static: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
         """From the window of rows, and where the forward loop saved."""
-        ahead = Walk(static.reverse, static.unroll)
+        ahead = RowLoop(static.reverse, static.unroll)
         first_row = checkpoint_rows[0]
         num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if static.reverse else high), 0)
         return cls(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
@@ -59,7 +59,7 @@ class Bodies(NamedTuple):
     def steps(
         self,
         make: Callable[[Functions, RowOf], Callable[[Sequence[Any]], Step]],
-        ahead: Walk,
+        ahead: RowLoop,
         start: Any,
         written: RowOf | None = None,
     ) -> Steps:
@@ -83,7 +83,7 @@ class Bodies(NamedTuple):
         return steps._replace(lend=lend)
 
 
-def _positions(rows: CommonRows, ahead: Walk, start: Any) -> tuple[Any, Any]:
+def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
     """The first position and the one behind the last."""
 
     def position(row: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
-from loopax._src.core.lowering.while_loop import State, Step, Walk, read, write
+from loopax._src.core.lowering.while_loop import RowLoop, State, Step, read, write
 from loopax._src.jax_internals import zeros
 
 
@@ -44,7 +44,7 @@ def sweep_blocks(
 
 
 def _states_of_block(
-    ahead: Walk, bodies: Bodies, start: Any, length: Any, state: list[Any], states: list[Any]
+    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, state: list[Any], states: list[Any]
 ) -> list[Any]:
     """Evaluate the states of one block again, into `states`; the last state needs no step after it."""
 
@@ -53,11 +53,11 @@ def _states_of_block(
 
     steps = bodies.steps(make, ahead, start, written=lambda position: position)
     progress = State(state, states, jnp.int32(0))
-    progress = Walk(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
+    progress = RowLoop(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
 
 
-def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: State) -> State:
+def _walk_back(ahead: RowLoop, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: State) -> State:
     """Walk one block backward.
 
     Positions count from the block's start: XLA then has one number less to carry into every fused
@@ -73,4 +73,4 @@ def _walk_back(ahead: Walk, bodies: Bodies, start: Any, length: Any, states: lis
 
     steps = bodies.steps(make, ahead, start)
     progress = progress._replace(position=length - 1)
-    return Walk(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))
+    return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))

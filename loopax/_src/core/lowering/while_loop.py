@@ -54,11 +54,11 @@ class Watch(NamedTuple):
     start: Any  # the first position
     lanes: int | None  # which leaf of the carry is the number of lanes that go on
 
-    def first_due(self, walk: "Walk") -> Any:
+    def first_due(self, walk: "RowLoop") -> Any:
         """The position of the first report."""
         return self._after(walk, self.start, self.reports.first)
 
-    def next_due(self, walk: "Walk", state: State) -> Any:
+    def next_due(self, walk: "RowLoop", state: State) -> Any:
         """Where to report next; reports where that is now."""
         active = jnp.int32(UNKNOWN) if self.lanes is None else jnp.sum(state.carry[self.lanes], dtype=jnp.int32)
 
@@ -67,13 +67,13 @@ class Watch(NamedTuple):
 
         return lax.cond(state.position == state.due, now, lambda _, __, due: due, state.position, active, state.due)
 
-    def _after(self, walk: "Walk", position: Any, steps: Any) -> Any:
+    def _after(self, walk: "RowLoop", position: Any, steps: Any) -> Any:
         room = position + 1 if walk.reverse else MOST_STEPS - position
         due = walk.advance(position, jnp.minimum(steps, room))
         return due if walk.limited else jnp.where(due == MOST_STEPS, NEVER, due)
 
 
-class Walk(NamedTuple):
+class RowLoop(NamedTuple):
     """How to walk: which way, how many steps at a time, and whether the carry may stop it."""
 
     reverse: bool

@@ -21,7 +21,7 @@ from loopax._src.core.ir.kind import EveryCarry, EveryResidual
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, trace, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import settled
-from loopax._src.core.lowering.while_loop import Walk, read
+from loopax._src.core.lowering.while_loop import RowLoop, read
 from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, written
 from loopax._src.jax_internals import replace_jaxpr, vary_like, zeros
 from loopax._src.messages import FREE_NEEDS_BOUNDS, free_form_message
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
 
     def start(self, carry: Sequence[Any]) -> State:
         """Before the first step."""
-        row = Walk(self.loop.reverse).first(self.low, self.high)
+        row = RowLoop(self.loop.reverse).first(self.low, self.high)
         ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals[1]]
         no = jnp.zeros((), bool)
         return State(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
@@ -76,7 +76,7 @@ class Machine(NamedTuple):
         outputs = at_most_once(ends, lambda *_: self.inner.after(inputs(), at), values)
         carry, rows = split_list(outputs, [self.loop.num_carry])
         counted = ends.astype(jnp.int32)
-        row = Walk(self.loop.reverse).advance(state.row, counted)
+        row = RowLoop(self.loop.reverse).advance(state.row, counted)
         ys = written(state.ys, state.row, rows, ends)
         return State(self.goes_on(row, carry), inside & ~ends, row, state.num_steps + counted, carry, ys, at)
 

@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.jaxpr.varying_axes import settled
-from loopax._src.core.lowering.while_loop import Walk, read, write
+from loopax._src.core.lowering.while_loop import RowLoop, read, write
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -201,7 +201,7 @@ class Stepper(NamedTuple):
         carry, rows = split_list(at_most_once(needed, step, values), [loop.num_carry])
         counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
         return at._replace(
-            row=Walk(loop.reverse).advance(at.row, counted),
+            row=RowLoop(loop.reverse).advance(at.row, counted),
             num_steps=at.num_steps + counted,
             carry=carry,
             ys=written(at.ys, at.row, rows, needed),
