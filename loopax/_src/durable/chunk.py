@@ -20,7 +20,7 @@ CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
 MOST_ROWS = 1 << 16  # of outputs in a chunk
 
 
-class Walked(NamedTuple):
+class StepsTaken(NamedTuple):
     """What a chunk of steps gives."""
 
     carry: Any
@@ -31,11 +31,11 @@ class Walked(NamedTuple):
 
 # (carry, start, most steps, rows of ys) -> Walked; `start` is what else the loop hands to its steps, arrays. Without
 # outputs there are no rows (None), and a chunk may take any number of steps.
-Walk = Callable[[Any, Sequence[Any], Any, int | None], Walked]
+TakeSteps = Callable[[Any, Sequence[Any], Any, int | None], StepsTaken]
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedChunk:
     """A chunk for one number of rows of outputs."""
 
     closed: ClosedJaxpr  # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on)
@@ -52,25 +52,25 @@ class Chunk:
     """A compiled chunk."""
 
     run: Callable[..., tuple[list[jax.Array], list[jax.Array], Any, Any]]  # (arrays, start, most), uses up the arrays
-    traced: Traced
+    traced: TracedChunk
     first: list[jax.Array]  # the arrays of the first carry, placed on devices; they may be used up
     rows: int  # of outputs: the most steps that it may take, where there are outputs
 
 
-def trace(where: str, walk: Walk, init: Any, start: Sequence[Any], rows: int | None) -> Traced:
+def trace(where: str, take_steps: TakeSteps, init: Any, start: Sequence[Any], rows: int | None) -> TracedChunk:
     """Trace a chunk, from promoted leaves where the body's result asks for it."""
     init = freeze(init)
     while True:
         arrays, spec = pack(init)
         try:
-            closed, found = _trace(where, walk, init, spec, start, rows)
-            return Traced(closed, init, arrays, spec, **found)
+            closed, found = _trace(where, take_steps, init, spec, start, rows)
+            return TracedChunk(closed, init, arrays, spec, **found)
         except CarryMismatchError as mismatch:
             init = mismatch.restart(init)
 
 
 def _trace(
-    where: str, walk: Walk, init: Any, spec: Spec, start: Sequence[Any], rows: int | None
+    where: str, take_steps: TakeSteps, init: Any, spec: Spec, start: Sequence[Any], rows: int | None
 ) -> tuple[ClosedJaxpr, dict[str, Any]]:
     found: dict[str, Any] = {}
 
@@ -78,7 +78,7 @@ def _trace(
         arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
         given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
         carry, objects = thaw_numbered(given)
-        walked = walk(carry, start, most, rows)
+        walked = take_steps(carry, start, most, rows)
         carry, found["changes"] = take_back(where, given, objects, walked.carry)
         if roots(ys := freeze(walked.ys)):
             raise TypeError(_objects_message(where))
@@ -99,13 +99,13 @@ def _objects_message(where: str) -> str:
     )
 
 
-def rows_of_a_chunk(traced: Traced, unroll: int) -> int:
+def rows_of_a_chunk(traced: TracedChunk, unroll: int) -> int:
     """How many rows of outputs fit into a chunk's memory: whole iterations of the compiled loop, one at least."""
     rows = min(CHUNK_BYTES // max(num_bytes(traced.y_spec.rows().avals), 1), MOST_ROWS)
     return max(rows - rows % unroll, unroll)
 
 
-def compile_chunk(traced: Traced, start: Sequence[Any], rows: int) -> Chunk:
+def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> Chunk:
     """Compile; the carry keeps its sharding, so that one program takes every chunk."""
     opened, closed_over = open_constants(traced.closed)
     first = placed(traced.arrays, closed_over)

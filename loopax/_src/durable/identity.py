@@ -6,17 +6,17 @@ from typing import Any
 import jax
 
 from loopax._src.durable import stored_program as programs
-from loopax._src.durable.chunk import Traced, row_types
+from loopax._src.durable.chunk import TracedChunk, row_types
 from loopax._src.durable.directory import Directory
 from loopax._src.durable.hosts import all_agree, on_first
 from loopax._src.durable.orbax import tensorstore as import_tensorstore
 from loopax._src.durable.wording import Written, write
-from loopax._src.frontend.trace import Traced as Step
+from loopax._src.frontend.trace import Traced
 from loopax._src.jax_internals import dce
 from loopax._src.pytrees.leaves import Spec, to_array
 
 
-def refuse_unsavable(name: str, traced: Traced) -> None:
+def refuse_unsavable(name: str, traced: TracedChunk) -> None:
     """Refuse arrays of types that cannot be written."""
     tensorstore = import_tensorstore()
     found = [*_types("carry", traced.spec), *_types("outputs", traced.y_spec)]
@@ -44,8 +44,8 @@ def _types(what: str, spec: Spec) -> list[tuple[str, Any]]:
 
 def describe(
     loop: str,
-    step: Step,
-    traced: Traced,
+    step: Traced,
+    traced: TracedChunk,
     first: Sequence[jax.Array],
     named: Mapping[int, str],
     key_data: Any,
@@ -63,7 +63,7 @@ def describe(
     return programs.describe(loop, settings, types, values, written)
 
 
-def _written(step: Step, carry: Sequence[str], named: Mapping[int, str]) -> Written:
+def _written(step: Traced, carry: Sequence[str], named: Mapping[int, str]) -> Written:
     """The text of a step: what it makes of a carry, without the flags of checks, which never change a result."""
     body, given, num_flags = step.body, step.closed_over, len(step.messages)
     num_ys = len(step.y_spec.avals)

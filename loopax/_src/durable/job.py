@@ -83,7 +83,7 @@ def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
         return _run(job, checked, traced, start)
 
 
-def _compile(job: Job, traced: chunks.Traced, start: list[Any]) -> chunks.Chunk:
+def _compile(job: Job, traced: chunks.TracedChunk, start: list[Any]) -> chunks.Chunk:
     """A chunk of as many steps as its outputs have rows; how many there may be, tracing one of one row has told."""
     if job.rows is None:
         return chunks.compile_chunk(traced, start, MOST_STEPS)
@@ -94,7 +94,7 @@ def _compile(job: Job, traced: chunks.Traced, start: list[Any]) -> chunks.Chunk:
     return chunks.compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
 
 
-def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tuple[Any, Any, LoopInfo]:
+def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) -> tuple[Any, Any, LoopInfo]:
     """`one` describes the program: a chunk of one row, whatever the number of rows."""
     name, directory = job.options.name, checked.directory
     chunk = _compile(job, one, start)
@@ -119,7 +119,7 @@ def _run(job: Job, checked: Checked, one: chunks.Traced, start: list[Any]) -> tu
 
 
 def _settle_program(
-    job: Job, checked: Checked, one: chunks.Traced, first: Sequence[jax.Array], start: list[Any]
+    job: Job, checked: Checked, one: chunks.TracedChunk, first: Sequence[jax.Array], start: list[Any]
 ) -> None:
     """Whether the run that is stored, if there is one, is the one that is asked for."""
     name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
@@ -133,10 +133,10 @@ def _step(job: Job) -> tracing.Step:
     return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec, job.called)
 
 
-def _walk(job: Job) -> chunks.Walk:
+def _walk(job: Job) -> chunks.TakeSteps:
     """A chunk of the loop."""
 
-    def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.Walked:
+    def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.StepsTaken:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
         step = _step(job)
@@ -146,7 +146,7 @@ def _walk(job: Job) -> chunks.Walk:
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
         results = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
-        return chunks.Walked(done.hand_over(results[0]), thaw(results[1]), *results[2:])
+        return chunks.StepsTaken(done.hand_over(results[0]), thaw(results[1]), *results[2:])
 
     return walk
 

@@ -22,12 +22,12 @@ from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, trace, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.core.lowering.while_loop import RowLoop, read
-from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, written
+from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, split_at_loop, written
 from loopax._src.jax_internals import replace_jaxpr, vary_like, zeros
 from loopax._src.messages import FREE_NEEDS_BOUNDS, free_form_message
 
 
-class State(NamedTuple):
+class NestedState(NamedTuple):
     """Where a lane is."""
 
     goes_on: Any  # it takes this outer step, or is in it
@@ -36,7 +36,7 @@ class State(NamedTuple):
     num_steps: Any  # outer steps that are done
     carry: list[Any]
     ys: list[Any]
-    inner: Inside
+    inner: LaneState
 
 
 class Machine(NamedTuple):
@@ -49,19 +49,19 @@ class Machine(NamedTuple):
     consts: Sequence[Any]
     xs: Sequence[Any]
 
-    def start(self, carry: Sequence[Any]) -> State:
+    def start(self, carry: Sequence[Any]) -> NestedState:
         """Before the first step."""
         row = RowLoop(self.loop.reverse).first(self.low, self.high)
         ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals[1]]
         no = jnp.zeros((), bool)
-        return State(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
+        return NestedState(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
 
     def goes_on(self, row: Any, carry: Sequence[Any]) -> Any:
         """Whether a lane takes an outer step at this row."""
         ahead = (self.low <= row) & (row < self.high)
         return ahead & carry[0] if self.loop.predicated else ahead
 
-    def step(self, state: State) -> State:
+    def step(self, state: NestedState) -> NestedState:
         """Begin an outer step, take an inner step, end the outer one: whatever the lane is at."""
 
         def inputs() -> list[Any]:
@@ -78,13 +78,13 @@ class Machine(NamedTuple):
         counted = ends.astype(jnp.int32)
         row = RowLoop(self.loop.reverse).advance(state.row, counted)
         ys = written(state.ys, state.row, rows, ends)
-        return State(self.goes_on(row, carry), inside & ~ends, row, state.num_steps + counted, carry, ys, at)
+        return NestedState(self.goes_on(row, carry), inside & ~ends, row, state.num_steps + counted, carry, ys, at)
 
 
 @weakly_cached
 def _as_one(loop: Loop) -> tuple[Loop, Any]:
     """The single loop of states, its consts being low, high, *consts, *xs; and the structure of a state."""
-    stepper = Stepper(cut(loop.body, _refuse))
+    stepper = Stepper(split_at_loop(loop.body, _refuse))
     consts, carry, rows = loop.input_avals
     operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
     structure: list[Any] = []
@@ -121,7 +121,7 @@ def run_free(
     loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
 ) -> Outcome:
     """Run the loop as a single one."""
-    stepper = Stepper(cut(loop.body, _refuse))
+    stepper = Stepper(split_at_loop(loop.body, _refuse))
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
     single, structure = _as_one(loop)
@@ -131,7 +131,7 @@ def run_free(
     start = list(map(vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
-    last: State = structure.unflatten(out.carry)
+    last: NestedState = structure.unflatten(out.carry)
     return Outcome(last.num_steps, last.carry, last.ys, [], [])
 
 

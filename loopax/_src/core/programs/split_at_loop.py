@@ -36,7 +36,7 @@ from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING
 FEW_ROWS = 128
 
 
-class Parts(NamedTuple):
+class SplitProgram(NamedTuple):
     """A program, cut at the loop in it."""
 
     before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
         return self.before.out_avals[2 + self.loop.num_carry :]
 
 
-class Inside(NamedTuple):
+class LaneState(NamedTuple):
     """Where a lane is in the loop."""
 
     row: Any  # of the next step
@@ -62,7 +62,7 @@ class Inside(NamedTuple):
 
 
 @weakly_cached
-def cut(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> Parts:
+def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> SplitProgram:
     """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
     flat = trace(lambda *inputs: _inlined(program, inputs), program.in_avals)
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loop_p]
@@ -78,7 +78,7 @@ def cut(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> Parts:
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
     inputs = flat.jaxpr.invars
-    return Parts(
+    return SplitProgram(
         before=replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
         operands=replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
         after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.jaxpr.outvars, behind),
@@ -156,16 +156,18 @@ def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequen
 class Stepper(NamedTuple):
     """The loop of a program, step by step, for lanes of which each is where it is."""
 
-    parts: Parts
+    parts: SplitProgram
 
-    def start(self) -> Inside:
+    def start(self) -> LaneState:
         """A place in the state of a lane that has not begun."""
         carry, ys = self.parts.loop.output_avals
         rows = [zeros(stacked(aval, self.parts.loop.bound or 0)) for aval in ys]
         nothing = jnp.int32(0)
-        return Inside(nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, self.parts.kept_avals)))
+        return LaneState(
+            nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, self.parts.kept_avals))
+        )
 
-    def goes_on(self, at: Inside) -> Any:
+    def goes_on(self, at: LaneState) -> Any:
         """Whether a lane takes a step."""
         loop = self.parts.loop
         if loop.bound is None and loop.predicated:
@@ -173,7 +175,7 @@ class Stepper(NamedTuple):
         ahead = at.row > at.end if loop.reverse else at.row < at.end
         return ahead & at.carry[0] if loop.predicated else ahead
 
-    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: Inside) -> Inside:
+    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
         """What stands before the loop, where it is needed."""
         loop, sizes = self.parts.loop, [2, self.parts.loop.num_carry]
 
@@ -184,9 +186,9 @@ class Stepper(NamedTuple):
         values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
         (row, end), carry, kept = split_list(values, sizes)
         ys = [jnp.where(needed, jnp.zeros((), y.dtype), y) for y in at.ys]
-        return Inside(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
+        return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
 
-    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: Inside) -> Inside:
+    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
         """One step, where it is needed."""
         loop = self.parts.loop
         if loop.bound == 0:
@@ -207,7 +209,7 @@ class Stepper(NamedTuple):
             ys=written(at.ys, at.row, rows, needed),
         )
 
-    def after(self, inputs: list[Any], at: Inside) -> list[Any]:
+    def after(self, inputs: list[Any], at: LaneState) -> list[Any]:
         """What stands after the loop."""
         return jaxpr_as_fun(self.parts.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from loopax._src.core.batching.compact.gather import active_first
 from loopax._src.core.ir.kind import Checkpoints
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.programs.split_at_loop import Inside, Stepper, at_most_once, cut, run_function
+from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, run_function, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, zeros
 from loopax._src.messages import lanes_map_message
 
@@ -38,7 +38,7 @@ class Lane(NamedTuple):
 
     item: Any  # its number, or NO_ITEM
     inputs: list[Any]
-    inside: Inside
+    inside: LaneState
 
 
 class Queue(NamedTuple):
@@ -85,7 +85,7 @@ def run_queue(
     """The outputs of the program for all items."""
     lanes = min(lanes, num_items)
     part = max(lanes // PART, 1)
-    queue = Queue(Stepper(cut(program, _refuse)), shared, [jax.typeof(x[0]) for x in items], lanes, part)
+    queue = Queue(Stepper(split_at_loop(program, _refuse)), shared, [jax.typeof(x[0]) for x in items], lanes, part)
     full, drained = -(-num_items // part), -(-lanes // part)
     numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
     numbers = jnp.where(numbers < num_items, numbers, NO_ITEM)
