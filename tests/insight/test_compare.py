@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import loopax as lx
 from loopax._src.core import Loop
-from loopax._src.core.batching.compact.primitive import batch_p
+from loopax._src.core.batching.compact.primitive import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax._src.insight.comparison import Measured
@@ -23,7 +23,7 @@ def loop_parameters(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive is loop_p:
             yield Loop(**eqn.params)
-        if eqn.primitive is batch_p:
+        if eqn.primitive is compact_vmap_p:
             yield eqn.params["static"]
         for inner in inner_jaxprs(eqn):
             yield from loop_parameters(inner)

@@ -10,7 +10,7 @@ from typing import Any
 
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
 from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
-from loopax._src.core.batching.compact.primitive import Batch, batch_p
+from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.effects.guard import only_if_p
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
@@ -133,9 +133,9 @@ def _linear_sweep(params: dict[str, Any]) -> Meaning:
 
 def _lanes(params: dict[str, Any]) -> Meaning:
     """A batch, by what there is a batch of."""
-    batch = Batch(**params)
-    of = _loop(batch.static) if isinstance(batch.static, Loop) else _sweep(batch.static)
-    return Meaning(f"lanes of a {of.word}", {**of.settings, "mapped": _places(batch.mapped)}, of.programs)
+    compact_vmap = CompactVmap(**params)
+    of = _loop(compact_vmap.static) if isinstance(compact_vmap.static, Loop) else _sweep(compact_vmap.static)
+    return Meaning(f"lanes of a {of.word}", {**of.settings, "mapped": _places(compact_vmap.mapped)}, of.programs)
 
 
 def _effect(params: dict[str, Any]) -> Meaning:
@@ -156,7 +156,7 @@ OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
     reverse_sweep_p: lambda params: _sweep(ReverseSweep(**params)),
     linear_loop_p: _linear_loop,
     linear_sweep_p: _linear_sweep,
-    batch_p: _lanes,
+    compact_vmap_p: _lanes,
     only_if_p: _effect,
     active_p: lambda params: Meaning("active lanes", {"limits": _places(params["windows"])}),
     get_p: _plain("buffer: get"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Nothing
 from loopax._src.core.autodiff.jvp import inexact
-from loopax._src.core.batching.compact.primitive import Batch, batch_p
+from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.ir.loop import lending, loop_p
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equation
 from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
@@ -116,7 +116,7 @@ def see(eqn: Any) -> Seen | None:
     """The loop that an equation is; None where it is none."""
     if eqn.primitive is loop_p:
         return _see_loop(eqn)
-    if eqn.primitive is batch_p:
+    if eqn.primitive is compact_vmap_p:
         return _see_batch(eqn)
     if eqn.primitive.name == "scan":
         return _see_scan(eqn)
@@ -131,11 +131,11 @@ def _see_loop(eqn: Any) -> Seen:
 
 
 def _see_batch(eqn: Any) -> Seen | None:
-    batch = Batch(**eqn.params)
-    if not isinstance(batch.static, Loop):
+    compact_vmap = CompactVmap(**eqn.params)
+    if not isinstance(compact_vmap.static, Loop):
         return None  # a reverse sweep
-    loop = lending(batch.static)
-    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=batch.axis.size)
+    loop = lending(compact_vmap.static)
+    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=compact_vmap.axis.size)
 
 
 def _results(loop: Loop, eqn: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import jax
 
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
 from loopax._src.core.autodiff.transpose import linear_loop_p
-from loopax._src.core.batching.compact.primitive import batch_p
+from loopax._src.core.batching.compact.primitive import compact_vmap_p
 from loopax._src.core.effects.guard import only_if_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
@@ -24,7 +24,7 @@ _OURS = {
     reverse_sweep_p,
     linear_loop_p,
     linear_sweep_p,
-    batch_p,
+    compact_vmap_p,
     active_p,
     only_if_p,
     borrowed_p,

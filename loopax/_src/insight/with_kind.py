@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from loopax._src.core import Loop
-from loopax._src.core.batching.compact.primitive import Batch, batch_of, batch_p
+from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, replace_jaxpr
 from loopax._src.kinds import Kind
@@ -19,12 +19,14 @@ def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
 def _equation(eqn: Any, kind: Kind) -> Any:
     if eqn.primitive is loop_p:
         return eqn.replace(params=_loop(Loop(**eqn.params), kind)._asdict())
-    if eqn.primitive is batch_p:
-        batch = Batch(**eqn.params)
-        if isinstance(batch.static, Loop):
+    if eqn.primitive is compact_vmap_p:
+        compact_vmap = CompactVmap(**eqn.params)
+        if isinstance(compact_vmap.static, Loop):
             avals = [atom.aval for atom in eqn.invars]
-            batch = batch_of(batch.rules, _loop(batch.static, kind), batch.axis, batch.mapped, avals)
-        return eqn.replace(params=batch._asdict())
+            compact_vmap = compact_vmap_of(
+                compact_vmap.rules, _loop(compact_vmap.static, kind), compact_vmap.axis, compact_vmap.mapped, avals
+            )
+        return eqn.replace(params=compact_vmap._asdict())
     return eqn.replace(params={name: _inside(value, kind) for name, value in eqn.params.items()})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.loop import LOOPS
-from loopax._src.core.batching.compact.primitive import batch
+from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import Lanes, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import Loop, lending, loop_p, run
@@ -84,7 +84,7 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes) -> A
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         operands = [low, high, *lanes.consts, *lanes.carry, *lanes.xs]
         mapped = (*lanes.windows, *lanes.mapped_consts, *(True,) * loop.num_carry, *lanes.mapped_xs)
-        return batch(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
+        return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
     out, num_steps = run_lanes(loop, axis, *hull(low, high), lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
-from loopax._src.core.batching.compact.primitive import batch
+from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
@@ -84,7 +84,7 @@ def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         mapped = (*windows, *consts_mask, *state_mask, *carry_mask, *xs_mask)
-        results = batch(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
+        results = compact_vmap(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
         return results, SWEEPS.result_axes(static)
     if any(windows):
         lanes = lockstep_sweep(static, axis, consts_mask, xs_mask, windows, tuple(map(jax.typeof, own)))

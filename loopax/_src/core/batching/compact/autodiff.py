@@ -16,19 +16,25 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import stage_all
 from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
-from loopax._src.core.batching.compact.primitive import Batch, batch, batch_of, batch_p, jvp_of_program
+from loopax._src.core.batching.compact.primitive import (
+    CompactVmap,
+    compact_vmap,
+    compact_vmap_of,
+    compact_vmap_p,
+    jvp_of_program,
+)
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.loop import Loop, Outcome, outcome
 from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, split_list
 from loopax._src.jax_internals import ad, evaluate_partially, is_known, known_value, pe, stage_unknown
 
 
-def _runs_in_stages(inner: Batch) -> bool:
+def _runs_in_stages(inner: CompactVmap) -> bool:
     return inner.rules is LOOPS and inner.static.predicated
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    inner = Batch(**params)
+    inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
     windows, consts, _, xs = split_list(inner.mapped, [2, *inner.static.sizes])
@@ -40,7 +46,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         pairs_of_xs = (*xs, *select(perturbed_xs, xs))
         mapped = (*windows, *pairs_of_consts, *(True,) * pair.num_carry, *pairs_of_xs)
         operands = [low, high, *(x for group in groups for x in group)]
-        return outcome(pair, batch(LOOPS, pair, inner.axis, mapped, operands))
+        return outcome(pair, compact_vmap(LOOPS, pair, inner.axis, mapped, operands))
 
     return jvp_of_results(inner.static, run, primals, tangents)
 
@@ -81,29 +87,29 @@ def _partial_eval_loop(loop: Loop, unknown: Mask) -> _BatchPartialEval:
     )
 
 
-def _steps_are_known(inner: Batch, unknown: Sequence[bool]) -> bool:
+def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
     if not _runs_in_stages(inner) or any(unknown[:2]) or not any(unknown):
         return False
     return not unknown_outputs(inner.static, tuple(unknown[2:]))[0][0]
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    inner = Batch(**params)
+    inner = CompactVmap(**params)
     unknown = tuple(not is_known(t) for t in tracers)
     if not _steps_are_known(inner, unknown):
-        return stage_unknown(trace, batch_p, tracers, params)
+        return stage_unknown(trace, compact_vmap_p, tracers, params)
     window, operands = split_list(tracers, [2])
     low, high = map(known_value, window)
     parts = _partial_eval_loop(inner.static, unknown[2:])
     mapped = (*inner.mapped[:2], *reject(parts.only_in_rest, inner.mapped[2:]))
     values = map(known_value, reject(parts.only_in_rest, operands))
-    out = outcome(parts.known, batch(LOOPS, parts.known, inner.axis, mapped, [low, high, *values]))
+    out = outcome(parts.known, compact_vmap(LOOPS, parts.known, inner.axis, mapped, [low, high, *values]))
 
     windows = (True, inner.mapped[1]) if parts.rest.reverse else (inner.mapped[0], True)
     mapped = (*windows, *reject(parts.only_in_known, inner.mapped[2:]))
     # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
     operands = [*window_walked(parts.known, low, high, out.num_steps), *reject(parts.only_in_known, operands)]
-    program = batch_of(LOOPS, parts.rest, inner.axis, mapped, list(map(jax.typeof, operands))).program
+    program = compact_vmap_of(LOOPS, parts.rest, inner.axis, mapped, list(map(jax.typeof, operands))).program
     rest = outcome(parts.rest, evaluate_partially(trace, program, operands))
     return [
         out.num_steps,
@@ -115,7 +121,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 
 def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """In `jax.checkpoint`: run the known part now; stage the whole batch, for nothing of it is to be stored."""
-    inner = Batch(**eqn.params)
+    inner = CompactVmap(**eqn.params)
     if not _steps_are_known(inner, unknown):
         return stage_all(eqn, instantiated)
     parts = _partial_eval_loop(inner.static, tuple(unknown[2:]))
@@ -123,7 +129,9 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
     saved = select(inner.static.saved_mask, parts.unknown_carry)
     unknown_out = [False, *parts.unknown_carry, *parts.unknown_ys, *saved, *([False] if inner.static.saving else [])]
     invars = reject(unknown_in, eqn.invars)
-    known = batch_of(LOOPS, parts.known, inner.axis, tuple(reject(unknown_in, inner.mapped)), [v.aval for v in invars])
+    known = compact_vmap_of(
+        LOOPS, parts.known, inner.axis, tuple(reject(unknown_in, inner.mapped)), [v.aval for v in invars]
+    )
     part = eqn.replace(
         invars=invars,
         outvars=reject(unknown_out, eqn.outvars),
@@ -133,6 +141,6 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
     return stage_all(eqn, instantiated, part, unknown_out)
 
 
-ad.primitive_jvps[batch_p] = _jvp
-pe.custom_partial_eval_rules[batch_p] = _partial_eval
-pe.partial_eval_jaxpr_custom_rules[batch_p] = _partial_eval_checkpoint
+ad.primitive_jvps[compact_vmap_p] = _jvp
+pe.custom_partial_eval_rules[compact_vmap_p] = _partial_eval
+pe.partial_eval_jaxpr_custom_rules[compact_vmap_p] = _partial_eval_checkpoint

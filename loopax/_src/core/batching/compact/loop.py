@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import active_first, take, take_mapped, with_rows
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
-from loopax._src.core.batching.compact.primitive import Rules
+from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import Lanes, goes_on, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
@@ -173,4 +173,4 @@ def _steps_differ(loop: Loop, mapped: Mask) -> bool:
     )
 
 
-LOOPS = Rules(_run, operand_axes, result_axes, _steps_differ)
+LOOPS = BatchRules(_run, operand_axes, result_axes, _steps_differ)

@@ -45,7 +45,7 @@ from loopax._src.messages import collective_message
 REPEATED_BYTES = 64 * 1024
 
 
-class Rules(NamedTuple):
+class BatchRules(NamedTuple):
     """How a batch of something runs."""
 
     run: Callable[..., list[Any]]  # (static, axis, mapped, operands) -> results
@@ -54,41 +54,43 @@ class Rules(NamedTuple):
     steps_differ: Callable[[Any, Mask], bool]  # whether mapping these operands makes numbers of steps differ
 
 
-class Batch(NamedTuple):
+class CompactVmap(NamedTuple):
     """The parameters of the primitive."""
 
     program: ClosedJaxpr  # operands -> results
-    rules: Rules
+    rules: BatchRules
     static: Any  # what there is a batch of
     axis: Axis
     mapped: Mask  # which operands have an axis of lanes
 
 
-batch_p = new_primitive("lanes")
+compact_vmap_p = new_primitive("lanes")
 
 
 @weakly_cached
-def _program(static: Any, rules: Rules, axis: Axis, mapped: Mask, avals: tuple[Any, ...]) -> ClosedJaxpr:
+def _program(static: Any, rules: BatchRules, axis: Axis, mapped: Mask, avals: tuple[Any, ...]) -> ClosedJaxpr:
     return trace(lambda *operands: rules.run(static, axis, mapped, operands), avals)
 
 
-def batch_of(rules: Rules, static: Any, axis: Axis, mapped: Mask, avals: Sequence[Any]) -> Batch:
+def compact_vmap_of(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, avals: Sequence[Any]) -> CompactVmap:
     """The batch for operands of these types; every one that is mapped has its lanes where the rules say."""
-    return Batch(_program(static, rules, axis, mapped, tuple(avals)), rules, static, axis, mapped)
+    return CompactVmap(_program(static, rules, axis, mapped, tuple(avals)), rules, static, axis, mapped)
 
 
-def batch(rules: Rules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+def compact_vmap(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Bind the primitive."""
-    return batch_p.bind(*operands, **batch_of(rules, static, axis, mapped, list(map(jax.typeof, operands)))._asdict())
+    return compact_vmap_p.bind(
+        *operands, **compact_vmap_of(rules, static, axis, mapped, list(map(jax.typeof, operands)))._asdict()
+    )
 
 
 def _whole(*operands: Any, **params: Any) -> list[Any]:
-    return jaxpr_as_fun(Batch(**params).program)(*operands)
+    return jaxpr_as_fun(CompactVmap(**params).program)(*operands)
 
 
 def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Batching: one flat batch, unless all new lanes take the same steps, or operands would be repeated too often."""
-    inner, outer = Batch(**params), Axis.of(axis_data)
+    inner, outer = CompactVmap(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):
         raise NotImplementedError(collective_message(outer.name))
     if not _joins(inner, outer, operands, dims):
@@ -100,7 +102,7 @@ def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params
     sizes = (outer.size, inner.axis.size)
     flat = [_flatten(*each, sizes) for each in zip(operands, positions, inner.mapped, dims, strict=True)]
     mapped = tuple(m or d is not None for m, d in zip(inner.mapped, dims, strict=True))
-    results = batch(inner.rules, inner.static, axis, mapped, flat)
+    results = compact_vmap(inner.rules, inner.static, axis, mapped, flat)
     result_axes = inner.rules.result_axes(inner.static)
     unflattened = [
         y.reshape(*y.shape[:at], *sizes, *y.shape[at + 1 :]) for y, at in zip(results, result_axes, strict=True)
@@ -114,7 +116,7 @@ def _as_tuple(name: Any) -> tuple[Any, ...]:
     return name if isinstance(name, tuple) else (name,)
 
 
-def _joins(inner: Batch, outer: Axis, operands: Sequence[Any], dims: Sequence[Any]) -> bool:
+def _joins(inner: CompactVmap, outer: Axis, operands: Sequence[Any], dims: Sequence[Any]) -> bool:
     """Whether one batch of all lanes is written, or the first one is mapped."""
     if not inner.rules.steps_differ(inner.static, is_batched(dims)):
         return False
@@ -151,7 +153,7 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
 def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     """That of the program, in the operands in which it is linear."""
     linear = [ad.is_undefined_primal(x) for x in operands]
-    program = jaxpr_as_fun(strip_progress(Batch(**params).program))
+    program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
 
     def of_linear(*values: Any) -> list[Any]:
         return program(*merge_lists(linear, reject(linear, operands), values))
@@ -161,12 +163,12 @@ def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     return merge_lists(linear, [None] * linear.count(False), found(given))
 
 
-_compiled = jax.jit(_whole, static_argnames=Batch._fields)
-batch_p.def_impl(_compiled)
-batch_p.def_effectful_abstract_eval(lambda *_, program, **__: (program.out_avals, program.effects))
-mlir.register_lowering(batch_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[batch_p] = _join
+_compiled = jax.jit(_whole, static_argnames=CompactVmap._fields)
+compact_vmap_p.def_impl(_compiled)
+compact_vmap_p.def_effectful_abstract_eval(lambda *_, program, **__: (program.out_avals, program.effects))
+mlir.register_lowering(compact_vmap_p, mlir.lower_fun(_whole, multiple_results=True))
+batching.fancy_primitive_batchers[compact_vmap_p] = _join
 jvp_of_program = jvp_expanded(_whole)
-ad.primitive_transposes[batch_p] = _transpose
-dependence_rules[batch_p] = lambda eqn: list(dependence(eqn.params["program"]))
-guards[batch_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)
+ad.primitive_transposes[compact_vmap_p] = _transpose
+dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(eqn.params["program"]))
+guards[compact_vmap_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)

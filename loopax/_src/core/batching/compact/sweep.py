@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
-from loopax._src.core.batching.compact.primitive import Rules
+from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
@@ -59,4 +59,4 @@ def _result_axes(static: ReverseSweep) -> list[int]:
     return [0] * static.num_carry + [1] * len(static.y_avals)
 
 
-SWEEPS = Rules(_run, _operand_axes, _result_axes, lambda _, mapped: any(mapped[:2]))
+SWEEPS = BatchRules(_run, _operand_axes, _result_axes, lambda _, mapped: any(mapped[:2]))
