@@ -15,7 +15,7 @@ from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import Found, find
 from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.subject import Subject, gradient_of, subject
-from loopax._src.insight.timing import in_turn
+from loopax._src.insight.timing import interleaved
 from loopax._src.insight.with_kind import with_kind
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
@@ -231,7 +231,7 @@ def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> li
     calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
     for call in calls:
         call()
-    return [replace(one, milliseconds=time) for one, time in zip(compiled, in_turn(calls, rounds), strict=True)]
+    return [replace(one, milliseconds=time) for one, time in zip(compiled, interleaved(calls, rounds), strict=True)]
 
 
 def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:

@@ -188,4 +188,4 @@ def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _debug_info(function: str, names: Names, fixed: bool) -> DebugInfo:
-    return DebugInfo(function, Lax(), Lockstep(), fixed, is_precaution=False, names=names)
+    return DebugInfo(function, Lax(), Lockstep(), fixed, bound_is_loose=False, names=names)

@@ -13,8 +13,8 @@ from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
 
 # A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
 # that are set to zero for all of them.
-PRECAUTION_STEPS = 1 / 2
-PRECAUTION_MEMORY = 1 / 8
+LOOSE_BOUND_STEPS = 1 / 2
+LOOSE_BOUND_MEMORY = 1 / 8
 
 
 class Step(NamedTuple):
@@ -63,8 +63,8 @@ def _step(loop: Loop, unknown: Mask) -> Step:
 
 def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
     """Compare the kinds by what they cost beyond one forward pass and the derivative, per step."""
-    memory = asked.budget * (PRECAUTION_MEMORY if asked.is_precaution else 1)
-    share = PRECAUTION_STEPS if asked.is_precaution else 1
+    memory = asked.budget * (LOOSE_BOUND_MEMORY if asked.bound_is_loose else 1)
+    share = LOOSE_BOUND_STEPS if asked.bound_is_loose else 1
     costs = {}
     for storage, size, evaluations in [(EveryResidual, step.residuals, 0), (EveryCarry, step.carry, 1)]:
         if bound * size <= memory:

@@ -76,8 +76,8 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
-    if loop.lanes_place is not None:
-        wanted = tuple(keep or place == loop.lanes_place for place, keep in enumerate(wanted))
+    if loop.active_count_index is not None:
+        wanted = tuple(keep or place == loop.active_count_index for place, keep in enumerate(wanted))
     body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(

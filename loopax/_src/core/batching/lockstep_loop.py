@@ -63,7 +63,7 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
     if loop.reporting is None:
         return goes_on
     # Where each lane is a batch that counts its own lanes, these are counted.
-    counts = jnp.ones(axis.size, jnp.int32) if loop.lanes_place is None else carry[loop.lanes_place]
+    counts = jnp.ones(axis.size, jnp.int32) if loop.active_count_index is None else carry[loop.active_count_index]
     return [*goes_on, jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32)]
 
 

@@ -63,7 +63,7 @@ class Loop(NamedTuple):
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
 
     @property
-    def lanes_place(self) -> int | None:
+    def active_count_index(self) -> int | None:
         """Which leaf of the carry is the number of lanes that go on; None where there are none to count."""
         return int(self.predicated) if self.reporting is not None and self.reporting.counts_lanes else None
 
@@ -172,8 +172,8 @@ def _unchanged(loop: Loop) -> Mask:
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
-    if loop.lanes_place is not None:
-        same[loop.lanes_place] = False
+    if loop.active_count_index is not None:
+        same[loop.active_count_index] = False
     return tuple(same)
 
 

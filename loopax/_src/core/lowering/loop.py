@@ -38,7 +38,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
     state = State(carry, ys, start)
     if reports is not None and loop.bound != 1:
-        watch = Watch(reports, start, loop.lanes_place)
+        watch = Watch(reports, start, loop.active_count_index)
         walk = walk._replace(watch=watch)
         state = state._replace(due=watch.first_due(walk._replace(limited=True) if loop.saving else walk))
     end = low - 1 if loop.reverse else high
