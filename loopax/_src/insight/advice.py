@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.core.masking.substitute import borrowed_p
-from loopax._src.insight.find_loops import Found, source_of
+from loopax._src.insight.find_loops import FoundLoop, source_of
 from loopax._src.insight.fusion import variables
 from loopax._src.insight.sizes import in_bytes, typed
 from loopax._src.insight.stored import Stored
@@ -50,12 +50,12 @@ class Advice:
         return f"{self.source or 'unknown line'}: {self.message} [{self.name}]"
 
 
-def advice_for(found: Found, stored: Stored | None) -> list[Advice]:
+def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
     """All that there is to say of a loop."""
     return [*_of_carry(found), *_slowest_lane(found), *_large_residuals(found, stored)]
 
 
-def _of_carry(found: Found) -> Iterator[Advice]:
+def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
     loop = found.seen.loop
     body = without_calls(loop.body)
@@ -161,7 +161,7 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     return cast if atom is start else None
 
 
-def _slowest_lane(found: Found) -> Iterator[Advice]:
+def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
     if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
         return
@@ -183,7 +183,7 @@ def _slowest_lane(found: Found) -> Iterator[Advice]:
         )
 
 
-def _large_residuals(found: Found, stored: Stored | None) -> Iterator[Advice]:
+def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:
     loop = found.seen.loop
     if stored is None or stored.kind != "Residuals()" or stored.reason:  # what `Auto` takes has its reason
         return

@@ -10,7 +10,7 @@ import jax
 
 from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
-from loopax._src.core.autodiff.transpose import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
+from loopax._src.core.autodiff.transpose import LinearLoop, LinearOperands, linear_loop_p, transpose_linear_loop
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
 from loopax._src.core.jaxpr.util import merge_lists, reject, select, split_list
@@ -134,7 +134,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
         *select(parts.unknown_ys, ct_ys),
         *select(select(loop.saved_mask, parts.unknown_carry), ct_saved),
     ]
-    given = Operands.of(parts.linear, [*rest, *linear])
+    given = LinearOperands.of(parts.linear, [*rest, *linear])
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
     found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
     return [None, None, *_cotangents_of_operands(loop, parts, unknown, found)]

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
-from loopax._src.core.autodiff.sweep_transpose import LinearSweep, Operands, linear_sweep_p, transpose_linear_sweep
+from loopax._src.core.autodiff.sweep_transpose import (
+    LinearSweep,
+    LinearSweepOperands,
+    linear_sweep_p,
+    transpose_linear_sweep,
+)
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
@@ -142,7 +147,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     rest = _rest(parts, unknown, split_list(operands, static.sizes))
     ct_carry, ct_ys = split_list(cts, [static.num_carry])
     cts = [*select(parts.unknown_carry, ct_carry), *select(parts.unknown_ys, ct_ys)]
-    given = Operands.of(parts.linear, [low, high, *rest])
+    given = LinearSweepOperands.of(parts.linear, [low, high, *rest])
     consts, init, carry, xs = transpose_linear_sweep(cts, parts.linear, given)
     masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
     used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, parts.uses, strict=True)]

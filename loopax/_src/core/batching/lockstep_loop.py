@@ -27,7 +27,7 @@ from loopax._src.jax_internals import vary_like
 from loopax._src.messages import collective_message
 
 
-class Lanes(NamedTuple):
+class LaneOperands(NamedTuple):
     """The operands of a batch; those that lanes have of their own have an axis of lanes, rows of xs a second one."""
 
     windows: Mask  # whether lanes have a low and a high of their own
@@ -133,7 +133,7 @@ def _lanes_loop(
     )
 
 
-def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes, leave: int = 0) -> tuple[Outcome, Any]:
+def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, leave: int = 0) -> tuple[Outcome, Any]:
     """Walk the rows `low ... high - 1`; also returns the steps of each lane (None without a predicate).
 
     Lanes with a predicate stop when no more than `leave` of them go on.

@@ -12,7 +12,7 @@ from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.checkpointed import run_saving
-from loopax._src.core.lowering.while_loop import Common, RowLoop, State, Step, Steps, Watch, read
+from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Step, Steps, Watch, read
 from loopax._src.core.masking.all_active import common_rows, unmasked
 from loopax._src.core.masking.substitute import in_stretches
 from loopax._src.jax_internals import jaxpr_as_fun, mlir, zeros
@@ -36,7 +36,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
     ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
-    state = State(carry, ys, start)
+    state = LoopState(carry, ys, start)
     if reports is not None and loop.bound != 1:
         watch = Watch(reports, start, loop.active_count_index)
         walk = walk._replace(watch=watch)
@@ -56,7 +56,7 @@ def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
         carry, y = split_list(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
         return carry, y
 
-    def active_at(state: State) -> Any:
+    def active_at(state: LoopState) -> Any:
         return loop.lent and jaxpr_as_fun(loop.lent.activity)(state.position, *consts, *state.carry)[0]
 
     def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
