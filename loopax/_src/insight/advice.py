@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.core.masking.substitute import borrowed_p
+from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.insight.find_loops import FoundLoop, source_of
-from loopax._src.insight.fusion import variables
 from loopax._src.insight.sizes import in_bytes, typed
 from loopax._src.insight.stored import Stored
 from loopax._src.insight.unfold import without_calls
@@ -94,7 +93,9 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
     eqn = None if isinstance(atom, Literal) else makers.get(atom)
     if eqn is None:
         return False
-    if eqn.primitive.name == "select_n":  # what a lane that has finished borrows
+    if eqn.primitive is fill_inactive_p:
+        return _leads_to(start, eqn.invars[2], makers)
+    if eqn.primitive.name == "select_n":  # the old value or the new one
         return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
     return eqn.primitive.name in _WRITES and _leads_to(start, eqn.invars[0], makers)
 
@@ -123,29 +124,20 @@ def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Itera
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
     """Whether an array that is written in place is also used for something else."""
-    versions, lent = {start}, _lent(body)
+    versions = {start}
     for eqn in body.jaxpr.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        if not versions.intersection(operands) or lent.intersection(eqn.outvars):
+        if not versions.intersection(operands):
             continue
         if eqn.primitive.name in _WRITES and operands[0] in versions:
             if versions.intersection(operands[1:]):
                 return True
             versions.add(eqn.outvars[0])
-        elif eqn.primitive.name == "select_n" and operands[0] not in versions:
+        elif eqn.primitive is fill_inactive_p or (eqn.primitive.name == "select_n" and operands[0] not in versions):
             versions.add(eqn.outvars[0])
         else:
             return True
     return False
-
-
-def _lent(body: ClosedJaxpr) -> set[Any]:
-    """What is taken from a lane that goes on, for those that have finished (`core/masking/substitute.py`)."""
-    found: set[Any] = set()
-    for eqn in reversed(body.jaxpr.eqns):
-        if eqn.primitive is borrowed_p or (eqn.primitive.name in ("squeeze", "reshape") and eqn.outvars[0] in found):
-            found.update(variables(eqn))
-    return found
 
 
 def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:

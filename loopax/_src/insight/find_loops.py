@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Nothing
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
-from loopax._src.core.ir.loop import lending, loop_p
+from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equation
 from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
 from loopax._src.frontend.user_lines import of_user
@@ -124,7 +124,7 @@ def see(eqn: Any) -> Seen | None:
 
 
 def _see_loop(eqn: Any) -> Seen:
-    loop = lending(Loop(**eqn.params))
+    loop = Loop(**eqn.params)
     return Seen(
         loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.debug_info.waiting if loop.debug_info else 1
     )
@@ -134,7 +134,7 @@ def _see_batch(eqn: Any) -> Seen | None:
     compact_vmap = CompactVmap(**eqn.params)
     if not isinstance(compact_vmap.static, Loop):
         return None  # a reverse sweep
-    loop = lending(compact_vmap.static)
+    loop = compact_vmap.static
     return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=compact_vmap.axis.size)
 
 

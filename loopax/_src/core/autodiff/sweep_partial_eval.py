@@ -10,7 +10,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
     linear_sweep_p,
     transpose_linear_sweep,
 )
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
 
@@ -118,7 +118,7 @@ def _partial_eval_known(static: ReverseSweep, unknown: Sequence[Mask]) -> SweepP
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    static = lending_sweep(ReverseSweep(**params))
+    static = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
@@ -140,7 +140,7 @@ pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
-    static = lending_sweep(ReverseSweep(**params))
+    static = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
     unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
     parts = _partial_eval_known(static, unknown)

@@ -13,7 +13,7 @@ from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, lending, loop_p, run
+from loopax._src.core.ir.loop import Loop, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
@@ -35,7 +35,7 @@ def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, y
 
 
 def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    loop, axis = lending(Loop(**params)), Axis.of(axis_data)
+    loop, axis = Loop(**params), Axis.of(axis_data)
     (low, high), *groups = split_list(operands, [2, *loop.sizes])
     window_dims, *group_dims = split_list(dims, [2, *loop.sizes])
     consts, carry, xs = groups

@@ -16,7 +16,7 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
+from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, Steps, read, write
 
 
@@ -89,13 +89,15 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
 def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool) -> Steps:
     """The steps of a segment, counted from its start; each may store its state, in one slot after the other."""
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-            return functions.forward(row_of(position), consts, state), state if stores else []
+            return forward(row_of(position), consts, state), state if stores else []
 
         return lambda consts: partial(step, consts)
 
-    return bodies.steps(make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position)
+    return bodies.forward.steps(
+        make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position
+    )
 
 
 def _walk_back(
@@ -104,16 +106,16 @@ def _walk_back(
     """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
     num_state = len(run.state)
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
             state, carry = split_list(values, [num_state])
-            carry, y = functions.backward(row_of(position), consts, carry, state)
+            carry, y = backward(row_of(position), consts, carry, state)
             before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
             return [*(read(s, before) for s in run.slots), *carry], y
 
         return lambda consts: partial(step, consts)
 
-    steps = bodies.steps(make, track.ahead, track.row(run.step))
+    steps = bodies.backward.steps(make, track.ahead, track.row(run.step))
     start = LoopState([*run.state, *progress.carry], progress.ys, end - run.step - 1)
     progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
     state, carry = split_list(progress.carry, [num_state])

@@ -11,7 +11,7 @@ from jax import lax
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
+from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, read, write
 from loopax._src.jax_internals import zeros
 
@@ -48,10 +48,10 @@ def _states_of_block(
 ) -> list[Any]:
     """Evaluate the states of one block again, into `states`; the last state needs no step after it."""
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: lambda position, state: (functions.forward(row_of(position), consts, state), state)
+    def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: lambda position, state: (forward(row_of(position), consts, state), state)
 
-    steps = bodies.steps(make, ahead, start, written=lambda position: position)
+    steps = bodies.forward.steps(make, ahead, start, written=lambda position: position)
     progress = LoopState(state, states, jnp.int32(0))
     progress = RowLoop(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
@@ -66,13 +66,11 @@ def _walk_back(
     operation, which decides whether a tiny loop is compiled as one function.
     """
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         return lambda consts: (
-            lambda position, carry: functions.backward(
-                row_of(position), consts, carry, [read(s, position) for s in states]
-            )
+            lambda position, carry: backward(row_of(position), consts, carry, [read(s, position) for s in states])
         )
 
-    steps = bodies.steps(make, ahead, start)
+    steps = bodies.backward.steps(make, ahead, start)
     progress = progress._replace(position=length - 1)
     return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))

@@ -34,9 +34,9 @@ class Steps(NamedTuple):
     consts: Sequence[Any]
     row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
     common: "Common | None" = None
-    # Where constants are lent: from the state at the start of a stretch of steps to the constants as
-    # lent there, and to whether a later state still belongs to the stretch.
-    lend: Callable[[LoopState], tuple[list[Any], Callable[[LoopState], Any]]] | None = None
+    # Where large constants are filled once for each set of active lanes (`active_sets.py`): from a state to the
+    # constants with the filled ones, and to whether a later state has the same active lanes.
+    per_active_set: Callable[[LoopState], tuple[list[Any], Callable[[LoopState], Any]]] | None = None
 
 
 class Common(NamedTuple):
@@ -111,8 +111,8 @@ class RowLoop(NamedTuple):
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
     def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
-        if steps.lend is not None:
-            return self._run_stretches(steps, steps.lend, state, end)
+        if steps.per_active_set is not None:
+            return self._run_per_active_set(steps, steps.per_active_set, state, end)
         for make, stop in self._parts(steps, end):
             step = make(steps.consts)
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
@@ -135,12 +135,12 @@ class RowLoop(NamedTuple):
         one = self._several(steps.make(steps.consts), 1, steps.row_of)
         return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
 
-    def _run_stretches(self, steps: Steps, lend: Any, state: LoopState, end: Any) -> LoopState:
-        """The same with constants that are lent anew for each stretch."""
+    def _run_per_active_set(self, steps: Steps, fill: Any, state: LoopState, end: Any) -> LoopState:
+        """Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes."""
         enough = self._enough(end, 1)
 
         def stretch(state: LoopState) -> LoopState:
-            consts, belongs = lend(state)
+            consts, belongs = fill(state)
             one = self._several(steps.make(consts), 1, steps.row_of)
             return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
 
