@@ -1,13 +1,13 @@
 """What the gradient of a loop stores, and how often it evaluates the body."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
 from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
-from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select, split_list
+from loopax._src.core.ir.loop import LoopInputs
+from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.schedule import Slots, evaluations
 
@@ -51,15 +51,16 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
 
     Raises what taking the gradient would: reverse mode that a kind does not have, too little memory for `Auto`.
     """
-    pair, carry, _ = jvp_loop(loop, perturbed)
-    consts, init, xs = split_list(perturbed, loop.sizes)
-    unknown = [*_tangents(consts, consts), *_tangents(carry, select(carry, init), len(init)), *_tangents(xs, xs)]
-    pair = resolved(pair, tuple(unknown))
+    given = loop.inputs(perturbed)
+    pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
+    # Of each group, primals are known; of the tangents behind them, those are unknown that are perturbed at the start.
+    unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in zip(inputs, given, strict=True)))
+    pair = resolved(pair, unknown)
     storage = pair.storage
     if isinstance(storage, Nothing):
         raise storage.error(storage.message)
     assert not isinstance(storage, Fastest)
-    parts = partial_eval(pair, tuple(unknown))
+    parts = partial_eval(pair, unknown)
     carries, size = _kept(pair, parts)
     return Stored(
         _kind(storage),
@@ -71,18 +72,11 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     )
 
 
-def _tangents(mask: Any, unknown: Any, count: int | None = None) -> list[bool]:
-    """Primals, which are known, and behind them tangents, of which these are unknown."""
-    if count is None:
-        unknown = select(mask, unknown)
-    return [*(False for _ in mask), *unknown]
-
-
 def _kept(loop: Loop, parts: PartialEval) -> tuple[int, int]:
     """How many carries or residuals are stored, and the size of one."""
     if isinstance(loop.storage, EveryResidual):
-        return loop.bound or 0, num_bytes(parts.known.output_avals[1][parts.num_known_ys :])
-    size = num_bytes(select(parts.states, parts.known.output_avals[0]))
+        return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
+    size = num_bytes(select(parts.states, parts.known.output_avals.carry))
     saving = parts.known.saving
     if loop.bound is None:
         return saving.rows(None) if saving else 0, size
@@ -91,7 +85,8 @@ def _kept(loop: Loop, parts: PartialEval) -> tuple[int, int]:
 
 def _leaves(parts: PartialEval, num_carry: int) -> Mask:
     """Which primal leaves of the carry are stored: they are known, and stand in front of their tangents."""
-    states = merge_lists(parts.unknown_carry, parts.states, (False,) * sum(parts.unknown_carry))
+    unknown = parts.unknown.carry
+    states = merge_lists(unknown, parts.states, (False,) * sum(unknown))
     return tuple(states[:num_carry])
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.ir.kind import Checkpoints, EveryCarry, EveryResidual, Fastest, Storage
-from loopax._src.core.ir.loop import Loop
+from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic, storing
-from loopax._src.core.jaxpr.util import Mask, num_bytes, select, weakly_cached
+from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
 from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
 
 # A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
@@ -25,13 +25,13 @@ class StepCost(NamedTuple):
     cost: float
 
 
-def resolved(loop: Loop, unknown: Mask) -> Loop:
+def resolved(loop: Loop, unknown: LoopInputs) -> Loop:
     """The loop with a storage that says what to store; `unknown` marks consts, carry and xs."""
     return loop._replace(storage=choose(loop, unknown)) if isinstance(loop.storage, Fastest) else loop
 
 
 @weakly_cached
-def choose(loop: Loop, unknown: Mask) -> Storage:
+def choose(loop: Loop, unknown: LoopInputs) -> Storage:
     """The storage for a loop of storage `Fastest`, with the reason."""
     assert isinstance(loop.storage, Fastest)
     if num_bytes(loop.body.in_avals) == maxsize:
@@ -51,13 +51,13 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
     return _fastest(loop.storage, loop.bound, step)
 
 
-def _step(loop: Loop, unknown: Mask) -> StepCost:
+def _step(loop: Loop, unknown: LoopInputs) -> StepCost:
     """Measure one step by dividing the loop in both ways."""
     by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
-    carry = num_bytes(select(by_carry.states, by_carry.known.output_avals[0]))
+    carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
-    rows = by_residual.known.output_avals[1][by_residual.num_known_ys :]
-    read = num_bytes(by_carry.known.input_avals[2])
+    rows = by_residual.known.output_avals.ys[by_residual.num_known_ys :]
+    read = num_bytes(by_carry.known.input_avals.xs)
     return StepCost(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
+from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, merge_each
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
@@ -39,9 +40,9 @@ def inexact(avals: Sequence[Any]) -> Mask:
 def jvp_body(
     body: ClosedJaxpr,
     sizes: Sequence[int],
-    perturbed: Sequence[Mask],
+    perturbed: Sequence[Sequence[bool]],
     num_outputs: Sequence[int],
-    wanted: Sequence[Mask],
+    wanted: Sequence[Sequence[bool]],
 ) -> ClosedJaxpr:
     """The body on primals and tangents: groups of inputs `g1, ġ1, g2, ġ2, ...`, the same for outputs.
 
@@ -71,46 +72,52 @@ def jvp_body(
     return trace(both, [row, *avals])
 
 
-def tangent_inputs(groups: Sequence[Mask]) -> Mask:
-    """Among the inputs of a joint body, which are tangents, if the given groups have these."""
+def tangent_inputs(groups: Sequence[Sequence[bool]]) -> Mask:
+    """Among the inputs of a body on pairs, which are tangents, if the given groups have these."""
     return (False, *(flag for group in groups for flag in ((False,) * len(group) + (True,) * sum(group))))
 
 
 @weakly_cached
-def jvp_loop(loop: Loop, nonzero: Mask) -> tuple[Loop, Mask, Mask]:
-    """The loop on pairs, and which leaves of the carry and which ys have a tangent.
+def jvp_loop(loop: Loop, perturbed: LoopInputs) -> tuple[Loop, LoopInputs, LoopOutputs]:
+    """The loop on pairs, and which of its inputs (at the fixed point) and outputs are perturbed.
 
-    Which have is a least fixed point. A first bound comes from what depends on what; the tangents of
-    the traced body then say exactly, for the derivative of a dependence may be zero.
+    Find which carry leaves and ys are perturbed, as a least fixed point. Dependence analysis gives an upper bound;
+    tracing the JVP tightens it, since a dependence may have an identically zero derivative.
     """
-    consts, init, xs = split_list(nonzero, loop.sizes)
     allowed = inexact(loop.body.out_avals)
-    flags = dependence_fixpoint(loop.body, (False, *nonzero), loop.carry_range, allowed)
-    carry, ys = (tuple(m) for m in split_list(flags, [loop.num_carry]))
-    pair = _jvp_loop(loop, tuple(consts), carry, tuple(xs), ys)
-
-    start = tuple(a for a, b in zip(init, carry, strict=True) if b)
-    marked = tangent_inputs([tuple(consts), carry, tuple(xs)])
-    marked = (*marked[: pair.carry_range.start + loop.num_carry], *start, *marked[pair.carry_range.stop :])
-    exact = dependence_fixpoint(pair.body, marked, pair.carry_range)
-    _, carry_dots, _, y_dots = split_list(exact, [loop.num_carry, sum(carry), len(ys)])
-    exact_carry = tuple(merge_lists(carry, (False,) * carry.count(False), carry_dots))
-    exact_ys = tuple(merge_lists(ys, (False,) * ys.count(False), y_dots))
-    if (exact_carry, exact_ys) != (carry, ys):
-        pair = _jvp_loop(loop, tuple(consts), exact_carry, tuple(xs), exact_ys)
-    return pair, exact_carry, exact_ys
+    flags = dependence_fixpoint(loop.body, (False, *flatten(perturbed)), loop.carry_range, allowed)
+    bound = LoopOutputs(*map(tuple, loop.outputs(flags)))
+    inputs = perturbed._replace(carry=bound.carry)
+    pair = _jvp_loop(loop, inputs, bound)
+    exact = _exact_outputs(loop, pair, perturbed.carry, inputs, bound)
+    if exact != bound:
+        inputs = perturbed._replace(carry=exact.carry)
+        pair = _jvp_loop(loop, inputs, exact)
+    return pair, inputs, exact
 
 
-def _jvp_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
-    sizes = [*loop.sizes, len(xs)]
-    body = jvp_body(loop.body, sizes, [consts, carry, xs], [loop.num_carry, len(ys)], [carry, ys])
-    saved = loop.saved and (*loop.saved, *select(carry, loop.saved))
+def _exact_outputs(
+    loop: Loop, pair: Loop, start: Sequence[bool], inputs: LoopInputs, bound: LoopOutputs
+) -> LoopOutputs:
+    """Which outputs have a tangent that is not identically zero, where the carry starts with these perturbed."""
+    tangents = tangent_inputs(inputs)
+    carry = (*(False for _ in bound.carry), *select(bound.carry, start))
+    marked = (*tangents[: pair.carry_range.start], *carry, *tangents[pair.carry_range.stop :])
+    flags = pair.outputs(dependence_fixpoint(pair.body, marked, pair.carry_range))
+    dots = LoopOutputs(flags.carry[loop.num_carry :], flags.ys[len(bound.ys) :])
+    nothing = LoopOutputs(*([False] * mask.count(False) for mask in bound))
+    return map_leaves(bool, merge_each(bound, nothing, dots))
+
+
+def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
+    sizes = list(map(len, inputs))
+    body = jvp_body(loop.body, sizes, inputs, list(map(len, outputs)), outputs)
     return loop._replace(
         body=body,
-        num_consts=loop.num_consts + sum(consts),
-        num_carry=loop.num_carry + sum(carry),
-        saved=saved,
-        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.with_tangents(consts, carry, xs, ys)),
+        num_consts=loop.num_consts + sum(inputs.consts),
+        num_carry=loop.num_carry + sum(inputs.carry),
+        saved=loop.saved and (*loop.saved, *select(inputs.carry, loop.saved)),
+        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.with_tangents(*inputs, outputs.ys)),
     )
 
 
@@ -128,27 +135,22 @@ def jvp_of_results(
     if refused := undifferentiable_effects(loop.body):
         raise NotImplementedError(effects_message(refused))
     low, high, *operands = primals
-    nonzero = nonzero_mask(tangents[2:])
-    pair, carry_mask, ys_mask = jvp_loop(loop, nonzero)
-    consts, carry, xs = split_list(operands, loop.sizes)
-    const_dots, carry_dots, x_dots = split_list(tangents[2:], loop.sizes)
-    consts_mask, _, xs_mask = split_list(nonzero, loop.sizes)
-    out = run(
-        pair,
-        low,
-        high,
-        [*consts, *select(consts_mask, const_dots)],
-        [*carry, *tangents_or_zeros(carry_mask, carry, carry_dots)],
-        [*xs, *select(xs_mask, x_dots)],
-    )
-    saved_mask = select(loop.saved_mask, carry_mask)
-    new_carry, new_carry_dots = split_list(out.carry, [loop.num_carry])
-    ys, y_dots = split_list(out.ys, [len(ys_mask)])
-    saved, saved_dots = split_list(out.saved, [len(saved_mask)])
-    new_carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in new_carry_dots]
-    results = [out.num_steps, *new_carry, *ys, *saved, *out.checkpoint_rows]
-    mask = [False, *carry_mask, *ys_mask, *saved_mask, *(False for _ in out.checkpoint_rows)]
-    return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])
+    inputs, dots = loop.inputs(operands), loop.inputs(tangents[2:])
+    pair, perturbed, outputs = jvp_loop(loop, map_leaves(is_nonzero, dots))
+    tangent_operands = LoopInputs(*map(tangents_or_zeros, perturbed, inputs, dots))
+    out = run(pair, low, high, *append_each(inputs, tangent_operands))
+    saved = select(loop.saved_mask, outputs.carry)
+    counts = [loop.num_carry, len(outputs.ys), len(saved)]
+    (carry, carry_dots), (ys, y_dots), (saved_carries, saved_dots) = map(_cut, [out.carry, out.ys, out.saved], counts)
+    carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in carry_dots]
+    results = Outcome(out.num_steps, carry, ys, saved_carries, out.checkpoint_rows).leaves
+    mask = [False, *outputs.carry, *outputs.ys, *saved, *(False for _ in out.checkpoint_rows)]
+    return results, fill_tangents(mask, results, [*carry_dots, *y_dots, *saved_dots])
+
+
+def _cut(leaves: Sequence[Any], at: int) -> tuple[list[Any], list[Any]]:
+    """Primals and tangents of a group."""
+    return list(leaves[:at]), list(leaves[at:])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:

@@ -1,17 +1,20 @@
-"""Divide a loop by what is known of its operands: a known loop, and the linear rest of it.
+"""Partial evaluation of a loop: a known loop, and the linear part that depends on unknown inputs.
 
-How the known loop hands over what the rest needs of its carry is the loop's `storage`: the states before
-some steps, the state before every step, or the residuals of every step.
+The linear part needs the known carry of each step. How the known loop hands it over is the loop's `storage`: the states
+before some steps, the state before every step, or the residuals of every step.
 """
 
 from collections.abc import Sequence
+from operator import not_
 from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
+from loopax._src.core.ir.debug_info import DebugInfo
 from loopax._src.core.ir.kind import Checkpoints, EveryResidual, Nothing, saving_for
-from loopax._src.core.ir.loop import Loop
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, select_each
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
@@ -30,93 +33,97 @@ from loopax._src.schedule.saving import Saving
 
 
 class PartialEval(NamedTuple):
-    """A loop in two parts."""
+    """A loop in two parts: a known loop, and its linear part."""
 
-    known: Loop  # takes all known operands; its last ys may be residuals
+    known: Loop  # takes all known inputs; its last ys may be residuals
     linear: LinearLoop
-    unknown_carry: Mask
-    unknown_ys: Mask
-    uses: tuple[Mask, Mask, Mask]  # which consts, carry leaves and xs of the loop the rest uses
-    last: Mask = ()  # of which known leaves of the carry the rest is given the last version (`row_buffers/versions.py`)
+    unknown: LoopInputs  # which inputs are unknown, the carry at the fixed point
+    unknown_outputs: LoopOutputs
+    uses: LoopInputs  # which inputs the linear part uses
+    last: Mask = ()  # of which known leaves of the carry it is given the last version (`row_buffers/versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
 
     @property
     def num_known_ys(self) -> int:
         """Rows of ys of the known loop that are the original loop's, not residuals."""
-        return self.unknown_ys.count(False)
+        return self.unknown_outputs.ys.count(False)
 
     @property
     def states(self) -> Mask:
-        """Which known leaves of the carry the rest uses."""
-        return tuple(reject(self.unknown_carry, self.uses[1]))
+        """Which known leaves of the carry the linear part uses."""
+        return tuple(reject(self.unknown.carry, self.uses.carry))
 
 
 @weakly_cached
-def partial_eval(loop: Loop, unknown: Mask) -> PartialEval:
-    """Divide a loop; `unknown` marks consts, carry and xs."""
+def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
+    """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
     if isinstance(loop.storage, EveryResidual):
         return _keep_residuals(loop, unknown)
-    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
-    carry, ys = unknown_outputs(loop, unknown)
-    known = known_loop(loop, consts, carry, xs, ys)
-    pure = without_effects(loop.body)
-    body, uses = prune(pure, loop.sizes, carry, ys)
+    outputs = unknown_outputs(loop, unknown)
+    unknown = unknown._replace(carry=outputs.carry)
+    known = known_loop(loop, unknown, outputs)
+    body, uses = prune(loop, without_effects(loop.body), outputs)
     appended = buffers(loop.body, loop.carry_range, True)
-    last = tuple(map(all, zip(appended, uses[1], invert(carry), invert(loop.saved_mask), strict=True)))
+    last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
     if any(last):
-        body = frozen_body(body, [sum(uses[0]), sum(uses[1])], tuple(select(uses[1], last)))
-        uses = uses[0], tuple(used and not is_last for used, is_last in zip(uses[1], last, strict=True)), uses[2]
-    linear_consts, linear_carry, linear_xs = map(tuple, map(select, uses, (consts, carry, xs)))
-    linear = LinearLoop(
+        body = frozen_body(body, [sum(uses.consts), sum(uses.carry)], tuple(select(uses.carry, last)))
+        uses = uses._replace(carry=tuple(used and not is_last for used, is_last in zip(uses.carry, last, strict=True)))
+    linear = select_each(uses, unknown)
+    part = LinearLoop(
         body,
-        (*linear_consts, *(False,) * sum(last)),
-        linear_carry,
-        linear_xs,
+        (*linear.consts, *(False,) * sum(last)),
+        tuple(linear.carry),
+        tuple(linear.xs),
         bound=loop.bound,
         reverse=loop.reverse,
         unroll=loop.unroll,
         storage=loop.storage,
         saving=loop.saving,
-        saved=tuple(select(carry, loop.saved_mask)) if loop.saving else (),
+        saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
         stages=loop.stages,
     )
-    parts = PartialEval(known, linear, carry, ys, uses, last)
+    return _handing_over_states(loop, PartialEval(known, part, unknown, outputs, uses, last))
+
+
+def _handing_over_states(loop: Loop, parts: PartialEval) -> PartialEval:
+    """Let the known loop keep the states that the linear part uses, as the loop's storage says."""
     if isinstance(loop.storage, Nothing) or not any(parts.states):
         return parts
     if isinstance(loop.storage, Checkpoints):
-        states = select(parts.states, known.output_avals[0])
+        states = select(parts.states, parts.known.output_avals.carry)
         saving = loop.saving or saving_for(loop.storage, loop.bound, num_bytes(states), not loop.predicated)
         if saving:
             return _keep_some_carries(parts, saving)
     return _keep_every_carry(parts)
 
 
-def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
-    """Which leaves of the carry and which ys are unknown."""
-    flags = dependence_fixpoint(without_effects(loop.body), (False, *unknown), loop.carry_range)
-    carry, ys = split_list(flags, [loop.num_carry])
-    return tuple(carry), tuple(ys)
+def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
+    """Which leaves of the carry and which ys depend on unknown inputs, at the fixed point."""
+    flags = dependence_fixpoint(without_effects(loop.body), (False, *flatten(unknown)), loop.carry_range)
+    return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
 
-def known_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
-    """The part of the loop that depends on nothing unknown; it takes all known operands."""
+def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
+    """The part of the loop that depends on nothing unknown; it takes all known inputs."""
     reporting = loop.reporting
-    if loop.active_count_index is not None and carry[loop.active_count_index]:
+    if loop.active_count_index is not None and unknown.carry[loop.active_count_index]:
         reporting = reporting and reporting._replace(counts_lanes=False)
-    names = loop.names.keep(*map(invert, (consts, carry, xs, ys)))
+    known = map_leaves(not_, unknown)
     return loop._replace(
-        debug_info=loop.debug_info and loop.debug_info.renamed(names),
+        debug_info=_names_of_known(loop, unknown, outputs),
         reporting=reporting,
-        body=_known_body(
-            loop.body, [True, *invert(consts), *invert(carry), *invert(xs)], [*invert(carry), *invert(ys)]
-        ),
-        num_consts=consts.count(False),
-        num_carry=carry.count(False),
-        saved=tuple(reject(carry, loop.saved)) if loop.saved else (),
+        body=_known_body(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
+        num_consts=sum(known.consts),
+        num_carry=sum(known.carry),
+        saved=tuple(reject(unknown.carry, loop.saved)) if loop.saved else (),
     )
 
 
-def _known_body(body: ClosedJaxpr, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
+def _names_of_known(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> DebugInfo | None:
+    return loop.debug_info and loop.debug_info.renamed(loop.names.keep(*map(invert, (*unknown, outputs.ys))))
+
+
+def _known_body(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
     """What known inputs give, and the effects, which depend on nothing else."""
     known, used = dce(body, outputs, inputs)
     if used == inputs:
@@ -127,41 +134,38 @@ def _known_body(body: ClosedJaxpr, inputs: Sequence[bool], outputs: Sequence[boo
     return dce(known, [True] * sum(outputs) + [False] * residuals, True)[0]
 
 
-def prune(
-    body: ClosedJaxpr, sizes: Sequence[int], carry: Mask, ys: Mask
-) -> tuple[ClosedJaxpr, tuple[Mask, Mask, Mask]]:
-    """Keep what these outputs of any number of steps need, and say which inputs that is."""
-    num_consts, num_carry = sizes
+def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJaxpr, LoopInputs]:
+    """The loop's body with what these outputs need after any number of steps, and which inputs that is."""
     while True:
-        keep = [True, *(False,) * num_consts, *carry]
+        keep = [True, *flatten(LoopInputs((False,) * loop.num_consts, outputs.carry, ()))]
         keep += [False] * (len(body.in_avals) - len(keep))
-        pruned, used = dce(body, [*carry, *ys], keep)
-        _, consts, needed, xs = split_list(used, [1, num_consts, num_carry])
-        if tuple(needed) == carry:
-            return pruned, (tuple(consts), carry, tuple(xs))
-        carry = either(carry, needed)
+        pruned, used = dce(body, flatten(outputs), keep)
+        inputs = LoopInputs(*map(tuple, loop.inputs(used[1:])))
+        if inputs.carry == outputs.carry:
+            return pruned, inputs
+        outputs = outputs._replace(carry=either(outputs.carry, inputs.carry))
 
 
 def _keep_some_carries(parts: PartialEval, saving: Saving) -> PartialEval:
-    """The known loop saves the states that the rest needs, with those it saves already."""
+    """The known loop saves the states that the linear part needs, with those it saves already."""
     known = parts.known
     saved = either(known.saved_mask, parts.states)
     return parts._replace(known=known._replace(saving=saving, saved=saved), linear=parts.linear._replace(saving=saving))
 
 
 def _keep_every_carry(parts: PartialEval) -> PartialEval:
-    """The known loop writes the states that the rest needs as rows; the rest reads them as such."""
+    """The known loop writes the states that the linear part needs as rows, which that part reads as rows of xs."""
     known, linear = parts.known, parts.linear
     inputs, outputs = known.body.jaxpr.invars, known.body.jaxpr.outvars
     states = select(parts.states, [inputs[i] for i in known.carry_range])
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
     jaxpr = linear.body.jaxpr
-    row, consts, carry, xs = split_list(jaxpr.invars, [1, len(linear.linear_consts), len(linear.linear_carry)])
-    new_carry, ys = split_list(jaxpr.outvars, [len(linear.linear_carry)])
+    consts, carry, xs = linear.inputs(jaxpr.invars[1:])
+    new_carry, ys = linear.outputs(jaxpr.outvars)
     body = replace_jaxpr(
         linear.body,
-        [*row, *consts, *select(linear.linear_carry, carry), *xs, *reject(linear.linear_carry, carry)],
+        [jaxpr.invars[0], *consts, *select(linear.linear_carry, carry), *xs, *reject(linear.linear_carry, carry)],
         [*select(linear.linear_carry, new_carry), *ys],
     )
     linear = linear._replace(
@@ -173,28 +177,28 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
 
 
 class _Residual(NamedTuple):
-    """Where the rest finds a residual."""
+    """Where the linear part finds a residual."""
 
     hoisted: bool  # the same at every step
     forwarded: int | None  # a row of this known x as it is
     position: int  # among the outputs of the known body
 
 
-def _keep_residuals(loop: Loop, unknown: Mask) -> PartialEval:
-    """Let JAX divide the body; residuals become constants, rows of xs, or new rows of ys."""
-    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
-    known, later, carry, ys = _partial_eval_body(loop, unknown)
-    num_outputs = carry.count(False) + ys.count(False)
-    sizes = [consts.count(False), carry.count(False), xs.count(False)]
+def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
+    """Let JAX evaluate the body partially; residuals become constants, rows of xs, or new rows of ys."""
+    known, later, outputs = _partial_eval_body(loop, unknown)
+    unknown = unknown._replace(carry=outputs.carry)
+    num_outputs = flatten(outputs).count(False)
+    sizes = [mask.count(False) for mask in unknown]
     residuals = _classified(known, sizes, range(num_outputs, len(known.out_avals)))
     rows = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
     linear = LinearLoop(
-        _linear_body(loop, later, residuals, (consts, carry, xs)),
-        linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(consts),
-        linear_carry=(True,) * sum(carry),
-        linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(xs),
+        _linear_body(loop, later, residuals, unknown),
+        linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
+        linear_carry=(True,) * sum(unknown.carry),
+        linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
         bound=loop.bound,
         reverse=loop.reverse,
         unroll=loop.unroll,
@@ -203,32 +207,30 @@ def _keep_residuals(loop: Loop, unknown: Mask) -> PartialEval:
     )
     return PartialEval(
         loop._replace(
-            debug_info=loop.debug_info
-            and loop.debug_info.renamed(loop.names.keep(*map(invert, (consts, carry, xs, ys)))),
+            debug_info=_names_of_known(loop, unknown, outputs),
             body=dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
             num_consts=sizes[0],
             num_carry=sizes[1],
         ),
         linear,
-        carry,
-        ys,
-        uses=(consts, carry, tuple(merge_lists(xs, x_used, (True,) * sum(xs)))),
+        unknown,
+        outputs,
+        uses=unknown._replace(xs=tuple(merge_lists(unknown.xs, x_used, (True,) * sum(unknown.xs)))),
         last=(False,) * loop.num_carry,
         hoisted=_hoisted(known, sizes, [r.position for r in residuals if r.hoisted]),
     )
 
 
-def _partial_eval_body(loop: Loop, unknown: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr, Mask, Mask]:
+def _partial_eval_body(loop: Loop, unknown: LoopInputs) -> tuple[ClosedJaxpr, ClosedJaxpr, LoopOutputs]:
     """JAX's partial evaluation of the body, at the fixed point of what is unknown of the carry."""
-    consts, _, xs = split_list(unknown, loop.sizes)
-    carry, ys = unknown_outputs(loop, unknown)
+    outputs = unknown_outputs(loop, unknown)
     while True:
-        inputs = [False, *consts, *carry, *xs]
-        known, later, out = partial_eval_jaxpr(loop.body, inputs, [*carry, *ys])
-        carry_out, ys_out = split_list(out, [loop.num_carry])
-        if either(carry, carry_out) == carry:
-            return known, without_effects(later), carry, tuple(ys_out)
-        carry = either(carry, carry_out)
+        inputs = [False, *flatten(unknown._replace(carry=outputs.carry))]
+        known, later, flags = partial_eval_jaxpr(loop.body, inputs, flatten(outputs))
+        found = LoopOutputs(*map(tuple, loop.outputs(flags)))
+        if either(outputs.carry, found.carry) == outputs.carry:
+            return known, without_effects(later), found._replace(carry=outputs.carry)
+        outputs = outputs._replace(carry=either(outputs.carry, found.carry))
 
 
 def _classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> list[_Residual]:
@@ -264,9 +266,7 @@ def _hoisted(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int])
     return dce(without_effects(known), wanted, is_const)[0]
 
 
-def _linear_body(
-    loop: Loop, later: ClosedJaxpr, residuals: Sequence[_Residual], unknown: tuple[Mask, Mask, Mask]
-) -> ClosedJaxpr:
+def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[_Residual], unknown: LoopInputs) -> ClosedJaxpr:
     """(row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y)."""
     function = jaxpr_as_fun(later)
     avals = later.in_avals[: len(residuals)]

@@ -7,8 +7,9 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
-from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
 from loopax._src.jax_internals import Literal, happens, pe
 
@@ -25,14 +26,16 @@ def stage_all(
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
     loop = Loop(**eqn.params)
-    consts, _init, xs = (tuple(m) for m in split_list(unknown[2:], loop.sizes))
-    carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
-    if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
+    low, high, *flags = unknown
+    inputs = map_leaves(bool, loop.inputs(flags))
+    outputs = unknown_outputs(loop, inputs)
+    if low or high or (loop.predicated and outputs.carry[0]):
         return stage_all(eqn, instantiated)
-    known = known_loop(loop, consts, carry, xs, ys)
-    unknown_in = [False, False, *consts, *carry, *xs]
-    checkpoint_rows = [False] if loop.saving else []
-    unknown_out = [False, *carry, *ys, *select(loop.saved_mask, carry), *checkpoint_rows]
+    inputs = inputs._replace(carry=outputs.carry)
+    known = known_loop(loop, inputs, outputs)
+    unknown_in = [False, False, *flatten(inputs)]
+    saved = select(loop.saved_mask, outputs.carry)
+    unknown_out = Outcome(False, list(outputs.carry), list(outputs.ys), saved, [False] if loop.saving else []).leaves
     return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
@@ -70,25 +73,25 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
         return [False] * len(eqn.invars), None
     if happens(loop.body.effects):
         return [True] * len(eqn.invars), eqn
-    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    _, carry, ys, saved, checkpoint_rows = split_list(used, sizes)
+    _, carry, ys, saved, checkpoint_rows = loop.results(used)
     saved_mask = _used_of_saved(loop, saved)
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
     if loop.active_count_index is not None:
         wanted = tuple(keep or place == loop.active_count_index for place, keep in enumerate(wanted))
-    body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
+    body, inputs = prune(loop, loop.body, LoopOutputs(wanted, tuple(ys)))
+    kept = inputs.carry
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(
         body=body,
-        num_consts=sum(consts),
+        num_consts=sum(inputs.consts),
         num_carry=sum(kept),
         saving=saving,
         saved=tuple(select(kept, saved_mask)) if saving else (),
-        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.keep(consts, kept, xs, ys)),
+        debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.keep(*inputs, ys)),
     )
-    used_in = [True, True, *consts, *kept, *xs]
+    used_in = [True, True, *flatten(inputs)]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),
         outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in checkpoint_rows)], eqn.outvars),

@@ -1,10 +1,10 @@
-"""The linear rest of a loop whose other part has been run: what reverse mode transposes.
+"""The linear part of a loop whose known part has been run: what reverse mode transposes.
 
 Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear init,
 *linear xs`, results the linear part of the carry, the ys (all linear) and linear saved carries. Run
 as it stands (by `jax.linearize`), it is the whole loop, known part included. Transposed, it is a loop
 over the same rows in the other direction, which needs the known carry before every step: it has none
-(a linear recurrence, or everything needed comes as rows of xs), or it replays it from `saved`.
+(a linear recurrence, or everything needed comes as rows of xs), or a reverse sweep finds it again from `saved`.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ import jax
 
 from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
 from loopax._src.core.jaxpr.util import (
     Mask,
     invert,
     merge_lists,
-    reject,
     select,
     split_list,
     stacked,
@@ -35,7 +35,7 @@ from loopax._src.schedule.saving import Saving
 
 
 class LinearLoop(NamedTuple):
-    """The static description of the linear rest of a loop."""
+    """The static description of the linear part of a loop."""
 
     body: ClosedJaxpr  # (row, *consts, *carry, *x) -> (*carry, *y), known and linear leaves mixed
     linear_consts: Mask
@@ -50,9 +50,9 @@ class LinearLoop(NamedTuple):
     stages: Stages | None = None  # as in `Loop`
 
     @property
-    def masks(self) -> list[Mask]:
+    def masks(self) -> LoopInputs:
         """Which consts, carry leaves and xs are linear."""
-        return [self.linear_consts, self.linear_carry, self.linear_xs]
+        return LoopInputs(self.linear_consts, self.linear_carry, self.linear_xs)
 
     @property
     def known_sizes(self) -> list[int]:
@@ -66,16 +66,24 @@ class LinearLoop(NamedTuple):
         """Lengths of linear consts, init and xs."""
         return [sum(mask) for mask in self.masks]
 
-    @property
-    def input_avals(self) -> list[list[Any]]:
-        """The types of consts, carry and rows of xs."""
-        return split_list(self.body.in_avals[1:], [len(self.linear_consts), len(self.linear_carry)])
+    def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
+        """By name what stands for each input of the body behind the row."""
+        return LoopInputs(*split_list(leaves, [len(self.linear_consts), len(self.linear_carry)]))
+
+    def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
+        """By name what stands for each output of the body."""
+        return LoopOutputs(*split_list(leaves, [len(self.linear_carry)]))
 
     @property
-    def output_avals(self) -> list[list[Any]]:
-        """The types of the linear carry and of rows of ys."""
-        carry, ys = split_list(self.body.out_avals, [len(self.linear_carry)])
-        return [select(self.linear_carry, carry), ys]
+    def input_avals(self) -> LoopInputs:
+        """The types of consts, carry and rows of xs."""
+        return self.inputs(self.body.in_avals[1:])
+
+    @property
+    def output_avals(self) -> LoopOutputs:
+        """The types of the linear carry and of rows of ys, which are all linear."""
+        carry, ys = self.outputs(self.body.out_avals)
+        return LoopOutputs(select(self.linear_carry, carry), ys)
 
     @property
     def as_loop(self) -> Loop:
@@ -107,40 +115,34 @@ class LinearOperands(NamedTuple):
 
     low: Any
     high: Any
-    known_consts: list[Any]
-    known_init: list[Any]
-    saved: list[Any]
-    checkpoint_rows: list[Any]
-    known_xs: list[Any]
-    consts: list[Any]
-    init: list[Any]
-    xs: list[Any]
+    known: LoopInputs
+    saved: list[Any]  # known carries before some steps, where the loop replays
+    checkpoint_rows: list[Any]  # one array: before which steps; none where the loop does not replay
+    linear: LoopInputs
 
     @classmethod
     def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "LinearOperands":
-        """Cut a flat list."""
+        """From the flat list."""
         low, high, *rest = operands
-        sizes = [*linear.known_sizes, *linear.linear_sizes]
-        *groups, _ = split_list(rest, sizes)
-        return cls(low, high, *groups)
+        known, carry, saved, rows, known_xs, *groups, _ = split_list(rest, [*linear.known_sizes, *linear.linear_sizes])
+        return cls(low, high, LoopInputs(known, carry, known_xs), saved, rows, LoopInputs(*groups))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The flat list."""
+        consts, carry, xs = self.known
+        window = [self.low, self.high]
+        return [*window, *consts, *carry, *self.saved, *self.checkpoint_rows, *xs, *flatten(self.linear)]
 
 
 linear_loop_p = new_primitive("linear_loop")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
-    """The linear loop as the loop that it is the rest of."""
+    """The linear part as the loop of which it is a part, known part included."""
     linear = LinearLoop(**params)
     given = LinearOperands.of(linear, flat)
-    loop = linear.as_loop
-    out = run(
-        loop,
-        given.low,
-        given.high,
-        merge_lists(linear.linear_consts, given.known_consts, given.consts),
-        merge_lists(linear.linear_carry, given.known_init, given.init),
-        merge_lists(linear.linear_xs, given.known_xs, given.xs),
-    )
+    out = run(linear.as_loop, given.low, given.high, *merge_each(linear.masks, given.known, given.linear))
     return [*select(linear.linear_carry, out.carry), *out.ys, *out.saved]
 
 
@@ -175,104 +177,87 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y)
     -> (*ct carry, *ct consts, *ct x): cotangents of constants add up in the carry.
     """
-    consts, carry, xs = linear.input_avals
     function = chained(linear.body)
     # Where such a constant is only read row by row, its cotangent is added to row by row.
     read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
     by_row = select(linear.linear_consts, read)
-    inputs = [
-        reject(linear.linear_consts, consts),
-        select(linear.linear_carry, carry),
-        select(linear.linear_consts, consts),
-        reject(linear.linear_carry, carry),
-        reject(linear.linear_xs, xs),
-        select(nonzero_ys, linear.output_avals[1]),
-    ]
+    known, cts = (each(linear.masks, linear.input_avals) for each in (reject_each, select_each))
+    ct_ys = select(nonzero_ys, linear.output_avals.ys)
+    inputs = [known.consts, cts.carry, cts.consts, known.carry, known.xs, ct_ys]
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = split_list(operands, list(map(len, inputs)))[
-            :-1
-        ]
+        groups = split_list(operands, list(map(len, inputs)))[:-1]
+        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = groups
 
-        def linear_part(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], ...]:
-            out, last = function(
-                row,
-                *merge_lists(linear.linear_consts, known_consts, consts),
-                *merge_lists(linear.linear_carry, known_carry, carry),
-                *merge_lists(linear.linear_xs, known_x, xs),
-            )
-            new_carry, y = split_list(out, [len(linear.linear_carry)])
+        def linear_part(*linear_inputs: list[Any]) -> tuple[list[Any], ...]:
+            given = LoopInputs(known_consts, known_carry, known_x)
+            out, last = function(row, *flatten(merge_each(linear.masks, given, LoopInputs(*linear_inputs))))
+            new_carry, y = linear.outputs(out)
             last_consts = select(linear.linear_consts, last[1 : 1 + len(linear.linear_consts)])
             return select(linear.linear_carry, new_carry), select(nonzero_ys, y), select(by_row, last_consts)
 
-        arguments = [inputs[2], inputs[1], select(linear.linear_xs, xs)]
-        transpose = jax.linear_transpose(linear_part, *([strong(a) for a in group] for group in arguments))
+        transpose = jax.linear_transpose(linear_part, *([strong(a) for a in group] for group in cts))
         more_consts, ct_carry, ct_x = transpose((ct_carry, ct_y, select(by_row, ct_consts)))
         sums = [b if is_sum else a + b for is_sum, a, b in zip(by_row, ct_consts, more_consts, strict=True)]
         return [*ct_carry, *sums, *ct_x]
 
-    return trace(step, [linear.body.in_avals[0], *(aval for group in inputs for aval in group)])
+    return trace(step, [linear.body.in_avals[0], *flatten(inputs)])
 
 
-def transpose_linear_loop(
-    cts: Sequence[Any], linear: LinearLoop, given: LinearOperands, avals: Sequence[Any]
-) -> list[Any]:
-    """Cotangents of the linear consts, init and xs, whose types are `avals`."""
+def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOperands, avals: LoopInputs) -> LoopInputs:
+    """Cotangents of the linear inputs, whose types are `avals`, from those of the linear carry and of ys."""
     if isinstance(linear.storage, Nothing):
         raise linear.storage.error(linear.storage.message)
-    num_carry, num_ys = sum(linear.linear_carry), len(linear.output_avals[1])
-    # Cotangents of saved carries are zeros, if perhaps written out by a loop around this one: only sweeps use
-    # what is saved, and they have their derivatives with respect to `init`.
-    ct_carry, ct_ys, _ = split_list(cts, [num_carry, num_ys])
-    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
+    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     step = transposed_step(linear, nonzero_ys)
-    ct_consts = [zeros(aval) for aval in avals[: sum(linear.linear_consts)]]
-    carry = [*map(written_out, ct_carry), *ct_consts]
-    xs = [*given.known_xs, *select(nonzero_ys, ct_ys)]
-    if given.known_init:
-        assert linear.saving is not None
-        backward = ReverseSweep(
-            known_recurrence(linear),
-            step,
-            num_consts=len(given.known_consts),
-            num_state=len(given.known_init),
-            num_carry=len(carry),
-            num_forward_xs=len(given.known_xs),
-            bound=linear.bound,
-            saving=linear.saving,
-            reverse=linear.reverse,
-            unroll=linear.unroll,
-            storage=linear.storage,
-            stages=linear.stages,
-        )
-        (checkpoint_rows,) = given.checkpoint_rows
-        out_carry, ct_xs = run_sweep(
-            backward,
-            given.low,
-            given.high,
-            checkpoint_rows,
-            given.known_consts,
-            given.known_init,
-            given.saved,
-            carry,
-            xs,
-        )
-    else:
-        loop = Loop(
-            step,
-            num_consts=len(given.known_consts),
-            num_carry=len(carry),
-            bound=linear.bound,
-            reverse=not linear.reverse,
-            predicated=False,
-            unroll=linear.unroll,
-            storage=linear.storage,
-            stages=linear.stages,
-        )
-        out = run(loop, given.low, given.high, given.known_consts, carry, xs)
-        out_carry, ct_xs = out.carry, out.ys
-    ct_carry, ct_consts = split_list(out_carry, [num_carry])
-    return [*ct_consts, *ct_carry, *ct_xs]
+    start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]
+    xs = [*given.known.xs, *select(nonzero_ys, cts.ys)]
+    carry, ct_xs = (_sweep_back if given.known.carry else _run_back)(linear, step, given, start, xs)
+    ct_carry, ct_consts = split_list(carry, [len(cts.carry)])
+    return LoopInputs(ct_consts, ct_carry, ct_xs)
+
+
+def _sweep_back(
+    linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Take the transposed steps in a reverse sweep, which finds the known carry before each step again."""
+    assert linear.saving is not None
+    known = given.known
+    backward = ReverseSweep(
+        known_recurrence(linear),
+        step,
+        num_consts=len(known.consts),
+        num_state=len(known.carry),
+        num_carry=len(carry),
+        num_forward_xs=len(known.xs),
+        bound=linear.bound,
+        saving=linear.saving,
+        reverse=linear.reverse,
+        unroll=linear.unroll,
+        storage=linear.storage,
+        stages=linear.stages,
+    )
+    (rows,) = given.checkpoint_rows
+    return run_sweep(backward, given.low, given.high, rows, known.consts, known.carry, given.saved, carry, xs)
+
+
+def _run_back(
+    linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Take the transposed steps in a loop: they need no known carry, or read it from rows of xs."""
+    loop = Loop(
+        step,
+        num_consts=len(given.known.consts),
+        num_carry=len(carry),
+        bound=linear.bound,
+        reverse=not linear.reverse,
+        predicated=False,
+        unroll=linear.unroll,
+        storage=linear.storage,
+        stages=linear.stages,
+    )
+    out = run(loop, given.low, given.high, given.known.consts, carry, xs)
+    return out.carry, out.ys
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
@@ -280,11 +265,19 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
     given = LinearOperands.of(linear, flat)
-    operands = [*given.consts, *given.init, *given.xs]
-    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
-    found = transpose_linear_loop(cts, linear, given, avals)
+    avals = map_leaves(type_of_linear, given.linear)
+    # Checkpoints get no real cotangent: their only consumer, a reverse sweep, routes derivatives through the start of
+    # the carry. An outer loop may have instantiated the symbolic zeros, so they are dropped, not asserted.
+    ct_carry, ct_ys, _ = split_list(cts, list(map(len, linear.output_avals)))
+    found = flatten(transpose_linear_loop(LoopOutputs(ct_carry, ct_ys), linear, given, avals))
+    operands = flatten(given.linear)
     wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
     return [None] * (len(flat) - len(operands)) + wanted
+
+
+def type_of_linear(x: Any) -> Any:
+    """The type of an operand in which something is transposed, or of one that JAX gives as a value."""
+    return x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
 
 
 ad.primitive_transposes[linear_loop_p] = _transpose

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from loopax._src.core.jaxpr.util import Mask, select
+from loopax._src.core.jaxpr.util import select
 
 UNNAMED = ""
 
@@ -24,7 +24,7 @@ class Names(NamedTuple):
         """Those of what is kept of each."""
         return Names(*(_kept(mask, names) for mask, names in zip(masks, self, strict=True)))
 
-    def with_tangents(self, *masks: Mask) -> "Names":
+    def with_tangents(self, *masks: Sequence[bool]) -> "Names":
         """The same, with those of the tangents that some have behind them."""
         pairs = zip(self, self.keep(*masks), strict=True)
         return Names(*((*names, *(f"tangent of {name}" for name in dots)) for names, dots in pairs))

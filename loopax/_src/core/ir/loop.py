@@ -43,6 +43,24 @@ from loopax._src.schedule.saving import Saving
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 
 
+class LoopInputs(NamedTuple):
+    """What stands for each input of a loop behind `low` and `high`, or of its body behind the row.
+
+    An array, a type, a name, a tangent, a mapped axis, or whether it is known.
+    """
+
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    xs: Sequence[Any]
+
+
+class LoopOutputs(NamedTuple):
+    """What stands for each output of a body: the new carry, and a row of ys."""
+
+    carry: Sequence[Any]
+    ys: Sequence[Any]
+
+
 class Loop(NamedTuple):
     """The static description of a loop: the parameters of the primitive."""
 
@@ -75,15 +93,29 @@ class Loop(NamedTuple):
         """Lengths of consts and carry, for `split_list`; what remains is xs."""
         return [self.num_consts, self.num_carry]
 
-    @property
-    def input_avals(self) -> list[list[Any]]:
-        """The types of consts, carry and rows of xs."""
-        return split_list(self.body.in_avals[1:], self.sizes)
+    def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
+        """By name what stands for each input behind `low` and `high`, or behind the row."""
+        return LoopInputs(*split_list(leaves, self.sizes))
+
+    def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
+        """By name what stands for each leaf of the carry and each of the ys."""
+        return LoopOutputs(*split_list(leaves, [self.num_carry]))
+
+    def results(self, leaves: Sequence[Any]) -> "Outcome":
+        """By name what stands for each result."""
+        sizes = [1, self.num_carry, len(self.output_avals.ys), sum(self.saved_mask)]
+        (num_steps,), *groups = split_list(leaves, sizes)
+        return Outcome(num_steps, *groups)
 
     @property
-    def output_avals(self) -> list[list[Any]]:
+    def input_avals(self) -> LoopInputs:
+        """The types of consts, carry and rows of xs."""
+        return self.inputs(self.body.in_avals[1:])
+
+    @property
+    def output_avals(self) -> LoopOutputs:
         """The types of carry and rows of ys."""
-        return split_list(self.body.out_avals, [self.num_carry])
+        return self.outputs(self.body.out_avals)
 
     @property
     def names(self) -> Names:
@@ -104,13 +136,18 @@ class Loop(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The results of a loop."""
+    """The results of a loop, or what stands for each of them."""
 
     num_steps: Any
     carry: list[Any]
     ys: list[Any]
     saved: list[Any]
     checkpoint_rows: list[Any]  # one array; none where the loop does not save
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them as a flat list, in which the primitive has them."""
+        return [self.num_steps, *self.carry, *self.ys, *self.saved, *self.checkpoint_rows]
 
 
 loop_p = new_primitive("loop")
@@ -126,7 +163,7 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     operands = [*consts, *select(fixed, carry), *reject(fixed, carry), *xs]
     if axes := _differing(slim, low, high, operands):
         slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
-    out = outcome(slim, loop_p.bind(low, high, *operands, **slim._asdict()))
+    out = slim.results(loop_p.bind(low, high, *operands, **slim._asdict()))
     return out._replace(carry=merge_lists(fixed, out.carry, select(fixed, carry)))
 
 
@@ -140,13 +177,6 @@ def _apart(loop: Loop, axes: Axes) -> Loop | None:
     """The loop for such devices; None: it is one."""
     body = apart(loop.body, axes)
     return body and loop._replace(body=body)
-
-
-def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
-    """The results of a loop, or of a batch of it, by name."""
-    sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
-    (num_steps,), *groups = split_list(results, sizes)
-    return Outcome(num_steps, *groups)
 
 
 @weakly_cached

@@ -1,7 +1,7 @@
 """Derivatives of a batch of loops whose numbers of steps are not known at the start.
 
 Forward mode is the batch of the loop on pairs. Reverse mode lets the known part run in stages, storing nothing. The
-numbers of steps are known then, so the linear rest is that of lanes in groups: each group walks forward once more,
+numbers of steps are known then, so the linear part is that of lanes in groups: each group walks forward once more,
 storing what its kind says, and in the end back. Stages would have to store what they pass, each in its own way, and
 compile as many forward and backward loops as there are stages.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.autodiff.jvp import jvp_of_results, nonzero_mask
+from loopax._src.core.autodiff.jvp import jvp_of_results
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import stage_all
@@ -24,9 +24,11 @@ from loopax._src.core.batching.compact.primitive import (
     jvp_of_program,
 )
 from loopax._src.core.effects.guard import without_effects
-from loopax._src.core.ir.loop import Loop, Outcome, outcome
-from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, split_list
-from loopax._src.jax_internals import ad, evaluate_partially, is_known, known_value, pe, stage_unknown
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
+from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, reject_each, select_each
+from loopax._src.core.jaxpr.mapped_axis import Axis
+from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
+from loopax._src.jax_internals import ad, evaluate_partially, is_known, is_nonzero, known_value, pe, stage_unknown
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
@@ -37,85 +39,82 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
-    windows, consts, _, xs = split_list(inner.mapped, [2, *inner.static.sizes])
-    perturbed = nonzero_mask(tangents[2:])
-    perturbed_consts, _, perturbed_xs = split_list(perturbed, inner.static.sizes)
+    *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
+    perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))
 
-    def run(pair: Loop, low: Any, high: Any, *groups: Sequence[Any]) -> Outcome:
-        pairs_of_consts = (*consts, *select(perturbed_consts, consts))
-        pairs_of_xs = (*xs, *select(perturbed_xs, xs))
-        mapped = (*windows, *pairs_of_consts, *(True,) * pair.num_carry, *pairs_of_xs)
-        operands = [low, high, *(x for group in groups for x in group)]
-        return outcome(pair, compact_vmap(LOOPS, pair, inner.axis, mapped, operands))
+    def run(pair: Loop, low: Any, high: Any, *inputs: Sequence[Any]) -> Outcome:
+        pairs = append_each(mapped, select_each(perturbed, mapped))._replace(carry=(True,) * pair.num_carry)
+        return _bind(pair, inner.axis, (*windows, *flatten(pairs)), [low, high, *flatten(inputs)])
 
     return jvp_of_results(inner.static, run, primals, tangents)
 
 
+def _bind(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Outcome:
+    return loop.results(compact_vmap(LOOPS, loop, axis, mapped, operands))
+
+
 class _BatchPartialEval(NamedTuple):
-    """A loop divided by what is known of its operands: consts, carry and xs."""
+    """A loop in two parts: a known loop in stages, and a later one, of lanes with known numbers of steps."""
 
     known: Loop
-    rest: Loop  # lanes with a known number of steps
-    unknown_carry: Mask
-    unknown_ys: Mask
-    only_in_rest: Mask  # operands that `known` does not have
-    only_in_known: Mask  # operands that `rest` does not have
-    new_in_rest: Mask  # which leaves of its carry are unknown
+    later: Loop
+    unknown: LoopInputs  # which inputs `known` does not have
+    outputs: LoopOutputs  # which outputs are those of `later`
+    uses: LoopInputs  # which inputs `later` has
+
+    @property
+    def unknown_carry_of_later(self) -> Mask:
+        """Which leaves of the carry of `later` are unknown; it evaluates the others again."""
+        return tuple(select(self.uses.carry, self.unknown.carry))
 
 
-def _partial_eval_loop(loop: Loop, unknown: Mask) -> _BatchPartialEval:
-    consts, _, xs = (tuple(m) for m in split_list(unknown, loop.sizes))
-    carry, ys = unknown_outputs(loop, unknown)
-    body, (used_consts, used_carry, used_xs) = prune(without_effects(loop.body), loop.sizes, carry, ys)
-    rest = loop._replace(
+def _partial_eval_loop(loop: Loop, unknown: LoopInputs) -> _BatchPartialEval:
+    outputs = unknown_outputs(loop, unknown)
+    unknown = unknown._replace(carry=outputs.carry)
+    body, uses = prune(loop, without_effects(loop.body), outputs)
+    later = loop._replace(
         body=body,
-        num_consts=sum(used_consts),
-        num_carry=sum(used_carry),
+        num_consts=sum(uses.consts),
+        num_carry=sum(uses.carry),
         predicated=False,
         saving=None,
         saved=(),
         reporting=None,
     )
-    return _BatchPartialEval(
-        known_loop(loop, consts, carry, xs, ys),
-        rest,
-        carry,
-        ys,
-        only_in_rest=(*consts, *carry, *xs),
-        only_in_known=invert((*used_consts, *used_carry, *used_xs)),
-        new_in_rest=tuple(select(used_carry, carry)),
-    )
+    return _BatchPartialEval(known_loop(loop, unknown, outputs), later, unknown, outputs, uses)
 
 
 def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
     if not _runs_in_stages(inner) or any(unknown[:2]) or not any(unknown):
         return False
-    return not unknown_outputs(inner.static, tuple(unknown[2:]))[0][0]
+    return not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     inner = CompactVmap(**params)
-    unknown = tuple(not is_known(t) for t in tracers)
+    loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
     if not _steps_are_known(inner, unknown):
         return stage_unknown(trace, compact_vmap_p, tracers, params)
-    window, operands = split_list(tracers, [2])
-    low, high = map(known_value, window)
-    parts = _partial_eval_loop(inner.static, unknown[2:])
-    mapped = (*inner.mapped[:2], *reject(parts.only_in_rest, inner.mapped[2:]))
-    values = map(known_value, reject(parts.only_in_rest, operands))
-    out = outcome(parts.known, compact_vmap(LOOPS, parts.known, inner.axis, mapped, [low, high, *values]))
+    low, high = map(known_value, tracers[:2])
+    mapped_low, mapped_high, *mapped = inner.mapped
+    mapped, inputs = loop.inputs(mapped), loop.inputs(tracers[2:])
+    parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
+    known, known_mapped = (flatten(reject_each(parts.unknown, groups)) for groups in (inputs, mapped))
+    operands = [low, high, *map(known_value, known)]
+    out = _bind(parts.known, inner.axis, (mapped_low, mapped_high, *known_mapped), operands)
 
-    windows = (True, inner.mapped[1]) if parts.rest.reverse else (inner.mapped[0], True)
-    mapped = (*windows, *reject(parts.only_in_known, inner.mapped[2:]))
-    # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
-    operands = [*window_walked(parts.known, low, high, out.num_steps), *reject(parts.only_in_known, operands)]
-    program = compact_vmap_of(LOOPS, parts.rest, inner.axis, mapped, list(map(jax.typeof, operands))).program
-    rest = outcome(parts.rest, evaluate_partially(trace, program, operands))
+    windows = (True, mapped_high) if parts.later.reverse else (mapped_low, True)
+    # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
+    used, used_mapped = (flatten(select_each(parts.uses, groups)) for groups in (inputs, mapped))
+    operands = [*window_walked(parts.known, low, high, out.num_steps), *used]
+    avals = list(map(jax.typeof, operands))
+    program = compact_vmap_of(LOOPS, parts.later, inner.axis, (*windows, *used_mapped), avals).program
+    later = parts.later.results(evaluate_partially(trace, program, operands))
     return [
         out.num_steps,
-        *merge_lists(parts.unknown_carry, out.carry, select(parts.new_in_rest, rest.carry)),
-        *merge_lists(parts.unknown_ys, out.ys, rest.ys),
-        *nothing_saved(inner.static, inner.axis),
+        *merge_lists(parts.outputs.carry, out.carry, select(parts.unknown_carry_of_later, later.carry)),
+        *merge_lists(parts.outputs.ys, out.ys, later.ys),
+        *nothing_saved(loop, inner.axis),
     ]
 
 
@@ -124,10 +123,13 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
     inner = CompactVmap(**eqn.params)
     if not _steps_are_known(inner, unknown):
         return stage_all(eqn, instantiated)
-    parts = _partial_eval_loop(inner.static, tuple(unknown[2:]))
-    unknown_in = [False, False, *parts.only_in_rest]
-    saved = select(inner.static.saved_mask, parts.unknown_carry)
-    unknown_out = [False, *parts.unknown_carry, *parts.unknown_ys, *saved, *([False] if inner.static.saving else [])]
+    loop = inner.static
+    parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
+    unknown_in = [False, False, *flatten(parts.unknown)]
+    saved = select(loop.saved_mask, parts.outputs.carry)
+    unknown_out = Outcome(
+        False, list(parts.outputs.carry), list(parts.outputs.ys), saved, [False] if loop.saving else []
+    ).leaves
     invars = reject(unknown_in, eqn.invars)
     known = compact_vmap_of(
         LOOPS, parts.known, inner.axis, tuple(reject(unknown_in, inner.mapped)), [v.aval for v in invars]
