@@ -5,12 +5,12 @@ from typing import Any
 
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
-from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
+from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands, reverse_sweep_p
 from loopax._src.core.jaxpr.groups import flatten, map_leaves
-from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
+from loopax._src.core.jaxpr.util import Mask, either, reject, select
 from loopax._src.jax_internals import Literal, happens, pe
 
 
@@ -44,11 +44,11 @@ def _partial_eval_sweep_custom(_: Any, unknown: Sequence[bool], instantiated: Se
     static = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
         return stage_all(eqn, instantiated)
-    consts, init, saved, carry, xs = (tuple(m) for m in split_list(unknown[3:], static.sizes))
-    state, carry, ys = sweep_fixpoint(static, consts, either(init, saved), carry, xs, typed=False)
-    known = known_sweep(static, (consts, state, carry, xs), ys)
-    unknown_in = [False, False, False, *consts, *state, *state, *carry, *xs]
-    unknown_out = [*carry, *ys]
+    flags = map_leaves(bool, static.operands(unknown[3:]))
+    inputs, ys = sweep_fixpoint(static, flags.inputs(either(flags.init, flags.saved)), typed=False)
+    known = known_sweep(static, inputs, ys)
+    unknown_in = [False, False, False, *flatten(SweepOperands.of(inputs))]
+    unknown_out = [*inputs.carry, *ys]
     return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
@@ -110,22 +110,13 @@ def _dce_sweep(used: list[bool], *rest: Any) -> Any:
     static = ReverseSweep(**eqn.params)
     if not any(used):
         return [False] * len(eqn.invars), None
-    carry, ys = (tuple(m) for m in split_list(used, [static.num_carry]))
+    carry, ys = static.outputs(used)
     keep = needs(static, carry, ys)
-    consts, state, carry, xs = keep
-    forward, backward = bodies(static, keep, (*carry, *ys))
-    slim = static._replace(
-        forward=forward,
-        backward=backward,
-        num_consts=sum(consts),
-        num_state=sum(state),
-        num_carry=sum(carry),
-        num_forward_xs=sum(xs[: static.num_forward_xs]),
-    )
-    used_in = [True, True, True, *consts, *state, *state, *carry, *xs]
+    slim = with_inputs(static, keep, (*keep.carry, *ys))
+    used_in = [True, True, True, *flatten(SweepOperands.of(keep))]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),
-        outvars=select([*carry, *ys], eqn.outvars),
+        outvars=select([*keep.carry, *ys], eqn.outvars),
         params=slim._asdict(),
     )
 

@@ -3,88 +3,64 @@
 from collections.abc import Sequence
 from typing import Any
 
-from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, nonzero_mask, tangents_or_zeros
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
+from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tangents_or_zeros
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
-from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
-from loopax._src.jax_internals import ad
+from loopax._src.core.jaxpr.groups import append_each, map_leaves
+from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
+from loopax._src.jax_internals import ad, is_nonzero
 
 
-def sweep_fixpoint(
-    static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, typed: bool
-) -> tuple[Mask, Mask, Mask]:
-    """To which states, leaves of the carry and ys a property spreads; `typed`: only to inexact ones."""
-    start = 1 + static.num_consts
-    allowed = inexact(static.forward.out_avals) if typed else None
-    forward_xs = xs[: static.num_forward_xs]
-    state = dependence_fixpoint(
-        static.forward, (False, *consts, *state, *forward_xs), range(start, start + static.num_state), allowed
-    )
-    allowed = inexact(static.backward.out_avals) if typed else None
-    flags = dependence_fixpoint(
-        static.backward, (False, *consts, *carry, *state, *xs), range(start, start + static.num_carry), allowed
-    )
-    carry, ys = (tuple(m) for m in split_list(flags, [static.num_carry]))
-    return state, carry, ys
+def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:
+    """Which inputs of the bodies, and which ys, get a property that some have at the start.
+
+    typed: only those that can have a tangent get it.
+    """
+    allowed = inexact(sweep.forward.out_avals) if typed else None
+    inputs = (False, *sweep.forward_inputs(start))
+    state = dependence_fixpoint(sweep.forward, inputs, sweep.state_range, allowed)
+    allowed = inexact(sweep.backward.out_avals) if typed else None
+    inputs = (False, *sweep.backward_inputs(start._replace(state=state)))
+    flags = dependence_fixpoint(sweep.backward, inputs, sweep.carry_range, allowed)
+    carry, ys = map(tuple, sweep.outputs(flags))
+    return SweepInputs(tuple(start.consts), state, carry, tuple(start.xs)), ys
 
 
 @weakly_cached
-def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask) -> ReverseSweep:
-    front, back = xs[: static.num_forward_xs], xs[static.num_forward_xs :]
-    return static._replace(
-        forward=jvp_body(
-            static.forward,
-            [static.num_consts, static.num_state, len(front)],
-            [consts, state, front],
-            [static.num_state],
-            [state],
-        ),
-        backward=jvp_body(
-            static.backward,
-            [static.num_consts, static.num_carry, static.num_state, len(front), len(back)],
-            [consts, carry, state, front, back],
-            [static.num_carry, len(ys)],
-            [carry, ys],
-        ),
-        num_consts=static.num_consts + sum(consts),
-        num_state=static.num_state + sum(state),
-        num_carry=static.num_carry + sum(carry),
-        num_forward_xs=static.num_forward_xs + sum(front),
+def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> ReverseSweep:
+    """The sweep on pairs. Rows of xs that the forward body reads come first, with their tangents behind them."""
+    consts, state, carry, xs = perturbed
+    front, back = xs[: sweep.num_forward_xs], xs[sweep.num_forward_xs :]
+    groups = [consts, state, front]
+    forward = jvp_body(sweep.forward, list(map(len, groups)), groups, [sweep.num_state], [state])
+    groups = [consts, carry, state, front, back]
+    backward = jvp_body(sweep.backward, list(map(len, groups)), groups, [sweep.num_carry, len(ys)], [carry, ys])
+    return sweep._replace(
+        forward=forward,
+        backward=backward,
+        num_consts=sweep.num_consts + sum(consts),
+        num_state=sweep.num_state + sum(state),
+        num_carry=sweep.num_carry + sum(carry),
+        num_forward_xs=sweep.num_forward_xs + sum(front),
     )
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    static = ReverseSweep(**params)
-    low, high, checkpoint_rows, *operands = primals
-    consts, init, saved, carry, xs = split_list(operands, static.sizes)
-    const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)
-    consts_mask, xs_mask = nonzero_mask(const_dots), nonzero_mask(x_dots)
-    started = either(nonzero_mask(init_dots), nonzero_mask(saved_dots))
-    state_mask, carry_mask, ys_mask = sweep_fixpoint(
-        static, consts_mask, started, nonzero_mask(carry_dots), xs_mask, typed=True
-    )
-    pair = _jvp_sweep(static, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
-    cut = static.num_forward_xs
-    new_carry, ys = run_sweep(
-        pair,
-        low,
-        high,
-        checkpoint_rows,
-        [*consts, *select(consts_mask, const_dots)],
-        [*init, *tangents_or_zeros(state_mask, init, init_dots)],
-        [*saved, *tangents_or_zeros(state_mask, saved, saved_dots)],
-        [*carry, *tangents_or_zeros(carry_mask, carry, carry_dots)],
-        [
-            *xs[:cut],
-            *select(xs_mask[:cut], x_dots[:cut]),
-            *xs[cut:],
-            *select(xs_mask[cut:], x_dots[cut:]),
-        ],
-    )
-    new_carry, new_carry_dots = split_list(new_carry, [static.num_carry])
+    sweep = ReverseSweep(**params)
+    low, high, checkpoint_rows, *leaves = primals
+    operands, dots = sweep.operands(leaves), sweep.operands(tangents[3:])
+    nonzero = map_leaves(is_nonzero, dots)
+    perturbed, ys_mask = sweep_fixpoint(sweep, nonzero.inputs(either(nonzero.init, nonzero.saved)), typed=True)
+    pair = _jvp_sweep(sweep, perturbed, ys_mask)
+    given = SweepOperands(*map(tangents_or_zeros, SweepOperands.of(perturbed), operands, dots))
+    cut, cut_dots = sweep.num_forward_xs, sum(perturbed.xs[: sweep.num_forward_xs])
+    xs = [*operands.xs[:cut], *given.xs[:cut_dots], *operands.xs[cut:], *given.xs[cut_dots:]]
+    pairs = append_each(operands, given)._replace(xs=xs)
+    carry, ys = run_sweep(pair, low, high, checkpoint_rows, *pairs)
+    carry, carry_dots = split_list(carry, [sweep.num_carry])
     ys, y_dots = split_list(ys, [len(ys_mask)])
-    results = [*new_carry, *ys]
-    return results, fill_tangents([*carry_mask, *ys_mask], results, [*new_carry_dots, *y_dots])
+    results = [*carry, *ys]
+    return results, fill_tangents([*perturbed.carry, *ys_mask], results, [*carry_dots, *y_dots])
 
 
 ad.primitive_jvps[reverse_sweep_p] = _jvp

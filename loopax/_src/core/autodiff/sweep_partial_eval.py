@@ -1,6 +1,7 @@
-"""Partial evaluation and transpose of a reverse sweep: a known sweep, and the linear rest."""
+"""Partial evaluation and transpose of a reverse sweep: a known sweep, and its linear part."""
 
 from collections.abc import Sequence
+from operator import not_
 from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
@@ -10,129 +11,130 @@ from loopax._src.core.autodiff.sweep_transpose import (
     linear_sweep_p,
     transpose_linear_sweep,
 )
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
-from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
-from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
+from loopax._src.core.ir.loop import LoopOutputs
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
+from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, pe, stage_unknown
 
 
 class SweepPartialEval(NamedTuple):
-    """A sweep in two parts."""
+    """A sweep in two parts: a known sweep, and its linear part."""
 
     known: ReverseSweep  # takes all known operands
     linear: LinearSweep
-    unknown_state: Mask
-    unknown_carry: Mask
+    unknown: SweepInputs  # which inputs are unknown, states and carry at the fixed point
     unknown_ys: Mask
-    uses: tuple[Mask, Mask, Mask, Mask]  # which consts, states, carry leaves and xs the rest uses
+    uses: SweepInputs  # which inputs the linear part uses
+
+    @property
+    def unknown_outputs(self) -> LoopOutputs:
+        """Which results are those of the linear part."""
+        return LoopOutputs(self.unknown.carry, self.unknown_ys)
 
 
 @weakly_cached
-def partial_eval_sweep(static: ReverseSweep, consts: Mask, started: Mask, carry: Mask, xs: Mask) -> SweepPartialEval:
-    """Divide a sweep; the masks say what is unknown."""
-    state, carry, ys = sweep_fixpoint(static, consts, started, carry, xs, typed=False)
-    unknown = (consts, state, carry, xs)
-    known = known_sweep(static, unknown, ys)
-    uses = needs(static, carry, ys)
+def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartialEval:
+    """Evaluate a sweep partially; `unknown` says which inputs are unknown at the start."""
+    unknown, ys = sweep_fixpoint(sweep, unknown, typed=False)
+    uses = needs(sweep, unknown.carry, ys)
+    forward, backward = bodies(sweep, uses, (*uses.carry, *ys))
     linear = LinearSweep(
-        *bodies(static, uses, (*uses[2], *ys)),
-        *(tuple(select(used, mask)) for used, mask in zip(uses, unknown, strict=True)),
-        num_forward_xs=sum(uses[3][: static.num_forward_xs]),
-        bound=static.bound,
-        saving=static.saving,
-        reverse=static.reverse,
-        unroll=static.unroll,
-        storage=static.storage,
-        stages=static.stages,
+        forward,
+        backward,
+        *map(tuple, select_each(uses, unknown)),
+        num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
+        bound=sweep.bound,
+        saving=sweep.saving,
+        reverse=sweep.reverse,
+        unroll=sweep.unroll,
+        storage=sweep.storage,
+        stages=sweep.stages,
     )
-    return SweepPartialEval(known, linear, state, carry, ys, uses)
+    return SweepPartialEval(known_sweep(sweep, unknown, ys), linear, unknown, ys, uses)
 
 
-def bodies(static: ReverseSweep, keep: Sequence[Mask], wanted: Sequence[bool]) -> tuple[Any, Any]:
-    """Both bodies with these consts, states, carry leaves and xs, and these outputs of the backward one."""
-    consts, state, carry, xs = keep
-    forward, used = dce(static.forward, state, [True, *consts, *state, *xs[: static.num_forward_xs]])
-    assert used == [True, *consts, *state, *xs[: static.num_forward_xs]]
-    backward, used = dce(static.backward, wanted, [True, *consts, *carry, *state, *xs])
-    assert used == [True, *consts, *carry, *state, *xs]
+def bodies(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Both bodies with these inputs, and these outputs of the backward one."""
+    inputs = [True, *sweep.forward_inputs(keep)]
+    forward, used = dce(sweep.forward, keep.state, inputs)
+    assert used == inputs
+    inputs = [True, *sweep.backward_inputs(keep)]
+    backward, used = dce(sweep.backward, wanted, inputs)
+    assert used == inputs
     return forward, backward
 
 
-def known_sweep(static: ReverseSweep, unknown: Sequence[Mask], ys: Mask) -> ReverseSweep:
-    """The part of a sweep that depends on nothing unknown; it takes all known operands."""
-    keep = [invert(mask) for mask in unknown]
-    consts, state, carry, xs = keep
-    forward, backward = bodies(static, keep, (*carry, *invert(ys)))
-    return static._replace(
+def with_inputs(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> ReverseSweep:
+    """The sweep with these inputs, and these outputs of the backward body."""
+    forward, backward = bodies(sweep, keep, wanted)
+    return sweep._replace(
         forward=forward,
         backward=backward,
-        num_consts=sum(consts),
-        num_state=sum(state),
-        num_carry=sum(carry),
-        num_forward_xs=sum(xs[: static.num_forward_xs]),
+        num_consts=sum(keep.consts),
+        num_state=sum(keep.state),
+        num_carry=sum(keep.carry),
+        num_forward_xs=sum(keep.xs[: sweep.num_forward_xs]),
     )
 
 
-def needs(static: ReverseSweep, carry: Mask, ys: Mask) -> tuple[Mask, Mask, Mask, Mask]:
-    """Which consts, states, carry leaves and xs these outputs of a sweep need."""
-    while True:
-        used = dce(static.backward, [*carry, *ys], False)[1]
-        _, consts, used_carry, state, xs = split_list(used, [1, static.num_consts, static.num_carry, static.num_state])
-        if either(carry, used_carry) == carry:
-            break
-        carry = either(carry, used_carry)
-    while True:
-        used = dce(static.forward, state, False)[1]
-        _, forward_consts, used_state, forward_xs = split_list(used, [1, static.num_consts, static.num_state])
-        if either(state, used_state) == tuple(state):
-            break
-        state = either(state, used_state)
-    padded = [*forward_xs, *(False,) * (len(xs) - len(forward_xs))]
-    return either(consts, forward_consts), tuple(state), carry, either(xs, padded)
+def known_sweep(sweep: ReverseSweep, unknown: SweepInputs, ys: Mask) -> ReverseSweep:
+    """The part of a sweep that depends on nothing unknown; it takes all known operands."""
+    keep = map_leaves(not_, unknown)
+    return with_inputs(sweep, keep, (*keep.carry, *invert(ys)))
 
 
-def _run_known(
-    parts: SweepPartialEval, unknown: Sequence[Mask], window: Sequence[Any], groups: Sequence[list[Any]]
-) -> Any:
-    consts, xs = reject(unknown[0], groups[0]), reject(unknown[4], groups[4])
-    init, saved = (reject(parts.unknown_state, group) for group in groups[1:3])
-    carry = reject(parts.unknown_carry, groups[3])
+def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> SweepInputs:
+    """Which inputs of the bodies these outputs of a sweep need."""
+    carry = tuple(carry)
+    while True:
+        used = sweep.of_backward(dce(sweep.backward, [*carry, *ys], False)[1][1:])
+        if either(carry, used.carry) == carry:
+            break
+        carry = either(carry, used.carry)
+    state = tuple(used.state)
+    while True:
+        ahead = sweep.of_forward(dce(sweep.forward, state, False)[1][1:])
+        if either(state, ahead.state) == state:
+            break
+        state = either(state, ahead.state)
+    forward_xs = [*ahead.xs, *(False,) * (len(used.xs) - len(ahead.xs))]
+    return SweepInputs(either(used.consts, ahead.consts), state, carry, either(used.xs, forward_xs))
+
+
+def _run_known(parts: SweepPartialEval, window: Sequence[Any], operands: SweepOperands) -> LoopOutputs:
+    known = reject_each(SweepOperands.of(parts.unknown), operands)
     low, high, checkpoint_rows = window
-    return run_sweep(parts.known, low, high, checkpoint_rows, consts, init, saved, carry, xs)
+    return LoopOutputs(*run_sweep(parts.known, low, high, checkpoint_rows, *known))
 
 
-def _rest(parts: SweepPartialEval, unknown: Sequence[Mask], groups: Sequence[list[Any]]) -> list[Any]:
-    """The operands of the linear rest, known ones first."""
-    masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
-    used = [
-        (select(use, mask), select(use, group))
-        for use, mask, group in zip(parts.uses, masks, [groups[0], groups[1], groups[3], groups[4]], strict=True)
-    ]
-    return [
-        *(x for mask, group in used for x in reject(mask, group)),
-        *(x for mask, group in used for x in select(mask, group)),
-    ]
+def _linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:
+    """Of the linear part. Leaves that become unknown on the way go in with their known start."""
+    masks = select_each(parts.uses, parts.unknown)
+    used = select_each(parts.uses, operands.inputs(operands.init))
+    return LinearSweepOperands(low, high, reject_each(masks, used), select_each(masks, used))
 
 
-def _partial_eval_known(static: ReverseSweep, unknown: Sequence[Mask]) -> SweepPartialEval:
-    return partial_eval_sweep(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
+def _unknown_inputs(sweep: ReverseSweep, flags: Sequence[bool]) -> SweepInputs:
+    unknown = map_leaves(bool, sweep.operands(flags))
+    return unknown.inputs(either(unknown.init, unknown.saved))
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    static = ReverseSweep(**params)
+    sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
-        return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
-    unknown = [tuple(mask) for mask in split_list(flags[3:], static.sizes)]
-    parts = _partial_eval_known(static, unknown)
-    if all(parts.unknown_carry) and all(parts.unknown_ys):
-        return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
+        return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
+    parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags[3:]))
+    if all(flatten(parts.unknown_outputs)):
+        return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
     window, operands = split_list(map(known_value, tracers), [3])
-    carry, ys = _run_known(parts, unknown, window, split_list(operands, static.sizes))
-    # Leaves that become unknown on the way enter the rest with their known start, hence the tracers.
-    rest = _rest(parts, unknown, split_list(tracers[3:], static.sizes))
-    out = stage_unknown(trace, linear_sweep_p, [*window[:2], *rest], parts.linear._asdict())
-    linear_carry, linear_ys = split_list(out, [sum(parts.unknown_carry)])
-    return [*merge_lists(parts.unknown_carry, carry, linear_carry), *merge_lists(parts.unknown_ys, ys, linear_ys)]
+    known = _run_known(parts, window, sweep.operands(operands))
+    # Leaves that become unknown on the way have a known start, hence the tracers.
+    linear = _linear_operands(parts, window[0], window[1], sweep.operands(tracers[3:]))
+    out = stage_unknown(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
+    unknown = LoopOutputs(*split_list(out, [sum(parts.unknown.carry)]))
+    return flatten(merge_each(parts.unknown_outputs, known, unknown))
 
 
 pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
@@ -140,23 +142,16 @@ pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
-    static = ReverseSweep(**params)
+    sweep = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
-    unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
-    parts = _partial_eval_known(static, unknown)
-    rest = _rest(parts, unknown, split_list(operands, static.sizes))
-    ct_carry, ct_ys = split_list(cts, [static.num_carry])
-    cts = [*select(parts.unknown_carry, ct_carry), *select(parts.unknown_ys, ct_ys)]
-    given = LinearSweepOperands.of(parts.linear, [low, high, *rest])
-    consts, init, carry, xs = transpose_linear_sweep(cts, parts.linear, given)
-    masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
-    used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, parts.uses, strict=True)]
-    consts, init, carry, xs = (
-        merge_lists(mask, [None] * mask.count(False), group)
-        for mask, group in zip(used, (consts, init, carry, xs), strict=True)
-    )
-    found = [*consts, *init, *(None for _ in init), *carry, *xs]
-    return [None, None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
+    parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags))
+    given = _linear_operands(parts, low, high, sweep.operands(operands))
+    found = transpose_linear_sweep(select_each(parts.unknown_outputs, sweep.outputs(cts)), parts.linear, given)
+    used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, parts.uses)
+    nothing = SweepInputs(*([None] * mask.count(False) for mask in used))
+    consts, init, carry, xs = merge_each(used, nothing, found)
+    wanted = [*consts, *init, *(None for _ in init), *carry, *xs]
+    return [None, None, None, *(ct if u else None for ct, u in zip(wanted, flags, strict=True))]
 
 
 ad.primitive_transposes[reverse_sweep_p] = _transpose

@@ -15,21 +15,26 @@ gradients) are the values of l stored for every step.
 """
 
 from collections.abc import Sequence
+from operator import not_
 from typing import Any, NamedTuple
 
 import jax
 
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import run
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep, checkpointing_loop, run_sweep
+from loopax._src.core.ir.loop import LoopOutputs, run
+from loopax._src.core.ir.reverse_sweep import (
+    ReverseSweep,
+    SweepInputs,
+    checkpoint_and_sweep,
+    checkpointing_loop,
+    run_sweep,
+)
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
 from loopax._src.core.jaxpr.util import (
     Mask,
-    invert,
-    merge_lists,
-    reject,
     select,
     split_list,
     stacked,
@@ -53,7 +58,7 @@ from loopax._src.schedule.saving import Saving
 
 
 class LinearSweep(NamedTuple):
-    """The static description of the linear rest of a reverse sweep."""
+    """The static description of the linear part of a reverse sweep."""
 
     forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
     backward: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *y), ys all linear
@@ -70,16 +75,19 @@ class LinearSweep(NamedTuple):
     stages: Stages | None = None  # as in `Loop`
 
     @property
-    def masks(self) -> list[Mask]:
+    def masks(self) -> SweepInputs:
         """Which consts, states, leaves of the carry and xs are linear."""
-        return [self.linear_consts, self.linear_state, self.linear_carry, self.linear_xs]
+        return SweepInputs(self.linear_consts, self.linear_state, self.linear_carry, self.linear_xs)
 
     @property
-    def avals(self) -> list[list[Any]]:
-        """The types of consts, states, carry, xs and ys."""
-        sizes = [len(self.linear_consts), len(self.linear_carry), len(self.linear_state)]
-        consts, carry, state, xs = split_list(self.backward.in_avals[1:], sizes)
-        return [consts, state, carry, xs, self.backward.out_avals[len(self.linear_carry) :]]
+    def avals(self) -> SweepInputs:
+        """The types of consts, states, carry and rows of xs."""
+        return self.whole.of_backward(self.backward.in_avals[1:])
+
+    @property
+    def y_avals(self) -> list[Any]:
+        """The types of rows of ys."""
+        return self.backward.out_avals[len(self.linear_carry) :]
 
     @property
     def whole(self) -> ReverseSweep:
@@ -102,38 +110,42 @@ class LinearSweep(NamedTuple):
     @property
     def known(self) -> "LinearSweep":
         """The known part: the same bodies without what is linear."""
-        keep = [invert(mask) for mask in self.masks]
-        consts, state, carry, xs = keep
-        forward = dce(self.forward, state, [True, *consts, *state, *xs[: self.num_forward_xs]])[0]
-        no_ys = [False] * len(self.avals[4])
-        backward = dce(self.backward, [*carry, *no_ys], [True, *consts, *carry, *state, *xs])[0]
-        nothing = [(False,) * sum(mask) for mask in keep]
+        keep, whole = map_leaves(not_, self.masks), self.whole
+        forward = dce(self.forward, keep.state, [True, *whole.forward_inputs(keep)])[0]
+        outputs = [*keep.carry, *(False for _ in self.y_avals)]
+        backward = dce(self.backward, outputs, [True, *whole.backward_inputs(keep)])[0]
+        consts, state, carry, xs = ((False,) * sum(mask) for mask in keep)
         return self._replace(
             forward=forward,
             backward=backward,
-            linear_consts=nothing[0],
-            linear_state=nothing[1],
-            linear_carry=nothing[2],
-            linear_xs=nothing[3],
-            num_forward_xs=sum(xs[: self.num_forward_xs]),
+            linear_consts=consts,
+            linear_state=state,
+            linear_carry=carry,
+            linear_xs=xs,
+            num_forward_xs=sum(keep.xs[: self.num_forward_xs]),
         )
 
 
 class LinearSweepOperands(NamedTuple):
-    """The operands of a linear replay: consts, states' init, carry's init and xs, known and linear."""
+    """The operands of a linear sweep by name; those of states are their start."""
 
     low: Any
     high: Any
-    known: list[list[Any]]
-    linear: list[list[Any]]
+    known: SweepInputs
+    linear: SweepInputs
 
     @classmethod
     def of(cls, static: LinearSweep, operands: Sequence[Any]) -> "LinearSweepOperands":
-        """Cut a flat list."""
+        """From the flat list."""
         low, high, *rest = operands
         sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
         *groups, _ = split_list(rest, sizes)
-        return cls(low, high, groups[:4], groups[4:])
+        return cls(low, high, SweepInputs(*groups[:4]), SweepInputs(*groups[4:]))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The flat list."""
+        return [self.low, self.high, *flatten(self.known), *flatten(self.linear)]
 
 
 linear_sweep_p = new_primitive("linear_sweep")
@@ -142,15 +154,15 @@ linear_sweep_p = new_primitive("linear_sweep")
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     given = LinearSweepOperands.of(static, flat)
-    groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
-    carry, rows = checkpoint_and_sweep(static.whole, given.low, given.high, *groups)
+    inputs = merge_each(static.masks, given.known, given.linear)
+    carry, rows = checkpoint_and_sweep(static.whole, given.low, given.high, inputs)
     return [*select(static.linear_carry, carry), *rows]
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
-    carry, ys = static.avals[2], static.avals[4]
-    return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
+    ys = [stacked(aval, static.bound or 0) for aval in static.y_avals]
+    return [*select(static.linear_carry, static.avals.carry), *ys]
 
 
 _whole_compiled = jax.jit(_whole, static_argnames=LinearSweep._fields)
@@ -168,21 +180,18 @@ def _transposed_step(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     (row, *known consts, *states, *carry, *x, *ct states, *ct carry, *ct y)
     -> (*ct consts, *ct states, *ct carry, *ct x).
     """
-    forward, backward = jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward)
-    *groups, ys = static.avals
-    known = [reject(mask, group) for mask, group in zip(static.masks, groups, strict=True)]
-    linear = [select(mask, group) for mask, group in zip(static.masks, groups, strict=True)]
-    inputs = [*known, linear[1], linear[2], select(nonzero_ys, ys)]
+    forward, backward, whole = jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward), static.whole
+    known, linear = (each(static.masks, static.avals) for each in (reject_each, select_each))
+    inputs = [*known, linear.state, linear.carry, select(nonzero_ys, static.y_avals)]
 
     def step(row: Any, *operands: Any) -> list[Any]:
         groups = split_list(operands, [len(group) for group in inputs])[:-1]
-        values, (ct_state, ct_carry, ct_y) = groups[:4], groups[4:]
+        given, (ct_state, ct_carry, ct_y) = SweepInputs(*groups[:4]), groups[4:]
 
         def linear_part(*dots: list[Any]) -> tuple[list[Any], ...]:
-            pairs = zip(static.masks, values, dots, strict=True)
-            consts, state, carry, xs = (merge_lists(mask, k, d) for mask, k, d in pairs)
-            new_state = forward(row, *consts, *state, *xs[: static.num_forward_xs])
-            new_carry, y = split_list(backward(row, *consts, *carry, *state, *xs), [len(carry)])
+            values = merge_each(static.masks, given, SweepInputs(*dots))
+            new_state = forward(row, *whole.forward_inputs(values))
+            new_carry, y = whole.outputs(backward(row, *whole.backward_inputs(values)))
             return (
                 select(static.linear_state, new_state),
                 select(static.linear_carry, new_carry),
@@ -190,10 +199,9 @@ def _transposed_step(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
             )
 
         arguments = [[strong(aval) for aval in group] for group in linear]
-        found = jax.linear_transpose(linear_part, *arguments)((ct_state, ct_carry, ct_y))
-        return [ct for group in found for ct in group]
+        return flatten(jax.linear_transpose(linear_part, *arguments)((ct_state, ct_carry, ct_y)))
 
-    return trace(step, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+    return trace(step, [static.forward.in_avals[0], *flatten(inputs)])
 
 
 @weakly_cached
@@ -216,16 +224,16 @@ def _forward_pair(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     """The loop on (s, p): (row, *known consts, *s, *p, *x, *ct y, [*l]) -> (*s, *p)."""
     known = static.known
     step, reads_carry = _cotangents_of_carry(static, nonzero_ys)
-    consts, state, carry, xs, _ = known.avals
-    p = select(static.linear_carry, static.avals[2])
-    inputs = [consts, state, p, xs, select(nonzero_ys, static.avals[4]), carry if reads_carry else []]
+    consts, state, carry, xs = known.avals
+    p = select(static.linear_carry, static.avals.carry)
+    inputs = [consts, state, p, xs, select(nonzero_ys, static.y_avals), carry if reads_carry else []]
 
     def body(row: Any, *operands: Any) -> list[Any]:
         consts, state, p, xs, ct_y, carry = split_list(operands, [len(group) for group in inputs])[:-1]
         new_state = jaxpr_as_fun(known.forward)(row, *consts, *state, *xs[: known.num_forward_xs])
         return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_y)]
 
-    return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+    return trace(body, [static.forward.in_avals[0], *flatten(inputs)])
 
 
 @weakly_cached
@@ -233,10 +241,10 @@ def _backward_pair(static: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> 
     """The carry (l, m, ct consts) reading (s, p): also returns cotangents of rows of linear xs."""
     known = static.known
     step = jaxpr_as_fun(_transposed_step(static, nonzero_ys))
-    consts, state, carry, xs, _ = known.avals
-    linear_consts, m, p, _ = (select(mask, avals) for mask, avals in zip(static.masks, static.avals[:4], strict=True))
+    consts, state, carry, xs = known.avals
+    linear_consts, m, p, _ = select_each(static.masks, static.avals)
     extra = carry if num_extra_xs else []
-    ct_y = select(nonzero_ys, static.avals[4])
+    ct_y = select(nonzero_ys, static.y_avals)
     inputs = [consts, carry, m, linear_consts, state, p, xs, ct_y, extra]
 
     def body(row: Any, *operands: Any) -> list[Any]:
@@ -246,42 +254,35 @@ def _backward_pair(static: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> 
         more_consts, m, _, ct_xs = split_list(found, [len(linear_consts), len(m), len(p)])
         return [*new_carry, *m, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_xs]
 
-    return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
+    return trace(body, [static.forward.in_avals[0], *flatten(inputs)])
 
 
-def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: LinearSweepOperands) -> list[list[Any]]:
-    """Cotangents of the linear consts, init of the states, init of the carry, and xs."""
-    p, ct_ys = split_list(cts, [sum(static.linear_carry)])
-    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
+def transpose_linear_sweep(cts: LoopOutputs, static: LinearSweep, given: LinearSweepOperands) -> SweepInputs:
+    """Cotangents of the linear inputs (of the states: of their start), from those of the linear carry and of ys."""
+    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     consts, init, carry, xs = given.known
     extra = _every_carry(static, given) if _cotangents_of_carry(static, nonzero_ys)[1] else []
-    rows = [*xs, *select(nonzero_ys, ct_ys), *extra]
+    rows = [*xs, *select(nonzero_ys, cts.ys), *extra]
+    states = [*init, *map(written_out, cts.carry)]
 
     forward = _forward_pair(static, nonzero_ys)
-    loop = checkpointing_loop(static.whole, forward, len(consts), len(init) + len(p))
-    out = run(loop, given.low, given.high, consts, [*init, *map(written_out, p)], rows)
+    loop = checkpointing_loop(static.whole, forward, len(consts), len(states))
+    out = run(loop, given.low, given.high, consts, states, rows)
 
-    avals = [select(mask, group) for mask, group in zip(static.masks, static.avals[:4], strict=True)]
-    start = [*carry, *map(zeros, avals[1]), *map(zeros, avals[0])]
-    back = ReverseSweep(
-        forward,
-        _backward_pair(static, nonzero_ys, len(extra)),
+    avals = select_each(static.masks, static.avals)
+    start = [*carry, *map(zeros, avals.state), *map(zeros, avals.consts)]
+    back = static.whole._replace(
+        forward=forward,
+        backward=_backward_pair(static, nonzero_ys, len(extra)),
         num_consts=len(consts),
-        num_state=len(init) + len(p),
+        num_state=len(states),
         num_carry=len(start),
         num_forward_xs=len(rows),
-        bound=static.bound,
-        saving=static.saving,
-        reverse=static.reverse,
-        unroll=static.unroll,
-        storage=static.storage,
-        stages=static.stages,
     )
-    states = [*init, *map(written_out, p)]
     (checkpoint_rows,) = out.checkpoint_rows
     final, ct_xs = run_sweep(back, given.low, given.high, checkpoint_rows, consts, states, out.saved, start, rows)
-    _, ct_init, ct_consts = split_list(final, [len(carry), len(avals[1])])
-    return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
+    _, ct_init, ct_consts = split_list(final, [len(carry), len(avals.state)])
+    return SweepInputs(ct_consts, ct_init, out.carry[len(init) :], ct_xs)
 
 
 def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
@@ -291,7 +292,7 @@ def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     first = 1 + len(known.linear_consts)
     body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
     whole = known._replace(backward=body).whole
-    return checkpoint_and_sweep(whole, given.low, given.high, *given.known)[1]
+    return checkpoint_and_sweep(whole, given.low, given.high, given.known)[1]
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
@@ -299,8 +300,8 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
     given = LinearSweepOperands.of(static, flat)
-    found = [ct for group in transpose_linear_sweep(cts, static, given) for ct in group]
-    operands = [x for group in given.linear for x in group]
+    linear_cts = LoopOutputs(*split_list(cts, [sum(static.linear_carry)]))
+    found, operands = flatten(transpose_linear_sweep(linear_cts, static, given)), flatten(given.linear)
     wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
     return [None] * (len(flat) - len(operands)) + wanted
 

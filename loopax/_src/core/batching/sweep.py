@@ -13,11 +13,14 @@ from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
+    SweepInputs,
+    SweepOperands,
     checkpoint_and_sweep,
     reverse_sweep_p,
     run_sweep,
 )
 from loopax._src.core.jaxpr.expand import batch_expanded
+from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
     axes_of,
@@ -27,27 +30,26 @@ from loopax._src.core.jaxpr.mapped_axis import (
     refuse_sharded_lanes,
     uniform_body,
 )
-from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.jax_internals import batching
 from loopax._src.messages import symbolic_lanes_message
 
 
 @weakly_cached
-def _uniform_sweep(
-    static: ReverseSweep, axis: Axis, consts: Mask, state: Mask, carry: Mask, xs: Mask, ys: Mask
-) -> ReverseSweep:
-    forward_inputs = (*consts, *state, *xs[: static.num_forward_xs])
-    return static._replace(
-        forward=uniform_body(static.forward, axis, forward_inputs, state),
-        backward=uniform_body(static.backward, axis, (*consts, *carry, *state, *xs), (*carry, *ys)),
+def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Mask) -> ReverseSweep:
+    """The sweep for all lanes at once, where all walk the same rows."""
+    outputs = (*batched.carry, *ys)
+    return sweep._replace(
+        forward=uniform_body(sweep.forward, axis, sweep.forward_inputs(batched), batched.state),
+        backward=uniform_body(sweep.backward, axis, sweep.backward_inputs(batched), outputs),
     )
 
 
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """A sweep that does not rely on what the forward loop saved."""
-    static = ReverseSweep(**params)
-    consts, init, _, carry, xs = split_list(operands, static.sizes)
-    carry, ys = checkpoint_and_sweep(static, low, high, consts, init, carry, xs)
+    sweep = ReverseSweep(**params)
+    given = sweep.operands(operands)
+    carry, ys = checkpoint_and_sweep(sweep, low, high, given.inputs(given.init))
     return [*carry, *ys]
 
 
@@ -56,43 +58,61 @@ _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
 def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    static, axis = ReverseSweep(**params), Axis.of(axis_data)
-    (low, high, checkpoint_rows), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
-    (*window_dims, checkpoint_rows_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
-        dims, [3, *static.sizes]
-    )
-    consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
-    if checkpoint_rows_dim is not None and not (static.stages and any(windows)):
+    sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
+    low, high, checkpoint_rows, *leaves = operands
+    *windows, is_saved_apart = is_batched(dims[:3])
+    windows = tuple(windows)
+    if is_saved_apart and not (sweep.stages and any(windows)):
         return _save_again(axis_data, operands, dims, **params)
-    started = tuple(a is not None or b is not None for a, b in zip(init_dims, saved_dims, strict=True))
-    state_mask, carry_mask, ys_mask = sweep_fixpoint(
-        static, consts_mask, started, is_batched(carry_dims), xs_mask, typed=False
-    )
-    if any(windows):
+    mapped = sweep.operands(dims[3:])
+    batched, ys = _batched(sweep, map_leaves(lambda d: d is not None, mapped), any(windows))
+    given = _with_lanes(axis, sweep.operands(leaves), mapped, batched)
+    own = own_limits(windows, low, high)
+    if not any(windows):
+        lanes = _uniform_sweep(sweep, axis, batched, ys)
+    else:
         refuse_sharded_lanes(axis)
-        state_mask, carry_mask, ys_mask = ((True,) * len(m) for m in (state_mask, carry_mask, ys_mask))
+        if sweep.stages:
+            return _batch_in_groups(sweep, axis, (*windows, *flatten(batched)), [low, high], given)
+        lanes = lockstep_sweep(
+            sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))
+        )
+        low, high = hull(low, high)
+    carry, ys_out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
+    return [*carry, *ys_out], [*axes_of(batched.carry), *axes_of(ys, 1)]
 
-    def fill(mask: Mask, values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:
+
+def _batched(sweep: ReverseSweep, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
+    """Which inputs of the bodies, and which ys, have an axis of lanes; all states where lanes walk other rows."""
+    batched, ys = sweep_fixpoint(sweep, mapped.inputs(either(mapped.init, mapped.saved)), typed=False)
+    if not windows_differ:
+        return batched, ys
+    everything = batched._replace(state=(True,) * len(batched.state), carry=(True,) * len(batched.carry))
+    return everything, (True,) * len(ys)
+
+
+def _with_lanes(axis: Axis, operands: SweepOperands, dims: SweepOperands, batched: SweepInputs) -> SweepOperands:
+    """The operands with their axis of lanes where a sweep has it: in front, and behind the rows of saved and xs."""
+
+    def fill(mask: Sequence[bool], values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:
         return [fill_axis(axis, x, d, to) if b else x for b, x, d in zip(mask, values, value_dims, strict=True)]
 
-    init, carry = fill(state_mask, init, init_dims, 0), fill(carry_mask, carry, carry_dims, 0)
-    consts = [move(x, d, 0) for x, d in zip(consts, const_dims, strict=True)]
-    xs = [move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)]
-    own = own_limits(windows, low, high)
-    if any(windows) and static.stages:
-        if not isinstance(axis.size, int):
-            raise NotImplementedError(symbolic_lanes_message(axis.size))
-        mapped = (*windows, *consts_mask, *state_mask, *carry_mask, *xs_mask)
-        results = compact_vmap(SWEEPS, static, axis, mapped, [low, high, *consts, *init, *carry, *xs])
-        return results, SWEEPS.result_axes(static)
-    if any(windows):
-        lanes = lockstep_sweep(static, axis, consts_mask, xs_mask, windows, tuple(map(jax.typeof, own)))
-        low, high = hull(low, high)
-    else:
-        lanes = _uniform_sweep(static, axis, consts_mask, state_mask, carry_mask, xs_mask, ys_mask)
-    saved = fill(state_mask, saved, saved_dims, 1)
-    new_carry, ys = run_sweep(lanes, low, high, checkpoint_rows, [*own, *consts], init, saved, carry, xs)
-    return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
+    return SweepOperands(
+        [move(x, d, 0) for x, d in zip(operands.consts, dims.consts, strict=True)],
+        fill(batched.state, operands.init, dims.init, 0),
+        fill(batched.state, operands.saved, dims.saved, 1),
+        fill(batched.carry, operands.carry, dims.carry, 0),
+        [move(x, d, 1) for x, d in zip(operands.xs, dims.xs, strict=True)],
+    )
+
+
+def _batch_in_groups(
+    sweep: ReverseSweep, axis: Axis, mapped: Mask, window: Sequence[Any], given: SweepOperands
+) -> tuple[list[Any], list[int]]:
+    if not isinstance(axis.size, int):
+        raise NotImplementedError(symbolic_lanes_message(axis.size))
+    operands = [*window, *flatten(given.inputs(given.init))]
+    return compact_vmap(SWEEPS, sweep, axis, mapped, operands), SWEEPS.result_axes(sweep)
 
 
 batching.fancy_primitive_batchers[reverse_sweep_p] = _batch_sweep

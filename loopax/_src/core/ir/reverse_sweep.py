@@ -24,12 +24,41 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.ir.loop import Loop, LoopOutputs, run
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 from loopax._src.schedule.saving import Saving, length_known
+
+
+class SweepInputs(NamedTuple):
+    """What stands for each input of the bodies of a sweep behind the row: an array, a type, whether it is known."""
+
+    consts: Sequence[Any]
+    state: Sequence[Any]  # of the forward loop
+    carry: Sequence[Any]  # of the backward walk
+    xs: Sequence[Any]
+
+
+class SweepOperands(NamedTuple):
+    """What stands for each operand of a sweep behind `low, high, checkpoint_rows`."""
+
+    consts: Sequence[Any]
+    init: Sequence[Any]
+    saved: Sequence[Any]
+    carry: Sequence[Any]
+    xs: Sequence[Any]
+
+    def inputs(self, state: Sequence[Any]) -> SweepInputs:
+        """Those of the bodies, with what stands for the states, which come from `init` and `saved`."""
+        return SweepInputs(self.consts, state, self.carry, self.xs)
+
+    @classmethod
+    def of(cls, inputs: SweepInputs) -> "SweepOperands":
+        """What the bodies' inputs say of the operands: `init` and `saved` are states."""
+        consts, state, carry, xs = inputs
+        return cls(consts, state, state, carry, xs)
 
 
 class ReverseSweep(NamedTuple):
@@ -52,6 +81,42 @@ class ReverseSweep(NamedTuple):
     def sizes(self) -> list[int]:
         """Lengths of consts, init, saved and carry among the operands, for `split_list`."""
         return [self.num_consts, self.num_state, self.num_state, self.num_carry]
+
+    def operands(self, leaves: Sequence[Any]) -> SweepOperands:
+        """By name what stands for each operand behind `low, high, checkpoint_rows`."""
+        return SweepOperands(*split_list(leaves, self.sizes))
+
+    def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
+        """By name what stands for each leaf of the carry and each of the ys."""
+        return LoopOutputs(*split_list(leaves, [self.num_carry]))
+
+    def forward_inputs(self, inputs: SweepInputs) -> list[Any]:
+        """In the order of the forward body, behind the row."""
+        return [*inputs.consts, *inputs.state, *inputs.xs[: self.num_forward_xs]]
+
+    def backward_inputs(self, inputs: SweepInputs) -> list[Any]:
+        """In the order of the backward body, behind the row."""
+        return [*inputs.consts, *inputs.carry, *inputs.state, *inputs.xs]
+
+    def of_forward(self, leaves: Sequence[Any]) -> SweepInputs:
+        """The inverse of `forward_inputs`; nothing stands for the carry."""
+        consts, state, xs = split_list(leaves, [self.num_consts, self.num_state])
+        return SweepInputs(consts, state, [], xs)
+
+    def of_backward(self, leaves: Sequence[Any]) -> SweepInputs:
+        """The inverse of `backward_inputs`."""
+        consts, carry, state, xs = split_list(leaves, [self.num_consts, self.num_carry, self.num_state])
+        return SweepInputs(consts, state, carry, xs)
+
+    @property
+    def state_range(self) -> range:
+        """Where the states stand among the inputs of the forward body."""
+        return range(1 + self.num_consts, 1 + self.num_consts + self.num_state)
+
+    @property
+    def carry_range(self) -> range:
+        """Where the carry stands among the inputs of the backward body."""
+        return range(1 + self.num_consts, 1 + self.num_consts + self.num_carry)
 
     @property
     def forward_avals(self) -> list[list[Any]]:
@@ -124,38 +189,29 @@ def checkpointing_loop(static: ReverseSweep, body: ClosedJaxpr, num_consts: int,
     )
 
 
-def checkpoint_and_sweep(
-    static: ReverseSweep,
-    low: Any,
-    high: Any,
-    consts: Sequence[Any],
-    init: Sequence[Any],
-    carry: Sequence[Any],
-    xs: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """The whole sweep where nothing has been saved yet: walk forward saving, then back."""
-    loop = checkpointing_loop(static, static.forward, len(consts), len(init))
-    out = run(loop, low, high, consts, init, xs[: static.num_forward_xs])
+def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: SweepInputs) -> tuple[list[Any], list[Any]]:
+    """The whole sweep where nothing has been saved yet: run forward saving, then sweep back."""
+    loop = checkpointing_loop(sweep, sweep.forward, sweep.num_consts, sweep.num_state)
+    consts, init, carry, xs = inputs
+    out = run(loop, low, high, consts, init, xs[: sweep.num_forward_xs])
     (checkpoint_rows,) = out.checkpoint_rows
-    return run_sweep(static, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
+    return run_sweep(sweep, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
 
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that a primal sweep inside another loop's body stays known."""
-    static = ReverseSweep(**eqn.params)
-    bits = [1 << i for i in range(len(eqn.invars))]
-    window, rest = bits[0] | bits[1] | bits[2], bits[3:]
-    consts, init, saved, carry, xs = split_list(rest, static.sizes)
-    state = [a | b for a, b in zip(init, saved, strict=True)]
-    start = 1 + static.num_consts
-    inputs = [0, *consts, *state, *xs[: static.num_forward_xs]]
-    state = close_over_carry(dependence(static.forward), range(start, start + static.num_state), inputs)
-    needed = dependence(static.backward)
-    inputs = [0, *consts, *carry, *state, *xs]
-    carry_range = range(start, start + static.num_carry)
-    inputs[carry_range.start : carry_range.stop] = close_over_carry(needed[: static.num_carry], carry_range, inputs)
-    ys = [union(inputs, bits) for bits in needed[static.num_carry :]]
-    return [window | bits for bits in (*inputs[carry_range.start : carry_range.stop], *ys)]
+    sweep = ReverseSweep(**eqn.params)
+    low, high, checkpoint_rows, *leaves = (1 << i for i in range(len(eqn.invars)))
+    operands = sweep.operands(leaves)
+    inputs = operands.inputs([a | b for a, b in zip(operands.init, operands.saved, strict=True)])
+    start = [0, *sweep.forward_inputs(inputs)]
+    inputs = inputs._replace(state=close_over_carry(dependence(sweep.forward), sweep.state_range, start))
+    needed = sweep.outputs(dependence(sweep.backward))
+    start = [0, *sweep.backward_inputs(inputs)]
+    inputs = inputs._replace(carry=close_over_carry(needed.carry, sweep.carry_range, start))
+    ends = [0, *sweep.backward_inputs(inputs)]
+    ys = [union(ends, bits) for bits in needed.ys]
+    return [low | high | checkpoint_rows | bits for bits in (*inputs.carry, *ys)]
 
 
 dependence_rules[reverse_sweep_p] = _dependence
