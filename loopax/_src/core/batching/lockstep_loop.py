@@ -18,7 +18,8 @@ from loopax._src.core.batching.masked_step import (
     skip_idle_rows,
     step_lanes,
 )
-from loopax._src.core.ir.loop import Loop, Outcome, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, run
+from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
@@ -32,11 +33,8 @@ class LaneOperands(NamedTuple):
 
     windows: Mask  # whether lanes have a low and a high of their own
     own: list[Any]  # these
-    mapped_consts: Mask
-    mapped_xs: Mask
-    consts: list[Any]
-    carry: list[Any]  # each with an axis of lanes
-    xs: list[Any]
+    mapped: LoopInputs  # which other operands lanes have of their own; each leaf of the carry
+    inputs: LoopInputs
 
 
 def more_than(leave: int, active: Any) -> Any:
@@ -69,7 +67,7 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
 
 @weakly_cached
 def _lanes_loop(
-    loop: Loop, axis: Axis, consts: Mask, xs: Mask, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
+    loop: Loop, axis: Axis, mapped: LoopInputs, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
 ) -> Loop:
     """Consts: [lows], [highs], *consts; carry: [whether the batch goes on], [lanes that do], [steps of each], *carry.
 
@@ -78,15 +76,16 @@ def _lanes_loop(
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
     window_avals, extra = avals
-    batched = (*consts, *(True,) * loop.num_carry, *xs)
-    function = lane_function(loop.body, batched, axis.arguments)
-    const_avals = lane_avals(loop.input_avals[0], consts, axis)
+    function = lane_function(loop.body, flatten(mapped), axis.arguments)
+    const_avals, carry_avals, xs_avals = (
+        lane_avals(group, mask, axis) for group, mask in zip(loop.input_avals, mapped, strict=True)
+    )
     in_place = buffers(loop.body, loop.carry_range)
-    filled_consts, filled_others = filled_operands(loop.body, consts, loop.num_carry, xs)
+    filled_consts, filled_others = filled_operands(loop.body, mapped.consts, loop.num_carry, mapped.xs)
     num_windows, num_extra = len(window_avals), len(extra)
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
-    y_avals = [stacked(a, axis.size) for a in loop.output_avals[1]]
+    y_avals = [stacked(a, axis.size) for a in loop.output_avals.ys]
 
     def active_at(row: Any, own: Sequence[Any], carry: Sequence[Any]) -> Any:
         active = in_window(row, own, windows, axis)
@@ -107,18 +106,10 @@ def _lanes_loop(
         taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
         return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
 
-    carry_avals, xs_avals = loop.input_avals[1:]
-    inputs = [
-        loop.body.in_avals[0],
-        *window_avals,
-        *const_avals,
-        *extra,
-        *lane_avals(carry_avals, [True] * loop.num_carry, axis),
-    ]
     reporting = loop.reporting and loop.reporting._replace(counts_lanes=True)
     return loop._replace(
         reporting=reporting,
-        body=trace(body, [*inputs, *lane_avals(xs_avals, xs, axis)]),
+        body=trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals]),
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
@@ -136,12 +127,13 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     if loop.predicated or loop.reporting is not None:
         first = high - 1 if loop.reverse else low
         ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)
-        extra = _summary(loop, axis, leave, lanes.carry, ahead)
+        extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
         extra.append(vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(extra[0])))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
-    batch = _lanes_loop(loop, axis, lanes.mapped_consts, lanes.mapped_xs, lanes.windows, avals, leave)
-    out = run(batch, low, high, [*lanes.own, *lanes.consts], [*extra, *lanes.carry], lanes.xs)
+    batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.windows, avals, leave)
+    consts, carry, xs = lanes.inputs
+    out = run(batch, low, high, [*lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None
 

@@ -13,8 +13,9 @@ from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, loop_p, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
+from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
     axes_of,
@@ -24,57 +25,58 @@ from loopax._src.core.jaxpr.mapped_axis import (
     refuse_sharded_lanes,
     uniform_body,
 )
-from loopax._src.core.jaxpr.util import Mask, collective_over, either, select, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import collective_over, either, select, weakly_cached
 from loopax._src.jax_internals import axis_arguments, batched_outputs, batching
 from loopax._src.messages import symbolic_lanes_message
 
 
 @weakly_cached
-def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
-    return loop._replace(body=uniform_body(loop.body, axis, (*consts, *carry, *xs), (*carry, *ys)))
+def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutputs) -> Loop:
+    """The loop for all lanes at once, where all take the same steps."""
+    return loop._replace(body=uniform_body(loop.body, axis, flatten(batched), flatten(outputs)))
 
 
 def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     loop, axis = Loop(**params), Axis.of(axis_data)
-    (low, high), *groups = split_list(operands, [2, *loop.sizes])
-    window_dims, *group_dims = split_list(dims, [2, *loop.sizes])
-    consts, carry, xs = groups
-    const_dims, carry_dims, x_dims = group_dims
-    consts = [move(x, d, 0) for x, d in zip(consts, const_dims, strict=True)]
-    xs = [move(x, d, 1) for x, d in zip(xs, x_dims, strict=True)]
-    consts_mask, xs_mask, windows = is_batched(const_dims), is_batched(x_dims), is_batched(window_dims)
-    carry_mask, ys_mask = _batched_results(loop, axis_data, consts_mask, is_batched(carry_dims), xs_mask)
-    if any(windows) or (loop.predicated and carry_mask[0]):
+    low, high, *leaves = operands
+    windows, mapped = is_batched(dims[:2]), loop.inputs(dims[2:])
+    batched = map_leaves(lambda d: d is not None, mapped)
+    outputs = _batched_outputs(loop, axis_data, batched)
+    differ = any(windows) or (loop.predicated and outputs.carry[0])
+    batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
+    given = _with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
+    if differ:
         refuse_sharded_lanes(axis)
-        carry = [fill_axis(axis, x, d) for x, d in zip(carry, carry_dims, strict=True)]
-        own = own_limits(windows, low, high)
-        return _batch_lanes(loop, axis, low, high, LaneOperands(windows, own, consts_mask, xs_mask, consts, carry, xs))
-
-    uniform = _uniform_loop(loop, axis, consts_mask, carry_mask, xs_mask, ys_mask)
-    carry = [fill_axis(axis, x, d) if b else x for x, d, b in zip(carry, carry_dims, carry_mask, strict=True)]
-    out = run(uniform, low, high, consts, carry, xs)
-    out_dims = [
-        None,
-        *axes_of(carry_mask),
-        *axes_of(ys_mask, 1),
-        *axes_of(select(loop.saved_mask, carry_mask), 1),
-        *(None for _ in out.checkpoint_rows),
-    ]
-    return [out.num_steps, *out.carry, *out.ys, *out.saved, *out.checkpoint_rows], out_dims
+        return _batch_lanes(
+            loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
+        )
+    out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
+    saved, rows = axes_of(select(loop.saved_mask, outputs.carry), 1), [None for _ in out.checkpoint_rows]
+    return out.leaves, Outcome(None, axes_of(outputs.carry), axes_of(outputs.ys, 1), saved, rows).leaves
 
 
-def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
-    """Which leaves of the carry and which ys are batched."""
+def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
+    """The operands with their axis of lanes where a loop has it: in front, and behind the rows of xs."""
+    leaves = zip(inputs.carry, dims.carry, carry, strict=True)
+    return LoopInputs(
+        [move(x, d, 0) for x, d in zip(inputs.consts, dims.consts, strict=True)],
+        [fill_axis(axis, x, d) if b else x for x, d, b in leaves],
+        [move(x, d, 1) for x, d in zip(inputs.xs, dims.xs, strict=True)],
+    )
+
+
+def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOutputs:
+    """Which leaves of the carry and which ys are batched, at the fixed point."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
-        flags = dependence_fixpoint(loop.body, (False, *consts, *carry, *xs), loop.carry_range)
-        reached, ys = split_list(flags, [loop.num_carry])
-        return tuple(reached), tuple(ys)
+        flags = dependence_fixpoint(loop.body, (False, *flatten(batched)), loop.carry_range)
+        return LoopOutputs(*map(tuple, loop.outputs(flags)))
+    carry = tuple(batched.carry)
     while True:  # what has passed through a collective may be the same in all lanes again
-        flags = batched_outputs(loop.body, axis_data, [False, *consts, *carry, *xs])
-        new, ys = split_list(flags, [loop.num_carry])
-        if either(carry, new) == carry:
-            return carry, tuple(ys)
-        carry = either(carry, new)
+        inputs = [False, *flatten(batched._replace(carry=carry))]
+        new = loop.outputs(batched_outputs(loop.body, axis_data, inputs))
+        if either(carry, new.carry) == carry:
+            return LoopOutputs(carry, tuple(new.ys))
+        carry = either(carry, new.carry)
 
 
 def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
@@ -82,20 +84,19 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
     if loop.stages:
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
-        operands = [low, high, *lanes.consts, *lanes.carry, *lanes.xs]
-        mapped = (*lanes.windows, *lanes.mapped_consts, *(True,) * loop.num_carry, *lanes.mapped_xs)
+        operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))
         return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
     out, num_steps = run_lanes(loop, axis, *hull(low, high), lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    dims = [
+    dims = Outcome(
         0,
-        *(0 for _ in out.carry),
-        *(1 for _ in out.ys),
-        *(1 for _ in out.saved),
-        *(None for _ in out.checkpoint_rows),
-    ]
-    return [num_steps, *out.carry, *out.ys, *out.saved, *out.checkpoint_rows], dims
+        [0 for _ in out.carry],
+        [1 for _ in out.ys],
+        [1 for _ in out.saved],
+        [None for _ in out.checkpoint_rows],
+    )
+    return out._replace(num_steps=num_steps).leaves, dims.leaves
 
 
 batching.fancy_primitive_batchers[loop_p] = _batch_loop

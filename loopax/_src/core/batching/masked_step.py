@@ -93,7 +93,9 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
     return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
 
 
-def filled_operands(body: ClosedJaxpr, consts: Mask, num_carry: int, rest: Mask) -> tuple[Mask, Mask]:
+def filled_operands(
+    body: ClosedJaxpr, consts: Sequence[bool], num_carry: int, rest: Sequence[bool]
+) -> tuple[Mask, Mask]:
     """Which constants, and which other operands, of a body finished lanes do not read of their own."""
     carry = range(1 + len(consts), 1 + len(consts) + num_carry)
     own = either(accumulators(body, carry), buffers(body, carry))

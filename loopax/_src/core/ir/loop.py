@@ -25,6 +25,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
+from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -160,7 +161,7 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
     """
     fixed = _unchanged(loop)
     slim = _hoisted(loop, fixed) if any(fixed) else loop
-    operands = [*consts, *select(fixed, carry), *reject(fixed, carry), *xs]
+    operands = flatten(_with_fixed_as_consts(LoopInputs(consts, carry, xs), fixed))
     if axes := _differing(slim, low, high, operands):
         slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
     out = slim.results(loop_p.bind(low, high, *operands, **slim._asdict()))
@@ -196,17 +197,15 @@ def _unchanged(loop: Loop) -> Mask:
 def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     """The loop with the fixed leaves among its constants (behind the others)."""
     jaxpr = loop.body.jaxpr
-    (row,), consts, carry, xs = split_list(jaxpr.invars, [1, *loop.sizes])
-    new_carry, ys = split_list(jaxpr.outvars, [loop.num_carry])
+    inputs, outputs = loop.inputs(jaxpr.invars[1:]), loop.outputs(jaxpr.outvars)
     body = replace_jaxpr(
         loop.body,
-        [row, *consts, *select(fixed, carry), *reject(fixed, carry), *xs],
-        [*reject(fixed, new_carry), *ys],
+        [jaxpr.invars[0], *flatten(_with_fixed_as_consts(inputs, fixed))],
+        [*reject(fixed, outputs.carry), *outputs.ys],
     )
     names = loop.names
-    hoisted = names._replace(
-        consts=(*names.consts, *select(fixed, names.carry)), carry=tuple(reject(fixed, names.carry))
-    )
+    consts, carry, xs = _with_fixed_as_consts(LoopInputs(names.consts, names.carry, names.xs), fixed)
+    hoisted = Names(tuple(consts), tuple(carry), tuple(xs), names.ys)
     return loop._replace(
         body=body,
         debug_info=loop.debug_info and loop.debug_info.renamed(hoisted),
@@ -216,13 +215,18 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     )
 
 
+def _with_fixed_as_consts(inputs: LoopInputs, fixed: Mask) -> LoopInputs:
+    """The inputs with the fixed leaves of the carry behind the constants."""
+    return LoopInputs([*inputs.consts, *select(fixed, inputs.carry)], reject(fixed, inputs.carry), inputs.xs)
+
+
 def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
     """The types of the results: number of steps, carry, ys, saved, checkpoint_rows. The first and the last may vary."""
-    carry, rows = loop.output_avals
     index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
-    saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, carry)]
-    ys = [stacked(aval, loop.bound or 0) for aval in rows]
-    return [index, *carry, *ys, *saved, *([stacked(index, loop.saving.num_checkpoint_rows())] if loop.saving else [])]
+    saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, loop.output_avals.carry)]
+    ys = [stacked(aval, loop.bound or 0) for aval in loop.output_avals.ys]
+    checkpoint_rows = [stacked(index, loop.saving.num_checkpoint_rows())] if loop.saving else []
+    return Outcome(index, list(loop.output_avals.carry), ys, saved, checkpoint_rows).leaves
 
 
 def _abstract(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
@@ -236,15 +240,14 @@ loop_p.def_effectful_abstract_eval(_abstract)
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that the primal part of a loop inside another loop's body stays known."""
     loop = Loop(**eqn.params)
-    low, high, *inputs = (1 << i for i in range(len(eqn.invars)))
-    inputs = [0, *inputs]
-    needed = dependence(loop.body)
-    carry = close_over_carry(needed[: loop.num_carry], loop.carry_range, inputs)
-    inputs[loop.carry_range.start : loop.carry_range.stop] = carry
+    low, high, *leaves = (1 << i for i in range(len(eqn.invars)))
+    inputs, needed = loop.inputs(leaves), loop.outputs(dependence(loop.body))
+    carry = close_over_carry(needed.carry, loop.carry_range, [0, *leaves])
+    ends = [0, *flatten(inputs._replace(carry=carry))]
     everywhere = low | high | (carry[0] if loop.predicated else 0)
-    ys = [union(inputs, bits) for bits in needed[loop.num_carry :]]
-    checkpoint_rows = [0] if loop.saving else []
-    return [everywhere | bits for bits in (0, *carry, *ys, *select(loop.saved_mask, carry), *checkpoint_rows)]
+    ys = [union(ends, bits) for bits in needed.ys]
+    found = Outcome(0, carry, ys, select(loop.saved_mask, carry), [0] if loop.saving else [])
+    return [everywhere | bits for bits in found.leaves]
 
 
 dependence_rules[loop_p] = _dependence

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
@@ -249,13 +250,12 @@ def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[
 
 
 def _run_frozen(loop: Loop, mask: Sequence[bool], operands: list[Any]) -> list[Any]:
-    window, consts, carry, xs = split_list(operands, [2, *loop.sizes])
-    is_last = tuple(split_list(mask, [2, *loop.sizes])[2])
-    slim = _frozen_loop(loop, is_last)
-    given = [*window, *consts, *select(is_last, carry), *reject(is_last, carry), *xs]
-    num_steps, *results = loop_p.bind(*given, **slim._asdict())
-    new_carry, rest = split_list(results, [slim.num_carry])
-    return [num_steps, *merge_lists(is_last, new_carry, select(is_last, carry)), *rest]
+    low, high, *leaves = operands
+    inputs, is_last = loop.inputs(leaves), tuple(loop.inputs(mask[2:]).carry)
+    slim, last = _frozen_loop(loop, is_last), select(is_last, inputs.carry)
+    given = inputs._replace(consts=[*inputs.consts, *last], carry=reject(is_last, inputs.carry))
+    out = slim.results(loop_p.bind(low, high, *flatten(given), **slim._asdict()))
+    return out._replace(carry=merge_lists(is_last, out.carry, last)).leaves
 
 
 @weakly_cached

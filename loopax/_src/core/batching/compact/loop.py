@@ -19,7 +19,7 @@ from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_l
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
@@ -57,17 +57,17 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
 
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, LaneOperands]:
-    (low, high), consts, carry, xs = split_list(operands, [2, *loop.sizes])
-    windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split_list(mapped, [2, *loop.sizes]))
-    own = own_limits(windows, low, high)
-    return low, high, LaneOperands(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
+    low, high, *leaves = operands
+    windows, own = mapped[:2], own_limits(mapped[:2], low, high)
+    inputs = loop.inputs(mapped[2:])._replace(carry=(True,) * loop.num_carry)
+    return low, high, LaneOperands(windows, own, inputs, loop.inputs(leaves))
 
 
 def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/batching/compact/sweep.py`)."""
     if not loop.saving:
         return []
-    avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals[0])]
+    avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals.carry)]
     checkpoint_rows = jnp.full((axis.size, loop.saving.num_checkpoint_rows()), EMPTY_SLOT, jnp.int32)
     return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), checkpoint_rows]
 
@@ -107,7 +107,11 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
     sizes = stages.sizes(axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting)
-    places, left, finished = jnp.arange(axis.size, dtype=jnp.int32), Results(jnp.int32(0), lanes.carry, []), []
+    places, left, finished = (
+        jnp.arange(axis.size, dtype=jnp.int32),
+        Results(jnp.int32(0), list(lanes.inputs.carry), []),
+        [],
+    )
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
         out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
         reached = high - out.num_steps if loop.reverse else low + out.num_steps
@@ -127,12 +131,12 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
 
 def _lanes_left(lanes: LaneOperands, order: Any, carry: list[Any]) -> LaneOperands:
     """The operands of the lanes that are left."""
-    return lanes._replace(
-        own=[take(x, order, 0) for x in lanes.own],
-        consts=take_mapped(lanes.consts, lanes.mapped_consts, order, 0),
-        carry=carry,
-        xs=take_mapped(lanes.xs, lanes.mapped_xs, order, 1),
+    inputs = LoopInputs(
+        take_mapped(lanes.inputs.consts, lanes.mapped.consts, order, 0),
+        carry,
+        take_mapped(lanes.inputs.xs, lanes.mapped.xs, order, 1),
     )
+    return lanes._replace(own=[take(x, order, 0) for x in lanes.own], inputs=inputs)
 
 
 def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
@@ -151,8 +155,7 @@ def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
 
 def operand_axes(loop: Loop) -> list[int]:
     """Where operands have their lanes."""
-    carry, xs = loop.input_avals[1:]
-    return [0, 0, *(0,) * loop.num_consts, *(0 for _ in carry), *(1 for _ in xs)]
+    return [0, 0, *(0,) * (loop.num_consts + loop.num_carry), *(1 for _ in loop.input_avals.xs)]
 
 
 def result_axes(loop: Loop) -> list[int]:
@@ -161,7 +164,7 @@ def result_axes(loop: Loop) -> list[int]:
     return [
         0,
         *(0,) * loop.num_carry,
-        *(1 for _ in loop.output_avals[1]),
+        *(1 for _ in loop.output_avals.ys),
         *(1,) * sum(loop.saved_mask),
         *checkpoint_rows,
     ]
