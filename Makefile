@@ -13,7 +13,7 @@ PYTHON312 ?= $(shell .ci/find-python 3.12)
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow kill-test test-all lint types bench docs pictures clean
+.PHONY: demo test test-slow test-lowest test-newest kill-test test-all lint types bench docs map pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -24,6 +24,10 @@ test: lint types $(VENV)/.installed
 # The rest: long compositions, examples, benchmarks, other libraries, processes that are killed.
 test-slow: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m slow
+
+# The same as in `make test` on one of the other versions.
+test-lowest test-newest: test-%: .envs/%/.installed
+	.envs/$*/bin/python $(PYTEST) -m "not slow"
 
 # All versions are tested, also after a failure on one of them.
 test-all: $(VENV)/.installed $(OTHERS:=/.installed)
@@ -55,7 +59,11 @@ docs: $(VENV)/.installed
 	$(BIN)/python docs/check.py
 	$(BIN)/python $(PYTEST) tests/project/test_docs.py tests/project/test_documented_errors.py
 
-pictures: $(VENV)/.installed
+# The map of the code in docs/how-it-works.md, from the imports.
+map: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python docs/house_map.py
+
+pictures: map
 	$(BIN)/python docs/pictures.py
 
 # An environment with exactly the versions of a lock file: $(call install,python,environment,lock). The stamp is made

@@ -1,9 +1,7 @@
 """The structure of the package: imports only point down, and `__all__` is complete."""
 
-import ast
 import importlib
 import re
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -12,44 +10,11 @@ import pytest
 
 import loopax
 from loopax._src import public
+from tests.support.rooms import FILES, SOURCE, imported, imports_of_rooms
 
-ROOT = Path(loopax.__file__).parent
-SOURCE = ROOT / "_src"
-FILES = sorted(SOURCE.rglob("*.py"))
 FOLDERS = sorted(
     {file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core", "core/batching/compact"}
 )
-
-
-def imported(file: Path) -> Iterator[Path]:
-    """The files, or packages, of `_src` that a file imports."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loopax._src"):
-            package = SOURCE.joinpath(*(node.module or "").split(".")[2:])
-            for alias in node.names:
-                inner = package / alias.name
-                yield next(
-                    path
-                    for path in (inner.with_suffix(".py"), inner / "__init__.py", package.with_suffix(".py"), package)
-                    if path.exists()
-                )
-
-
-def room(path: Path) -> str:
-    """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own."""
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in {file.parent for file in FILES}
-    return "/".join(parts[:2] if inside else parts[:1])
-
-
-def imports_of_rooms() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {
-        room(file): set() for file in FILES if file.parent != SOURCE or file.stem != "__init__"
-    }
-    for file in FILES:
-        if file != SOURCE / "__init__.py":
-            found[room(file)] |= {room(other) for other in imported(file)} - {room(file)}
-    return found
 
 
 def permitted(folder: str) -> set[str]:

@@ -1,6 +1,6 @@
 """Checks that fail in programs for eight devices.
 
-A program of its own, for `transforms/test_sharding.py`: JAX keeps what failed on several devices, and raises it again
+A program of its own, for `test_sharding.py`: JAX keeps what failed on several devices, and raises it again
 wherever the same process waits for effects.
 """
 

@@ -1,6 +1,6 @@
 """Gradients of weights that all devices share, through loops of which each device takes another number of steps.
 
-A program of its own, for `transforms/test_shared_weights.py`: where devices wait for each other it does not end.
+A program of its own, for `tests/sharding/test_shared_weights.py`: where devices wait for each other it does not end.
 """
 
 import json

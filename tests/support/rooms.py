@@ -1,0 +1,41 @@
+"""The rooms of the house: the folders of `loopax/_src`, the files beside them, and what they import."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "loopax"
+SOURCE = PACKAGE / "_src"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """The files, or packages, of `_src` that a file imports."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loopax._src"):
+            package = SOURCE.joinpath(*(node.module or "").split(".")[2:])
+            for alias in node.names:
+                inner = package / alias.name
+                yield next(
+                    path
+                    for path in (inner.with_suffix(".py"), inner / "__init__.py", package.with_suffix(".py"), package)
+                    if path.exists()
+                )
+
+
+def room(path: Path) -> str:
+    """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in {file.parent for file in FILES}
+    return "/".join(parts[:2] if inside else parts[:1])
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    """What each room imports of the others."""
+    found: dict[str, set[str]] = {
+        room(file): set() for file in FILES if file.parent != SOURCE or file.stem != "__init__"
+    }
+    for file in FILES:
+        if file != SOURCE / "__init__.py":
+            found[room(file)] |= {room(other) for other in imported(file)} - {room(file)}
+    return found
