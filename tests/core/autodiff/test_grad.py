@@ -67,7 +67,8 @@ def test_static_length_of_one_step_and_of_all(kind):
 
 
 CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
-UNROLLED = [(CHECKPOINTED, 3), (CHECKPOINTED, 16), (SLOTS, 2), (BOUNDED, 3), (RESIDUALS, 2), (RESIDUALS, 16)]
+UNROLLED = [(CHECKPOINTED, 3), (SLOTS, 2), (BOUNDED, 3), (RESIDUALS, 16)]
+UNROLLED += [pytest.param(kind, n, marks=pytest.mark.slow) for kind, n in ((CHECKPOINTED, 16), (RESIDUALS, 2))]
 
 
 @pytest.mark.parametrize(("kind", "unroll"), UNROLLED, ids=name_of)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.derivatives import FORMS, XS, H, W, derivatives, parts, steps_taken, vector
 from tests.support.problem import KINDS, LOOPS, name_of
 from tests.support.reference import assert_close
+from tests.support.slow import each_kind
 
 COMPOSITIONS = {
     "forward over reverse": lambda f: jax.jacfwd(jax.jacrev(f)),
@@ -43,10 +44,11 @@ def check_second_derivatives(loop, kind, *compositions):
         )
 
 
-# Each loop, each kind, and both schedules of slots, which are for a known length and an unknown one.
-FAST = [*(("scan", kind) for kind in KINDS), ("reverse", CHECKPOINTED), ("stop", SLOTS), ("while", SLOTS)]
-FAST += [("reverse_stop", BOUNDED), ("fori", RESIDUALS), ("reverse_stop", CHECKPOINTED)]
+# Each kind with a loop of known length, all loops, and both schedules of slots. A for loop is a scan without rows.
+FAST = [*(("scan", kind) for kind in KINDS), ("reverse", CHECKPOINTED), ("stop", SLOTS)]
+FAST += [("reverse_stop", BOUNDED), ("while", RESIDUALS)]
 OTHERS = [(loop, kind) for loop in LOOPS for kind in KINDS if loop != "fori" and (loop, kind) not in FAST]
+OTHERS += [("fori", RESIDUALS)]
 
 
 @pytest.mark.parametrize(("loop", "kind"), FAST, ids=name_of)
@@ -73,7 +75,7 @@ def of_start(program):
     return lambda h, n: program(W, h, XS, n)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
 def test_whole_hessian(kind):
     """Batches of tangents and of cotangents."""
     f = of_start(LOOPS["scan"][0](kind))
@@ -83,7 +85,8 @@ def test_whole_hessian(kind):
 
 
 EAGER = [("forward over reverse", CHECKPOINTED), ("reverse over reverse", RESIDUALS)]
-EAGER += [("reverse over reverse", SLOTS), ("forward over reverse", BOUNDED)]
+SLOW = [("reverse over reverse", SLOTS), ("forward over reverse", BOUNDED)]
+EAGER += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize(("composition", "kind"), EAGER, ids=name_of)
