@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.support.problem import BOUND, XS, H, W, mixed
+from tests.support import problem
+from tests.support.problem import BOUND, mixed
 
-W, H, XS = np.asarray(W), np.asarray(H), np.asarray(XS)
+W: Any = np.asarray(problem.W)
+H: Any = np.asarray(problem.H)
+XS: Any = np.asarray(problem.XS)
 SIZES = (W.size, H.size, XS.size)
 
 
@@ -100,8 +103,7 @@ class Derivatives(NamedTuple):
 
 def derivatives(loop: str, n: Any, w: Any = W, h: Any = H, xs: Any = XS) -> Derivatives:
     """Of a loop of `problem` with these arguments."""
-    form = Form(*map(np.asarray, FORMS[loop]))
-    found = _derivatives(form, vector(w, h, xs), np.asarray(n, np.int64))
+    found = _derivatives(FORMS[loop], vector(w, h, xs), np.asarray(n, np.int64))
     value, gradient, hessian = map(np.asarray, found)
     w, h, xs = np.split(gradient, np.cumsum(SIZES)[:-1])
     return Derivatives(value, (w.reshape(W.shape), h, xs.reshape(XS.shape)), hessian)

@@ -1,4 +1,4 @@
-"""Which of several parameters are for `make test`, where all of them are for `make test-slow` and it together."""
+"""Parameters of which some are in `make test`, and the others in `make test-slow`."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def stacked(*trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+@pytest.mark.parametrize("kind", [*each_kind(CHECKPOINTED, RESIDUALS), WITH_LAX[-1]], ids=name_of)
 def test_the_linear_function(kind):
     """As it is, compiled, in a batch, and in agreement with `jax.jvp`, which runs apart."""
     f = of_everything(kind)

@@ -7,6 +7,7 @@ import pytest
 
 import loopax as lx
 from tests.support.problem import KINDS, WITH_LAX, name_of
+from tests.support.slow import each_kind
 
 
 class Log:
@@ -121,10 +122,11 @@ PARTLY = {
 }
 
 
-# A kind that replays steps drops the effects of a replay, one that stores residuals splits what an effect is in: one
-# kind of each sort with everything, the other kinds with some.
-CASES = [(how, kind) for how in PARTLY for kind in (KINDS[0], KINDS[3])]
-CASES += [("cond", KINDS[1]), ("jit", KINDS[2]), ("scan", KINDS[2]), ("loop", KINDS[1])]
+# A kind that stores residuals splits what an effect is in, and one that replays steps drops the effects of a replay.
+CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
+CASES = [*((how, RESIDUALS) for how in PARTLY), ("cond", CHECKPOINTED), ("loop", SLOTS), ("jit", BOUNDED)]
+MORE = [*((how, CHECKPOINTED) for how in PARTLY if how != "cond"), ("cond", SLOTS), ("scan", BOUNDED)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 @pytest.mark.parametrize(("how", "kind"), CASES, ids=name_of)
@@ -146,7 +148,7 @@ def test_once_inside_of_other_equations(how, kind):
     assert log.of(jax.jit(lambda x, n: jax.linearize(lambda x: f(x, n), x)[1](1.0)), 1.0, 4) == forward
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
 def test_inside_of_jax_checkpoint(kind):
     log = Log()
     step = jax.checkpoint(lambda x: jnp.sin(log(x)))
@@ -155,7 +157,7 @@ def test_inside_of_jax_checkpoint(kind):
     assert set(log.of(jax.jit(jax.grad(f)), 1.0)) == set(forward)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(CHECKPOINTED, RESIDUALS), ids=name_of)
 def test_linearize_through_a_while_loop_of_lax(kind):
     """Its condition is not perturbed, though parts of its carry are."""
     log = Log()

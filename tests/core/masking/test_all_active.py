@@ -75,7 +75,7 @@ def loops(jaxpr):
     for eqn in jaxpr.eqns:
         inner = [value.jaxpr for value in eqn.params.values() if hasattr(value, "jaxpr")]
         found = [body for jaxpr in inner for body in loops(jaxpr)]
-        is_loop = eqn.primitive.name in ("loop", "reverse_sweep")
+        is_loop = eqn.primitive.name in ("loop", "reverse_sweep", "linear_loop")
         yield from inner if is_loop and not found else found
 
 
