@@ -12,9 +12,7 @@ from jax import Array
 import loopax as lx
 from benchmarks.groups import Group
 from benchmarks.measure import Case
-from loopax._src.core.batching import lockstep_loop as lanes_loop
-from loopax._src.core.batching import lockstep_sweep
-from loopax._src.core.batching import masked_step as lanes
+from loopax._src.core.batching import lockstep_loop, lockstep_sweep, masked_step
 
 BOUND = 1000
 
@@ -60,14 +58,15 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same program with finished lanes computing on their own state: what borrowing costs."""
 
     def traced(*arguments: Any) -> Any:
-        borrow, large_constants = lanes.borrow, lanes_loop.large_constants
-        lanes.borrow = lambda _, operands, __: list(operands)
-        lanes_loop.large_constants = lockstep_sweep.large_constants = lambda _, batched: (False,) * len(batched)
+        modules: list[Any] = [masked_step, lockstep_loop, lockstep_sweep]
+        fill_inactive = masked_step.fill_inactive
+        for module in modules:
+            module.fill_inactive = lambda _, operands, __: list(operands)
         try:
             return function(*arguments)
         finally:
-            lanes.borrow = borrow
-            lanes_loop.large_constants = lockstep_sweep.large_constants = large_constants
+            for module in modules:
+                module.fill_inactive = fill_inactive
 
     return traced
 

@@ -13,7 +13,7 @@ import loopax as lx
 from loopax._src import progress as public
 from loopax._src.core.ir.progress import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.core.lowering.while_loop import RowLoop, State, Steps, Watch
+from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, Watch
 
 STRIDE = 10  # of the displays below: a report after the first step, and after every ten more
 
@@ -470,7 +470,7 @@ def test_a_loop_that_counts_no_further_reports_no_more():
         watch = Watch(reports, start, None)
         walk = RowLoop(reverse=False, predicated=True, limited=False, watch=watch)
         steps = Steps(lambda _: lambda position, carry: ([carry[1] < 60, carry[1] + 1], []), [])
-        state = State([jnp.bool_(True), jnp.int32(0)], [], start, watch.first_due(walk))
+        state = LoopState([jnp.bool_(True), jnp.int32(0)], [], start, watch.first_due(walk))
         return walk.run(steps, state, jnp.int32(MOST_STEPS)).carry[1]
 
     assert jax.jit(run)(0) == 61

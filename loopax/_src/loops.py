@@ -115,7 +115,7 @@ def while_loop(
     step = tracing.Step(call, "body_fun of while_loop", functions, ("while_loop", options.key_spec), called)
     high = MOST_STEPS if bound is None else bound
     over = bound is not None
-    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, is_precaution=True)
+    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, bound_is_loose=True)
     loop_spec = tracing.LoopSpec(
         options.name,
         extent,

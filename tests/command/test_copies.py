@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from loopax._src.command import copies
-from loopax._src.command.copies import Program, Verdict, judge
+from loopax._src.command.copies import CopyTest, Verdict, judge
 from loopax._src.command.hlo import copied_in_steps
 from tests.command.copying import swapped
 
@@ -17,20 +17,20 @@ def one_row(capacity, x, n):
 
 
 def test_a_copy_in_every_step_is_found():
-    verdict = judge(Program("swapped", swapped), gradient=False)
+    verdict = judge(CopyTest("swapped", swapped), gradient=False)
     assert verdict.fails
     assert verdict.status.startswith("FAILS: copy f")
     assert "[2063,16] in every step" in verdict.status
 
 
 def test_one_that_is_known_is_no_failure():
-    verdict = judge(Program("swapped", swapped, known="so it is"), gradient=False)
+    verdict = judge(CopyTest("swapped", swapped, known="so it is"), gradient=False)
     assert not verdict.fails
     assert verdict.status.startswith("copies, as is known (so it is): copy f")
 
 
 def test_rows_in_place_are_well():
-    verdict = judge(Program("one row", one_row), gradient=False)
+    verdict = judge(CopyTest("one row", one_row), gradient=False)
     assert verdict.copies == []
     assert verdict.status == "ok"
 

@@ -10,9 +10,9 @@ import pytest
 from loopax.__main__ import main
 from loopax._src.command import blas, copies, selftest
 from loopax._src.command import installed as versions
-from loopax._src.command.copies import Program
-from loopax._src.command.installed import Found
-from loopax._src.command.selftest import Check, Result
+from loopax._src.command.copies import CopyTest
+from loopax._src.command.installed import Installed
+from loopax._src.command.selftest import Result, SelfTest
 from loopax._src.command.settings import Setting, settings
 from tests.command.copying import swapped
 
@@ -62,7 +62,7 @@ def test_a_broken_transformation_is_reported(quick, capsys):
 
 
 def test_a_copy_in_every_step_is_reported(quick, capsys):
-    quick.setattr(copies, "programs", lambda: [Program("swapped", swapped)])
+    quick.setattr(copies, "programs", lambda: [CopyTest("swapped", swapped)])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "FAILS: copy f64[2063,16] in every step" in out
@@ -72,7 +72,7 @@ def test_a_copy_in_every_step_is_reported(quick, capsys):
 
 
 def test_a_version_out_of_range_is_reported(quick, capsys):
-    quick.setattr(versions, "found", lambda: [Found("jax", "0.4.1", ">=0.10.0", "")])
+    quick.setattr(versions, "found", lambda: [Installed("jax", "0.4.1", ">=0.10.0", "")])
     assert main(["doctor"]) == 1
     assert "1 failed (jax)" in capsys.readouterr().out
 
@@ -88,14 +88,14 @@ def test_a_version_out_of_range_is_reported(quick, capsys):
     ],
 )
 def test_answers_are_compared(got, wanted, error):
-    assert selftest.run(Check("this", lambda: (got, wanted))) == Result("this", error)
+    assert selftest.run(SelfTest("this", lambda: (got, wanted))) == Result("this", error)
 
 
 def test_an_error_without_words():
     def fails():
         raise RuntimeError
 
-    assert selftest.run(Check("this", fails)).error == "RuntimeError: "
+    assert selftest.run(SelfTest("this", fails)).error == "RuntimeError: "
 
 
 def test_the_answers_are_those_of_calculus():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopax._src.command import installed as versions
-from loopax._src.command.installed import Found, in_range
+from loopax._src.command.installed import Installed, in_range
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def test_what_the_package_names_is_found(monkeypatch):
     found = {package.name: package for package in versions.found()}
     assert list(found) == ["Python", "loopax", "jax", "jaxlib", "numpy", "no-such-package", "nor-this-one"]
     assert found["jax"].status == "ok"
-    assert found["numpy"] == Found("numpy", metadata.version("numpy"), ">=99", "")
+    assert found["numpy"] == Installed("numpy", metadata.version("numpy"), ">=99", "")
     assert found["numpy"].status == "out of range"
     assert found["no-such-package"].status == "not installed: pip install loopax[flax]"
     assert found["nor-this-one"].status == "FAILS: not installed"
@@ -61,7 +61,7 @@ def test_what_the_package_names_is_found(monkeypatch):
 
 
 def test_an_optional_package_that_is_too_old_fails():
-    assert Found("flax", "0.1", ">=0.12.8", "flax").fails
+    assert Installed("flax", "0.1", ">=0.12.8", "flax").fails
 
 
 def test_a_copy_of_the_source_that_is_not_installed(monkeypatch):

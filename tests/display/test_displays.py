@@ -186,9 +186,9 @@ def test_tqdm(clock_of, request, stream):
     ("style", "tqdm", "live", "kind"),
     [
         ("auto", True, True, _drawing.Bar),
-        ("auto", False, True, _drawing.Line),
+        ("auto", False, True, _drawing.TextLine),
         ("auto", True, False, _drawing.Log),
-        ("text", True, True, _drawing.Line),
+        ("text", True, True, _drawing.TextLine),
         ("tqdm", True, False, _drawing.Bar),
     ],
 )

@@ -14,7 +14,7 @@ from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
 from loopax._src.durable.interrupts import Interrupts
 from loopax._src.durable.pace import Every, Pace, checkpoint_every
-from loopax._src.durable.saves import State
+from loopax._src.durable.saves import SavedState
 
 
 class Simulation:
@@ -59,7 +59,7 @@ class Simulation:
     newest_step = None
     directory = None
 
-    def start(self, state: State) -> None:
+    def start(self, state: SavedState) -> None:
         self.finish()
         seconds = self.save_seconds[len(self.saves) % len(self.save_seconds)]
         self.saves.append((self.now + seconds, state.steps, self.work))
@@ -75,11 +75,11 @@ class Simulation:
         pace = Pace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
-        run = runs.Run("a test", chunk, lambda steps: [steps], self.total, fake, None, None, pace, stops=False)
+        run = runs.DurableRun("a test", chunk, lambda steps: [steps], self.total, fake, None, None, pace, stops=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paces, "time", self)
             patch.setattr(runs, "time", self)
-            runs.advance(run, State(0, True, []), Interrupts(), lambda _: None)
+            runs.advance(run, SavedState(0, True, []), Interrupts(), lambda _: None)
         assert sum(self.chunks) == self.total
 
 

@@ -14,7 +14,7 @@ import pytest
 import loopax as lx
 from loopax import durable
 from loopax._src.durable.directory import Directory
-from loopax._src.durable.saves import Saves, State
+from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import Steps, python, read_rows, same_bits, saves, stopped
 from tests.support.reference import assert_close
 
@@ -140,7 +140,7 @@ def test_steps_are_counted_in_64_bits(beyond: int, tmp_path: Any) -> None:
         durable.while_loop(lambda c: c["n"] < 6, body, init, max_steps=0, throw=False, **options)
         arrays = [jnp.asarray(x) for x in jax.tree.leaves({**init, "x": jnp.float64(0)})]
         store = Saves("a test", Directory(options["directory"]), 2)
-        store.start(State(beyond, True, arrays))
+        store.start(SavedState(beyond, True, arrays))
         store.close()
         result, info = run()
         assert (info.num_steps, info.num_steps.dtype) == (beyond + 6, np.int64)

@@ -57,7 +57,7 @@ def maybe_another_jax(directory: Path) -> Iterator[None]:
 
 
 def rename_primitives(monkeypatch: Any) -> None:
-    for i, primitive in enumerate([*equations.OWN, equations.retyped_p, equations.borrowed_p]):
+    for i, primitive in enumerate([*equations.OWN, equations.retyped_p, equations.fill_inactive_p]):
         monkeypatch.setattr(primitive, "name", f"renamed_{i}")
 
 

@@ -28,7 +28,7 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
     for n in [*range(70), 400, 1000]:
         kind = lx.Checkpointed(checkpoints)
         bound = n if length_known else None
-        asked = kind.storage(bound, fixed=length_known, is_precaution=False)
+        asked = kind.storage(bound, fixed=length_known, bound_is_loose=False)
         assert isinstance(asked, storage.Checkpoints)
         taken = storage.saving_for(asked, bound, LARGE, length_known)
         assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken

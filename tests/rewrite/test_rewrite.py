@@ -169,7 +169,7 @@ def test_counted_loops_know_their_length():
     rewritten = lx.rewrite_loops(power, lanes=lx.Compact(min_lanes=1), max_steps=8)
     n = jnp.arange(4)
     jaxpr = jax.make_jaxpr(jax.vmap(rewritten))(X, n)
-    (batch,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "lanes"]
+    (batch,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "compact_vmap"]
     assert not batch.params["static"].predicated
     slow = [jax.value_and_grad(python_power)(x, int(m)) for x, m in zip(X, n, strict=True)]
     assert_close(jax.vmap(jax.value_and_grad(rewritten))(X, n), jax.tree.map(lambda *v: jnp.stack(v), *slow))

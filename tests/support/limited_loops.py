@@ -48,7 +48,7 @@ def loop_bodies(jaxpr: Any) -> list[Any]:
     found = []
     for eqn in jaxpr.eqns:
         inner = [p.jaxpr for p in eqn.params.values() if hasattr(p, "jaxpr")]
-        is_loop = eqn.primitive.name in ("loop", "linear_loop", "loop_replay", "loop_linear_replay")
+        is_loop = eqn.primitive.name in ("loop", "linear_loop", "reverse_sweep", "linear_sweep")
         found += inner if is_loop else [body for j in inner for body in loop_bodies(j)]
     return found
 

@@ -22,7 +22,7 @@ WIDTH = 16
 MOST_ARRAYS = 8.0
 
 
-class Program(NamedTuple):
+class CopyTest(NamedTuple):
     """A loop that writes rows."""
 
     name: str
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
         return "ok"
 
 
-def judge(program: Program, gradient: bool) -> Verdict:
+def judge(program: CopyTest, gradient: bool) -> Verdict:
     """Compile a program, or its gradient, and look for copies; one that does not compile is reported."""
     name = f"{program.name}, {'gradient' if gradient else 'forward'}"
     function = jax.grad(program.function, 1) if gradient else program.function
@@ -80,18 +80,18 @@ def _compiled(function: Callable[..., Any]) -> tuple[float, list[str]]:
     return (temporary[1] - temporary[0]) / (row * (CAPACITIES[1] - CAPACITIES[0])), copies
 
 
-def programs() -> list[Program]:
+def programs() -> list[CopyTest]:
     """Rows of `ys`, of `xs`, of a buffer, and of a window."""
     return [
-        Program("scan, rows of ys", _rows_written),
-        Program("scan, rows of xs", _rows_read),
-        Program("Buffer, appended and read", _buffer),
-        Program("History, pushes what it reads", _history),
-        Program("History, pushes something else", _delay_line, known="docs: Histories"),
+        CopyTest("scan, rows of ys", _rows_written),
+        CopyTest("scan, rows of xs", _rows_read),
+        CopyTest("Buffer, appended and read", _buffer),
+        CopyTest("History, pushes what it reads", _history),
+        CopyTest("History, pushes something else", _delay_line, known="docs: Histories"),
     ]
 
 
-def verdicts(program: Program) -> list[Verdict]:
+def verdicts(program: CopyTest) -> list[Verdict]:
     """Forward and gradient."""
     return [judge(program, gradient) for gradient in (False, True)]
 

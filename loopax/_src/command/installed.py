@@ -21,7 +21,7 @@ _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 }
 
 
-class Found(NamedTuple):
+class Installed(NamedTuple):
     """A package that loopax needs, or can use."""
 
     name: str
@@ -42,7 +42,7 @@ class Found(NamedTuple):
         return self.status.startswith(("FAILS", "out of range"))
 
 
-def found() -> list[Found]:
+def found() -> list[Installed]:
     """Python, loopax, and all that loopax names as a requirement, in its own order; jaxlib after jax."""
     try:
         python, required = metadata.metadata("loopax")["Requires-Python"] or "", metadata.requires("loopax") or []
@@ -51,7 +51,11 @@ def found() -> list[Found]:
     packages = [_parsed(requirement) for requirement in required]
     place = 1 + next((i for i, package in enumerate(packages) if package.name == "jax"), -1)
     packages.insert(place, _look_up("jaxlib", "", ""))
-    return [Found("Python", platform.python_version(), python, ""), Found("loopax", __version__, "", ""), *packages]
+    return [
+        Installed("Python", platform.python_version(), python, ""),
+        Installed("loopax", __version__, "", ""),
+        *packages,
+    ]
 
 
 def in_range(version: str, wanted: str) -> bool:
@@ -73,18 +77,18 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in takewhile(str.isdigit, re.split(r"[.+\-]|(?=[a-z])", version)))
 
 
-def _parsed(requirement: str) -> Found:
+def _parsed(requirement: str) -> Installed:
     match = _REQUIREMENT.match(requirement)
     assert match is not None, requirement
     name, wanted, extra = match.groups(default="")
     return _look_up(name, wanted.strip(), extra)
 
 
-def _look_up(name: str, wanted: str, extra: str) -> Found:
+def _look_up(name: str, wanted: str, extra: str) -> Installed:
     try:
-        return Found(name, metadata.version(name), wanted, extra)
+        return Installed(name, metadata.version(name), wanted, extra)
     except metadata.PackageNotFoundError:
-        return Found(name, None, wanted, extra)
+        return Installed(name, None, wanted, extra)
 
 
 def of(names: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from loopax._src.command.table import in_words
-from loopax._src.insight.timing import in_turn
+from loopax._src.insight.timing import interleaved
 
 ROUNDS = 7
 
@@ -73,7 +73,7 @@ def measure(program: Program, rounds: int = ROUNDS) -> list[Measurement]:
         else:
             working.append(compiled)
             expected = result if expected is None else expected
-    times = in_turn([compiled.call for compiled in working], rounds)
+    times = interleaved([compiled.call for compiled in working], rounds)
     rows = zip(working, times, strict=True)
     return [*(_measurement(program, compiled, ms, times[0]) for compiled, ms in rows), *failed]
 

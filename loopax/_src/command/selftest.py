@@ -27,7 +27,7 @@ KINDS = [
 ]
 
 
-class Check(NamedTuple):
+class SelfTest(NamedTuple):
     """Something that has to give a known answer."""
 
     name: str
@@ -41,7 +41,7 @@ class Result(NamedTuple):
     error: str  # nothing if it is well
 
 
-def run(check: Check) -> Result:
+def run(check: SelfTest) -> Result:
     """One check; whatever it raises is what it reports."""
     try:
         got, wanted = map(np.asarray, check.results())
@@ -69,12 +69,12 @@ def loop(x: Any, n: Any, kind: Any = "auto", bound: int | None = BOUND, lanes: A
     return lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=bound, kind=kind, lanes=lanes)
 
 
-def checks() -> list[Check]:
+def checks() -> list[SelfTest]:
     """All of them, in the order in which they are shown."""
-    return [*_loops(), *_derivatives(), *_batches(), *_compositions(), Check("run-time check raises", _check_raises)]
+    return [*_loops(), *_derivatives(), *_batches(), *_compositions(), SelfTest("run-time check raises", _check_raises)]
 
 
-def _loops() -> list[Check]:
+def _loops() -> list[SelfTest]:
     def condition(x: Any) -> Any:
         return lx.while_loop(lambda c: c[1] < STEPS, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0), max_steps=BOUND)[0]
 
@@ -83,16 +83,16 @@ def _loops() -> list[Check]:
 
     states = [in_python(X, i)[0] for i in range(STEPS)] + [0.0] * (BOUND - STEPS)
     return [
-        Check("jit, traced length", lambda: (jax.jit(loop)(X, STEPS), VALUE)),
-        Check("while_loop", lambda: (jax.jit(condition)(X), VALUE)),
-        Check("scan, rows and traced length", lambda: (jax.jit(rows)(X, STEPS), states)),
+        SelfTest("jit, traced length", lambda: (jax.jit(loop)(X, STEPS), VALUE)),
+        SelfTest("while_loop", lambda: (jax.jit(condition)(X), VALUE)),
+        SelfTest("scan, rows and traced length", lambda: (jax.jit(rows)(X, STEPS), states)),
     ]
 
 
-def _derivatives() -> list[Check]:
-    def of_kind(name: str, kind: Any, bound: int | None) -> Check:
+def _derivatives() -> list[SelfTest]:
+    def of_kind(name: str, kind: Any, bound: int | None) -> SelfTest:
         gradient = jax.grad(lambda x, n: loop(x, n, kind, bound))
-        return Check(f"grad, {name}", lambda: (jax.jit(gradient)(X, STEPS), SLOPE))
+        return SelfTest(f"grad, {name}", lambda: (jax.jit(gradient)(X, STEPS), SLOPE))
 
     static = jax.grad(lambda x: loop(x, STEPS, lx.Lax(), None))
 
@@ -100,18 +100,18 @@ def _derivatives() -> list[Check]:
         return jax.jvp(lambda x: loop(x, n), (x,), (1.0,))[1]
 
     return [
-        Check("jvp", lambda: (jax.jit(tangent)(X, STEPS), SLOPE)),
+        SelfTest("jvp", lambda: (jax.jit(tangent)(X, STEPS), SLOPE)),
         *(of_kind(*kind) for kind in KINDS),
-        Check("grad, Lax(), static length", lambda: (jax.jit(static)(X), SLOPE)),
-        Check("hessian, forward over reverse", lambda: (jax.jit(jax.hessian(loop))(X, STEPS), CURVATURE)),
-        Check("hessian, reverse over forward", lambda: (jax.jit(jax.jacrev(jax.jacfwd(loop)))(X, STEPS), CURVATURE)),
-        Check("hessian, reverse over reverse", lambda: (jax.jit(jax.grad(jax.grad(loop)))(X, STEPS), CURVATURE)),
-        Check("jax.linearize", lambda: (jax.linearize(lambda x: loop(x, STEPS), X)[1](1.0), SLOPE)),
-        Check("jax.checkpoint", lambda: (jax.jit(jax.grad(jax.checkpoint(loop)))(X, STEPS), SLOPE)),
+        SelfTest("grad, Lax(), static length", lambda: (jax.jit(static)(X), SLOPE)),
+        SelfTest("hessian, forward over reverse", lambda: (jax.jit(jax.hessian(loop))(X, STEPS), CURVATURE)),
+        SelfTest("hessian, reverse over forward", lambda: (jax.jit(jax.jacrev(jax.jacfwd(loop)))(X, STEPS), CURVATURE)),
+        SelfTest("hessian, reverse over reverse", lambda: (jax.jit(jax.grad(jax.grad(loop)))(X, STEPS), CURVATURE)),
+        SelfTest("jax.linearize", lambda: (jax.linearize(lambda x: loop(x, STEPS), X)[1](1.0), SLOPE)),
+        SelfTest("jax.checkpoint", lambda: (jax.jit(jax.grad(jax.checkpoint(loop)))(X, STEPS), SLOPE)),
     ]
 
 
-def _batches() -> list[Check]:
+def _batches() -> list[SelfTest]:
     starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
     lanes = jax.vmap(loop)
     compact = jax.vmap(lambda x, n: loop(x, n, lanes=lx.Compact(min_lanes=1)))
@@ -120,24 +120,24 @@ def _batches() -> list[Check]:
         return jax.grad(lambda starts: batch(starts, counts).sum())
 
     return [
-        Check("vmap, counts per lane", lambda: (jax.jit(lanes)(starts, counts), VALUES)),
-        Check("vmap, compact lanes", lambda: (jax.jit(compact)(starts, counts), VALUES)),
-        Check("vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(loop)))(starts, counts), SLOPES)),
-        Check("grad of vmap", lambda: (jax.jit(total(lanes))(starts), SLOPES)),
-        Check("grad of vmap, compact lanes", lambda: (jax.jit(total(compact))(starts), SLOPES)),
-        Check("vmap of hessian", lambda: (jax.jit(jax.vmap(jax.hessian(loop)))(starts, counts), CURVATURES)),
+        SelfTest("vmap, counts per lane", lambda: (jax.jit(lanes)(starts, counts), VALUES)),
+        SelfTest("vmap, compact lanes", lambda: (jax.jit(compact)(starts, counts), VALUES)),
+        SelfTest("vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(loop)))(starts, counts), SLOPES)),
+        SelfTest("grad of vmap", lambda: (jax.jit(total(lanes))(starts), SLOPES)),
+        SelfTest("grad of vmap, compact lanes", lambda: (jax.jit(total(compact))(starts), SLOPES)),
+        SelfTest("vmap of hessian", lambda: (jax.jit(jax.vmap(jax.hessian(loop)))(starts, counts), CURVATURES)),
     ]
 
 
-def _compositions() -> list[Check]:
+def _compositions() -> list[SelfTest]:
     def nested(x: Any, n: Any) -> Any:
         return lx.fori_loop(0, n, lambda i, x: loop(x, i), x, max_steps=BOUND)
 
     starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
     slopes = [in_python(x, n * (n - 1) // 2)[1] for x, n in zip(STARTS, COUNTS, strict=True)]
     return [
-        Check("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(starts, counts), slopes)),
-        Check(f"shard_map of vmap of grad, devices: {len(jax.devices())}", _sharded),
+        SelfTest("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(starts, counts), slopes)),
+        SelfTest(f"shard_map of vmap of grad, devices: {len(jax.devices())}", _sharded),
     ]
 
 

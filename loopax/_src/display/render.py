@@ -107,7 +107,7 @@ class Log(Drawing):
             _write(f"{facts.closed(finished)}\n")
 
 
-class Line(Drawing):
+class TextLine(Drawing):
     """One line of a terminal, written over; loops inside others stand behind them."""
 
     _texts: ClassVar[dict[int, str]] = {}  # what stands in the line, by depth
@@ -187,7 +187,7 @@ def drawing(style: str, depth: int) -> Drawing:
     """The drawing of a loop inside so many others."""
     if style == "tqdm" or (style == "auto" and has_tqdm() and _is_live()):
         return Bar(depth)
-    return Line(depth) if _is_terminal() else Log()
+    return TextLine(depth) if _is_terminal() else Log()
 
 
 @cache

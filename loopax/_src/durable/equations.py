@@ -6,7 +6,10 @@ stored, how many steps stand in an iteration.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import jax
 
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
 from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
@@ -16,7 +19,7 @@ from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p
 from loopax._src.core.masking.all_active import active_p
-from loopax._src.core.masking.substitute import borrowed_p
+from loopax._src.core.masking.substitute import fill_inactive_p, filled
 from loopax._src.core.row_buffers.primitives import add_p, get_p, put_p, take_p, view_p
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, scan_sizes
 
@@ -46,7 +49,7 @@ def is_same(eqn: Any) -> bool:
     """Whether the results are the operands."""
     if eqn.primitive.name == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    return eqn.primitive.name in _SAME or eqn.primitive in (retyped_p, borrowed_p)
+    return eqn.primitive.name in _SAME or eqn.primitive is retyped_p
 
 
 def is_shown(eqn: Any) -> bool:
@@ -62,6 +65,8 @@ def acts(eqn: Any) -> bool:
 
 def called(eqn: Any) -> Program | None:
     """The program that an equation evaluates on its operands, if it does nothing else."""
+    if eqn.primitive is fill_inactive_p:
+        return jax.make_jaxpr(partial(filled, **eqn.params))(*(x.aval for x in eqn.invars))
     if eqn.primitive.name not in _CALLS:
         return None
     return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import inner_programs
 from loopax._src.durable.checksum import checksums
-from loopax._src.durable.stored_program import FIRST, Program
+from loopax._src.durable.stored_program import FIRST, StoredProgram
 from loopax._src.jax_internals import ClosedJaxpr, Literal
 from loopax._src.pytrees.leaves import to_array
 
 
-def as_first(new: Program, chunk: ClosedJaxpr, named: Mapping[int, str]) -> Program:
+def as_first(new: StoredProgram, chunk: ClosedJaxpr, named: Mapping[int, str]) -> StoredProgram:
     """A program as format 1 would have described it."""
     values = {name: total for name, total in new.values.items() if name == "key" or name.startswith("first ")}
     arrays = [*chunk.consts, *_inner_constants(chunk.jaxpr)]

@@ -50,7 +50,7 @@ def describe(
     named: Mapping[int, str],
     key_data: Any,
     settings: dict[str, str],
-) -> programs.Program:
+) -> programs.StoredProgram:
     """Describe a run from its first carry and a traced step; `named` are ids of closed-over arrays that have names."""
     carry = _types("carry", traced.spec)
     types = {path: aval.str_short() for path, aval in carry}
@@ -75,10 +75,14 @@ def _written(step: Traced, carry: Sequence[str], named: Mapping[int, str]) -> Wr
 
 
 def settle(
-    where: str, directory: Directory, new: programs.Program, first: Callable[[], programs.Program], anyway: bool
+    where: str,
+    directory: Directory,
+    new: programs.StoredProgram,
+    first: Callable[[], programs.StoredProgram],
+    anyway: bool,
 ) -> None:
     """Compare a program with the stored one, and store it where it is new; `first` describes it in format 1."""
-    found: list[programs.Program | None] = []
+    found: list[programs.StoredProgram | None] = []
     on_first(lambda: found.append(programs.stored(where, directory)))
     old = found[0] if found else None
     described = first() if all_agree(old is not None and old.format == programs.FIRST) else new

@@ -23,8 +23,8 @@ from loopax._src.durable.outputs import Rows
 from loopax._src.durable.pace import Pace
 from loopax._src.durable.progress import shown
 from loopax._src.durable.row_plan import RowPlan
-from loopax._src.durable.run import EPOCH, Run, advance
-from loopax._src.durable.saves import Saves, State
+from loopax._src.durable.run import EPOCH, DurableRun, advance
+from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.writer import Writer
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
@@ -109,7 +109,7 @@ def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) 
         arrays, journals = outputs.open(state.steps) if outputs else ([], [])
         writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
-        run = Run(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
+        run = DurableRun(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
         reporter = job.options.reporter(job.called.functions[0])
         with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
             state = advance(run, state, interrupts, show)
@@ -151,16 +151,16 @@ def _walk(job: Job) -> chunks.TakeSteps:
     return walk
 
 
-def _first_state(job: Job, chunk: chunks.Chunk) -> State:
+def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
     """The state before the first step."""
     if job.condition is None:
-        return State(0, True, chunk.first)
+        return SavedState(0, True, chunk.first)
     step = tracing.Step(job.call, job.where, (), (), job.called)
     goes_on, arrays = tracing.first_condition(step, job.condition, chunk.traced.spec, chunk.first)
-    return State(0, bool(goes_on), chunks.placed(arrays))
+    return SavedState(0, bool(goes_on), chunks.placed(arrays))
 
 
-def _refuse_shorter(name: str, state: State, total: int | None) -> None:
+def _refuse_shorter(name: str, state: SavedState, total: int | None) -> None:
     if total is not None and state.steps > total:
         raise ValueError(
             f"{name}: the stored run has taken {state.steps} steps, and only {total} are asked for. Ask for as many "
@@ -168,7 +168,7 @@ def _refuse_shorter(name: str, state: State, total: int | None) -> None:
         )
 
 
-def _results(job: Job, chunk: chunks.Chunk, state: State, arrays: Sequence[Rows]) -> tuple[Any, Any, LoopInfo]:
+def _results(job: Job, chunk: chunks.Chunk, state: SavedState, arrays: Sequence[Rows]) -> tuple[Any, Any, LoopInfo]:
     """What the loop returns, or an error where `max_steps` has stopped it."""
     traced = chunk.traced
     reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)

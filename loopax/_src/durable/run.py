@@ -13,7 +13,7 @@ from loopax._src.durable.hosts import agreed, all_agree
 from loopax._src.durable.interrupts import Interrupts
 from loopax._src.durable.pace import Pace
 from loopax._src.durable.row_plan import RowPlan
-from loopax._src.durable.saves import Saves, State
+from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.writer import Writer
 
 EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
@@ -22,7 +22,7 @@ _FIRST_POLL_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
-class Run:
+class DurableRun:
     """Everything that a run needs, but for where it stands."""
 
     where: str  # in error messages
@@ -36,7 +36,7 @@ class Run:
     stops: bool  # whether a condition may end the loop
 
 
-def advance(run: Run, state: State, interrupts: Interrupts, show: Callable[[int], None]) -> State:
+def advance(run: DurableRun, state: SavedState, interrupts: Interrupts, show: Callable[[int], None]) -> SavedState:
     """Run to the end, saving; an interrupt saves too, and is raised then."""
     run.pace.begin(state.steps)
     while state.goes_on and state.steps != run.total:
@@ -65,18 +65,18 @@ def advance(run: Run, state: State, interrupts: Interrupts, show: Callable[[int]
     return state
 
 
-def _next_chunk(run: Run, steps: int) -> int:
+def _next_chunk(run: DurableRun, steps: int) -> int:
     """Steps of the next chunk, within its rows."""
     return min(run.pace.chunk(steps), run.chunk.rows, _ahead(run, steps))
 
 
-def _ahead(run: Run, steps: int) -> int:
+def _ahead(run: DurableRun, steps: int) -> int:
     """Steps to the end of the epoch of keys, or of the loop."""
     epoch = EPOCH - steps % EPOCH
     return epoch if run.total is None else min(epoch, run.total - steps)
 
 
-def _in_a_row(run: Run, steps: int, most: int) -> int:
+def _in_a_row(run: DurableRun, steps: int, most: int) -> int:
     """How many such chunks to start at once, so that no device waits for Python between them.
 
     One where a condition may end the loop, or where rows of outputs have to be fetched.
@@ -89,7 +89,7 @@ def _in_a_row(run: Run, steps: int, most: int) -> int:
     return max(min(run.pace.in_a_row(most), ahead // most), 1)
 
 
-def _take(run: Run, state: State, most: int, count: int) -> State:
+def _take(run: DurableRun, state: SavedState, most: int, count: int) -> SavedState:
     """Take a chunk of steps, or several; rows of outputs begin to be written."""
     begun, arrays = time.monotonic(), state.arrays
     *before, last = (state.steps + i * most for i in range(count))
@@ -104,7 +104,7 @@ def _take(run: Run, state: State, most: int, count: int) -> State:
         pieces = [np.asarray(y)[:taken] for y in ys]
         pieces = [(piece[::-1] if run.rows.reverse else piece).copy() for piece in pieces]
         run.writer.write(run.rows.lowest(state.steps, taken), pieces)
-    return State(state.steps + taken, bool(goes_on), arrays)
+    return SavedState(state.steps + taken, bool(goes_on), arrays)
 
 
 def _wait(x: Any, expected_seconds: float | None) -> None:
@@ -116,7 +116,7 @@ def _wait(x: Any, expected_seconds: float | None) -> None:
     x.block_until_ready()
 
 
-def _save(run: Run, state: State) -> None:
+def _save(run: DurableRun, state: SavedState) -> None:
     """Begin to save a state, once the rows that belong to it are on disk."""
     if run.saves.newest_step == state.steps:
         return
@@ -126,7 +126,7 @@ def _save(run: Run, state: State) -> None:
     run.pace.saving(state.steps)
 
 
-def _settle(run: Run) -> None:
+def _settle(run: DurableRun) -> None:
     """Wait until what has been saved is on disk."""
     begun = time.monotonic()
     run.saves.finish()
@@ -134,7 +134,7 @@ def _settle(run: Run) -> None:
     run.pace.idle += time.monotonic() - begun
 
 
-def _stop(run: Run, state: State, interrupts: Interrupts, signal: int) -> None:
+def _stop(run: DurableRun, state: SavedState, interrupts: Interrupts, signal: int) -> None:
     """Save, and raise what the interrupt is."""
     interrupts.received = signal
     _save(run, state)

@@ -19,7 +19,7 @@ _MOST_TEXT = 1000  # of the error of a damaged file
 
 
 @dataclass(frozen=True)
-class State:
+class SavedState:
     """Where a run is between two chunks."""
 
     steps: int  # taken so far
@@ -62,7 +62,7 @@ class Saves:
         )
         self._manager = ocp().CheckpointManager(self.directory, options=options)
 
-    def start(self, state: State) -> None:
+    def start(self, state: SavedState) -> None:
         """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
         self.finish()
         facts = _Facts(state.steps, state.goes_on, checksums(state.arrays))
@@ -89,7 +89,7 @@ class Saves:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def newest(self, like: Sequence[jax.Array], check_rows: Callable[[int], None] | None = None) -> State | None:
+    def newest(self, like: Sequence[jax.Array], check_rows: Callable[[int], None] | None = None) -> SavedState | None:
         """The newest save that is whole, with the types and shardings of these arrays; None: there is none.
 
         `check_rows` raises where rows of outputs are lost that belong to a save of so many steps.
@@ -116,7 +116,7 @@ class Saves:
             )
         return None
 
-    def _restore(self, step: int, like: Sequence[jax.Array]) -> State:
+    def _restore(self, step: int, like: Sequence[jax.Array]) -> SavedState:
         args = ocp().args
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _written(like).items()
@@ -127,7 +127,7 @@ class Saves:
         arrays = [found.state[_name(i)] if x.size else jnp.copy(x) for i, x in enumerate(like)]
         if checksums(arrays) != facts.checksums:
             raise ValueError("what is on disk is not what was saved (its checksum differs)")
-        return State(facts.steps, facts.goes_on, arrays)
+        return SavedState(facts.steps, facts.goes_on, arrays)
 
     def close(self) -> None:
         """Wait for what has been begun, and let Orbax's threads end."""

@@ -22,7 +22,7 @@ _MOST_LINES = 40
 
 
 @dataclass(frozen=True)
-class Program:
+class StoredProgram:
     """Everything on which the states of a run depend, as text and checksums."""
 
     format: int
@@ -44,19 +44,19 @@ class Program:
 
 def describe(
     loop: str, settings: dict[str, str], types: dict[str, str], values: Mapping[str, Any], written: Written
-) -> Program:
+) -> StoredProgram:
     """Describe a run; `values` are arrays."""
     sums = dict(zip(values, checksums(list(values.values())), strict=True))
     versions = FORMAT, __version__, jax.__version__
-    return Program(*versions, loop, settings, types, sums, written.lines, PYTHON, written.callbacks)
+    return StoredProgram(*versions, loop, settings, types, sums, written.lines, PYTHON, written.callbacks)
 
 
-def store(directory: Directory, program: Program) -> None:
+def store(directory: Directory, program: StoredProgram) -> None:
     """Write it down."""
     write_whole(directory.program, json.dumps(asdict(program), indent=1))
 
 
-def stored(where: str, directory: Directory) -> Program | None:
+def stored(where: str, directory: Directory) -> StoredProgram | None:
     """The program of the run that the directory holds; None: it holds none."""
     if not directory.program.exists():
         return None
@@ -67,7 +67,7 @@ def stored(where: str, directory: Directory) -> Program | None:
                 f"{where}: {directory.program} has format {found['format']}, and this version of loopax (format "
                 f"{FORMAT}) cannot read it. Go on with loopax {found['loopax']}, or give another directory."
             )
-        return Program(**found)
+        return StoredProgram(**found)
     except (KeyError, TypeError, ValueError) as error:
         raise RuntimeError(
             f"{where}: {directory.program} is no description of a run that loopax has written ({error}). Give a "
@@ -75,7 +75,7 @@ def stored(where: str, directory: Directory) -> Program | None:
         ) from error
 
 
-def check(where: str, directory: Directory, old: Program, new: Program, anyway: bool) -> None:
+def check(where: str, directory: Directory, old: StoredProgram, new: StoredProgram, anyway: bool) -> None:
     """Whether a stored run may go on as the one that is asked for; both are of one format."""
     if misfits := list(_misfits(old, new)):
         raise ValueError(
@@ -103,11 +103,11 @@ def _warn(text: str) -> None:
     warnings.warn(text, AnotherProgramWarning, stacklevel=2)
 
 
-def _last_bits(old: Program, new: Program) -> str:
+def _last_bits(old: StoredProgram, new: StoredProgram) -> str:
     return f": stored {old.jax}, now {new.jax} (results may differ in their last bits)"
 
 
-def _versions(old: Program) -> str:
+def _versions(old: StoredProgram) -> str:
     """What to know where another version has described the run."""
     now = f"loopax {__version__} and JAX {jax.__version__} (format {FORMAT})"
     if old.versions == now:
@@ -118,7 +118,7 @@ def _versions(old: Program) -> str:
     )
 
 
-def _misfits(old: Program, new: Program) -> Iterator[str]:
+def _misfits(old: StoredProgram, new: StoredProgram) -> Iterator[str]:
     if old.loop != new.loop:
         yield f"  the loop: stored {old.loop}, now {new.loop}"
     yield from _differences(old.types, new.types)
@@ -130,7 +130,7 @@ def _differences(old: dict[str, str], new: dict[str, str]) -> Iterator[str]:
             yield f"  {name}: stored {old.get(name, 'nothing')}, now {new.get(name, 'nothing')}"
 
 
-def _changes(old: Program, new: Program) -> Iterator[str]:
+def _changes(old: StoredProgram, new: StoredProgram) -> Iterator[str]:
     yield from _differences(old.settings, new.settings)
     for name in sorted(old.values.keys() | new.values.keys()):
         if old.values.get(name) != new.values.get(name):
@@ -141,7 +141,7 @@ def _changes(old: Program, new: Program) -> Iterator[str]:
         yield from _shortened(list(difflib.unified_diff(old.text, new.text, n=1, lineterm=""))[2:])
 
 
-def _changed_callbacks(old: Program, new: Program) -> Iterator[str]:
+def _changed_callbacks(old: StoredProgram, new: StoredProgram) -> Iterator[str]:
     """Functions with other code; each version of Python writes code in its own way."""
     nothing = {"name": "nothing", "code": ""}
     before, now = old.callbacks or {}, new.callbacks or {}

@@ -22,7 +22,7 @@ class Extent:
     over_limit: Any = False  # bool or bool[]: max_steps is less than the length
     checks: list[Check] = field(default_factory=list)
     capacity: int | None = None  # rows of ys, where there are any
-    is_precaution: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
+    bound_is_loose: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
 
 
 def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
@@ -33,7 +33,7 @@ def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
     if max_steps is not None:
         over = longest > max_steps and (is_more | (steps > max_steps))
         high = jnp.minimum(steps, max_steps)
-        return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, is_precaution=True)
+        return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, bound_is_loose=True)
     if is_more is not False:
         steps = jnp.where(is_more, 0, steps) if throw else steps
         checks = [*checks, Check.of("loopax.fori_loop", is_more, f"{limits}. {_TOO_FAR}")]
@@ -90,7 +90,7 @@ def _scan_without_length(words: Words, rows: int | None, max_steps: int | None, 
         raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
     high = jnp.int32(MOST_STEPS if max_steps is None else max_steps)
     over = max_steps is not None
-    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, capacity=max_steps, is_precaution=True)
+    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, capacity=max_steps, bound_is_loose=True)
 
 
 def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
@@ -133,7 +133,7 @@ def _traced_scan(
         over_limit=over,
         checks=checks,
         capacity=capacity,
-        is_precaution=rows is None,
+        bound_is_loose=rows is None,
     )
 
 

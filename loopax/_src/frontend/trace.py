@@ -101,7 +101,7 @@ def run(
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = loop_spec.extent
     fixed = extent.fixed and goes_on is None
-    storage = loop_spec.kind.storage(extent.bound, fixed, extent.is_precaution)
+    storage = loop_spec.kind.storage(extent.bound, fixed, extent.bound_is_loose)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
@@ -125,7 +125,7 @@ def run(
         stages=loop_spec.lanes.stages,
         reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
         debug_info=core.DebugInfo(
-            loop_spec.name, loop_spec.kind, loop_spec.lanes, fixed, extent.is_precaution, traced.names
+            loop_spec.name, loop_spec.kind, loop_spec.lanes, fixed, extent.bound_is_loose, traced.names
         ),
     )
     consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]

@@ -13,7 +13,7 @@ from loopax._src.messages import untraceable_message
 from loopax._src.pytrees.leaves import is_static
 
 
-class Program(NamedTuple):
+class TracedProgram(NamedTuple):
     """A traced function."""
 
     closed: ClosedJaxpr  # arrays -> arrays
@@ -23,7 +23,7 @@ class Program(NamedTuple):
     result_of: Callable[[Sequence[Any]], Any]  # what the function returns, from the results of the jaxpr
 
 
-def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedProgram:
     """Trace a function, for a function of loopax; what is not an array in its arguments stays what it is.
 
     An argument may also hold a `jax.ShapeDtypeStruct` in place of an array.
@@ -44,7 +44,7 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
         closed = jax.make_jaxpr(flat)(*arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise TypeError(untraceable_message(caller, getattr(fn, "__name__", repr(fn)), error)) from error
-    return Program(
+    return TracedProgram(
         closed,
         arrays,
         [path[1].idx if path[0].idx == 0 else -1 for path, _ in leaves],

@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.core.masking.substitute import borrowed_p
-from loopax._src.insight.find_loops import Found, source_of
-from loopax._src.insight.fusion import variables
+from loopax._src.core.masking.substitute import fill_inactive_p
+from loopax._src.insight.find_loops import FoundLoop, source_of
 from loopax._src.insight.sizes import in_bytes, typed
 from loopax._src.insight.stored import Stored
 from loopax._src.insight.unfold import without_calls
@@ -50,12 +49,12 @@ class Advice:
         return f"{self.source or 'unknown line'}: {self.message} [{self.name}]"
 
 
-def advice_for(found: Found, stored: Stored | None) -> list[Advice]:
+def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
     """All that there is to say of a loop."""
     return [*_of_carry(found), *_slowest_lane(found), *_large_residuals(found, stored)]
 
 
-def _of_carry(found: Found) -> Iterator[Advice]:
+def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
     loop = found.seen.loop
     body = without_calls(loop.body)
@@ -94,7 +93,9 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
     eqn = None if isinstance(atom, Literal) else makers.get(atom)
     if eqn is None:
         return False
-    if eqn.primitive.name == "select_n":  # what a lane that has finished borrows
+    if eqn.primitive is fill_inactive_p:
+        return _leads_to(start, eqn.invars[2], makers)
+    if eqn.primitive.name == "select_n":  # the old value or the new one
         return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
     return eqn.primitive.name in _WRITES and _leads_to(start, eqn.invars[0], makers)
 
@@ -123,29 +124,20 @@ def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Itera
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
     """Whether an array that is written in place is also used for something else."""
-    versions, lent = {start}, _lent(body)
+    versions = {start}
     for eqn in body.jaxpr.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        if not versions.intersection(operands) or lent.intersection(eqn.outvars):
+        if not versions.intersection(operands):
             continue
         if eqn.primitive.name in _WRITES and operands[0] in versions:
             if versions.intersection(operands[1:]):
                 return True
             versions.add(eqn.outvars[0])
-        elif eqn.primitive.name == "select_n" and operands[0] not in versions:
+        elif eqn.primitive is fill_inactive_p or (eqn.primitive.name == "select_n" and operands[0] not in versions):
             versions.add(eqn.outvars[0])
         else:
             return True
     return False
-
-
-def _lent(body: ClosedJaxpr) -> set[Any]:
-    """What is taken from a lane that goes on, for those that have finished (`core/masking/substitute.py`)."""
-    found: set[Any] = set()
-    for eqn in reversed(body.jaxpr.eqns):
-        if eqn.primitive is borrowed_p or (eqn.primitive.name in ("squeeze", "reshape") and eqn.outvars[0] in found):
-            found.update(variables(eqn))
-    return found
 
 
 def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
@@ -161,7 +153,7 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     return cast if atom is start else None
 
 
-def _slowest_lane(found: Found) -> Iterator[Advice]:
+def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
     if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
         return
@@ -183,7 +175,7 @@ def _slowest_lane(found: Found) -> Iterator[Advice]:
         )
 
 
-def _large_residuals(found: Found, stored: Stored | None) -> Iterator[Advice]:
+def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:
     loop = found.seen.loop
     if stored is None or stored.kind != "Residuals()" or stored.reason:  # what `Auto` takes has its reason
         return

@@ -12,10 +12,10 @@ from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight import comparison
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
-from loopax._src.insight.find_loops import Found, find
+from loopax._src.insight.find_loops import FoundLoop, find
 from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.subject import Subject, gradient_of, subject
-from loopax._src.insight.timing import in_turn
+from loopax._src.insight.timing import interleaved
 from loopax._src.insight.with_kind import with_kind
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
@@ -110,12 +110,12 @@ def _refuse_types(asked: Subject) -> None:
             )
 
 
-def _of_loopax(found: Sequence[Found]) -> list[Found]:
+def _of_loopax(found: Sequence[FoundLoop]) -> list[FoundLoop]:
     """The loops of loopax among these and in their bodies."""
     return [f for outer in found for f in (outer, *_of_loopax(outer.inner)) if f.seen.library == "loopax"]
 
 
-def _written(loops: Sequence[Found]) -> str:
+def _written(loops: Sequence[FoundLoop]) -> str:
     """The kinds of the loops as they are written, and what they take."""
     names = {}
     for found in loops:
@@ -125,7 +125,7 @@ def _written(loops: Sequence[Found]) -> str:
     return ", ".join(names)
 
 
-def _taken(found: Found, name: str) -> str:
+def _taken(found: FoundLoop, name: str) -> str:
     stored, _ = stored_of(found)
     return name if stored is None or stored.kind == name else f"{name} takes {stored.kind}"
 
@@ -231,7 +231,7 @@ def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> li
     calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
     for call in calls:
         call()
-    return [replace(one, milliseconds=time) for one, time in zip(compiled, in_turn(calls, rounds), strict=True)]
+    return [replace(one, milliseconds=time) for one, time in zip(compiled, interleaved(calls, rounds), strict=True)]
 
 
 def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:

@@ -8,7 +8,7 @@ from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import render as showing
 from loopax._src.insight.advice import Advice, advice_for
 from loopax._src.insight.explanation import Leaf, LoopExplanation
-from loopax._src.insight.find_loops import Found, Value, find
+from loopax._src.insight.find_loops import FoundLoop, Value, find
 from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored, stored_by
@@ -154,7 +154,7 @@ def _gradient_bytes(asked: Subject) -> tuple[int | None, str]:
         return None, str(error)
 
 
-def _explained(found: Found) -> LoopExplanation:
+def _explained(found: FoundLoop) -> LoopExplanation:
     seen, loop = found.seen, found.seen.loop
     debug_info = loop.debug_info
     stored, problem = stored_of(found)
@@ -176,7 +176,7 @@ def _explained(found: Found) -> LoopExplanation:
     )
 
 
-def stored_of(found: Found) -> tuple[Stored | None, str]:
+def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
     """What a gradient of a loop stores, if any is taken of it, or why none can be."""
     perturbed = tuple(value.perturbed for value in found.operands)
     if not any(perturbed):
@@ -187,7 +187,7 @@ def stored_of(found: Found) -> tuple[Stored | None, str]:
         return None, str(error)
 
 
-def _leaves(found: Found, stored: Stored | None) -> list[Leaf]:
+def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     """The arrays of a loop; what is there for its own sake (its condition, its checks) has no name and is no leaf."""
     seen, loop = found.seen, found.seen.loop
     consts, _, xs = split_list(found.operands, loop.sizes)

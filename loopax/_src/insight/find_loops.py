@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Nothing
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
-from loopax._src.core.ir.loop import lending, loop_p
+from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equation
 from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
 from loopax._src.frontend.user_lines import of_user
@@ -40,17 +40,17 @@ class Value(NamedTuple):
     perturbed: bool = False  # it depends on what is differentiated
 
 
-class Found(NamedTuple):
+class FoundLoop(NamedTuple):
     """A loop where it stands in a program."""
 
     seen: Seen
     source: str  # "file.py:12 (function)", or nothing
     operands: list[Value]  # consts, carry and xs
     carry: list[Value]  # after any number of steps
-    inner: list["Found"]
+    inner: list["FoundLoop"]
 
 
-def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Found]:
+def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     """The loops of a program, in order."""
     flat = without_calls(closed)
     values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
@@ -58,7 +58,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Found]:
     def value(atom: Any) -> Value:
         return Value() if isinstance(atom, Literal) else values.get(atom, Value())
 
-    found: list[Found] = []
+    found: list[FoundLoop] = []
     for eqn in flat.jaxpr.eqns:
         seen = see(eqn)
         if seen is not None:
@@ -79,7 +79,7 @@ def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
             yield variable
 
 
-def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[Found]:
+def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[FoundLoop]:
     """The loops in branches, or in what else an equation holds; the operands of these are its last ones."""
     for inner in inner_programs(eqn):
         closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
@@ -93,7 +93,7 @@ def _is_a_condition(loop: Loop) -> bool:
     return loop.debug_info is None and loop.bound == 1
 
 
-def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
+def _found(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
     loop, names = seen.loop, seen.loop.names
     own = [*names.consts, *names.carry, *names.xs]
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
@@ -101,7 +101,7 @@ def _found(eqn: Any, seen: Seen, operands: list[Value]) -> Found:
     flags = (False, *(value.perturbed for value in operands))
     reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
-    return Found(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
+    return FoundLoop(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
 
 
 def source_of(eqn: Any) -> str:
@@ -124,7 +124,7 @@ def see(eqn: Any) -> Seen | None:
 
 
 def _see_loop(eqn: Any) -> Seen:
-    loop = lending(Loop(**eqn.params))
+    loop = Loop(**eqn.params)
     return Seen(
         loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.debug_info.waiting if loop.debug_info else 1
     )
@@ -134,7 +134,7 @@ def _see_batch(eqn: Any) -> Seen | None:
     compact_vmap = CompactVmap(**eqn.params)
     if not isinstance(compact_vmap.static, Loop):
         return None  # a reverse sweep
-    loop = lending(compact_vmap.static)
+    loop = compact_vmap.static
     return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=compact_vmap.axis.size)
 
 
@@ -188,4 +188,4 @@ def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _debug_info(function: str, names: Names, fixed: bool) -> DebugInfo:
-    return DebugInfo(function, Lax(), Lockstep(), fixed, is_precaution=False, names=names)
+    return DebugInfo(function, Lax(), Lockstep(), fixed, bound_is_loose=False, names=names)

@@ -14,7 +14,7 @@ class Evaluation(NamedTuple):
     time: int
 
 
-class Stored(NamedTuple):
+class StoredCarry(NamedTuple):
     """A stored carry."""
 
     step: int  # it is the one before this step
@@ -26,7 +26,7 @@ class Timeline(NamedTuple):
     """All of them, in the order in which they begin (evaluations) and end (stored carries)."""
 
     evaluations: list[Evaluation]
-    stored: list[Stored]
+    stored: list[StoredCarry]
 
 
 def timeline(actions: Iterable[Action]) -> Timeline:
@@ -45,5 +45,5 @@ def timeline(actions: Iterable[Action]) -> Timeline:
             case "keep":
                 kept[action.step] = time
             case "drop":
-                found.stored.append(Stored(action.step, kept.pop(action.step), time))
+                found.stored.append(StoredCarry(action.step, kept.pop(action.step), time))
     return found

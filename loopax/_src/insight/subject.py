@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.frontend.options import check_callable
-from loopax._src.frontend.trace_program import Program, trace_program
+from loopax._src.frontend.trace_program import TracedProgram, trace_program
 from loopax._src.insight.find_loops import Value
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.pytrees.leaves import describe
@@ -22,7 +22,7 @@ class Subject(NamedTuple):
 
     name: str
     args: Sequence[Any]
-    program: Program
+    program: TracedProgram
     inputs: list[Value]  # the name of each array, and whether a gradient is taken of it
 
     @property

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 
-def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def interleaved(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """The median milliseconds of each call, which returns when its work is done; all are called in every round."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):

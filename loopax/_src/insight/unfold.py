@@ -15,7 +15,7 @@ from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs
 from loopax._src.core.masking.all_active import active_p
-from loopax._src.core.masking.substitute import borrowed_p
+from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.jax_internals import ClosedJaxpr, dce, is_of_jax
 
@@ -27,7 +27,7 @@ _OURS = {
     compact_vmap_p,
     active_p,
     only_if_p,
-    borrowed_p,
+    fill_inactive_p,
     *buffers.VERSION,
 }
 _CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call", "core_call")

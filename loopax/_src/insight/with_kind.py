@@ -34,7 +34,7 @@ def _loop(loop: Loop, kind: Kind) -> Loop:
     body, debug_info = with_kind(loop.body, kind), loop.debug_info
     if debug_info is None:
         return loop._replace(body=body)
-    storage = kind.storage(loop.bound, debug_info.fixed, debug_info.is_precaution)
+    storage = kind.storage(loop.bound, debug_info.fixed, debug_info.bound_is_loose)
     return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
 
 

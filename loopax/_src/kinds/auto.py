@@ -47,7 +47,7 @@ class Auto(Kind):
         """Refuse what is not a number of bytes."""
         object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
 
-    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
         """See `Kind.storage`."""
         del bound, fixed
-        return core.Fastest(self.memory, is_precaution)
+        return core.Fastest(self.memory, bound_is_loose)

@@ -9,10 +9,10 @@ class Kind(ABC):
     """A strategy for reverse mode. Choose one of its subclasses."""
 
     @abstractmethod
-    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
         """What the core stores for a loop of at most `bound` steps.
 
-        `fixed`: always as many, known when traced; `is_precaution`: perhaps far fewer.
+        `fixed`: always as many, known when traced; `bound_is_loose`: perhaps far fewer.
         """
 
 

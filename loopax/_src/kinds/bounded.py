@@ -14,8 +14,8 @@ class Bounded(Kind):
     or a static length.
     """
 
-    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del fixed, is_precaution
+        del fixed, bound_is_loose
         need_bound(self, bound)
         return core.EveryCarry()

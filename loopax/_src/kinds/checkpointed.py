@@ -52,7 +52,7 @@ class Checkpointed(Kind):
             number = positive_int(what, self.checkpoints, "stored carries", _CHECKPOINTS)
             object.__setattr__(self, "checkpoints", number)
 
-    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del bound, is_precaution
+        del bound, bound_is_loose
         return core.Checkpoints(self.checkpoints, always_to_bound=fixed)

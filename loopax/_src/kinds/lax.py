@@ -15,9 +15,9 @@ class Lax(Kind):
     Body evaluations for forward and gradient: n. Bound: not needed.
     """
 
-    def storage(self, bound: int | None, fixed: bool, is_precaution: bool) -> core.Storage:
+    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
         """See `Kind.storage`."""
-        del bound, is_precaution
+        del bound, bound_is_loose
         if fixed:
             return core.EveryResidual()
         return core.Nothing(

@@ -14,14 +14,14 @@ NO_ROOM = float("inf")
 MOST_WORK = 1e30  # of one lane: sums of it stay below the largest float32
 
 
-class Deal(NamedTuple):
+class Assignment(NamedTuple):
     """Lanes in places; device d has the places `d * width ... (d + 1) * width - 1`."""
 
     lanes: Any  # int32[places]: the lane in each place; one of them more than once where devices do not divide them
     places: Any  # int32[lanes]: where the result of each lane stands
 
 
-def deal_lanes(lanes: int, counts: Any, devices: int) -> Deal | None:
+def assign_lanes(lanes: int, counts: Any, devices: int) -> Assignment | None:
     """The deal for these counts, or without (None); None where every lane may stay in its place."""
     if counts is not None:
         counts = _checked(counts, lanes)
@@ -32,7 +32,7 @@ def deal_lanes(lanes: int, counts: Any, devices: int) -> Deal | None:
     if not isinstance(counts, np.ndarray):
         return by_work(counts, devices)
     with jax.ensure_compile_time_eval():
-        return Deal(*map(np.asarray, by_work(jnp.asarray(counts), devices)))
+        return Assignment(*map(np.asarray, by_work(jnp.asarray(counts), devices)))
 
 
 def _checked(counts: Any, lanes: int) -> Any:
@@ -52,10 +52,10 @@ def _checked(counts: Any, lanes: int) -> Any:
     return array
 
 
-def _in_order(lanes: int, devices: int) -> Deal:
+def _in_order(lanes: int, devices: int) -> Assignment:
     """Lanes whose work is not known: the first to the first device, and so on; the last one also fills what is left."""
     places = np.arange(_width(lanes, devices) * devices, dtype=np.int32)
-    return Deal(np.minimum(places, lanes - 1), places[:lanes])
+    return Assignment(np.minimum(places, lanes - 1), places[:lanes])
 
 
 class _Dealing(NamedTuple):
@@ -66,7 +66,7 @@ class _Dealing(NamedTuple):
     places: Any  # int32[places]: where those are that have been dealt
 
 
-def by_work(counts: Any, devices: int) -> Deal:
+def by_work(counts: Any, devices: int) -> Assignment:
     """As many lanes to each device, with sums of counts that are as equal as possible.
 
     The lane with the most work first, each to the device with the least work among those that have room (Graham 1969).
@@ -87,7 +87,7 @@ def by_work(counts: Any, devices: int) -> Deal:
 
     start = _Dealing(jnp.zeros(devices, jnp.float32), jnp.zeros(devices, jnp.int32), jnp.zeros_like(order))
     places = lax.fori_loop(0, len(order), give, start).places
-    return Deal(jnp.zeros_like(order).at[places].set(lane_of), places[:lanes])
+    return Assignment(jnp.zeros_like(order).at[places].set(lane_of), places[:lanes])
 
 
 def _width(lanes: int, devices: int) -> int:

@@ -13,7 +13,7 @@ from loopax._src.frontend.runtime_checks import Check, collecting, settle
 from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import Spec, pack
-from loopax._src.sharding.assignment import Deal, deal_lanes
+from loopax._src.sharding.assignment import Assignment, assign_lanes
 from loopax._src.sharding.in_axes import Arguments, lane_arguments, move_lanes
 from loopax._src.sharding.mesh import Devices, check_mesh
 
@@ -115,9 +115,11 @@ def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: 
         return [check.failed for check in checks], results
 
     each_device = devices.map(jax.vmap(lane, in_axes=arguments.axes), arguments.axes)
-    dealt = deal_lanes(arguments.lanes, counts if counts is None else devices.known_everywhere(counts), devices.number)
+    dealt = assign_lanes(
+        arguments.lanes, counts if counts is None else devices.known_everywhere(counts), devices.number
+    )
 
-    def program(arrays: list[Any], dealt: Deal | None) -> tuple[list[Any], list[Any]]:
+    def program(arrays: list[Any], dealt: Assignment | None) -> tuple[list[Any], list[Any]]:
         if dealt is None:
             flags, results = each_device(*map(devices.spread, arrays, arguments.axes))
         else:

@@ -139,7 +139,7 @@ def alone_rows(function, *rows):
 def batches(jaxpr):
     """The batches of a program, wherever they are."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "lanes":
+        if eqn.primitive.name == "compact_vmap":
             yield eqn
         else:
             for value in eqn.params.values():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.lowering.while_loop import Common, RowLoop, State, Steps
+from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Steps
 from loopax._src.core.masking.all_active import active_lanes, common_rows, unmasked, visibly_active
 from loopax._src.jax_internals import jaxpr_as_fun
 
@@ -25,7 +25,7 @@ def compiled(walk):
 
     def run(start, end, first, behind):
         steps = Steps(step_of(-1), [], common=Common(step_of(1), first, behind))
-        progress = State([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
+        progress = LoopState([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
         return walk.run(steps, progress, end)
 
     return jax.jit(run)

@@ -1,4 +1,4 @@
-"""Constants of lanes that are lent in stretches: the same results as lanes that run alone.
+"""Constants of lanes that are filled once for each set of active lanes: the same results as lanes that run alone.
 
 What decides is the size of the constants; here all that lanes have of their own counts as large.
 """
@@ -8,23 +8,30 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.masking import substitute as lending
+from loopax._src.core.lowering import active_sets
 from tests.support.derivatives import XS, H, W, derivatives
 from tests.support.problem import BOUND, KINDS, LOOPS, name_of
 from tests.support.reference import assert_close
+from tests.support.slow import each_kind
 
 LANES = (np.stack([W, W * 0.5, -W]), np.stack([H, H * 2, -H]), np.stack([XS, XS * 2, -XS]), np.array([3, 0, BOUND]))
 CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
+# That forward, and those back; a reverse sweep has one or two that evaluate states again, and one that goes back.
+LOOPS_OF_A_GRADIENT = {"Checkpointed": 3, "Checkpointed3": 4, "Bounded": 2, "Residuals": 2}
 
 
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch):
-    monkeypatch.setattr(lending, "LARGE_CONSTANTS_BYTES", 1)
+    monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 1)
 
 
-def stretches(function, *args):
-    """How many loops of the program lend constants in stretches."""
-    return str(jax.make_jaxpr(function)(*args)).count("lent=Lent(")
+def counted(monkeypatch, function, *args):
+    """How many loops of a program fill constants for each set of active lanes; and its results."""
+    found = []
+    at = active_sets.FilledOutside.at
+    monkeypatch.setattr(active_sets.FilledOutside, "at", lambda self, *args: found.append(self) or at(self, *args))
+    lowered = jax.jit(function).lower(*args)
+    return len(found), lowered.compile()(*args)
 
 
 def expected(loop, lengths=(3, 0, BOUND)):
@@ -37,36 +44,40 @@ def expected_gradients(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_forward(loop):
+def test_forward(loop, monkeypatch):
     """Before a gradient is taken all kinds are the same."""
-    lanes = jax.vmap(LOOPS[loop][0](lx.Lax()))
-    assert stretches(lanes, *LANES) == 1
-    assert_close(jax.jit(lanes)(*LANES), np.stack([lane.value for lane in expected(loop)]))
+    loops, values = counted(monkeypatch, jax.vmap(LOOPS[loop][0](lx.Lax())), *LANES)
+    assert loops == 1
+    assert_close(values, np.stack([lane.value for lane in expected(loop)]))
 
 
-# Each kind with a loop of known length and with a condition.
-CASES = [*(("scan", kind) for kind in KINDS), ("reverse_stop", SLOTS), ("reverse_stop", BOUNDED)]
-CASES += [("while", CHECKPOINTED), ("while", RESIDUALS)]
-MORE = [("reverse_stop", CHECKPOINTED), ("reverse_stop", RESIDUALS), ("while", SLOTS), ("while", BOUNDED)]
+# Each kind with a loop of known length, and each loop.
+CASES = [*(("scan", kind) for kind in KINDS), ("reverse_stop", SLOTS), ("while", CHECKPOINTED)]
+MORE = [("reverse_stop", CHECKPOINTED), ("reverse_stop", BOUNDED), ("reverse_stop", RESIDUALS)]
+MORE += [("while", SLOTS), ("while", BOUNDED), ("while", RESIDUALS)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 @pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
-def test_gradients_of_each_lane(loop, kind):
+def test_gradients_of_each_lane(loop, kind, monkeypatch):
     inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
-    assert stretches(inside, *LANES) == 2
+    loops, found = counted(monkeypatch, inside, *LANES)
+    assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
     values = np.stack([lane.value for lane in expected(loop)])
-    assert_close(jax.jit(inside)(*LANES), (values, expected_gradients(loop)))
+    assert_close(found, (values, expected_gradients(loop)))
 
 
 @pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
-def test_gradients_of_all_lanes(loop, kind):
+def test_gradients_of_all_lanes(loop, kind, monkeypatch):
     lanes = jax.vmap(LOOPS[loop][0](kind))
     outside = jax.grad(lambda w, h, xs: lanes(w, h, xs, LANES[3]).sum(), (0, 1, 2))
-    assert_close(jax.jit(outside)(*LANES[:3]), expected_gradients(loop))
+    loops, found = counted(monkeypatch, outside, *LANES[:3])
+    if loop == "scan" and kind != RESIDUALS:
+        assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
+    assert_close(found, expected_gradients(loop))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
 def test_second_derivatives(kind):
     hessians = jax.jit(jax.vmap(jax.hessian(LOOPS["scan"][0](kind), 1)))(*LANES)
     assert_close(hessians, np.stack([lane.hessian for lane in expected("scan")]))
@@ -95,6 +106,6 @@ def test_forward_mode_outside_of_the_batch():
     assert_close(jax.jit(directional)(LANES[0]), (np.stack(values), np.stack(tangents)))
 
 
-def test_small_constants_are_not_lent_in_stretches(monkeypatch):
-    monkeypatch.setattr(lending, "LARGE_CONSTANTS_BYTES", 64 * 1024)
-    assert stretches(jax.vmap(LOOPS["scan"][0](lx.Lax())), *LANES) == 0
+def test_small_constants_are_filled_in_each_step(monkeypatch):
+    monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 64 * 1024)
+    assert counted(monkeypatch, jax.vmap(LOOPS["scan"][0](lx.Lax())), *LANES)[0] == 0

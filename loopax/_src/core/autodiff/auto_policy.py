@@ -13,11 +13,11 @@ from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
 
 # A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
 # that are set to zero for all of them.
-PRECAUTION_STEPS = 1 / 2
-PRECAUTION_MEMORY = 1 / 8
+LOOSE_BOUND_STEPS = 1 / 2
+LOOSE_BOUND_MEMORY = 1 / 8
 
 
-class Step(NamedTuple):
+class StepCost(NamedTuple):
     """What is known of a step; sizes in bytes."""
 
     carry: int  # the part that reverse mode needs
@@ -51,20 +51,20 @@ def choose(loop: Loop, unknown: Mask) -> Storage:
     return _fastest(loop.storage, loop.bound, step)
 
 
-def _step(loop: Loop, unknown: Mask) -> Step:
+def _step(loop: Loop, unknown: Mask) -> StepCost:
     """Measure one step by dividing the loop in both ways."""
     by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals[0]))
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals[1][by_residual.num_known_ys :]
     read = num_bytes(by_carry.known.input_avals[2])
-    return Step(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
+    return StepCost(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
 
 
-def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
+def _fastest(asked: Fastest, bound: int, step: StepCost) -> Storage:
     """Compare the kinds by what they cost beyond one forward pass and the derivative, per step."""
-    memory = asked.budget * (PRECAUTION_MEMORY if asked.is_precaution else 1)
-    share = PRECAUTION_STEPS if asked.is_precaution else 1
+    memory = asked.budget * (LOOSE_BOUND_MEMORY if asked.bound_is_loose else 1)
+    share = LOOSE_BOUND_STEPS if asked.bound_is_loose else 1
     costs = {}
     for storage, size, evaluations in [(EveryResidual, step.residuals, 0), (EveryCarry, step.carry, 1)]:
         if bound * size <= memory:
@@ -87,5 +87,5 @@ def _fastest(asked: Fastest, bound: int, step: Step) -> Storage:
 _NAMES = {EveryResidual: "Residuals", EveryCarry: "Bounded", Checkpoints: "Checkpointed"}
 
 
-def _carries(count: int, step: Step) -> str:
+def _carries(count: int, step: StepCost) -> str:
     return f"{count} carries of {step.carry} bytes"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
+from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
@@ -152,7 +152,7 @@ def jvp_of_results(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    return jvp_of_results(lending(Loop(**params)), run, primals, tangents)
+    return jvp_of_results(Loop(**params), run, primals, tangents)
 
 
 ad.primitive_jvps[loop_p] = _jvp

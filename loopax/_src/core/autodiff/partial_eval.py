@@ -101,7 +101,7 @@ def unknown_outputs(loop: Loop, unknown: Mask) -> tuple[Mask, Mask]:
 def known_loop(loop: Loop, consts: Mask, carry: Mask, xs: Mask, ys: Mask) -> Loop:
     """The part of the loop that depends on nothing unknown; it takes all known operands."""
     reporting = loop.reporting
-    if loop.lanes_place is not None and carry[loop.lanes_place]:
+    if loop.active_count_index is not None and carry[loop.active_count_index]:
         reporting = reporting and reporting._replace(counts_lanes=False)
     names = loop.names.keep(*map(invert, (consts, carry, xs, ys)))
     return loop._replace(

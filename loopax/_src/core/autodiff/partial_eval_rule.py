@@ -10,9 +10,9 @@ import jax
 
 from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
-from loopax._src.core.autodiff.transpose import LinearLoop, Operands, linear_loop_p, transpose_linear_loop
+from loopax._src.core.autodiff.transpose import LinearLoop, LinearOperands, linear_loop_p, transpose_linear_loop
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
-from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
+from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
 from loopax._src.core.jaxpr.util import merge_lists, reject, select, split_list
 from loopax._src.core.jaxpr.varying_axes import retyped
 from loopax._src.jax_internals import (
@@ -97,7 +97,7 @@ def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[A
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    loop = lending(Loop(**params))
+    loop = Loop(**params)
     unknown = tuple(not is_known(t) for t in tracers)
     if unknown[0] or unknown[1] or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
@@ -119,7 +119,7 @@ pe.custom_partial_eval_rules[loop_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
-    loop = lending(Loop(**strip_progress_of_params(params)))
+    loop = Loop(**strip_progress_of_params(params))
     unknown = tuple(map(ad.is_undefined_primal, operands))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))
@@ -134,7 +134,7 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params
         *select(parts.unknown_ys, ct_ys),
         *select(select(loop.saved_mask, parts.unknown_carry), ct_saved),
     ]
-    given = Operands.of(parts.linear, [*rest, *linear])
+    given = LinearOperands.of(parts.linear, [*rest, *linear])
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
     found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
     return [None, None, *_cotangents_of_operands(loop, parts, unknown, found)]

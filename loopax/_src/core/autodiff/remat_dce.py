@@ -7,8 +7,8 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import bodies, known_sweep, needs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
-from loopax._src.core.ir.loop import Loop, lending, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
+from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import Mask, either, reject, select, split_list
 from loopax._src.jax_internals import Literal, happens, pe
 
@@ -24,7 +24,7 @@ def stage_all(
 
 def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
-    loop = lending(Loop(**eqn.params))
+    loop = Loop(**eqn.params)
     consts, _init, xs = (tuple(m) for m in split_list(unknown[2:], loop.sizes))
     carry, ys = unknown_outputs(loop, tuple(unknown[2:]))
     if unknown[0] or unknown[1] or (loop.predicated and carry[0]):
@@ -38,7 +38,7 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
 
 def _partial_eval_sweep_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
-    static = lending_sweep(ReverseSweep(**eqn.params))
+    static = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
         return stage_all(eqn, instantiated)
     consts, init, saved, carry, xs = (tuple(m) for m in split_list(unknown[3:], static.sizes))
@@ -68,7 +68,7 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     loop = Loop(**eqn.params)
     if not any(used) and not happens(eqn.effects):
         return [False] * len(eqn.invars), None
-    if happens(loop.body.effects) or loop.lent:
+    if happens(loop.body.effects):
         return [True] * len(eqn.invars), eqn
     sizes = [1, loop.num_carry, len(loop.output_avals[1]), sum(loop.saved_mask)]
     _, carry, ys, saved, checkpoint_rows = split_list(used, sizes)
@@ -76,8 +76,8 @@ def _dce_loop(used: list[bool], *rest: Any) -> Any:
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
-    if loop.lanes_place is not None:
-        wanted = tuple(keep or place == loop.lanes_place for place, keep in enumerate(wanted))
+    if loop.active_count_index is not None:
+        wanted = tuple(keep or place == loop.active_count_index for place, keep in enumerate(wanted))
     body, (consts, kept, xs) = prune(loop.body, loop.sizes, wanted, tuple(ys))
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(
@@ -107,8 +107,6 @@ def _dce_sweep(used: list[bool], *rest: Any) -> Any:
     static = ReverseSweep(**eqn.params)
     if not any(used):
         return [False] * len(eqn.invars), None
-    if static.lent:
-        return [True] * len(eqn.invars), eqn
     carry, ys = (tuple(m) for m in split_list(used, [static.num_carry]))
     keep = needs(static, carry, ys)
     consts, state, carry, xs = keep

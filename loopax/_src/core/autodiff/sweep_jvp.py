@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, nonzero_mask, tangents_or_zeros
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad
@@ -54,7 +54,7 @@ def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    static = lending_sweep(ReverseSweep(**params))
+    static = ReverseSweep(**params)
     low, high, checkpoint_rows, *operands = primals
     consts, init, saved, carry, xs = split_list(operands, static.sizes)
     const_dots, init_dots, saved_dots, carry_dots, x_dots = split_list(tangents[3:], static.sizes)

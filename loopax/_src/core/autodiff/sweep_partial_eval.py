@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
-from loopax._src.core.autodiff.sweep_transpose import LinearSweep, Operands, linear_sweep_p, transpose_linear_sweep
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p, run_sweep
+from loopax._src.core.autodiff.sweep_transpose import (
+    LinearSweep,
+    LinearSweepOperands,
+    linear_sweep_p,
+    transpose_linear_sweep,
+)
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
 from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
 
@@ -113,7 +118,7 @@ def _partial_eval_known(static: ReverseSweep, unknown: Sequence[Mask]) -> SweepP
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    static = lending_sweep(ReverseSweep(**params))
+    static = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, reverse_sweep_p, tracers, static._asdict())
@@ -135,14 +140,14 @@ pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
 
 def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
-    static = lending_sweep(ReverseSweep(**params))
+    static = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
     unknown = [tuple(mask) for mask in split_list(flags, static.sizes)]
     parts = _partial_eval_known(static, unknown)
     rest = _rest(parts, unknown, split_list(operands, static.sizes))
     ct_carry, ct_ys = split_list(cts, [static.num_carry])
     cts = [*select(parts.unknown_carry, ct_carry), *select(parts.unknown_ys, ct_ys)]
-    given = Operands.of(parts.linear, [low, high, *rest])
+    given = LinearSweepOperands.of(parts.linear, [low, high, *rest])
     consts, init, carry, xs = transpose_linear_sweep(cts, parts.linear, given)
     masks = [unknown[0], parts.unknown_state, parts.unknown_carry, unknown[4]]
     used = [tuple(a and b for a, b in zip(m, use, strict=True)) for m, use in zip(masks, parts.uses, strict=True)]

@@ -119,7 +119,7 @@ class LinearSweep(NamedTuple):
         )
 
 
-class Operands(NamedTuple):
+class LinearSweepOperands(NamedTuple):
     """The operands of a linear replay: consts, states' init, carry's init and xs, known and linear."""
 
     low: Any
@@ -128,7 +128,7 @@ class Operands(NamedTuple):
     linear: list[list[Any]]
 
     @classmethod
-    def of(cls, static: LinearSweep, operands: Sequence[Any]) -> "Operands":
+    def of(cls, static: LinearSweep, operands: Sequence[Any]) -> "LinearSweepOperands":
         """Cut a flat list."""
         low, high, *rest = operands
         sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
@@ -141,7 +141,7 @@ linear_sweep_p = new_primitive("linear_sweep")
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
-    given = Operands.of(static, flat)
+    given = LinearSweepOperands.of(static, flat)
     groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
     carry, rows = checkpoint_and_sweep(static.whole, given.low, given.high, *groups)
     return [*select(static.linear_carry, carry), *rows]
@@ -249,7 +249,7 @@ def _backward_pair(static: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> 
     return trace(body, [static.forward.in_avals[0], *(aval for group in inputs for aval in group)])
 
 
-def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: Operands) -> list[list[Any]]:
+def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: LinearSweepOperands) -> list[list[Any]]:
     """Cotangents of the linear consts, init of the states, init of the carry, and xs."""
     p, ct_ys = split_list(cts, [sum(static.linear_carry)])
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in ct_ys)
@@ -284,7 +284,7 @@ def transpose_linear_sweep(cts: Sequence[Any], static: LinearSweep, given: Opera
     return [ct_consts, ct_init, out.carry[len(init) :], ct_xs]
 
 
-def _every_carry(static: LinearSweep, given: Operands) -> list[Any]:
+def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     """The known carry before every backward step, as rows."""
     known = static.known
     inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
@@ -298,7 +298,7 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
-    given = Operands.of(static, flat)
+    given = LinearSweepOperands.of(static, flat)
     found = [ct for group in transpose_linear_sweep(cts, static, given) for ct in group]
     operands = [x for group in given.linear for x in group]
     wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]

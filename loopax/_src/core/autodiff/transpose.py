@@ -102,7 +102,7 @@ class LinearLoop(NamedTuple):
         )
 
 
-class Operands(NamedTuple):
+class LinearOperands(NamedTuple):
     """The operands of a linear loop by name."""
 
     low: Any
@@ -117,7 +117,7 @@ class Operands(NamedTuple):
     xs: list[Any]
 
     @classmethod
-    def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "Operands":
+    def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "LinearOperands":
         """Cut a flat list."""
         low, high, *rest = operands
         sizes = [*linear.known_sizes, *linear.linear_sizes]
@@ -131,7 +131,7 @@ linear_loop_p = new_primitive("linear_loop")
 def _whole(*flat: Any, **params: Any) -> list[Any]:
     """The linear loop as the loop that it is the rest of."""
     linear = LinearLoop(**params)
-    given = Operands.of(linear, flat)
+    given = LinearOperands.of(linear, flat)
     loop = linear.as_loop
     out = run(
         loop,
@@ -214,7 +214,9 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     return trace(step, [linear.body.in_avals[0], *(aval for group in inputs for aval in group)])
 
 
-def transpose_linear_loop(cts: Sequence[Any], linear: LinearLoop, given: Operands, avals: Sequence[Any]) -> list[Any]:
+def transpose_linear_loop(
+    cts: Sequence[Any], linear: LinearLoop, given: LinearOperands, avals: Sequence[Any]
+) -> list[Any]:
     """Cotangents of the linear consts, init and xs, whose types are `avals`."""
     if isinstance(linear.storage, Nothing):
         raise linear.storage.error(linear.storage.message)
@@ -277,7 +279,7 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     linear = LinearLoop(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
-    given = Operands.of(linear, flat)
+    given = LinearOperands.of(linear, flat)
     operands = [*given.consts, *given.init, *given.xs]
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
     found = transpose_linear_loop(cts, linear, given, avals)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.masked_step import (
-    borrowed_operands,
+    filled_operands,
     in_window,
     lane_function,
     skip_idle_rows,
@@ -21,13 +21,13 @@ from loopax._src.core.batching.masked_step import (
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
-from loopax._src.core.masking.substitute import Lent, large_constants
-from loopax._src.core.row_buffers.versions import buffers, read_only
+from loopax._src.core.masking.substitute import fill_inactive
+from loopax._src.core.row_buffers.versions import buffers
 from loopax._src.jax_internals import vary_like
 from loopax._src.messages import collective_message
 
 
-class Lanes(NamedTuple):
+class LaneOperands(NamedTuple):
     """The operands of a batch; those that lanes have of their own have an axis of lanes, rows of xs a second one."""
 
     windows: Mask  # whether lanes have a low and a high of their own
@@ -63,7 +63,7 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
     if loop.reporting is None:
         return goes_on
     # Where each lane is a batch that counts its own lanes, these are counted.
-    counts = jnp.ones(axis.size, jnp.int32) if loop.lanes_place is None else carry[loop.lanes_place]
+    counts = jnp.ones(axis.size, jnp.int32) if loop.active_count_index is None else carry[loop.active_count_index]
     return [*goes_on, jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32)]
 
 
@@ -81,10 +81,8 @@ def _lanes_loop(
     batched = (*consts, *(True,) * loop.num_carry, *xs)
     function = lane_function(loop.body, batched, axis.arguments)
     const_avals = lane_avals(loop.input_avals[0], consts, axis)
-    own_rows = read_only(loop.body, range(1, 1 + loop.num_consts))
-    large = large_constants(const_avals, tuple(c and not read for c, read in zip(consts, own_rows, strict=True)))
     in_place = buffers(loop.body, loop.carry_range)
-    borrowed = borrowed_operands(loop.body, consts, large, loop.num_carry, xs)
+    filled_consts, filled_others = filled_operands(loop.body, consts, loop.num_carry, xs)
     num_windows, num_extra = len(window_avals), len(extra)
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
@@ -94,16 +92,13 @@ def _lanes_loop(
         active = in_window(row, own, windows, axis)
         return active & carry[0] if loop.predicated else active
 
-    def activity(row: Any, *operands: Any) -> list[Any]:
-        own, _, _, carry = split_list(operands, [num_windows, loop.num_consts, num_extra])
-        return [active_at(row, own, carry)]
-
     def body(row: Any, *operands: Any) -> list[Any]:
         own, consts, extra, carry, xs = split_list(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
         active = active_at(row, own, carry)
+        filled = fill_inactive(active, consts, filled_consts)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *xs], borrowed, carry, in_place)
+            return step_lanes(function, active, row, filled, [*carry, *xs], filled_others, carry, in_place)
 
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
         if not num_extra:
@@ -124,7 +119,6 @@ def _lanes_loop(
     return loop._replace(
         reporting=reporting,
         body=trace(body, [*inputs, *lane_avals(xs_avals, xs, axis)]),
-        lent=Lent(trace(activity, inputs), (False,) * num_windows + large) if any(large) else None,
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
@@ -133,7 +127,7 @@ def _lanes_loop(
     )
 
 
-def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes, leave: int = 0) -> tuple[Outcome, Any]:
+def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, leave: int = 0) -> tuple[Outcome, Any]:
     """Walk the rows `low ... high - 1`; also returns the steps of each lane (None without a predicate).
 
     Lanes with a predicate stop when no more than `leave` of them go on.

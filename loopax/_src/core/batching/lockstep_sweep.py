@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.batching.masked_step import (
-    borrowed_operands,
+    filled_operands,
     in_window,
     lane_function,
     skip_idle_rows,
@@ -13,8 +13,8 @@ from loopax._src.core.batching.masked_step import (
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, trace, weakly_cached
-from loopax._src.core.masking.substitute import Lent, large_constants
-from loopax._src.core.row_buffers.versions import buffers, read_only
+from loopax._src.core.masking.substitute import fill_inactive
+from loopax._src.core.row_buffers.versions import buffers
 from loopax._src.jax_internals import ClosedJaxpr
 
 
@@ -26,24 +26,12 @@ def lockstep_sweep(
     avals, forward_avals = static.backward_avals, static.forward_avals
     state, carry = (True,) * static.num_state, (True,) * static.num_carry
     front = xs[: static.num_forward_xs]
-    const_avals = lane_avals(avals[0], consts, axis)
-    own_rows = [read_only(body, range(1, 1 + static.num_consts)) for body in (static.forward, static.backward)]
-    by_row = zip(consts, *own_rows, strict=True)
-    large = large_constants(const_avals, tuple(c and not any(read) for c, *read in by_row))
     groups = [(consts, avals[0]), (state, forward_avals[1]), (front, forward_avals[2])]
-    forward = _lanes_body(static.forward, axis, windows, window_avals, large, groups)
+    forward = _lanes_body(static.forward, axis, windows, window_avals, groups)
     groups = [(consts, avals[0]), (carry, avals[1]), ((*state, *xs), avals[2] + avals[3])]
-    backward = _lanes_body(static.backward, axis, windows, window_avals, large, groups)
-
-    def activity(row: Any, *consts: Any) -> list[Any]:
-        return [in_window(row, consts[: sum(windows)], windows, axis)]
-
-    lent = None
-    if any(large):
-        traced = trace(activity, [static.forward.in_avals[0], *window_avals, *const_avals])
-        lent = Lent(traced, (False,) * len(window_avals) + large)
+    backward = _lanes_body(static.backward, axis, windows, window_avals, groups)
     num_consts = static.num_consts + len(window_avals)
-    return static._replace(forward=forward, backward=backward, num_consts=num_consts, lent=lent, stages=None)
+    return static._replace(forward=forward, backward=backward, num_consts=num_consts, stages=None)
 
 
 def _lanes_body(
@@ -51,23 +39,23 @@ def _lanes_body(
     axis: Axis,
     windows: Mask,
     window_avals: tuple[Any, ...],
-    lent: Mask,
     groups: Sequence[tuple[Mask, Sequence[Any]]],
 ) -> ClosedJaxpr:
     """A body (row, *consts, *carry, *rest) -> (*carry, *y) for lanes with windows of their own."""
     batched = [flag for mask, _ in groups for flag in mask]
     function = lane_function(closed, batched, axis.arguments)
     num_consts, num_carry = len(groups[0][0]), len(groups[1][0])
-    borrowed = borrowed_operands(closed, groups[0][0], lent, num_carry, groups[2][0])
+    filled_consts, filled = filled_operands(closed, groups[0][0], num_carry, groups[2][0])
     in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
 
     def body(row: Any, *operands: Any) -> list[Any]:
         window, consts, carry, rest = split_list(operands, [sum(windows), num_consts, num_carry])
         active = in_window(row, window, windows, axis)
+        consts = fill_inactive(active, consts, filled_consts)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, [*consts, *carry, *rest], borrowed, carry, in_place)
+            return step_lanes(function, active, row, consts, [*carry, *rest], filled, carry, in_place)
 
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
-from loopax._src.core.batching.lockstep_loop import Lanes, own_limits, run_lanes
+from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, lending, loop_p, run
+from loopax._src.core.ir.loop import Loop, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
@@ -35,7 +35,7 @@ def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, y
 
 
 def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    loop, axis = lending(Loop(**params)), Axis.of(axis_data)
+    loop, axis = Loop(**params), Axis.of(axis_data)
     (low, high), *groups = split_list(operands, [2, *loop.sizes])
     window_dims, *group_dims = split_list(dims, [2, *loop.sizes])
     consts, carry, xs = groups
@@ -48,7 +48,7 @@ def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         refuse_sharded_lanes(axis)
         carry = [fill_axis(axis, x, d) for x, d in zip(carry, carry_dims, strict=True)]
         own = own_limits(windows, low, high)
-        return _batch_lanes(loop, axis, low, high, Lanes(windows, own, consts_mask, xs_mask, consts, carry, xs))
+        return _batch_lanes(loop, axis, low, high, LaneOperands(windows, own, consts_mask, xs_mask, consts, carry, xs))
 
     uniform = _uniform_loop(loop, axis, consts_mask, carry_mask, xs_mask, ys_mask)
     carry = [fill_axis(axis, x, d) if b else x for x, d, b in zip(carry, carry_dims, carry_mask, strict=True)]
@@ -77,7 +77,7 @@ def _batched_results(loop: Loop, axis_data: Any, consts: Mask, carry: Mask, xs: 
         carry = either(carry, new)
 
 
-def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Any:
+def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
     """Lanes that stop at different steps."""
     if loop.stages:
         if not isinstance(axis.size, int):

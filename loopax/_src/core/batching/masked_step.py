@@ -1,8 +1,8 @@
 """One step of a batch of loops that stop at different times.
 
-A finished lane keeps its carry. What it computes meanwhile is thrown away, so it computes something
-harmless: it *borrows* all that it reads from a lane that is still active. The body is then never
-evaluated outside its domain, and a loop inside the body never spins for a lane that is done.
+A finished lane keeps its carry. What it computes meanwhile is thrown away, so it computes something harmless: its
+operands are filled with those of a lane that is still active (`masking/substitute.py`). The body is then never
+evaluated outside of its domain, and a loop inside the body never spins for a lane that is done.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from loopax._src.core.effects.guard import guarded
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list
 from loopax._src.core.masking.all_active import active_lanes, visibly_active
-from loopax._src.core.masking.substitute import borrow, pick
+from loopax._src.core.masking.substitute import fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, zeros
 
@@ -53,16 +53,18 @@ def step_lanes(
     function: Callable[..., list[Any]],
     active: Any,
     row: Any,
-    operands: Sequence[Any],
-    batched: Sequence[bool],
+    consts: Sequence[Any],
+    others: Sequence[Any],
+    filled: Sequence[bool],
     carry: Sequence[Any],
     in_place: Mask,
 ) -> list[Any]:
     """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros.
 
-    In leaves of the carry that are changed `in_place`, finished lanes do not write.
+    Constants are filled already; `filled` says which of the other operands are to be. In leaves of the carry that are
+    changed `in_place`, finished lanes do not write.
     """
-    out = function(active, row, *borrow(active, operands, batched))
+    out = function(active, row, *consts, *fill_inactive(active, others, filled))
     new_carry, ys = split_list(out, [len(carry)])
     leaves = zip(in_place, new_carry, carry, strict=True)
     return [
@@ -74,7 +76,7 @@ def step_lanes(
 def skip_idle_rows(
     step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
 ) -> list[Any]:
-    """The same where the windows of lanes may leave rows in which none is active, so that none can lend."""
+    """One step where the windows of lanes may leave rows in which no lane is active: those are passed over."""
     idle = [*carry, *map(zeros, y_avals)]
     return lax.cond(jnp.any(active), step, lambda: idle)
 
@@ -91,10 +93,9 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
     return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
 
 
-def borrowed_operands(body: ClosedJaxpr, consts: Mask, lent: Mask, num_carry: int, rest: Mask) -> Mask:
-    """Which operands of a body finished lanes borrow in each step."""
+def filled_operands(body: ClosedJaxpr, consts: Mask, num_carry: int, rest: Mask) -> tuple[Mask, Mask]:
+    """Which constants, and which other operands, of a body finished lanes do not read of their own."""
     carry = range(1 + len(consts), 1 + len(consts) + num_carry)
     own = either(accumulators(body, carry), buffers(body, carry))
     read = read_only(body, range(1, carry.start))
-    lending = zip(consts, lent, read, strict=True)
-    return (*(b and not large and not in_rows for b, large, in_rows in lending), *invert(own), *rest)
+    return tuple(b and not in_rows for b, in_rows in zip(consts, read, strict=True)), (*invert(own), *rest)

@@ -14,7 +14,6 @@ from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     checkpoint_and_sweep,
-    lending_sweep,
     reverse_sweep_p,
     run_sweep,
 )
@@ -57,7 +56,7 @@ _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
 def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    static, axis = lending_sweep(ReverseSweep(**params)), Axis.of(axis_data)
+    static, axis = ReverseSweep(**params), Axis.of(axis_data)
     (low, high, checkpoint_rows), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
     (*window_dims, checkpoint_rows_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
         dims, [3, *static.sizes]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.effects.strip_progress import strip_progress
-from loopax._src.core.ir.loop import Loop, lending, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, lending_sweep, reverse_sweep_p
+from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
@@ -154,13 +154,13 @@ def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    loop = lending(Loop(**eqn.params))
+    loop = Loop(**eqn.params)
     loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
 def _guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    static = lending_sweep(ReverseSweep(**eqn.params))
+    static = ReverseSweep(**eqn.params)
     forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
     static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **static._asdict())

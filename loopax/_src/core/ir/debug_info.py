@@ -47,7 +47,7 @@ class DebugInfo:
     kind: Any  # as it was given
     lanes: Any
     fixed: bool  # always as many steps, known when traced
-    is_precaution: bool  # the bound is `max_steps`
+    bound_is_loose: bool  # the bound is `max_steps`
     names: Names
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
 

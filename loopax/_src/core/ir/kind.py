@@ -36,7 +36,7 @@ class Fastest:
     """The fastest of the above that fits in so many bytes; `autodiff/auto_policy.py` chooses, for a gradient."""
 
     memory: int
-    is_precaution: bool  # the bound on the steps may be far above what is taken
+    bound_is_loose: bool  # the bound on the steps may be far above what is taken
     share: float = 1.0  # the part of the memory that is for this loop
 
     @property

@@ -37,7 +37,6 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
-from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
@@ -57,13 +56,12 @@ class Loop(NamedTuple):
     storage: Storage  # what reverse mode stores
     saving: Saving | None = None  # a loop that saves: when
     saved: Mask = ()  # a loop that saves: which leaves of the carry
-    lent: Lent | None = None  # a batch: constants that the body expects to be lent already
     stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
 
     @property
-    def lanes_place(self) -> int | None:
+    def active_count_index(self) -> int | None:
         """Which leaf of the carry is the number of lanes that go on; None where there are none to count."""
         return int(self.predicated) if self.reporting is not None and self.reporting.counts_lanes else None
 
@@ -123,7 +121,7 @@ def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[
 
     Where devices take different numbers of steps, the loop becomes one in which they do not communicate.
     """
-    fixed = _unchanged(loop) if loop.lent is None else (False,) * loop.num_carry
+    fixed = _unchanged(loop)
     slim = _hoisted(loop, fixed) if any(fixed) else loop
     operands = [*consts, *select(fixed, carry), *reject(fixed, carry), *xs]
     if axes := _differing(slim, low, high, operands):
@@ -140,10 +138,8 @@ def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes
 @weakly_cached
 def _apart(loop: Loop, axes: Axes) -> Loop | None:
     """The loop for such devices; None: it is one."""
-    if (body := apart(loop.body, axes)) is None or loop.lent is None:
-        return body and loop._replace(body=body)
-    alone = lending(loop)
-    return alone._replace(body=apart(alone.body, axes) or alone.body)
+    body = apart(loop.body, axes)
+    return body and loop._replace(body=body)
 
 
 def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
@@ -154,17 +150,6 @@ def outcome(loop: Loop, results: Sequence[Any]) -> Outcome:
 
 
 @weakly_cached
-def _lending(loop: Loop) -> Loop:
-    assert loop.lent is not None
-    return loop._replace(body=lend_in_body(loop.body, loop.lent), lent=None)
-
-
-def lending(loop: Loop) -> Loop:
-    """The loop with a body that does its own lending."""
-    return loop if loop.lent is None else _lending(loop)
-
-
-@weakly_cached
 def _unchanged(loop: Loop) -> Mask:
     """Which leaves of the carry the body returns as they came."""
     inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
@@ -172,8 +157,8 @@ def _unchanged(loop: Loop) -> Mask:
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
-    if loop.lanes_place is not None:
-        same[loop.lanes_place] = False
+    if loop.active_count_index is not None:
+        same[loop.active_count_index] = False
     return tuple(same)
 
 
@@ -220,7 +205,7 @@ loop_p.def_effectful_abstract_eval(_abstract)
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that the primal part of a loop inside another loop's body stays known."""
-    loop = lending(Loop(**eqn.params))
+    loop = Loop(**eqn.params)
     low, high, *inputs = (1 << i for i in range(len(eqn.invars)))
     inputs = [0, *inputs]
     needed = dependence(loop.body)

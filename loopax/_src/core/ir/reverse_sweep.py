@@ -26,9 +26,8 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
-from loopax._src.core.jaxpr.util import split_list, stacked, weakly_cached
+from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
-from loopax._src.core.masking.substitute import Lent, lend_in_body
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 from loopax._src.schedule.saving import Saving, length_known
 
@@ -47,7 +46,6 @@ class ReverseSweep(NamedTuple):
     reverse: bool  # the direction of `forward`
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
-    lent: Lent | None = None  # a batch: constants that both bodies expect to be lent already
     stages: Stages | None = None  # as in `Loop`
 
     @property
@@ -74,18 +72,6 @@ class ReverseSweep(NamedTuple):
 reverse_sweep_p = new_primitive("reverse_sweep")
 
 
-@weakly_cached
-def _lending(static: ReverseSweep) -> ReverseSweep:
-    assert static.lent is not None
-    forward, backward = (lend_in_body(body, static.lent) for body in (static.forward, static.backward))
-    return static._replace(forward=forward, backward=backward, lent=None)
-
-
-def lending_sweep(static: ReverseSweep) -> ReverseSweep:
-    """The sweep with bodies that do their own lending."""
-    return static if static.lent is None else _lending(static)
-
-
 def run_sweep(
     static: ReverseSweep,
     low: Any,
@@ -108,8 +94,6 @@ def run_sweep(
 
 def _apart(static: ReverseSweep, axes: Axes) -> ReverseSweep:
     """The sweep for devices that take different numbers of steps."""
-    if static.lent is not None and (apart(static.forward, axes) or apart(static.backward, axes)):
-        static = lending_sweep(static)
     forward, backward = (apart(body, axes) or body for body in (static.forward, static.backward))
     return static._replace(forward=forward, backward=backward)
 
@@ -158,7 +142,7 @@ def checkpoint_and_sweep(
 
 def _dependence(eqn: Any) -> list[int]:
     """Exact, so that a primal sweep inside another loop's body stays known."""
-    static = lending_sweep(ReverseSweep(**eqn.params))
+    static = ReverseSweep(**eqn.params)
     bits = [1 << i for i in range(len(eqn.invars))]
     window, rest = bits[0] | bits[1] | bits[2], bits[3:]
     consts, init, saved, carry, xs = split_list(rest, static.sizes)

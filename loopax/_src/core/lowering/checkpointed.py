@@ -10,7 +10,7 @@ from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
-from loopax._src.core.lowering.while_loop import RowLoop, State, Steps, read, write
+from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, read, write
 from loopax._src.jax_internals import zeros
 from loopax._src.schedule.saving import Blocks, Saving
 
@@ -18,7 +18,7 @@ from loopax._src.schedule.saving import Blocks, Saving
 class Saver(NamedTuple):
     """The state of a loop that saves."""
 
-    state: State
+    state: LoopState
     saved: list[Any]  # room for the carries
     checkpoint_rows: (
         Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; for blocks the first row
@@ -30,7 +30,7 @@ class Saver(NamedTuple):
 Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
-def run_saving(loop: Loop, walk: RowLoop, steps: Steps, state: State, end: Any) -> tuple[State, list[Any]]:
+def run_saving(loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any) -> tuple[LoopState, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
     assert loop.saving is not None
     decide, plan = _decision(loop.saving, walk, state.position)
@@ -94,7 +94,7 @@ def _binomially(slots: int) -> Decision:
     return decide
 
 
-def _online(steps_so_far: Callable[[State], Any]) -> Decision:
+def _online(steps_so_far: Callable[[LoopState], Any]) -> Decision:
     def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
         plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.state))
         return slot, length, plan
@@ -137,7 +137,7 @@ def _in_order(plan: schedule.Online, saved: list[Any], checkpoint_rows: Any) -> 
     return saved, checkpoint_rows
 
 
-def _poisoned(state: State) -> State:
+def _poisoned(state: LoopState) -> LoopState:
     """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
     cut = (state.position == MOST_STEPS) & state.carry[0]
 

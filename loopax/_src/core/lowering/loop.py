@@ -11,10 +11,10 @@ from loopax._src.core.ir.loop import Loop, loop_p, result_avals
 from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
+from loopax._src.core.lowering.active_sets import active_of, filled_outside
 from loopax._src.core.lowering.checkpointed import run_saving
-from loopax._src.core.lowering.while_loop import Common, RowLoop, State, Step, Steps, Watch, read
+from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Step, Steps, Watch, read
 from loopax._src.core.masking.all_active import common_rows, unmasked
-from loopax._src.core.masking.substitute import in_stretches
 from loopax._src.jax_internals import jaxpr_as_fun, mlir, zeros
 
 
@@ -36,15 +36,15 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
     ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
-    state = State(carry, ys, start)
+    state = LoopState(carry, ys, start)
     if reports is not None and loop.bound != 1:
-        watch = Watch(reports, start, loop.lanes_place)
+        watch = Watch(reports, start, loop.active_count_index)
         walk = walk._replace(watch=watch)
         state = state._replace(due=watch.first_due(walk._replace(limited=True) if loop.saving else walk))
     end = low - 1 if loop.reverse else high
     if loop.saving:
         state, saved = run_saving(loop, walk, steps, state, end)
-    elif loop.bound == 1 and loop.lent is None:
+    elif loop.bound == 1 and steps.per_active_set is None:
         state, saved = walk.run_at_most_once(steps, state, end), []
     else:
         state, saved = walk.run(steps, state, end), []
@@ -56,19 +56,16 @@ def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
         carry, y = split_list(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
         return carry, y
 
-    def active_at(state: State) -> Any:
-        return loop.lent and jaxpr_as_fun(loop.lent.activity)(state.position, *consts, *state.carry)[0]
-
     def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
         return lambda consts: partial(step, body, consts)
 
+    if outside := filled_outside(loop.body, loop.num_consts, loop.num_carry):
+        active_at = lambda state: active_of(outside, consts, state.position, state.carry)  # noqa: E731
+        steps = Steps(steps_of(jaxpr_as_fun(outside.body)), consts)
+        return steps._replace(per_active_set=partial(outside.at, consts, active_at))
     rows = common_rows(loop.body, consts)
-    return Steps(
-        steps_of(jaxpr_as_fun(loop.body)),
-        consts,
-        common=rows and Common(steps_of(unmasked(loop.body)), *rows),
-        lend=loop.lent and in_stretches(loop.lent, consts, active_at),
-    )
+    common = rows and Common(steps_of(unmasked(loop.body)), *rows)
+    return Steps(steps_of(jaxpr_as_fun(loop.body)), consts, common=common)
 
 
 _run_compiled = jax.jit(_run, static_argnames=Loop._fields)

@@ -10,7 +10,7 @@ from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.sweep_binomial import sweep_slots
 from loopax._src.core.lowering.sweep_common import Track, bodies_of
 from loopax._src.core.lowering.sweep_two_level import sweep_blocks
-from loopax._src.core.lowering.while_loop import State
+from loopax._src.core.lowering.while_loop import LoopState
 from loopax._src.jax_internals import mlir, zeros
 from loopax._src.schedule import Blocks
 
@@ -23,7 +23,7 @@ def _run(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: An
     if static.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
     track = Track.of(static, low, high, checkpoint_rows)
-    bodies, progress = bodies_of(static, consts, xs), State(carry, ys, low)
+    bodies, progress = bodies_of(static, consts, xs), LoopState(carry, ys, low)
     if isinstance(static.saving, Blocks):
         progress = sweep_blocks(static, track, bodies, static.saving.size, saved, progress)
     else:

@@ -16,8 +16,8 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
-from loopax._src.core.lowering.while_loop import RowLoop, State, Step, Steps, read, write
+from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
+from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, Steps, read, write
 
 
 class Segment(NamedTuple):
@@ -30,30 +30,30 @@ class Segment(NamedTuple):
     slots: list[Any]
 
 
-class Sweep(NamedTuple):
+class BinomialState(NamedTuple):
     """The state of a running reverse sweep."""
 
     segment: Segment  # the last one that has not been walked back
     end: Any  # the step behind it
-    progress: State  # the backward walk
+    progress: LoopState  # the backward walk
 
 
-def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: State) -> State:
+def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all steps."""
     stored_steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     last = jnp.maximum(jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32) - 1, 0)
     segment = Segment([read(s, last) for s in saved], stored_steps[last], last, stored_steps, saved)
 
-    def one_run(sweep: Sweep) -> Sweep:
+    def one_run(sweep: BinomialState) -> BinomialState:
         run = _divide(track, bodies, sweep.segment, sweep.end)
         state, slots = _store_run(track, bodies, run, sweep.end)
         run = run._replace(state=state, slots=slots)
         state, progress = _walk_back(track, bodies, run, sweep.end, sweep.progress)
         slot = jnp.maximum(run.slot - 1, 0)
         segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, slots)
-        return Sweep(segment, run.step, progress)
+        return BinomialState(segment, run.step, progress)
 
-    sweep = Sweep(segment, track.num_steps, progress)
+    sweep = BinomialState(segment, track.num_steps, progress)
     return lax.while_loop(lambda sweep: sweep.end > 0, one_run, sweep).progress
 
 
@@ -70,7 +70,9 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
         steps = _forward_steps(track, bodies, segment, stores=False)
-        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, State(state, [], jnp.int32(0)), distance)
+        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(
+            steps, LoopState(state, [], jnp.int32(0)), distance
+        )
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
 
     return lax.while_loop(too_long, shorter, segment)
@@ -79,7 +81,7 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
 def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
     """The state before the last step, and the slots with those before the others."""
     steps = _forward_steps(track, bodies, run, stores=True)
-    progress = State(run.state, run.slots, jnp.int32(0))
+    progress = LoopState(run.state, run.slots, jnp.int32(0))
     progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
     return progress.carry, progress.ys
 
@@ -87,30 +89,34 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
 def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool) -> Steps:
     """The steps of a segment, counted from its start; each may store its state, in one slot after the other."""
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-            return functions.forward(row_of(position), consts, state), state if stores else []
+            return forward(row_of(position), consts, state), state if stores else []
 
         return lambda consts: partial(step, consts)
 
-    return bodies.steps(make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position)
+    return bodies.forward.steps(
+        make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position
+    )
 
 
-def _walk_back(track: Track, bodies: Bodies, run: Segment, end: Any, progress: State) -> tuple[list[Any], State]:
+def _walk_back(
+    track: Track, bodies: Bodies, run: Segment, end: Any, progress: LoopState
+) -> tuple[list[Any], LoopState]:
     """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
     num_state = len(run.state)
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
             state, carry = split_list(values, [num_state])
-            carry, y = functions.backward(row_of(position), consts, carry, state)
+            carry, y = backward(row_of(position), consts, carry, state)
             before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
             return [*(read(s, before) for s in run.slots), *carry], y
 
         return lambda consts: partial(step, consts)
 
-    steps = bodies.steps(make, track.ahead, track.row(run.step))
-    start = State([*run.state, *progress.carry], progress.ys, end - run.step - 1)
+    steps = bodies.backward.steps(make, track.ahead, track.row(run.step))
+    start = LoopState([*run.state, *progress.carry], progress.ys, end - run.step - 1)
     progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
     state, carry = split_list(progress.carry, [num_state])
     return state, progress._replace(carry=carry)

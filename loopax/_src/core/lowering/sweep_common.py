@@ -1,6 +1,7 @@
 """What both ways to compile a reverse sweep have in common."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
+from loopax._src.core.lowering.active_sets import FilledOutside, active_of, filled_outside
 from loopax._src.core.lowering.while_loop import Common, RowLoop, Step, Steps, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
-from loopax._src.core.masking.substitute import Lent, in_stretches
-from loopax._src.jax_internals import jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 
 class Track(NamedTuple):
@@ -41,24 +42,17 @@ class Track(NamedTuple):
 RowOf = Callable[[Any], Any]  # position -> row
 
 
-class Functions(NamedTuple):
-    """Both bodies of a sweep; the rows of xs are inside."""
+class Body(NamedTuple):
+    """One of the two bodies of a sweep; the rows of xs are inside."""
 
-    forward: Callable[..., list[Any]]  # (row, consts, state) -> state
-    backward: Callable[..., tuple[list[Any], list[Any]]]  # (row, consts, carry, state) -> (carry, y)
-
-
-class Bodies(NamedTuple):
-    """What the steps of a sweep need."""
-
-    functions: Functions
+    run: Callable[..., Any]  # (row, consts, *leaves in groups) -> results in groups
     consts: list[Any]
-    lent: Lent | None
-    common: tuple[CommonRows, Functions] | None  # rows that all lanes walk, and the bodies there
+    outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
+    common: tuple[CommonRows, Callable[..., Any]] | None  # rows that all lanes walk, and the body there
 
     def steps(
         self,
-        make: Callable[[Functions, RowOf], Callable[[Sequence[Any]], Step]],
+        make: Callable[[Callable[..., Any], RowOf], Callable[[Sequence[Any]], Step]],
         ahead: RowLoop,
         start: Any,
         written: RowOf | None = None,
@@ -71,16 +65,22 @@ class Bodies(NamedTuple):
         def row_of(position: Any) -> Any:
             return ahead.advance(start, position)
 
-        common = None
-        if self.common is not None:
-            rows, functions = self.common
-            common = Common(make(functions, row_of), *_positions(rows, ahead, start))
-        steps = Steps(make(self.functions, row_of), self.consts, written or row_of, common)
-        if self.lent is None:
+        steps = Steps(make(self.run, row_of), self.consts, written or row_of)
+        if self.outside is not None:
+            outside, consts = self.outside, self.consts
+            active_at = lambda state: active_of(outside, consts, row_of(state.position), [])  # noqa: E731
+            return steps._replace(per_active_set=partial(outside.at, consts, active_at))
+        if self.common is None:
             return steps
-        activity = jaxpr_as_fun(self.lent.activity)  # which lanes are active depends on the row alone
-        lend = in_stretches(self.lent, self.consts, lambda p: activity(row_of(p.position), *self.consts)[0])
-        return steps._replace(lend=lend)
+        rows, run = self.common
+        return steps._replace(common=Common(make(run, row_of), *_positions(rows, ahead, start)))
+
+
+class Bodies(NamedTuple):
+    """Both bodies of a sweep."""
+
+    forward: Body  # (row, consts, state) -> state
+    backward: Body  # (row, consts, carry, state) -> (carry, y)
 
 
 def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
@@ -94,21 +94,23 @@ def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
 
 
 def bodies_of(static: ReverseSweep, consts: list[Any], xs: list[Any]) -> Bodies:
-    """The bodies of a sweep."""
-    plain = _functions(static, jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward), xs)
-    rows, common = common_rows(static.backward, consts), None
-    if rows is not None:
-        common = rows, _functions(static, unmasked(static.forward), unmasked(static.backward), xs)
-    return Bodies(plain, consts, static.lent, common)
+    """The bodies of a sweep, as they are compiled."""
+    rows = common_rows(static.backward, consts)
 
+    def forward(body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
+        return body(row, *consts, *state, *(read(x, row) for x in xs[: static.num_forward_xs]))
 
-def _functions(static: ReverseSweep, forward_body: Any, backward_body: Any, xs: list[Any]) -> Functions:
-    def forward(row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
-        return forward_body(row, *consts, *state, *(read(x, row) for x in xs[: static.num_forward_xs]))
-
-    def backward(row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = backward_body(row, *consts, *carry, *state, *(read(x, row) for x in xs))
+    def backward(
+        body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        out = body(row, *consts, *carry, *state, *(read(x, row) for x in xs))
         carry, y = split_list(out, [static.num_carry])
         return carry, y
 
-    return Functions(forward, backward)
+    def compiled(closed: ClosedJaxpr, run: Callable[..., Any]) -> Body:
+        outside = filled_outside(closed, static.num_consts, 0)
+        body = outside.body if outside else closed
+        common = None if rows is None else (rows, partial(run, unmasked(closed)))
+        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common)
+
+    return Bodies(compiled(static.forward, forward), compiled(static.backward, backward))

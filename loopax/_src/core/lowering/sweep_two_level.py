@@ -11,35 +11,35 @@ from jax import lax
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.lowering.sweep_common import Bodies, Functions, RowOf, Track
-from loopax._src.core.lowering.while_loop import RowLoop, State, Step, read, write
+from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
+from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, read, write
 from loopax._src.jax_internals import zeros
 
 
-class Sweep(NamedTuple):
+class TwoLevelState(NamedTuple):
     """The state of a running reverse sweep."""
 
     block: Any  # the number of the block whose turn it is
     states: list[Any]  # room for the states of one block
-    progress: State  # the backward walk
+    progress: LoopState  # the backward walk
 
 
 def sweep_blocks(
-    static: ReverseSweep, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: State
-) -> State:
+    static: ReverseSweep, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: LoopState
+) -> LoopState:
     """Walk back through all blocks."""
 
-    def one_block(sweep: Sweep) -> Sweep:
+    def one_block(sweep: TwoLevelState) -> TwoLevelState:
         start = track.row(sweep.block * size)
         length = jnp.minimum(track.num_steps - sweep.block * size, size)
         state = [read(s, sweep.block) for s in saved]
         states = _states_of_block(track.ahead, bodies, start, length, state, sweep.states)
         progress = _walk_back(track.ahead, bodies, start, length, states, sweep.progress)
-        return Sweep(sweep.block - 1, states, progress)
+        return TwoLevelState(sweep.block - 1, states, progress)
 
     states = [zeros(stacked(aval, size)) for aval in static.forward_avals[1]]
     last_block = (track.num_steps + (size - 1)) // size - 1
-    sweep = Sweep(last_block, states, progress)
+    sweep = TwoLevelState(last_block, states, progress)
     return lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep).progress
 
 
@@ -48,29 +48,29 @@ def _states_of_block(
 ) -> list[Any]:
     """Evaluate the states of one block again, into `states`; the last state needs no step after it."""
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: lambda position, state: (functions.forward(row_of(position), consts, state), state)
+    def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: lambda position, state: (forward(row_of(position), consts, state), state)
 
-    steps = bodies.steps(make, ahead, start, written=lambda position: position)
-    progress = State(state, states, jnp.int32(0))
+    steps = bodies.forward.steps(make, ahead, start, written=lambda position: position)
+    progress = LoopState(state, states, jnp.int32(0))
     progress = RowLoop(reverse=False, unroll=ahead.unroll).run(steps, progress, length - 1)
     return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
 
 
-def _walk_back(ahead: RowLoop, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: State) -> State:
+def _walk_back(
+    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, states: list[Any], progress: LoopState
+) -> LoopState:
     """Walk one block backward.
 
     Positions count from the block's start: XLA then has one number less to carry into every fused
     operation, which decides whether a tiny loop is compiled as one function.
     """
 
-    def make(functions: Functions, row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         return lambda consts: (
-            lambda position, carry: functions.backward(
-                row_of(position), consts, carry, [read(s, position) for s in states]
-            )
+            lambda position, carry: backward(row_of(position), consts, carry, [read(s, position) for s in states])
         )
 
-    steps = bodies.steps(make, ahead, start)
+    steps = bodies.backward.steps(make, ahead, start)
     progress = progress._replace(position=length - 1)
     return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))

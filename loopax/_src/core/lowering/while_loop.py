@@ -15,7 +15,7 @@ NEVER = -1  # a position that a loop without a limit does not reach
 Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
 
 
-class State(NamedTuple):
+class LoopState(NamedTuple):
     """The state of a running loop.
 
     The order counts: with the position first, XLA's CPU backend runs a tiny step 13 % slower.
@@ -34,9 +34,9 @@ class Steps(NamedTuple):
     consts: Sequence[Any]
     row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
     common: "Common | None" = None
-    # Where constants are lent: from the state at the start of a stretch of steps to the constants as
-    # lent there, and to whether a later state still belongs to the stretch.
-    lend: Callable[[State], tuple[list[Any], Callable[[State], Any]]] | None = None
+    # Where large constants are filled once for each set of active lanes (`active_sets.py`): from a state to the
+    # constants with the filled ones, and to whether a later state has the same active lanes.
+    per_active_set: Callable[[LoopState], tuple[list[Any], Callable[[LoopState], Any]]] | None = None
 
 
 class Common(NamedTuple):
@@ -58,7 +58,7 @@ class Watch(NamedTuple):
         """The position of the first report."""
         return self._after(walk, self.start, self.reports.first)
 
-    def next_due(self, walk: "RowLoop", state: State) -> Any:
+    def next_due(self, walk: "RowLoop", state: LoopState) -> Any:
         """Where to report next; reports where that is now."""
         active = jnp.int32(UNKNOWN) if self.lanes is None else jnp.sum(state.carry[self.lanes], dtype=jnp.int32)
 
@@ -94,7 +94,7 @@ class RowLoop(NamedTuple):
         """Steps from one position to another."""
         return start - position if self.reverse else position - start
 
-    def run(self, steps: Steps, state: State, end: Any) -> State:
+    def run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """Walk until the position is `end` (the first that is not walked), or the predicate is False.
 
         A loop that reports walks in stretches of many steps, each until a report is due.
@@ -103,16 +103,16 @@ class RowLoop(NamedTuple):
             return self._run(steps, state, end)
         watch, nearer = self.watch, jnp.maximum if self.reverse else jnp.minimum
 
-        def until_due(state: State) -> State:
+        def until_due(state: LoopState) -> LoopState:
             due = watch.next_due(self, state)
             stop = nearer(due, end) if self.limited else due
             return self._run(steps, state._replace(due=None), stop)._replace(due=due)
 
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
-    def _run(self, steps: Steps, state: State, end: Any) -> State:
-        if steps.lend is not None:
-            return self._run_stretches(steps, steps.lend, state, end)
+    def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        if steps.per_active_set is not None:
+            return self._run_per_active_set(steps, steps.per_active_set, state, end)
         for make, stop in self._parts(steps, end):
             step = make(steps.consts)
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
@@ -130,27 +130,27 @@ class RowLoop(NamedTuple):
         parts = [] if first is None else [(steps.make, nearer(first, end))]
         return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
 
-    def run_at_most_once(self, steps: Steps, state: State, end: Any) -> State:
+    def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """The same for a loop of one step or none, as a condition: XLA moves what is constant out of a loop."""
         one = self._several(steps.make(steps.consts), 1, steps.row_of)
         return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
 
-    def _run_stretches(self, steps: Steps, lend: Any, state: State, end: Any) -> State:
-        """The same with constants that are lent anew for each stretch."""
+    def _run_per_active_set(self, steps: Steps, fill: Any, state: LoopState, end: Any) -> LoopState:
+        """Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes."""
         enough = self._enough(end, 1)
 
-        def stretch(state: State) -> State:
-            consts, belongs = lend(state)
+        def stretch(state: LoopState) -> LoopState:
+            consts, belongs = fill(state)
             one = self._several(steps.make(consts), 1, steps.row_of)
             return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
 
         return lax.while_loop(enough, stretch, state)
 
-    def _enough(self, end: Any, size: int) -> Callable[[State], Any]:
+    def _enough(self, end: Any, size: int) -> Callable[[LoopState], Any]:
         """Whether `size` steps remain, and the predicate holds."""
         last = self.advance(end, -(size - 1))  # compared with as it is: tiny loops feel a subtraction
 
-        def goes_on(state: State) -> Any:
+        def goes_on(state: LoopState) -> Any:
             enough = state.position > last if self.reverse else state.position < last
             if not self.predicated:
                 return enough
@@ -161,17 +161,17 @@ class RowLoop(NamedTuple):
 
         return goes_on
 
-    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[State], State]:
+    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[LoopState], LoopState]:
         """Take `size` steps."""
 
-        def several(state: State) -> State:
+        def several(state: LoopState) -> LoopState:
             carry, buffers, position, _ = state
             for _ in range(size):
                 carry, y = step(position, carry)
                 row = row_of(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
                 position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
-            return State(carry, buffers, position)
+            return LoopState(carry, buffers, position)
 
         return several
 

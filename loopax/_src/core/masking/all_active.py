@@ -1,4 +1,4 @@
-"""Rows that all lanes of a batch walk: no lane is masked there, and none borrows.
+"""Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
 
 Where lanes take similar numbers of steps (in groups), bodies ask which lanes are active with a primitive of their own.
 It stays visible in them whatever derivative is taken, so a loop can be compiled as two: one for rows in which all lanes

@@ -1,45 +1,22 @@
-"""Borrowing: what finished lanes of a batch read instead of their own.
+"""What a finished lane of a batch computes with.
 
-A finished lane computes something harmless when it reads everything from a lane that is still active.
-For states that is one `where` in each step. Large constants of each lane's own (the weights of an
-ensemble) would be copied in each step, though what is lent changes only when a lane finishes. So a
-loop can say which constants its body expects to be lent already; it is then compiled as stretches of
-steps in which the same lanes are active.
+Under `jax.vmap` a lane that has finished still executes the body, and its result is thrown away. From operands of its
+own it could leave the body's domain, give NaNs, or spin in an inner loop. So its operands are overwritten with those of
+the first lane that is still active (a batched double-where).
+
+Large constants of each lane (the weights of an ensemble) would be copied in every step. The operation is a primitive,
+which stays visible in bodies: `lowering/active_sets.py` finds it there, and fills such constants once for each set of
+active lanes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import Mask, num_bytes, select, split_list, trace
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, batching, jaxpr_as_fun, mlir
-
-# Constants of all lanes together from which on lending them in stretches pays (measured in
-# docs/benchmark.md); below it the additional loop costs more than the copies.
-LARGE_CONSTANTS_BYTES = 64 * 1024
-
-
-class Lent(NamedTuple):
-    """Constants that a body expects to be lent already."""
-
-    activity: ClosedJaxpr  # (row, *consts, *carry) -> bool[lanes]: which lanes are active at this step
-    consts: Mask
-
-
-# The identity on what a finished lane borrows. Nothing of its results is kept, so there is no derivative: as
-# `lax.stop_gradient`, but also where what is lent is a tangent and JAX transposes.
-borrowed_p = Primitive("borrowed")
-borrowed_p.def_impl(lambda x: x)
-borrowed_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(borrowed_p, lambda _, x: [x])
-batching.primitive_batchers[borrowed_p] = lambda operands, dims: (borrowed_p.bind(*operands), dims[0])
-ad.primitive_jvps[borrowed_p] = lambda primals, _: (
-    borrowed_p.bind(*primals),
-    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
-)
-ad.primitive_transposes[borrowed_p] = lambda _, __: [None]
+from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.jax_internals import Primitive, ad, batching, is_nonzero, mlir
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
@@ -47,43 +24,73 @@ def pick(active: Any, a: Any, b: Any) -> Any:
     return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
-def borrow(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-    """Give finished lanes what the first active lane reads."""
+def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+    """Give lanes that are not active the operands of the first one that is.
+
+    active: bool[lanes]; operands: [lanes, ...] where `batched`, and shared by all lanes where not.
+    """
     if active.size == 0:
         return list(operands)
-    lender = jnp.argmax(active)
-    return [
-        pick(active, x, borrowed_p.bind(x[lender])[None]) if is_batched else x
-        for x, is_batched in zip(operands, batched, strict=True)
-    ]
+    first = jnp.argmax(active)
+    pairs = zip(operands, batched, strict=True)
+    return [fill_inactive_p.bind(active, first, x, batch_axes=0) if is_batched else x for x, is_batched in pairs]
 
 
-def large_constants(avals: Sequence[Any], batched: Sequence[bool]) -> Mask:
-    """The constants to lend in stretches: all that lanes have of their own, if that is much."""
-    large = num_bytes(select(batched, avals)) >= LARGE_CONSTANTS_BYTES
-    return tuple(b and large for b in batched)
+# ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x filled
+
+fill_inactive_p = Primitive("fill_inactive")
 
 
-def lend_in_body(body: ClosedJaxpr, lent: Lent) -> ClosedJaxpr:
-    """A body that does its own lending, as every rule but the lowering has it."""
-    function, activity = jaxpr_as_fun(body), jaxpr_as_fun(lent.activity)
-    num_consts, num_carry = len(lent.consts), len(lent.activity.in_avals) - 1 - len(lent.consts)
+def filled(active: Any, first: Any, x: Any, *, batch_axes: int) -> Any:
+    """The meaning of the primitive."""
 
-    def lending(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, rest = split_list(operands, [num_consts, num_carry])
-        (active,) = activity(row, *consts, *carry)
-        return function(row, *borrow(active, consts, lent.consts), *carry, *rest)
+    def fill(active: Any, first: Any, x: Any) -> Any:
+        return pick(active, x, x[first][None])
 
-    return trace(lending, body.in_avals)
+    for _ in range(batch_axes):
+        fill = jax.vmap(fill)
+    return fill(active, first, x)
 
 
-def in_stretches(
-    lent: Lent, consts: Sequence[Any], active_at: Callable[[Any], Any]
-) -> Callable[[Any], tuple[list[Any], Callable[[Any], Any]]]:
-    """At the start of a stretch: the constants as lent, and whether a later state still belongs to it."""
+def _abstract(*avals: Any, batch_axes: int) -> Any:
+    return jax.make_jaxpr(lambda *xs: filled(*xs, batch_axes=batch_axes))(*avals).out_avals[0]
 
-    def start(state: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-        active = active_at(state)
-        return borrow(active, consts, lent.consts), lambda later: jnp.all(active_at(later) == active)
 
-    return start
+def _of_active(active: Any, x: Any) -> Any:
+    """The tangents, or cotangents, of active lanes, and zeros.
+
+    What a finished lane computes is thrown away, so nothing depends on what it was given: there is no derivative from
+    one lane to another, and a NaN in one lane's derivative reaches no other lane.
+    """
+    return pick(active, x, jnp.zeros((), x.dtype))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, batch_axes: int) -> Any:
+    """Tangents of active lanes are their own; those of the others are zero."""
+    out = fill_inactive_p.bind(*primals, batch_axes=batch_axes)
+    dot = tangents[2]
+    return out, _of_active(primals[0], dot) if is_nonzero(dot) else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _transpose(ct: Any, active: Any, _first: Any, x: Any, *, batch_axes: int) -> list[Any]:
+    """Linear in x. Operands that a batch of linear loops fills are tangents themselves."""
+    del batch_axes
+    ct = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else _of_active(active, ct)
+    return [None, None, ct]
+
+
+def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int) -> Any:
+    """Lanes of several batches: each batch fills its lanes with one of its own."""
+    if all(d is None for d in dims):  # JAX asks inside batched control flow
+        return fill_inactive_p.bind(*operands, batch_axes=batch_axes), None
+    axis = Axis.of(axis_data)
+    operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
+    return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1), 0
+
+
+fill_inactive_p.def_impl(jax.jit(filled, static_argnames="batch_axes"))
+fill_inactive_p.def_abstract_eval(_abstract)
+mlir.register_lowering(fill_inactive_p, mlir.lower_fun(filled, multiple_results=False))
+ad.primitive_jvps[fill_inactive_p] = _jvp
+ad.primitive_transposes[fill_inactive_p] = _transpose
+batching.fancy_primitive_batchers[fill_inactive_p] = _batch

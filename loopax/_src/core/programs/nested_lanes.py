@@ -8,7 +8,7 @@ the single loop is, for each lane, whatever that lane is at::
     if the inner loop has ended:      what stands after it; on to the next outer step
 
 Each of the three is a loop of at most one step, which in a batch runs if any lane needs it, and in which the other
-lanes borrow. So this is an ordinary loop to every transformation. (Dance et al. 2025, docs/references.md.)
+lanes are filled. So this is an ordinary loop to every transformation. (Dance et al. 2025, docs/references.md.)
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.ir.kind import EveryResidual, Storage
-from loopax._src.core.ir.loop import Loop, Outcome, lending, loop_p, run
+from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
 from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,
@@ -71,7 +71,7 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
     (at,) = loops
     front, behind = _around(flat.jaxpr.eqns, at)
     made = {variable for eqn in front for variable in eqn.outvars}
-    loop = lending(Loop(**at.params))
+    loop = Loop(**at.params)
     if loop.reporting is not None:
         raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
     (low, high), consts, carry, xs = split_list(at.invars, [2, *loop.sizes])

@@ -28,7 +28,7 @@ from jax import lax
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
 from loopax._src.core.jaxpr.util import written_out
-from loopax._src.core.masking.substitute import borrow
+from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.jax_internals import Primitive, ad, batching, is_nonzero, mlir, new_primitive, zeros
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
@@ -244,7 +244,7 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
         row, rows = get(fill_axis(axis, rows, rows_dim), fill_axis(axis, place, place_dim), lanes=lanes + 1)
         rows_to = 0
     if active_dim is not None:
-        (row,) = borrow(active, [row], [True])
+        (row,) = fill_inactive(active, [row], [True])
     return [row, rows], [0, rows_to]
 
 
@@ -254,7 +254,7 @@ def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
         return view(rows), [None, None]
     seen, rows = view(jnp.moveaxis(rows, int(rows_dim), 0))
     if active_dim is not None:
-        (seen,) = borrow(active, [seen], [True])
+        (seen,) = fill_inactive(active, [seen], [True])
     return [seen, rows], [0, 0]
 
 

@@ -12,7 +12,7 @@ leaf that comes in to the one that goes out. So
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.loop import Loop, lending, loop_p
+from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -260,7 +260,6 @@ def _run_frozen(loop: Loop, mask: Sequence[bool], operands: list[Any]) -> list[A
 
 @weakly_cached
 def _frozen_loop(loop: Loop, is_last: Mask) -> Loop:
-    loop = lending(loop)
     return loop._replace(
         body=frozen_body(loop.body, loop.sizes, is_last),
         num_consts=loop.num_consts + sum(is_last),

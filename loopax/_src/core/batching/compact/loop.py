@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from loopax._src.core.batching.compact.gather import active_first, take, take_mapped, with_rows
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
 from loopax._src.core.batching.compact.primitive import BatchRules
-from loopax._src.core.batching.lockstep_loop import Lanes, goes_on, own_limits, run_lanes
+from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
@@ -56,11 +56,11 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
     return [results.num_steps, *results.carry, *results.ys, *nothing_saved(loop, axis)]
 
 
-def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, Lanes]:
+def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, LaneOperands]:
     (low, high), consts, carry, xs = split_list(operands, [2, *loop.sizes])
     windows, mapped_consts, _, mapped_xs = (tuple(m) for m in split_list(mapped, [2, *loop.sizes]))
     own = own_limits(windows, low, high)
-    return low, high, Lanes(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
+    return low, high, LaneOperands(windows, own, mapped_consts, mapped_xs, consts, carry, xs)
 
 
 def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
@@ -99,7 +99,7 @@ def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) 
     return out.carry, out.ys
 
 
-def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: Lanes) -> Results:
+def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Results:
     """Lanes whose predicates stop them: which go on is known only then.
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact/autodiff.py`).
@@ -125,7 +125,7 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
     return _in_place([(left, places), *reversed(finished)])
 
 
-def _lanes_left(lanes: Lanes, order: Any, carry: list[Any]) -> Lanes:
+def _lanes_left(lanes: LaneOperands, order: Any, carry: list[Any]) -> LaneOperands:
     """The operands of the lanes that are left."""
     return lanes._replace(
         own=[take(x, order, 0) for x in lanes.own],

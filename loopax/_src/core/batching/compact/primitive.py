@@ -64,7 +64,7 @@ class CompactVmap(NamedTuple):
     mapped: Mask  # which operands have an axis of lanes
 
 
-compact_vmap_p = new_primitive("lanes")
+compact_vmap_p = new_primitive("compact_vmap")
 
 
 @weakly_cached

@@ -16,7 +16,7 @@ from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import run
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpointing_loop, lending_sweep, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpointing_loop, run_sweep
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, split_list
 
@@ -40,7 +40,7 @@ def _in_lockstep(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Seque
     own = own_limits(windows, low, high)
     lanes = lockstep_sweep(static, axis, mapped_consts, mapped_xs, windows, tuple(map(jax.typeof, own)))
     rows, consts = hull(low, high), [*own, *consts]
-    loop = checkpointing_loop(lanes, lending_sweep(lanes).forward, len(consts), len(init))
+    loop = checkpointing_loop(lanes, lanes.forward, len(consts), len(init))
     out = run(loop, *rows, consts, init, xs[: static.num_forward_xs])
     (checkpoint_rows,) = out.checkpoint_rows
     new_carry, ys = run_sweep(lanes, *rows, checkpoint_rows, consts, init, out.saved, carry, xs)
