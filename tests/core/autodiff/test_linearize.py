@@ -38,7 +38,7 @@ def stacked(*trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
-@pytest.mark.parametrize("kind", [*each_kind(CHECKPOINTED, RESIDUALS), WITH_LAX[-1]], ids=name_of)
+@pytest.mark.parametrize("kind", [*each_kind(CHECKPOINTED), WITH_LAX[-1]], ids=name_of)
 def test_the_linear_function(kind):
     """As it is, compiled, in a batch, and in agreement with `jax.jvp`, which runs apart."""
     f = of_everything(kind)
@@ -96,7 +96,7 @@ def test_linearize_of_a_gradient(kind):
     assert_close(linearized(H), (hessian @ H, hessian.T @ H, hessian))
 
 
-@pytest.mark.parametrize("kind", each_kind(SLOTS)[1:3], ids=name_of)
+@pytest.mark.parametrize("kind", each_kind()[1:3], ids=name_of)
 def test_linearize_of_a_gradient_without_jit(kind):
     _, linear = jax.linearize(jax.grad(of_start(kind)), H)
     assert_close(linear(H), expected().hessian @ H)

@@ -34,7 +34,7 @@ def online_evaluations(n, slots):
     return schedule.evaluations_from(stored, n, slots)
 
 
-@pytest.mark.parametrize("checkpoints", [3, 44])
+@pytest.mark.parametrize("checkpoints", [3, pytest.param(44, marks=pytest.mark.slow)])
 def test_as_many_evaluations_as_the_schedule_says(checkpoints):
     """The optimum for a length that is static, and for one that is not, with a bound."""
     best = schedule.evaluations(STEPS, checkpoints)
@@ -42,7 +42,7 @@ def test_as_many_evaluations_as_the_schedule_says(checkpoints):
     assert count_evaluations(lambda count, x, n: known(count, x, n, checkpoints, bound=1500), STEPS) == best
 
 
-@pytest.mark.parametrize("checkpoints", [1, 2, 5, 20, 30])
+@pytest.mark.parametrize("checkpoints", [1, 2, 20, *(pytest.param(c, marks=pytest.mark.slow) for c in (5, 30))])
 def test_any_number_of_steps(checkpoints):
     """The optimum for a known length, the online schedule for an unknown one."""
     counter = Counter()

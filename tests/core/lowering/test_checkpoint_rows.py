@@ -14,7 +14,7 @@ STARTS, COUNTS = np.stack([H, H + 0.1, H - 0.2, 2 * H]), np.array([4, 1, 11, 7])
 
 # One checkpoint has no schedule; with two and more, conditions have one, and known lengths another.
 CASES = [("scan", 1), ("reverse_stop", 1), ("scan", 2), ("reverse", 2), ("stop", 2), ("reverse_stop", 2)]
-CASES += [("reverse", 4), ("stop", 4)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (("reverse", 4), ("stop", 4))]
 
 
 @pytest.mark.parametrize(("loop", "checkpoints"), CASES)
@@ -24,8 +24,11 @@ def test_scan_with_rows(loop, checkpoints):
         assert_close(gradient(W, H, XS, n), derivatives(loop, n).gradient)
 
 
-@pytest.mark.parametrize("kind", [lx.Checkpointed(2), lx.Checkpointed()])
-@pytest.mark.parametrize("reverse", [False, True])
+STACKED = [(lx.Checkpointed(2), False), (lx.Checkpointed(), True)]
+STACKED += [pytest.param(kind, not reverse, marks=pytest.mark.slow) for kind, reverse in STACKED]
+
+
+@pytest.mark.parametrize(("kind", "reverse"), STACKED)
 def test_stacked_pullbacks(kind, reverse):
     """Loops that ran apart and are differentiated together have not saved before the same rows."""
 

@@ -43,7 +43,7 @@ LANES = list(zip(STARTS, COUNTS.tolist(), strict=True))
 
 # Every loop, both schedules with every kind; `Auto()` takes the default number of checkpoints.
 GRADIENTS = [*((loop, kind) for loop in (fori, while_) for kind in (ONE, THREE, MANY)), (scan, THREE), (stop, THREE)]
-GRADIENTS += [(scan, lx.Auto()), (stop, lx.Auto())]
+GRADIENTS += [(scan, lx.Auto()), pytest.param(stop, lx.Auto(), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("loop", "kind"), GRADIENTS, ids=name_of)
@@ -127,13 +127,16 @@ def test_linearized_gradient_without_a_bound(loop):
     assert_close(linearized(H), (expected(9).hessian,) * 2)
 
 
+@SLOW
 def test_linearize_without_jit():
     value, tangent_map = jax.linearize(lambda h: while_(THREE, W, h, XS, 9), H)
     assert_close((value, tangent_map(H)), (expected(9).value, np.vdot(expected(9).of_start, H)))
 
 
-@pytest.mark.parametrize("loop", [pytest.param(fori, marks=SLOW), while_], ids=name_of)
+@SLOW
+@EACH_SCHEDULE
 def test_without_jit(loop):
+    """With a bound, `test_disable_jit.py` has both schedules."""
     with jax.disable_jit():
         actual = jax.grad(partial(loop, TWO), 1)(W, H, XS, 5)
     assert_close(actual, expected(5).of_start)
