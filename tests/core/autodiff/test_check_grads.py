@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 # The difference quotients of this recurrence are off by 1e-5 with the default step of 1e-4.
 EPS = 1e-5
 
-CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
-CASES = [("scan", CHECKPOINTED), ("stop", SLOTS), ("reverse_stop", BOUNDED), ("while", RESIDUALS)]
+_, SLOTS, BOUNDED, RESIDUALS = KINDS
+CASES = [("stop", SLOTS), ("reverse_stop", BOUNDED), ("while", RESIDUALS)]
 
 
 @pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
@@ -27,5 +27,5 @@ def test_second_order(loop, kind):
 
 
 def test_third_order_in_reverse():
-    program = jax.jit(LOOPS["scan"][0](SLOTS))
+    program = jax.jit(LOOPS["scan"][0](RESIDUALS))
     check_grads(lambda *args: program(*args, np.int32(6)), (W, H, XS), order=3, modes=("rev",), eps=EPS)
