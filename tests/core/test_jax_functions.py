@@ -4,6 +4,8 @@ From JAX 0.12 on, `jnp.searchsorted`, one-argument `jnp.where`, `jnp.frexp`, `jn
 such equations ("high-level"): JAX lowers them when it compiles. Before, they are made of ordinary equations.
 """
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import jax.scipy
@@ -13,12 +15,12 @@ from jax.experimental.sparse import BCOO
 
 import loopax as lx
 from tests.support.problem import KINDS, name_of
-from tests.support.reference import assert_close, for_each_lane
+from tests.support.reference import assert_close
 
 GRID = jnp.array([0.0, 0.4, 0.9, 1.7, 3.0])
 ROOTS = jnp.sqrt(GRID)
 INDEX = jnp.array([3, 1, 1, 0])
-LANES = jnp.array([[0.3, 1.1, 0.8, 1.9], [0.5, 1.3, 0.1, 1.6], [1.2, 0.2, 0.6, 1.45]])
+LANES = np.array([[0.3, 1.1, 0.8, 1.9], [0.5, 1.3, 0.1, 1.6], [1.2, 0.2, 0.6, 1.45]])
 COUNTS = np.array([0, 2, 1])
 BOUND = 3
 
@@ -91,6 +93,8 @@ NUMBERS = {
 }
 FUNCTIONS = {**SEARCHES, **PLACES, **NUMBERS}
 EACH_RULE = ["interp", "nonzero", "ldexp", "frexp"]
+REST = [name for name in FUNCTIONS if name not in EACH_RULE]
+FUNCTIONS["every rule"] = lambda x: sum((FUNCTIONS[name](x) for name in EACH_RULE), jnp.zeros(4)) / 3.0
 
 
 def step(name):
@@ -109,15 +113,16 @@ def loop(name, **options):
     return lambda x, n: scalar(lx.fori_loop(0, n, lambda _, x: step(name)(x), x, max_steps=BOUND, **options))
 
 
-def expected_of(derivatives, name):
-    """The derivatives of a Python loop, for each lane, in one program."""
+def expected(name):
+    """All steps that any lane takes; a lane of fewer has the value after them."""
 
-    def unrolled(x, n):
-        for _ in range(n):
-            x = step(name)(x)
-        return scalar(x)
+    def with_all(x, n):
+        def one(x, i):
+            return jnp.where(i < n, step(name)(x), x), None
 
-    return jax.jit(lambda lanes: for_each_lane(derivatives(unrolled), (0, 0), lanes, COUNTS))(LANES)
+        return scalar(jax.lax.scan(one, x, np.arange(max(COUNTS)))[0])
+
+    return with_all
 
 
 def every_first_derivative(f):
@@ -130,18 +135,29 @@ def every_first_derivative(f):
     return each
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_first_derivatives(name):
-    actual = jax.jit(jax.vmap(every_first_derivative(loop(name))))(LANES, COUNTS)
-    assert_close(actual, expected_of(every_first_derivative, name))
+def check(derivatives, name):
+    both = [jax.vmap(derivatives(f)) for f in (loop(name), expected(name))]
+    assert_close(*jax.jit(lambda *lanes: [f(*lanes) for f in both])(LANES, COUNTS))
 
 
 @pytest.mark.parametrize("name", EACH_RULE)
-def test_equation_by_equation(name):
-    expected = jax.jit(jax.value_and_grad(step_of(name)))(LANES[1])
-    assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), expected)
+def test_first_derivatives(name):
+    check(every_first_derivative, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_gradients_of_the_rest(name):
+    """Reverse mode begins with forward mode."""
+    check(jax.value_and_grad, name)
+
+
+def test_equation_by_equation():
+    name = "every rule"
+    wanted = jax.jit(jax.value_and_grad(step_of(name)))(LANES[1])
+    assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), wanted)
     with jax.disable_jit():
-        assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), expected)
+        assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), wanted)
 
 
 def every_second_derivative(f):
@@ -152,16 +168,31 @@ def every_second_derivative(f):
     )
 
 
-@pytest.mark.parametrize("name", EACH_RULE)
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_every_kind_and_second_derivatives(name, kind):
-    actual = jax.jit(jax.vmap(every_second_derivative(loop(name, kind=kind, lanes="compact"))))(LANES, COUNTS)
-    assert_close(actual, expected_of(every_second_derivative, name))
+@cache
+def expected_second_derivatives():
+    f = expected("every rule")
+
+    def each(x, n):
+        hessian = jax.hessian(f)(x, n)
+        return jax.grad(f)(x, n), hessian, hessian
+
+    return jax.jit(jax.vmap(each))(LANES, COUNTS)
 
 
-@pytest.mark.parametrize("name", EACH_RULE)
-def test_other_loops(name):
+FAST = (KINDS[1], KINDS[3])
+EACH_KIND = [pytest.param(kind, marks=[pytest.mark.slow] if kind not in FAST else []) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", EACH_KIND, ids=name_of)
+def test_second_derivatives(kind):
+    f = loop("every rule", kind=kind, lanes="compact")
+    actual = jax.jit(jax.vmap(every_second_derivative(f)))(LANES, COUNTS)
+    assert_close(actual, expected_second_derivatives())
+
+
+def test_other_loops():
     """A condition, rows, an inner loop, lanes of their own, `jax.lax` loops that are rewritten."""
+    name = "every rule"
 
     def with_condition(x, n):
         count = lambda c: (step(name)(c[0]), c[1] + 1)
@@ -179,8 +210,8 @@ def test_other_loops(name):
         return scalar(lx.rewrite_loops(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: step(name)(x), x))(x, n))
 
     def together(x, n):
-        return [jax.value_and_grad(f)(x, n) for f in (with_condition, with_rows, nested, rewritten)]
+        return [jax.value_and_grad(f)(x, n) for f in (with_condition, with_rows, nested, rewritten, expected(name))]
 
-    expected = expected_of(jax.value_and_grad, name)
-    for actual in jax.jit(jax.vmap(together))(LANES, COUNTS):
-        assert_close(actual, expected)
+    *found, wanted = jax.jit(jax.vmap(together))(LANES, COUNTS)
+    for actual in found:
+        assert_close(actual, wanted)

@@ -1,19 +1,33 @@
 """Loops in functions that JAX hands to rules of its own: linear solves, roots, closures, batches by a custom rule."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
 from tests.support.problem import name_of
 from tests.support.reference import assert_close
 
-MATRIX = jnp.array([[4.0, 1.0, 0.0], [1.0, 5.0, 0.5], [0.0, 0.5, 6.0]])
-RIGHT = jnp.array([1.0, 2.0, 3.0])
-DIAGONAL = jnp.diag(MATRIX)
+MATRIX = np.array([[4.0, 1.0, 0.0], [1.0, 5.0, 0.5], [0.0, 0.5, 6.0]])
+RIGHT = np.array([1.0, 2.0, 3.0])
+DIAGONAL = np.diag(MATRIX)
 STEPS = 40  # enough for the solves to converge
-KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
-per_kind = pytest.mark.parametrize("kind", KINDS, ids=name_of)
+AUTO, CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = (
+    lx.Auto(),
+    lx.Checkpointed(),
+    lx.Checkpointed(3),
+    lx.Bounded(),
+    lx.Residuals(),
+)
+
+
+def per_kind(*fast, slow):
+    """The rules are those of JAX, the same for all kinds."""
+    kinds = [*fast, pytest.param(slow, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("kind", kinds, ids=name_of)
 
 
 def every_derivative(f, *args):
@@ -46,22 +60,39 @@ def jacobi(kind):
     return solve
 
 
-@per_kind
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_custom_linear_solve(symmetric, kind):
+by_matrix = jax.grad(lambda solve, matrix: solve(matrix, RIGHT).sum(), 1)
+
+
+def every_derivative_of_a_solve(solve):
+    return jax.jit(lambda: (every_derivative(solve, MATRIX, RIGHT), by_matrix(solve, MATRIX)))()
+
+
+@cache
+def expected_of_a_solve():
+    return every_derivative_of_a_solve(jnp.linalg.solve)
+
+
+def check_linear_solve(symmetric, kind):
     solver = jacobi(kind)
 
     def solve(matrix, right):
         other = None if symmetric else solver
         return jax.lax.custom_linear_solve(product(matrix, kind), right, solver, other, symmetric)
 
-    expected = every_derivative(jnp.linalg.solve, MATRIX, RIGHT)
-    assert_close(jax.jit(lambda: every_derivative(solve, MATRIX, RIGHT))(), expected)
-    by_matrix = jax.grad(lambda solve, matrix: solve(matrix, RIGHT).sum(), 1)
-    assert_close(jax.jit(lambda: by_matrix(solve, MATRIX))(), by_matrix(jnp.linalg.solve, MATRIX))
+    assert_close(every_derivative_of_a_solve(solve), expected_of_a_solve())
 
 
-@per_kind
+@per_kind(CHECKPOINTED, slow=BOUNDED)
+def test_custom_linear_solve(kind):
+    check_linear_solve(False, kind)
+
+
+def test_custom_linear_solve_of_a_symmetric_matrix():
+    """It needs no solver for the transpose."""
+    check_linear_solve(True, RESIDUALS)
+
+
+@per_kind(SLOTS, slow=RESIDUALS)
 def test_custom_root(kind):
     def square_root(a):
         f = lambda x: lx.fori_loop(0, 2, lambda _, y: y * x, 1.0, kind=kind) - a
@@ -72,8 +103,16 @@ def test_custom_root(kind):
 
         return jax.lax.custom_root(f, 1.0, newton, lambda g, y: y / g(1.0))
 
-    actual = jax.jit(lambda: every_derivative(square_root, jnp.float64(2.0)))()
-    assert_close(actual, every_derivative(jnp.sqrt, jnp.float64(2.0)))
+    assert_close(every_derivative_of_two(square_root), expected_of_a_root())
+
+
+def every_derivative_of_two(f):
+    return jax.jit(lambda x: every_derivative(f, x))(np.float64(2.0))
+
+
+@cache
+def expected_of_a_root():
+    return every_derivative_of_two(jnp.sqrt)
 
 
 def sines(x, w, steps):
@@ -82,7 +121,17 @@ def sines(x, w, steps):
     return x
 
 
-@per_kind
+@cache
+def expected_of_sines():
+    return jax.jit(lambda: derivatives_of_weight(lambda w: sines(1.0, w, 3)))()
+
+
+def derivatives_of_weight(f):
+    w = jnp.float64(3.0)
+    return f(w), jax.grad(f)(w), jax.grad(jax.grad(f))(w), jax.vmap(jax.grad(f))(jnp.stack([w, -w]))
+
+
+@per_kind(AUTO, BOUNDED, slow=SLOTS)
 def test_closure_convert(kind):
     def program(w):
         loop = lambda x: lx.fori_loop(0, 3, lambda _, x: jnp.sin(w * x), x, kind=kind)
@@ -91,12 +140,10 @@ def test_closure_convert(kind):
         call.defvjp(lambda *args: (call(*args), args), lambda args, ct: jax.vjp(converted, *args)[1](ct))
         return call(1.0, *closed_over)
 
-    w = jnp.float64(3.0)
-    derivatives = lambda f: (f(w), jax.grad(f)(w), jax.grad(jax.grad(f))(w), jax.vmap(jax.grad(f))(jnp.stack([w, -w])))
-    assert_close(jax.jit(lambda: derivatives(program))(), derivatives(lambda w: sines(1.0, w, 3)))
+    assert_close(jax.jit(lambda: derivatives_of_weight(program))(), expected_of_sines())
 
 
-@per_kind
+@per_kind(BOUNDED, slow=AUTO)
 def test_custom_vmap(kind):
     """A rule with a loop of its own, in the body of another loop too."""
 
@@ -112,12 +159,15 @@ def test_custom_vmap(kind):
         xs, ns = (a if is_batched else jnp.full(size, a) for a, is_batched in zip((x, n), batched, strict=True))
         return lx.lanes_map(lambda x_n: loop(*x_n), (xs, ns), lanes=2), True
 
-    xs, ns = jnp.array([0.7, 0.8, 0.9]), jnp.array([1, 3, 0])
-    expected = jnp.stack([sines(x, 0.7, n) for x, n in zip(xs, ns.tolist(), strict=True)])
-    along = lambda f, x: jax.jvp(f, (x,), (x,))[
-        1
-    ]  # JAX wants both mapped: else it adds an axis, whatever the rule does
+    along = lambda f, x: jax.jvp(f, (x,), (x,))[1]
+    # JAX wants both mapped: else it adds an axis, whatever the rule does.
     tangents = lambda x, n: along(lambda x: call(x, 3), x)
     in_body = lambda x, n: lx.fori_loop(0, n, lambda _, y: call(y, 1), x, max_steps=3, kind=kind)
-    actual = jax.jit(lambda: [jax.vmap(f)(xs, ns) for f in (call, in_body, tangents)])()
-    assert_close(actual, [expected, expected, along(lambda x: sines(x, 0.7, 3), xs)])
+    xs, ns = np.array([0.7, 0.8, 0.9]), np.array([1, 3, 0])
+
+    def together(xs, ns):
+        expected = jnp.stack([sines(x, 0.7, n) for x, n in zip(xs, (1, 3, 0), strict=True)])
+        wanted = expected, expected, along(lambda x: sines(x, 0.7, 3), xs)
+        return tuple(jax.vmap(f)(xs, ns) for f in (call, in_body, tangents)), wanted
+
+    assert_close(*jax.jit(together)(xs, ns))

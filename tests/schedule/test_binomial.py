@@ -4,7 +4,6 @@ from functools import cache
 from math import comb
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,9 +33,13 @@ def fewest_evaluations():
     return walked + 2 * np.arange(STEPS + 1)[:, None]
 
 
-@pytest.mark.parametrize("slots", range(1, SLOTS + 1))
+FAST = (1, 2, 3, 5, 10, 20)  # with every number of steps in `make test`; the others with some in `make test-slow`
+EACH = [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in range(1, SLOTS + 1)]
+
+
+@pytest.mark.parametrize("slots", EACH)
 def test_as_few_evaluations_as_possible(slots):
-    for n in range(STEPS + 1):
+    for n in range(STEPS + 1) if slots in FAST else range(slots % 7, STEPS + 1, 7):
         cost = execute(binomial(n, slots), n)
         assert cost.advances + n == evaluations(n, slots) == fewest_evaluations()[n, slots]
         assert cost.most_stored <= min(n, slots)
@@ -53,11 +56,12 @@ def test_a_thousand_steps(slots, most):
 
 def test_compiled_as_in_python():
     n, c = np.meshgrid(np.arange(2, STEPS + 1), np.arange(1, SLOTS + 1))
-    compiled = jax.jit(jax.vmap(jax.vmap(advance)))(jnp.asarray(n, jnp.int32), jnp.asarray(c, jnp.int32))
+    compiled = jax.jit(jax.vmap(jax.vmap(advance)))(n.astype(np.int32), c.astype(np.int32))
     assert compiled.tolist() == np.vectorize(advance)(n, c).tolist()
 
 
-@pytest.mark.parametrize("num_steps", [10**5, 2**31 - 1])
-@pytest.mark.parametrize("slots", [1, 3, 7, 50, 10_000])
-def test_compiled_for_many_steps(num_steps, slots):
-    assert int(advance(jnp.int32(num_steps), jnp.int32(slots))) == advance(num_steps, slots)
+def test_compiled_for_many_steps():
+    compiled = jax.jit(advance)
+    for num_steps in (10**5, 2**31 - 1):
+        for slots in (1, 3, 7, 50, 10_000):
+            assert int(compiled(np.int32(num_steps), np.int32(slots))) == advance(num_steps, slots)

@@ -18,18 +18,28 @@ from loopax.schedule import (
 )
 
 STEPS, SLOTS = 200, 20
-EACH = pytest.mark.parametrize("slots", range(1, SLOTS + 1))
+FAST = (1, 2, 3, 5, 10, 20)  # with every number of steps in `make test`; the others with some in `make test-slow`
 
 
-def costs(history, slots, num_steps=STEPS):
-    """What every number of steps costs, carried out."""
-    history = list(islice(history, num_steps))
-    for n in range(len(history) + 1):
+def each(fewest):
+    """Numbers of slots."""
+    slots = [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in range(fewest, SLOTS + 1)]
+    return pytest.mark.parametrize("slots", slots)
+
+
+def lengths(slots, most):
+    return range(most + 1) if slots in FAST else range(slots % 7, most + 1, 7)
+
+
+def costs(history, slots):
+    """What numbers of steps cost, carried out."""
+    history = list(islice(history, STEPS))
+    for n in lengths(slots, len(history)):
         actions = [*forward(history[:n]), *replay(history[n - 1] if n else (), n, slots)]
         yield n, execute(actions, n)
 
 
-@pytest.mark.parametrize("slots", range(2, SLOTS + 1))  # with one, there is only one schedule
+@each(2)  # with one, there is only one schedule
 @pytest.mark.parametrize("schedule", [online, wang_moin_iaccarino], ids=lambda f: f.__name__)
 def test_every_length(schedule, slots):
     for n, cost in costs(schedule(slots), slots):
@@ -37,7 +47,7 @@ def test_every_length(schedule, slots):
         assert cost.advances + n <= 1.5 * evaluations(n, slots)
 
 
-@pytest.mark.parametrize("slots", range(2, SLOTS + 1))
+@each(2)
 def test_every_length_that_stumm_and_walther_allow(slots):
     """Algorithm I, and II after it."""
     for n, cost in costs(chain(stumm_walther_1(slots), stumm_walther_2(slots)), slots):
@@ -45,14 +55,14 @@ def test_every_length_that_stumm_and_walther_allow(slots):
         assert cost.advances + n <= evaluations(n, slots) + 3
 
 
-@EACH
+@each(1)
 def test_two_repetitions_are_optimal(slots):
     """Stumm & Walther (2010): as few evaluations as with a known length, while two repetitions are enough."""
     for n, stored in enumerate(islice(online(slots), comb(slots + 2, 2) - 1), 1):
         assert evaluations_from(stored, n, slots) == evaluations(n, slots)
 
 
-@EACH
+@each(1)
 def test_their_algorithm_1_is_optimal(slots):
     """But for the last step of some lengths: they count what is current at the end as stored."""
     history = list(stumm_walther_1(slots))
@@ -61,7 +71,7 @@ def test_their_algorithm_1_is_optimal(slots):
         assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 1
 
 
-@pytest.mark.parametrize("slots", range(2, SLOTS + 1))
+@each(2)
 def test_their_algorithm_2_is_nearly_optimal(slots):
     first, history = comb(slots + 2, 2) - 1, list(stumm_walther_2(slots))
     assert first + len(history) == comb(slots + 3, 3) - 2
@@ -70,13 +80,15 @@ def test_their_algorithm_2_is_nearly_optimal(slots):
         assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 3
 
 
-@EACH
+@each(1)
 def test_as_few_repetitions_as_possible(slots):
     """Wang, Moin & Iaccarino (2009): a step is replayed at most r times if n <= C(c + r, c)."""
-    for n, stored in enumerate(islice(wang_moin_iaccarino(slots), STEPS), 1):
+    history = list(islice(wang_moin_iaccarino(slots), STEPS))
+    for n in lengths(slots, STEPS)[1:]:
+        stored = history[n - 1]
         repetitions = next(r for r in range(n + 1) if comb(slots + r, r) >= n)
-        history = (stored for _ in range(n))  # only the replay counts
-        cost = execute([*forward(history), *replay(stored, n, slots)], n)
+        constant = (stored for _ in range(n))  # only the replay counts
+        cost = execute([*forward(constant), *replay(stored, n, slots)], n)
         assert cost.repetitions <= 1 + repetitions
 
 
@@ -84,9 +96,12 @@ def test_as_few_repetitions_as_possible(slots):
 WORST = [(1, 1.0), (2, 1.11), (3, 1.15), (4, 1.08), (5, 1.06), (10, 1.05), (20, 1.07), (44, 1.07), (64, 1.08)]
 
 
-@pytest.mark.parametrize(("slots", "most"), WORST)
+@pytest.mark.parametrize(
+    ("slots", "most"),
+    [pytest.param(*worst, marks=pytest.mark.slow if worst[0] in (5, 20, 44) else []) for worst in WORST],
+)
 def test_many_steps(slots, most):
-    steps = {*range(1, 3000), *range(3000, 100_000, 211), 100_000}
+    steps = {*range(1, 300), *range(300, 3000, 13), *range(3000, 100_000, 844), 100_000}
     history = islice(online(slots), max(steps))
     ratios = [
         evaluations_from(stored, n, slots) / evaluations(n, slots) for n, stored in enumerate(history, 1) if n in steps

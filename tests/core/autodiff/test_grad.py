@@ -1,59 +1,78 @@
 """Values and first derivatives against the Python loop, for every loop, kind and number of steps."""
 
-import functools as ft
+from itertools import cycle
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.support.problem import BOUND, KINDS, LOOPS, WITH_LAX, XS, H, W, expected_gradient, name_of
+import loopax as lx
+from tests.support.derivatives import XS, H, W, derivatives
+from tests.support.problem import BOUND, KINDS, LOOPS, WITH_LAX, expected_gradient, mixed, name_of, scan_step
 from tests.support.reference import assert_close
 
 # A block has 4 steps: none, one, within, at and around the ends of blocks, and at the bound.
 COUNTS = [0, 1, 2, 3, 4, 5, 7, 8, 9, BOUND]
 
 
-@ft.lru_cache
-def compiled(loop, kind):
-    return jax.jit(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_values_and_gradients(loop, kind):
+    compiled = jax.jit(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
     for n in COUNTS:
-        assert_close(compiled(loop, kind)(W, H, XS, jnp.int32(n)), expected_gradient(loop, n))
+        assert_close(compiled(W, H, XS, np.int32(n)), derivatives(loop, n)[:2])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_expected_is_what_python_loops_give(loop):
+    for n in (0, 1, 6, BOUND):
+        assert_close(derivatives(loop, n)[:2], expected_gradient(loop, n))
+
+
+# Without `jit` what runs is the same for all loops, and for all kinds: each once.
+@pytest.mark.parametrize(("loop", "kind"), list(zip(LOOPS, cycle(KINDS), strict=False)), ids=name_of)
 def test_without_jit(loop, kind):
     gradient = jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2))
-    assert_close(gradient(W, H, XS, jnp.int32(6)), expected_gradient(loop, 6))
+    assert_close(gradient(W, H, XS, np.int32(6)), derivatives(loop, 6)[:2])
 
 
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
-@pytest.mark.parametrize("loop", LOOPS)
+# Forward mode stores nothing: each loop with a kind, and one loop with all of them.
+FORWARD = [*zip(LOOPS, cycle(WITH_LAX), strict=False), *(("scan", kind) for kind in WITH_LAX[1:])]
+
+
+@pytest.mark.parametrize(("loop", "kind"), FORWARD, ids=name_of)
 def test_forward_mode(loop, kind):
     program = LOOPS[loop][0](kind)
     dots = (W * 0.3, H + 1.0, XS * 0.7)
-    actual = jax.jit(lambda n: jax.jvp(lambda *args: program(*args, n), (W, H, XS), dots))(jnp.int32(6))
-    assert_close(actual, jax.jvp(lambda *args: LOOPS[loop][1](*args, 6), (W, H, XS), dots))
+    expected = derivatives(loop, 6)
+    actual = jax.jit(lambda n: jax.jvp(lambda *args: program(*args, n), (W, H, XS), dots))(np.int32(6))
+    assert_close(actual, (expected.value, expected.along(*dots)))
+
+
+def gradients_of_static_lengths(kind, lengths):
+    program = jax.value_and_grad(LOOPS["scan"][0](kind), (0, 1, 2))
+    actual = jax.jit(lambda *args: [program(*args, n) for n in lengths])(W, H, XS)
+    assert_close(actual, [derivatives("scan", n)[:2] for n in lengths])
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
 def test_static_length(kind):
-    gradient = jax.jit(jax.value_and_grad(LOOPS["scan"][0](kind), (0, 1, 2)), static_argnums=3)
-    for n in (0, 1, 6, BOUND):
-        assert_close(gradient(W, H, XS, n), expected_gradient("scan", n))
+    gradients_of_static_lengths(kind, [0, 6])
 
 
-@pytest.mark.parametrize("unroll", [2, 3, 16])
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_static_length_of_one_step_and_of_all(kind):
+    gradients_of_static_lengths(kind, [1, BOUND])
+
+
+CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
+UNROLLED = [(CHECKPOINTED, 3), (SLOTS, 2), (BOUNDED, 3), (RESIDUALS, 16)]
+UNROLLED += [pytest.param(kind, n, marks=pytest.mark.slow) for kind, n in ((CHECKPOINTED, 16), (RESIDUALS, 2))]
+
+
+@pytest.mark.parametrize(("kind", "unroll"), UNROLLED, ids=name_of)
 def test_unroll(kind, unroll):
-    import loopax as lx
-    from tests.support.problem import mixed, scan_step
-
     @jax.jit
     @jax.value_and_grad
     def gradient(w, n):
@@ -61,15 +80,12 @@ def test_unroll(kind, unroll):
         return mixed((h, ys))
 
     for n in (0, 1, 5, BOUND):
-        value, (dw, _, _) = expected_gradient("scan", n)
-        assert_close(gradient(W, jnp.int32(n)), (value, dw))
+        value, (dw, _, _), _ = derivatives("scan", n)
+        assert_close(gradient(W, np.int32(n)), (value, dw))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_bound_below_the_rows(kind):
-    import loopax as lx
-    from tests.support.problem import mixed, scan_step
-
     @jax.jit
     @jax.value_and_grad
     def gradient(xs, n):
@@ -77,5 +93,5 @@ def test_bound_below_the_rows(kind):
         return mixed((h, ys))
 
     for n in (0, 4, 6):
-        value, (_, _, dxs) = expected_gradient("scan", n)
-        assert_close(gradient(XS, jnp.int32(n)), (value, dxs))
+        value, (_, _, dxs), _ = derivatives("scan", n)
+        assert_close(gradient(XS, np.int32(n)), (value, dxs))

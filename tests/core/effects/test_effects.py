@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
 from tests.support.problem import KINDS, WITH_LAX, name_of
+from tests.support.slow import each_kind
 
 
 class Log:
@@ -45,7 +47,7 @@ def test_not_again_in_replays(kind):
 def test_not_for_finished_lanes(kind):
     log = Log()
     f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9, kind=kind)
-    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    starts, counts = np.array([0.0, 10.0, 20.0]), np.array([2, 3, 0])
     assert log.of(jax.jit(jax.vmap(f)), starts, counts) == [0.0, 1.0, 10.0, 11.0, 12.0]
 
 
@@ -53,7 +55,7 @@ def test_not_for_finished_lanes(kind):
 def test_not_for_finished_lanes_of_a_gradient(kind):
     log = Log()
     f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9, kind=kind)
-    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    starts, counts = np.array([0.0, 10.0, 20.0]), np.array([2, 3, 0])
     called = [0.0, 1.0, 10.0, 11.0, 12.0]
     assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == called
     summed = jax.grad(lambda x: jax.vmap(f)(x, counts).sum())
@@ -74,7 +76,7 @@ INNER = {
 def test_inside_other_constructs(inner):
     log = Log()
     f = lambda x, n: lx.fori_loop(0, n, lambda i, x: INNER[inner](log, x) + 1.0, x, max_steps=9)
-    starts, counts = jnp.array([0.0, 10.0, 20.0]), jnp.array([2, 3, 0])
+    starts, counts = np.array([0.0, 10.0, 20.0]), np.array([2, 3, 0])
     assert log.of(jax.jit(jax.vmap(f)), starts, counts) == [0.0, 1.0, 10.0, 11.0, 12.0]
 
 
@@ -120,31 +122,33 @@ PARTLY = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@pytest.mark.parametrize("how", PARTLY)
+# A kind that stores residuals splits what an effect is in, and one that replays steps drops the effects of a replay.
+CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
+CASES = [*((how, RESIDUALS) for how in PARTLY), ("cond", CHECKPOINTED), ("loop", SLOTS), ("jit", BOUNDED)]
+MORE = [*((how, CHECKPOINTED) for how in PARTLY if how != "cond"), ("cond", SLOTS), ("scan", BOUNDED)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+
+
+@pytest.mark.parametrize(("how", "kind"), CASES, ids=name_of)
 def test_once_inside_of_other_equations(how, kind):
+    """And the gradient is the one without effects."""
     log = Log()
-    step = PARTLY[how](lambda x: jnp.sin(log(x)))
-    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=9, kind=kind)
+
+    def loop_of(f):
+        step = PARTLY[how](lambda x: jnp.sin(f(x)))
+        return lambda x, n: lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=9, kind=kind)
+
+    f = loop_of(log)
     forward = log.of(jax.jit(f), 1.0, 4)
     assert len(forward) >= 4
-    assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == forward
+    gradients = jax.jit(lambda *args: (jax.grad(f)(*args), jax.grad(loop_of(lambda x: x))(*args)))
+    assert log.of(gradients, 1.0, 4) == forward
+    with_effects, without = gradients(1.0, 4)
+    assert with_effects == without
     assert log.of(jax.jit(lambda x, n: jax.linearize(lambda x: f(x, n), x)[1](1.0)), 1.0, 4) == forward
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@pytest.mark.parametrize("how", PARTLY)
-def test_gradient_with_effects_is_the_one_without(how, kind):
-    log = Log()
-
-    def gradient(f):
-        step = PARTLY[how](lambda x: jnp.sin(f(x)))
-        return jax.jit(jax.grad(lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)))(1.0)
-
-    assert gradient(log) == gradient(lambda x: x)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
 def test_inside_of_jax_checkpoint(kind):
     log = Log()
     step = jax.checkpoint(lambda x: jnp.sin(log(x)))
@@ -153,7 +157,7 @@ def test_inside_of_jax_checkpoint(kind):
     assert set(log.of(jax.jit(jax.grad(f)), 1.0)) == set(forward)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(CHECKPOINTED, RESIDUALS), ids=name_of)
 def test_linearize_through_a_while_loop_of_lax(kind):
     """Its condition is not perturbed, though parts of its carry are."""
     log = Log()
@@ -163,4 +167,4 @@ def test_linearize_through_a_while_loop_of_lax(kind):
     assert len(forward) == 6
     linear = jax.jit(lambda x: jax.linearize(f, x)[1](1.0))
     assert log.of(linear, 1.0) == forward
-    assert jnp.allclose(linear(1.0), jax.jvp(f, (1.0,), (1.0,))[1])
+    assert np.allclose(linear(1.0), jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1])(1.0))

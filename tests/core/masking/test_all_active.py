@@ -1,5 +1,7 @@
 """Rows that all lanes of a group walk are walked without masks."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,8 @@ from loopax._src.jax_internals import jaxpr_as_fun
 ROWS = 12
 
 
-def walked(walk, start, end, first, behind):
-    """Which step each position took: 1 the common one, -1 the other one, 0 none."""
-
+@cache
+def compiled(walk):
     def step_of(kind):
         return lambda consts: lambda position, carry: ([carry[0] + 1], [jnp.float32(kind)])
 
@@ -27,7 +28,12 @@ def walked(walk, start, end, first, behind):
         progress = LoopState([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
         return walk.run(steps, progress, end)
 
-    progress = jax.jit(run)(start, end, first, behind)
+    return jax.jit(run)
+
+
+def walked(walk, start, end, first, behind):
+    """Which step each position took: 1 the common one, -1 the other one, 0 none."""
+    progress = compiled(walk)(start, end, first, behind)
     assert int(progress.carry[0]) == np.count_nonzero(progress.ys[0])
     return np.asarray(progress.ys[0])
 
@@ -50,7 +56,7 @@ def test_every_position_takes_its_own_step_once(window, first, behind, reverse, 
 
 @pytest.mark.parametrize("windows", [(True, True), (True, False), (False, True)])
 def test_the_rows_are_those_in_which_all_lanes_are_active(windows):
-    low, high = jnp.array([1, 3, 2], jnp.int32), jnp.array([7, 9, 8], jnp.int32)
+    low, high = np.array([1, 3, 2], np.int32), np.array([7, 9, 8], np.int32)
     own = [x for x, keep in zip((low, high), windows, strict=True) if keep]
     ask = lambda row, *own: [visibly_active(row, own, windows, 3)]
     body = trace(ask, [jax.ShapeDtypeStruct((), jnp.int32), *map(jax.typeof, own)])

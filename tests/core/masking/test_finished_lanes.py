@@ -3,13 +3,15 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
 from tests.support.problem import KINDS, WITH_LAX, name_of
 from tests.support.reference import assert_close
+from tests.support.slow import each_kind
 
-STARTS = jnp.array([1.5, 10.2, 0.2])
+STARTS = np.array([1.5, 10.2, 0.2])
 
 
 def countdown(kind):
@@ -22,9 +24,9 @@ def countdown(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_gradients_are_finite(kind):
     f = countdown(kind)
-    assert_close(jax.jit(jax.vmap(jax.grad(f)))(STARTS), jnp.ones(3))
-    assert_close(jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum()))(STARTS), jnp.ones(3))
-    assert_close(jax.jit(jax.vmap(jax.hessian(f)))(STARTS), jnp.zeros(3))
+    summed = jax.grad(lambda x: jax.vmap(f)(x).sum())
+    found = jax.jit(lambda x: (jax.vmap(jax.grad(f))(x), summed(x), jax.vmap(jax.hessian(f))(x)))(STARTS)
+    assert_close(found, (np.ones(3), np.ones(3), np.zeros(3)))
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -33,7 +35,7 @@ def test_no_nan_is_ever_computed(kind):
         jax.block_until_ready(jax.jit(jax.vmap(countdown(kind)))(STARTS))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(KINDS[1], KINDS[3]), ids=name_of)
 def test_constants_of_lanes(kind):
     """Each lane has a constant that only its own states go with: sqrt(c - x)."""
 
@@ -41,23 +43,36 @@ def test_constants_of_lanes(kind):
         body = lambda x: x + 1.0 + jnp.sqrt(c - x) * 0.1
         return lx.while_loop(lambda x: x < c - 1.0, body, x, max_steps=20, kind=kind)
 
-    starts, limits = jnp.zeros(3), jnp.array([2.0, 9.0, 0.0])
-    alone = [jax.value_and_grad(f, (0, 1))(x, c) for x, c in zip(starts, limits, strict=True)]
-    wanted = jax.tree.map(lambda *values: jnp.stack(values), *alone)
-    assert_close(jax.jit(jax.vmap(jax.value_and_grad(f, (0, 1))))(starts, limits), wanted)
-    summed = jax.grad(lambda *args: jax.vmap(f)(*args).sum(), (0, 1))
-    assert_close(jax.jit(summed)(starts, limits), wanted[1])
+    starts, limits = np.zeros(3), np.array([2.0, 9.0, 0.0])
+    values, *gradient = np.transpose([alone_with_constant(c) for c in limits])
+    inside = jax.vmap(jax.value_and_grad(f, (0, 1)))
+    outside = jax.grad(lambda *args: jax.vmap(f)(*args).sum(), (0, 1))
+    found = jax.jit(lambda *args: (inside(*args), outside(*args)))(starts, limits)
+    assert_close(found, ((values, tuple(gradient)), tuple(gradient)))
+
+
+def alone_with_constant(c):
+    """The result of one lane, and its derivatives by the start and by the constant."""
+    x, of_start, of_constant = 0.0, 1.0, 0.0
+    while x < c - 1.0:
+        slope = 0.05 / np.sqrt(c - x)
+        x, of_start, of_constant = (
+            x + 1.0 + np.sqrt(c - x) * 0.1,
+            of_start * (1.0 - slope),
+            of_constant * (1.0 - slope) + slope,
+        )
+    return x, of_start, of_constant
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_rows_beyond_a_lanes_length_are_not_read(kind):
     """Rows from the length on are not numbers."""
-    rows = jnp.array([[1.0, jnp.nan, jnp.nan], [1.0, 2.0, 3.0], [jnp.nan] * 3])
-    lengths = jnp.array([1, 3, 0])
+    rows = np.array([[1.0, np.nan, np.nan], [1.0, 2.0, 3.0], [np.nan] * 3])
+    lengths = np.array([1, 3, 0])
     f = lambda xs, n: lx.scan(lambda c, x: (c + x**2, c), jnp.zeros(()), xs, length=n, kind=kind)[0]
-    wanted = jnp.array([[2.0, 0, 0], [2, 4, 6], [0, 0, 0]])
-    assert_close(jax.jit(jax.vmap(jax.grad(f)))(rows, lengths), wanted)
-    assert_close(jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs, lengths).sum()))(rows), wanted)
+    outside = jax.grad(lambda xs, n: jax.vmap(f)(xs, n).sum())
+    found = jax.jit(lambda *args: (jax.vmap(jax.grad(f))(*args), outside(*args)))(rows, lengths)
+    assert_close(found, (np.array([[2.0, 0, 0], [2, 4, 6], [0, 0, 0]]),) * 2)
 
 
 def guarded(x, limit):
@@ -72,11 +87,10 @@ def guarded(x, limit):
 
 def test_errors_of_finished_lanes_are_not_raised():
     starts, limits = jnp.zeros(3), jnp.array([2.0, 9.0, -1.0])
-    ends = jnp.array([3.0, 10.0, 0.0])
-    assert_close(eqx.filter_jit(jax.vmap(guarded))(starts, limits), ends)
-    assert_close(eqx.filter_jit(jax.vmap(jax.grad(guarded)))(starts, limits), jnp.ones(3))
-    summed = lambda x: jax.vmap(guarded)(x, limits).sum()
-    assert_close(eqx.filter_jit(jax.grad(summed))(starts), jnp.ones(3))
+    summed = jax.grad(lambda x, limits: jax.vmap(guarded)(x, limits).sum())
+    together = lambda *args: (jax.vmap(guarded)(*args), jax.vmap(jax.grad(guarded))(*args), summed(*args))
+    found = eqx.filter_jit(together)(starts, limits)
+    assert_close(found, (np.array([3.0, 10.0, 0.0]), np.ones(3), np.ones(3)))
 
 
 def test_the_error_of_an_active_lane_is_raised():
@@ -84,9 +98,10 @@ def test_the_error_of_an_active_lane_is_raised():
         body = lambda x: eqx.error_if(x, x > 5.0, "too large") + 1.0
         return lx.while_loop(lambda x: x < 9.0, body, x, max_steps=20)
 
-    assert eqx.filter_jit(jax.vmap(f))(jnp.array([9.0, 10.0])).tolist() == [9.0, 10.0]
+    lanes = eqx.filter_jit(jax.vmap(f))
+    assert lanes(jnp.array([9.0, 10.0])).tolist() == [9.0, 10.0]
     with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
-        jax.block_until_ready(eqx.filter_jit(jax.vmap(f))(jnp.array([9.0, 0.0])))
+        jax.block_until_ready(lanes(jnp.array([9.0, 0.0])))
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -105,16 +120,18 @@ def test_rows_in_which_no_lane_is_active(kind):
     assert ys[0].tolist() == [0.0] * 8 + [8.0, 9.0]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", each_kind(KINDS[0], KINDS[2]), ids=name_of)
 def test_gradient_over_such_rows(kind):
-    lengths, stop_at = jnp.array([10, 2, 0]), jnp.array([8.0, -1.0, -1.0])
+    lengths, stop_at = np.array([10, 2, 0]), np.array([8.0, -1.0, -1.0])
 
     def f(xs, n, stop_at):
         step = lambda c, x: (c + jnp.sqrt(x - stop_at + 1e-3), x)
         return lx.scan(step, jnp.zeros(()), xs, length=n, reverse=True, stop=lambda c, y: y <= stop_at, kind=kind)[0]
 
-    rows = jnp.stack([jnp.arange(10.0)] * 3)
+    rows = np.stack([np.arange(10.0)] * 3)
+    taken = np.zeros((3, 10), bool)
+    taken[0, 8:] = taken[1, :2] = True
+    with np.errstate(invalid="ignore"):
+        slopes = 0.5 / np.sqrt(rows - stop_at[:, None] + 1e-3)
     actual = jax.jit(jax.vmap(jax.grad(f)))(rows, lengths, stop_at)
-    alone = jnp.stack([jax.grad(f)(*lane) for lane in zip(rows, lengths, stop_at, strict=True)])
-    assert jnp.isfinite(actual).all()
-    assert_close(actual, alone)
+    assert_close(actual, np.where(taken, slopes, 0.0))

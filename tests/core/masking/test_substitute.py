@@ -3,19 +3,19 @@
 What decides is the size of the constants; here all that lanes have of their own counts as large.
 """
 
-import functools as ft
-
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
 from loopax._src.core.lowering import active_sets
-from tests.support.problem import BOUND, KINDS, LOOPS, WITH_LAX, XS, H, W, name_of
-from tests.support.reference import assert_close, for_each_lane
+from tests.support.derivatives import XS, H, W, derivatives
+from tests.support.problem import BOUND, KINDS, LOOPS, name_of
+from tests.support.reference import assert_close
+from tests.support.slow import each_kind
 
-LANES = (jnp.stack([W, W * 0.5, -W]), jnp.stack([H, H * 2, -H]), jnp.stack([XS, XS * 2, -XS]), jnp.array([3, 0, BOUND]))
-EVERY_AXIS = (0, 0, 0, 0)
+LANES = (np.stack([W, W * 0.5, -W]), np.stack([H, H * 2, -H]), np.stack([XS, XS * 2, -XS]), np.array([3, 0, BOUND]))
+CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
 # That forward, and those back; a reverse sweep has one or two that evaluate states again, and one that goes back.
 LOOPS_OF_A_GRADIENT = {"Checkpointed": 3, "Checkpointed3": 4, "Bounded": 2, "Residuals": 2}
 
@@ -25,77 +25,87 @@ def _everything_is_large(monkeypatch):
     monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 1)
 
 
-def loops_filled_outside(monkeypatch, function, *args):
-    """How many loops of the compiled program fill constants for each set of active lanes."""
+def counted(monkeypatch, function, *args):
+    """How many loops of a program fill constants for each set of active lanes; and its results."""
     found = []
     at = active_sets.FilledOutside.at
     monkeypatch.setattr(active_sets.FilledOutside, "at", lambda self, *args: found.append(self) or at(self, *args))
-    jax.jit(function).lower(*args)
-    return len(found)
+    lowered = jax.jit(function).lower(*args)
+    return len(found), lowered.compile()(*args)
 
 
-@ft.cache
-def expected_lanes(loop):
-    """Values and gradients, the same for all kinds."""
-    return for_each_lane(jax.value_and_grad(LOOPS[loop][1], (0, 1, 2)), EVERY_AXIS, *LANES)
+def expected(loop, lengths=(3, 0, BOUND)):
+    """Of every lane."""
+    return [derivatives(loop, n, w, h, xs) for w, h, xs, n in zip(*LANES[:3], lengths, strict=True)]
 
 
-@ft.cache
-def expected_hessians():
-    return for_each_lane(jax.hessian(LOOPS["scan"][1], 1), EVERY_AXIS, *LANES)
+def expected_gradients(loop):
+    return tuple(map(np.stack, zip(*(lane.gradient for lane in expected(loop)), strict=True)))
 
 
-@ft.cache
-def expected_gradients():
-    """Of every lane (rows) with every length (columns)."""
-    lengths = (None, None, None, 0)
-    gradient = jax.grad(LOOPS["scan"][1])
-    return jnp.stack([for_each_lane(gradient, lengths, *lane, LANES[3]) for lane in zip(*LANES[:3], strict=True)])
-
-
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_forward(loop, kind, monkeypatch):
+def test_forward(loop, monkeypatch):
+    """Before a gradient is taken all kinds are the same."""
+    loops, values = counted(monkeypatch, jax.vmap(LOOPS[loop][0](lx.Lax())), *LANES)
+    assert loops == 1
+    assert_close(values, np.stack([lane.value for lane in expected(loop)]))
+
+
+# Each kind with a loop of known length, and each loop.
+CASES = [*(("scan", kind) for kind in KINDS), ("reverse_stop", SLOTS), ("while", CHECKPOINTED)]
+MORE = [("reverse_stop", CHECKPOINTED), ("reverse_stop", BOUNDED), ("reverse_stop", RESIDUALS)]
+MORE += [("while", SLOTS), ("while", BOUNDED), ("while", RESIDUALS)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+
+
+@pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
+def test_gradients_of_each_lane(loop, kind, monkeypatch):
+    inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
+    loops, found = counted(monkeypatch, inside, *LANES)
+    assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
+    values = np.stack([lane.value for lane in expected(loop)])
+    assert_close(found, (values, expected_gradients(loop)))
+
+
+@pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
+def test_gradients_of_all_lanes(loop, kind, monkeypatch):
     lanes = jax.vmap(LOOPS[loop][0](kind))
-    assert loops_filled_outside(monkeypatch, lanes, *LANES) == 1
-    assert_close(jax.jit(lanes)(*LANES), expected_lanes(loop)[0])
+    outside = jax.grad(lambda w, h, xs: lanes(w, h, xs, LANES[3]).sum(), (0, 1, 2))
+    loops, found = counted(monkeypatch, outside, *LANES[:3])
+    if loop == "scan" and kind != RESIDUALS:
+        assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
+    assert_close(found, expected_gradients(loop))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@pytest.mark.parametrize("loop", ["scan", "reverse_stop", "while"])
-def test_gradients(loop, kind, monkeypatch):
-    program, _ = LOOPS[loop]
-    inside = jax.vmap(jax.grad(program(kind), (0, 1, 2)))
-    outside = jax.grad(lambda w, h, xs: jax.vmap(program(kind))(w, h, xs, LANES[3]).sum(), (0, 1, 2))
-    _, wanted = expected_lanes(loop)
-    assert loops_filled_outside(monkeypatch, inside, *LANES) == LOOPS_OF_A_GRADIENT[name_of(kind)]
-    assert_close(jax.jit(inside)(*LANES), wanted)
-    assert_close(jax.jit(outside)(*LANES[:3]), wanted)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
+def test_second_derivatives(kind):
+    hessians = jax.jit(jax.vmap(jax.hessian(LOOPS["scan"][0](kind), 1)))(*LANES)
+    assert_close(hessians, np.stack([lane.hessian for lane in expected("scan")]))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_second_derivatives_and_two_vmaps(kind):
-    program, _ = LOOPS["scan"]
-    assert_close(jax.jit(jax.vmap(jax.hessian(program(kind), 1)))(*LANES), expected_hessians())
-    twice = jax.vmap(jax.vmap(jax.grad(program(kind)), (None, None, None, 0)), (0, 0, 0, None))
-    assert_close(jax.jit(twice)(*LANES), expected_gradients())
-    checkpointed = jax.vmap(jax.grad(jax.checkpoint(program(kind))))
-    assert_close(jax.jit(checkpointed)(*LANES), expected_lanes("scan")[1][0])
+@pytest.mark.parametrize("kind", [SLOTS, RESIDUALS], ids=name_of)
+def test_two_vmaps(kind):
+    """Every lane (rows) with every length (columns)."""
+    gradient = jax.grad(LOOPS["scan"][0](kind))
+    twice = jax.vmap(jax.vmap(gradient, (None, None, None, 0)), (0, 0, 0, None))
+    columns = [[lane.gradient[0] for lane in expected("scan", (n,) * 3)] for n in LANES[3]]
+    assert_close(jax.jit(twice)(*LANES), np.stack(columns, 1))
+
+
+@pytest.mark.parametrize("kind", [CHECKPOINTED, BOUNDED], ids=name_of)
+def test_jax_checkpoint(kind):
+    checkpointed = jax.vmap(jax.grad(jax.checkpoint(LOOPS["scan"][0](kind))))
+    assert_close(jax.jit(checkpointed)(*LANES), expected_gradients("scan")[0])
 
 
 def test_forward_mode_outside_of_the_batch():
-    program, expected = LOOPS["while"]
-    directional = lambda f: jax.jvp(lambda w: f(w, *LANES[1:]), (LANES[0],), (LANES[0] + 1.0,))
-    by_lane = lambda *args: for_each_lane(expected, EVERY_AXIS, *args)
-    assert_close(jax.jit(lambda: directional(jax.vmap(program(lx.Lax()))))(), directional(by_lane))
-
-
-def test_gradients_outside_of_the_batch_fill_constants_once_as_well(monkeypatch):
-    program, _ = LOOPS["scan"]
-    outside = jax.grad(lambda w, h, xs: jax.vmap(program(lx.Checkpointed()))(w, h, xs, LANES[3]).sum(), (0, 1, 2))
-    assert loops_filled_outside(monkeypatch, outside, *LANES[:3]) == 3
+    lanes = jax.vmap(LOOPS["while"][0](lx.Lax()))
+    directional = lambda w: jax.jvp(lambda w: lanes(w, *LANES[1:]), (w,), (w + 1.0,))
+    values = [lane.value for lane in expected("while")]
+    tangents = [np.vdot(lane.gradient[0], w + 1.0) for lane, w in zip(expected("while"), LANES[0], strict=True)]
+    assert_close(jax.jit(directional)(LANES[0]), (np.stack(values), np.stack(tangents)))
 
 
 def test_small_constants_are_filled_in_each_step(monkeypatch):
     monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 64 * 1024)
-    assert loops_filled_outside(monkeypatch, jax.vmap(LOOPS["scan"][0](lx.Lax())), *LANES) == 0
+    assert counted(monkeypatch, jax.vmap(LOOPS["scan"][0](lx.Lax())), *LANES)[0] == 0
