@@ -7,6 +7,7 @@ from typing import Any
 from jax._src import checkify as _checkify
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import partial_eval as pe
 
 
 def new_primitive(name: str) -> Primitive:
@@ -53,11 +54,14 @@ def _only_user_checks_outside(primitive: Primitive, *arguments: Any, **params: A
     return error, primitive.bind(*operands, **params)
 
 
-def call_dce_rule(rule: Callable[..., Any], used: list[bool], eqn: Any) -> list[bool]:
-    """Which inputs an equation needs for these outputs, by JAX's own rule for its primitive.
+def used_inputs(eqn: Any, used: list[bool]) -> list[bool] | None:
+    """Which inputs an equation needs for these outputs, by the rule for its primitive; None where there is no rule.
 
     From JAX 0.12 on a rule also takes which inputs are live.
     """
+    rule: Callable[..., Any] | None = pe.dce_rules.get(eqn.primitive)
+    if rule is None:
+        return None
     try:
         return rule(used, eqn)[0]
     except TypeError:

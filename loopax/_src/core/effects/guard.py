@@ -13,7 +13,25 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, new_primitive, scan_sizes
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Primitive,
+    Scan,
+    While,
+    ad,
+    batching,
+    bind_while,
+    branches,
+    inlinable,
+    is_cond,
+    is_jit,
+    is_scan,
+    is_while,
+    mlir,
+    new_primitive,
+    with_branches,
+)
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -33,16 +51,13 @@ def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _equation_without_effects(eqn: Any) -> Any:
     """The same for the jaxprs inside an equation."""
-    if eqn.primitive.name == "cond":
-        branches = tuple(without_effects(branch) for branch in eqn.params["branches"])
-        inner, params = branches, {**eqn.params, "branches": branches}
-    else:
-        pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
-        inner, params = tuple(pruned.values()), {**eqn.params, **pruned}
-    if not inner:
+    if is_cond(eqn):
+        return with_branches(eqn, list(map(without_effects, branches(eqn))))
+    pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
+    if not pruned:
         return eqn
-    effects = set().union(*(closed.effects for closed in inner))
-    return eqn.replace(params=params, effects=effects)
+    effects = set().union(*(closed.effects for closed in pruned.values()))
+    return eqn.replace(params={**eqn.params, **pruned}, effects=effects)
 
 
 def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
@@ -100,6 +115,11 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return function
 
 
+# (equation, active, operands) -> results. For each primitive of loopax with programs in it:
+Guard = Callable[[Any, Any, list[Any]], Sequence[Any]]
+guards: dict[Primitive, Guard] = {}
+
+
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.effects and not eqn.outvars:
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
@@ -109,9 +129,14 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
         return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
-    if eqn.primitive.name in guards and (eqn.effects or touches_buffers(eqn)):
-        return guards[eqn.primitive.name](eqn, active, operands)
-    return bind_again(eqn, operands)
+    guard = _guard_of(eqn) if eqn.effects or touches_buffers(eqn) else None
+    return bind_again(eqn, operands) if guard is None else guard(eqn, active, operands)
+
+
+def _guard_of(eqn: Any) -> Guard | None:
+    if eqn.primitive in guards:
+        return guards[eqn.primitive]
+    return next((guard for is_one, guard in _GUARDS_OF_JAX if is_one(eqn)), None)
 
 
 def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
@@ -125,32 +150,33 @@ def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
 
 
 def _guard_jit(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    return guarded(eqn.params["jaxpr"])(active, *operands)
+    program = inlinable(eqn)
+    assert program is not None
+    return guarded(program)(active, *operands)
 
 
 def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     index, *rest = operands
-    branches = [guarded(branch) for branch in eqn.params["branches"]]
-    return lax.switch(index, branches, active, *rest)
+    return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
 
 
 def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
-    consts, init, xs = split_list(operands, [num_consts, num_carry])
+    loop = Scan.of(eqn)
+    consts, init, xs = split_list(operands, loop.sizes)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split_list(guarded(params["jaxpr"])(active, *consts, *carry, *x), [num_carry])
+        carry, y = split_list(guarded(loop.body)(active, *consts, *carry, *x), [loop.num_carry])
         return carry, y
 
-    carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], params["unroll"])
+    carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
     return [*carry, *ys]
 
 
 def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    at = eqn.params["cond_nconsts"]
-    body = _with_flag(eqn.params["body_jaxpr"], 0)
-    params = {**eqn.params, "body_jaxpr": body, "body_nconsts": eqn.params["body_nconsts"] + 1}
-    return eqn.primitive.bind(*operands[:at], active, *operands[at:], **params)
+    loop = While.of(eqn)
+    cond_consts, rest = split_list(operands, [loop.num_cond_consts])
+    loop = loop._replace(body=_with_flag(loop.body, 0), num_consts=loop.num_consts + 1)
+    return bind_while(eqn, loop, [*cond_consts, active, *rest])
 
 
 def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
@@ -166,12 +192,11 @@ def _guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
 
 
-# By the name of a primitive: (equation, active, operands) -> results.
-guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
-    "jit": _guard_jit,
-    "cond": _guard_cond,
-    "scan": _guard_scan,
-    "while": _guard_while,
-    loop_p.name: _guard_loop,
-    reverse_sweep_p.name: _guard_sweep,
-}
+_GUARDS_OF_JAX: list[tuple[Callable[[Any], bool], Guard]] = [
+    (is_jit, _guard_jit),
+    (is_cond, _guard_cond),
+    (is_scan, _guard_scan),
+    (is_while, _guard_while),
+]
+guards[loop_p] = _guard_loop
+guards[reverse_sweep_p] = _guard_sweep

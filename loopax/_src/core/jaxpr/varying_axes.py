@@ -24,6 +24,7 @@ from loopax._src.jax_internals import (
     ad,
     batching,
     jaxpr_as_fun,
+    marked_varying,
     mlir,
     vary,
     varying_axes,
@@ -122,9 +123,7 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
 def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
     """Whether a value is marked as varying over one of the axes anywhere in it."""
     return any(
-        (eqn.primitive.name == "pvary" and axes & set(eqn.params["axes"]))
-        or any(_marks(inner, axes) for inner in inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
+        axes & marked_varying(eqn) or any(_marks(inner, axes) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
     )
 
 
@@ -134,11 +133,9 @@ def _marked_locally(jaxpr: Any, axes: Axes) -> Any:
 
 
 def _equation(eqn: Any, axes: Axes) -> Any:
-    if eqn.primitive.name != "pvary":
-        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
-    marked = frozenset(eqn.params["axes"])
+    marked = marked_varying(eqn)
     if not marked & axes:
-        return eqn
+        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
     params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
     return eqn.replace(primitive=retyped_p, params=params)
 

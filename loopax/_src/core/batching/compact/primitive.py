@@ -171,4 +171,4 @@ batching.fancy_primitive_batchers[compact_vmap_p] = _join
 jvp_of_program = jvp_expanded(_whole)
 ad.primitive_transposes[compact_vmap_p] = _transpose
 dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(eqn.params["program"]))
-guards[compact_vmap_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)
+guards[compact_vmap_p] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)
