@@ -14,13 +14,13 @@ import jax
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
 from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
-from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.effects.guard import OnlyIf, only_if_p
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p
-from loopax._src.core.masking.all_active import active_p
+from loopax._src.core.masking.all_active import ActiveLanes, active_p
 from loopax._src.core.masking.substitute import fill_inactive_p, filled
-from loopax._src.core.row_buffers.primitives import add_p, get_p, put_p, take_p, view_p
+from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
@@ -53,8 +53,7 @@ def is_same(eqn: Any) -> bool:
 
 def is_shown(eqn: Any) -> bool:
     """Whether an equation only shows values to somebody (`jax.debug`)."""
-    primitive = eqn.params["happening"] if eqn.primitive is only_if_p else eqn.primitive
-    return only_shows(primitive)
+    return only_shows(OnlyIf(**eqn.params).happening if eqn.primitive is only_if_p else eqn.primitive)
 
 
 def acts(eqn: Any) -> bool:
@@ -140,7 +139,8 @@ def _lanes(params: dict[str, Any]) -> Meaning:
 
 
 def _effect(params: dict[str, Any]) -> Meaning:
-    return Meaning(f"where active: {params['happening'].name}", dict(params["params"]))
+    only_if = OnlyIf(**params)
+    return Meaning(f"where active: {only_if.happening.name}", dict(only_if.params))
 
 
 def _places(mask: Sequence[bool]) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _places(mask: Sequence[bool]) -> tuple[int, ...]:
 
 def _plain(word: str, *, lanes: bool = True) -> Callable[[dict[str, Any]], Meaning]:
     """An operation on a buffer."""
-    return lambda params: Meaning(word, {"lanes": params["lanes"]} if lanes else {})
+    return lambda params: Meaning(word, {"lanes": lanes_of(params)} if lanes else {})
 
 
 OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
@@ -159,7 +159,7 @@ OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
     linear_sweep_p: _linear_sweep,
     compact_vmap_p: _lanes,
     only_if_p: _effect,
-    active_p: lambda params: Meaning("active lanes", {"limits": _places(params["windows"])}),
+    active_p: lambda params: Meaning("active lanes", {"limits": _places(ActiveLanes(**params).windows)}),
     get_p: _plain("buffer: get"),
     put_p: _plain("buffer: put"),
     add_p: _plain("buffer: add"),

@@ -7,8 +7,7 @@ May import: nothing of loopax.
 """
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
+from jax.interpreters import ad
 
 from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
 from loopax._src.jax_internals.effects import happens, undifferentiable_effects
@@ -68,7 +67,7 @@ from loopax._src.jax_internals.primitives import (
     stops_gradient,
     with_branches,
 )
-from loopax._src.jax_internals.rules import new_primitive, used_inputs
+from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
 from loopax._src.jax_internals.source import (
     argument_names,
     calling_lines,
@@ -80,6 +79,7 @@ from loopax._src.jax_internals.source import (
 from loopax._src.jax_internals.tracing import is_for_export, is_tracing, trace_context, trace_state, without_folding
 from loopax._src.jax_internals.types import (
     AbstractValue,
+    fits,
     is_nonzero,
     is_reference,
     of_weak_type,
@@ -107,7 +107,6 @@ __all__ = [
     "axis_arguments",
     "axis_of_index",
     "batched_outputs",
-    "batching",
     "bind_while",
     "branches",
     "called",
@@ -118,6 +117,7 @@ __all__ = [
     "dce",
     "equation_context",
     "evaluate_partially",
+    "fits",
     "function_object",
     "happens",
     "inlinable",
@@ -153,7 +153,6 @@ __all__ = [
     "marked_varying",
     "meaningful_params",
     "mesh_axis",
-    "mlir",
     "moves",
     "name_in_errors",
     "names_axis",
@@ -165,7 +164,7 @@ __all__ = [
     "open_call",
     "open_constants",
     "partial_eval_jaxpr",
-    "pe",
+    "register",
     "renames",
     "replace_jaxpr",
     "stage_unknown",

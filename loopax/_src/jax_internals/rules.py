@@ -1,12 +1,15 @@
-"""Rules of primitives."""
+"""Rules of primitives: one function registers all that a primitive does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from jax._src import checkify as _checkify
+from jax._src import core as _core
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 
@@ -24,6 +27,97 @@ def new_primitive(name: str) -> Primitive:
     jet.jet_rules[primitive] = _refuse_jet
     _checkify.error_checks[primitive] = partial(_only_user_checks_outside, primitive)
     return primitive
+
+
+def register(
+    primitive: Primitive,
+    *,
+    meaning: Callable[..., Any] | None = None,
+    params: Sequence[str] = (),
+    impl: Callable[..., Any] | None = None,
+    lowering: Callable[..., Any] | None = None,
+    abstract_eval: Callable[..., Any] | None = None,
+    effectful_abstract_eval: Callable[..., Any] | None = None,
+    typecheck: Callable[..., Any] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    linear_transpose: Callable[..., Any] | None = None,
+    partial_eval: Callable[..., Any] | None = None,
+    partial_eval_custom: Callable[..., Any] | None = None,
+    dce: Callable[..., Any] | None = None,
+    batch: Callable[..., Any] | None = None,
+    batch_without_axis: Callable[..., Any] | None = None,
+) -> None:
+    """Tell JAX all that a primitive does. To be called once for a primitive.
+
+    Parameters
+    ----------
+    primitive
+        The primitive. `p` are its parameters, below.
+    meaning
+        `(*operands, **p) -> results`: the primitive as a function of JAX, which is run by `jax.jit` and compiled by
+        tracing it.
+    params
+        The names of the primitive's parameters, for `jax.jit`.
+    impl, lowering
+        How the primitive is run, and compiled, where it has no `meaning`.
+    abstract_eval
+        `(*types, **p) -> types of results`.
+    effectful_abstract_eval
+        `(*types, **p) -> (types of results, effects)`, in its place.
+    typecheck
+        `(*types, **p) -> (types of results, effects)`: raises `JaxprTypeError` where operands do not fit. Only
+        `check_jaxpr` calls it.
+    jvp
+        `(primals, tangents, **p) -> (results, tangents of results)`.
+    transpose
+        `(cotangents, *operands, **p) -> cotangents of operands`, None for those that are no `UndefinedPrimal`.
+    linear_transpose
+        `(cotangent, operand, **p) -> [cotangent of the operand]`, in the place of `jvp` and `transpose`: of a primitive
+        that is linear in its only operand.
+    partial_eval
+        `(trace, *tracers, **p) -> results`: runs what is known, stages the rest.
+    partial_eval_custom
+        The same under `jax.checkpoint`: `(saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
+        unknown results, instantiated results, operands to store)`.
+    dce
+        `(used results, [live operands,] eqn) -> (used operands, equation)`; live ones are given from JAX 0.12 on.
+    batch
+        `(axis, operands, dimensions, **p) -> (results, their dimensions)`.
+    batch_without_axis
+        `(operands, dimensions, **p) -> (results, their dimensions)`, in its place.
+
+    """
+    if meaning is not None:
+        impl = jax.jit(meaning, static_argnames=params)
+        lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+    for definition, rule in (
+        (primitive.def_impl, impl),
+        (primitive.def_abstract_eval, abstract_eval),
+        (primitive.def_effectful_abstract_eval, effectful_abstract_eval),
+        (partial(mlir.register_lowering, primitive), lowering),
+        (partial(ad.deflinear2, primitive), linear_transpose),
+    ):
+        if rule is not None:
+            definition(rule)
+    tables: list[tuple[Any, Callable[..., Any] | None]] = [
+        (_core.custom_typechecks, typecheck and partial(_check_types, typecheck)),
+        (ad.primitive_jvps, jvp),
+        (ad.primitive_transposes, transpose),
+        (pe.custom_partial_eval_rules, partial_eval),
+        (pe.partial_eval_jaxpr_custom_rules, partial_eval_custom),
+        (pe.dce_rules, dce),
+        (batching.fancy_primitive_batchers, batch),
+        (batching.primitive_batchers, batch_without_axis),
+    ]
+    for table, rule in tables:
+        if rule is not None:
+            table[primitive] = rule
+
+
+def _check_types(rule: Callable[..., Any], _: Any, /, *atoms: Any, **params: Any) -> Any:
+    """JAX hands over variables and constants, behind a function that names them in errors."""
+    return rule(*(atom.aval for atom in atoms), **params)
 
 
 def _refuse_jet(*_: Any, **__: Any) -> None:

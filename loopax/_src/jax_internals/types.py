@@ -1,9 +1,11 @@
 """Types of arrays: weak or strong, varying over the axes of a `shard_map`, with tangents or without."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import core, lax
+from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad
@@ -31,6 +33,11 @@ def zeros(aval: AbstractValue) -> jax.Array:
     explicit = not mesh.empty and mesh._any_axis_explicit
     array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
     return vary(array, varying_axes(aval))
+
+
+def fits(expected: Sequence[AbstractValue], given: Sequence[AbstractValue]) -> bool:
+    """Whether values of these types can be given where those are expected, weak types apart; as JAX compares them."""
+    return len(expected) == len(given) and all(map(_core.typecompat, expected, given))
 
 
 def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:

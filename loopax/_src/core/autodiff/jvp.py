@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
+from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
@@ -151,8 +151,6 @@ def jvp_of_results(
     return results, fill_tangents(mask, results, [*new_carry_dots, *y_dots, *saved_dots])
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    """The loop on pairs of primals and tangents. Operands are `low, high, *consts, *carry, *xs`."""
     return jvp_of_results(Loop(**params), run, primals, tangents)
-
-
-ad.primitive_jvps[loop_p] = _jvp

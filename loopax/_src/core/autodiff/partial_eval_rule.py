@@ -21,7 +21,6 @@ from loopax._src.jax_internals import (
     is_known,
     jaxpr_as_fun,
     known_value,
-    pe,
     stage_unknown,
     varying_axes,
 )
@@ -96,7 +95,12 @@ def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[A
     ]
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part of a loop, and stage its linear rest with what that needs of the known part.
+
+    Operands are `low, high, *consts, *carry, *xs`. Unknown are those of tangents. Where the number of steps is unknown,
+    or nothing is known of the results, the whole loop is staged.
+    """
     loop = Loop(**params)
     unknown = tuple(not is_known(t) for t in tracers)
     if unknown[0] or unknown[1] or not any(unknown):
@@ -114,10 +118,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     return _assemble(loop, parts, known, out)
 
 
-pe.custom_partial_eval_rules[loop_p] = _partial_eval
-
-
-def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
     loop = Loop(**strip_progress_of_params(params))
     unknown = tuple(map(ad.is_undefined_primal, operands))
@@ -154,6 +155,3 @@ def _cotangents_of_operands(loop: Loop, parts: PartialEval, unknown: Sequence[bo
     init = place(parts.unknown_carry, carry)
     init = [ct if u else None for ct, u in zip(init, unknown_init, strict=True)]
     return [*place(used_consts, consts), *init, *place(used_xs, xs)]
-
-
-ad.primitive_transposes[loop_p] = _transpose

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, nonzero_mask, tangents_or_zeros
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.util import Mask, either, select, split_list, weakly_cached
-from loopax._src.jax_internals import ad
 
 
 def sweep_fixpoint(
@@ -53,7 +52,12 @@ def _jvp_sweep(static: ReverseSweep, consts: Mask, state: Mask, carry: Mask, xs:
     )
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    """The sweep on pairs, whose states are pairs as well.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; where a state is perturbed, so is
+    what was saved of it.
+    """
     static = ReverseSweep(**params)
     low, high, checkpoint_rows, *operands = primals
     consts, init, saved, carry, xs = split_list(operands, static.sizes)
@@ -85,6 +89,3 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     ys, y_dots = split_list(ys, [len(ys_mask)])
     results = [*new_carry, *ys]
     return results, fill_tangents([*carry_mask, *ys_mask], results, [*new_carry_dots, *y_dots])
-
-
-ad.primitive_jvps[reverse_sweep_p] = _jvp

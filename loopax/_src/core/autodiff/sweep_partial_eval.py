@@ -12,7 +12,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
 )
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.util import Mask, either, invert, merge_lists, reject, select, split_list, weakly_cached
-from loopax._src.jax_internals import ad, dce, is_known, known_value, pe, stage_unknown
+from loopax._src.jax_internals import ad, dce, is_known, known_value, stage_unknown
 
 
 class SweepPartialEval(NamedTuple):
@@ -117,7 +117,12 @@ def _partial_eval_known(static: ReverseSweep, unknown: Sequence[Mask]) -> SweepP
     return partial_eval_sweep(static, unknown[0], either(unknown[1], unknown[2]), unknown[3], unknown[4])
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part of a sweep, and stage its linear rest.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`. Unknown are those of tangents. Where
+    one of the first three is unknown, or nothing is known of the results, the whole sweep is staged.
+    """
     static = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
@@ -135,10 +140,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     return [*merge_lists(parts.unknown_carry, carry, linear_carry), *merge_lists(parts.unknown_ys, ys, linear_ys)]
 
 
-pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
-
-
-def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
     static = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
@@ -157,6 +159,3 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     )
     found = [*consts, *init, *(None for _ in init), *carry, *xs]
     return [None, None, None, *(ct if u else None for ct, u in zip(found, flags, strict=True))]
-
-
-ad.primitive_transposes[reverse_sweep_p] = _transpose

@@ -23,6 +23,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep, checkpointing_loop, run_sweep
+from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.util import (
@@ -40,11 +41,10 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
-    batching,
     dce,
     jaxpr_as_fun,
-    mlir,
     new_primitive,
+    register,
     replace_jaxpr,
     strong,
     zeros,
@@ -140,6 +140,7 @@ linear_sweep_p = new_primitive("linear_sweep")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
+    """The linear sweep as the sweep that it is the rest of."""
     static = LinearSweep(**params)
     given = LinearSweepOperands.of(static, flat)
     groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
@@ -151,14 +152,6 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     carry, ys = static.avals[2], static.avals[4]
     return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
-
-
-_whole_compiled = jax.jit(_whole, static_argnames=LinearSweep._fields)
-linear_sweep_p.def_impl(_whole_compiled)
-linear_sweep_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linear_sweep_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_sweep_p] = batch_expanded(linear_sweep_p, _whole)
-ad.primitive_jvps[linear_sweep_p] = jvp_expanded(_whole)
 
 
 @weakly_cached
@@ -295,6 +288,7 @@ def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+    """Operands are those of `LinearSweepOperands`; only linear ones have cotangents."""
     static = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
@@ -305,4 +299,13 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     return [None] * (len(flat) - len(operands)) + wanted
 
 
-ad.primitive_transposes[linear_sweep_p] = _transpose
+register(
+    linear_sweep_p,
+    meaning=_whole,
+    params=LinearSweep._fields,
+    abstract_eval=_abstract,
+    jvp=jvp_expanded(_whole),
+    transpose=_transpose,
+    batch=batch_expanded(linear_sweep_p, _whole),
+)
+step_limits[linear_sweep_p] = lambda eqn: (LinearSweep(**eqn.params).bound, False)

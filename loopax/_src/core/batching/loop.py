@@ -13,7 +13,7 @@ from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, loop_p, run
+from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
@@ -25,7 +25,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     uniform_body,
 )
 from loopax._src.core.jaxpr.util import Mask, collective_over, either, select, split_list, weakly_cached
-from loopax._src.jax_internals import axis_arguments, batched_outputs, batching
+from loopax._src.jax_internals import axis_arguments, batched_outputs
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -34,7 +34,12 @@ def _uniform_loop(loop: Loop, axis: Axis, consts: Mask, carry: Mask, xs: Mask, y
     return loop._replace(body=uniform_body(loop.body, axis, (*consts, *carry, *xs), (*carry, *ys)))
 
 
-def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """One loop for all lanes where they take the same steps; else lanes in lockstep, or in stages.
+
+    Operands are `low, high, *consts, *carry, *xs`. Lanes take different steps where they have limits of their own, or
+    where the predicate is batched.
+    """
     loop, axis = Loop(**params), Axis.of(axis_data)
     (low, high), *groups = split_list(operands, [2, *loop.sizes])
     window_dims, *group_dims = split_list(dims, [2, *loop.sizes])
@@ -96,6 +101,3 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
         *(None for _ in out.checkpoint_rows),
     ]
     return [num_steps, *out.carry, *out.ys, *out.saved, *out.checkpoint_rows], dims
-
-
-batching.fancy_primitive_batchers[loop_p] = _batch_loop

@@ -28,7 +28,6 @@ from loopax._src.core.jaxpr.mapped_axis import (
     uniform_body,
 )
 from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
-from loopax._src.jax_internals import batching
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -55,7 +54,11 @@ def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -
 _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
-def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """One sweep for all lanes where they walk the same rows; else lanes in lockstep, or in stages.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
+    """
     static, axis = ReverseSweep(**params), Axis.of(axis_data)
     (low, high, checkpoint_rows), consts, init, saved, carry, xs = split_list(operands, [3, *static.sizes])
     (*window_dims, checkpoint_rows_dim), const_dims, init_dims, saved_dims, carry_dims, x_dims = split_list(
@@ -93,6 +96,3 @@ def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     saved = fill(state_mask, saved, saved_dims, 1)
     new_carry, ys = run_sweep(lanes, low, high, checkpoint_rows, [*own, *consts], init, saved, carry, xs)
     return [*new_carry, *ys], [*axes_of(carry_mask), *axes_of(ys_mask, 1)]
-
-
-batching.fancy_primitive_batchers[reverse_sweep_p] = _batch_sweep

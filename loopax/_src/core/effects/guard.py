@@ -1,7 +1,7 @@
 """Effects in the bodies of loops: not repeated by replays, not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
-from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
+from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -19,8 +19,6 @@ from loopax._src.jax_internals import (
     Primitive,
     Scan,
     While,
-    ad,
-    batching,
     bind_while,
     branches,
     inlinable,
@@ -28,8 +26,8 @@ from loopax._src.jax_internals import (
     is_jit,
     is_scan,
     is_while,
-    mlir,
     new_primitive,
+    register,
     with_branches,
 )
 
@@ -69,6 +67,13 @@ def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
 only_if_p = new_primitive("only_if")
 
 
+class OnlyIf(NamedTuple):
+    """The parameters of the primitive."""
+
+    happening: Primitive  # what has the effect
+    params: tuple[tuple[str, Any], ...]  # those of `happening`
+
+
 def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> list[Any]:
     """A real conditional: nothing is called where it is False."""
 
@@ -79,7 +84,6 @@ def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tu
     return []
 
 
-@only_if_p.def_effectful_abstract_eval
 def _only_if_abstract(_: Any, *avals: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     closed = jax.make_jaxpr(lambda *xs: happening.bind(*xs, **dict(params)))(*avals)
     return [], closed.effects
@@ -97,10 +101,14 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     return [], []
 
 
-only_if_p.def_impl(jax.jit(_only_if, static_argnames=("happening", "params")))
-mlir.register_lowering(only_if_p, mlir.lower_fun(_only_if, multiple_results=True))
-batching.primitive_batchers[only_if_p] = _only_if_batch
-ad.primitive_jvps[only_if_p] = lambda primals, _, **params: (only_if_p.bind(*primals, **params), [])
+register(
+    only_if_p,
+    meaning=_only_if,
+    params=OnlyIf._fields,
+    effectful_abstract_eval=_only_if_abstract,
+    jvp=lambda primals, _, **params: (only_if_p.bind(*primals, **params), []),
+    batch_without_axis=_only_if_batch,
+)
 
 
 def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -115,7 +123,7 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return function
 
 
-# (equation, active, operands) -> results. For each primitive of loopax with programs in it:
+# (equation, active, operands) -> results. For each primitive of loopax with programs in it (`core/rules.py`):
 Guard = Callable[[Any, Any, list[Any]], Sequence[Any]]
 guards: dict[Primitive, Guard] = {}
 
@@ -128,7 +136,7 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return bind_again(eqn, [*read, is_active & active])
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
-        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
+        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lanes_of(eqn.params))), *rest])
     guard = _guard_of(eqn) if eqn.effects or touches_buffers(eqn) else None
     return bind_again(eqn, operands) if guard is None else guard(eqn, active, operands)
 
@@ -179,13 +187,15 @@ def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     return bind_while(eqn, loop, [*cond_consts, active, *rest])
 
 
-def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The loop with the flag as its first constant."""
     loop = Loop(**eqn.params)
     loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
-def _guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The sweep with the flag as its first constant; effects of both bodies are guarded."""
     static = ReverseSweep(**eqn.params)
     forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
     static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
@@ -198,5 +208,3 @@ _GUARDS_OF_JAX: list[tuple[Callable[[Any], bool], Guard]] = [
     (is_scan, _guard_scan),
     (is_while, _guard_while),
 ]
-guards[loop_p] = _guard_loop
-guards[reverse_sweep_p] = _guard_sweep

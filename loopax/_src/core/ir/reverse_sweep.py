@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
+from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
@@ -98,13 +98,11 @@ def _apart(static: ReverseSweep, axes: Axes) -> ReverseSweep:
     return static._replace(forward=forward, backward=backward)
 
 
-def _abstract(*_: Any, **params: Any) -> list[Any]:
+def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
+    """The types of carry and ys."""
     static = ReverseSweep(**params)
     carry = static.backward.out_avals[: static.num_carry]
     return [*carry, *(stacked(aval, static.bound or 0) for aval in static.y_avals)]
-
-
-reverse_sweep_p.def_abstract_eval(_abstract)
 
 
 def checkpointing_loop(static: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
@@ -140,8 +138,8 @@ def checkpoint_and_sweep(
     return run_sweep(static, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
 
 
-def _dependence(eqn: Any) -> list[int]:
-    """Exact, so that a primal sweep inside another loop's body stays known."""
+def sweep_dependence(eqn: Any) -> list[int]:
+    """Which operands each result depends on: exact, so that a primal sweep inside another loop's body stays known."""
     static = ReverseSweep(**eqn.params)
     bits = [1 << i for i in range(len(eqn.invars))]
     window, rest = bits[0] | bits[1] | bits[2], bits[3:]
@@ -156,6 +154,3 @@ def _dependence(eqn: Any) -> list[int]:
     inputs[carry_range.start : carry_range.stop] = close_over_carry(needed[: static.num_carry], carry_range, inputs)
     ys = [union(inputs, bits) for bits in needed[static.num_carry :]]
     return [window | bits for bits in (*inputs[carry_range.start : carry_range.stop], *ys)]
-
-
-dependence_rules[reverse_sweep_p] = _dependence
