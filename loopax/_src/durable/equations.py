@@ -14,26 +14,27 @@ import jax
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
 from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
-from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.effects.guard import OnlyIf, only_if_p
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p
-from loopax._src.core.masking.all_active import active_p
+from loopax._src.core.masking.all_active import ActiveLanes, active_p
 from loopax._src.core.masking.substitute import fill_inactive_p, filled
-from loopax._src.core.row_buffers.primitives import add_p, get_p, put_p, take_p, view_p
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, scan_sizes
+from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, put_p, take_p, view_p
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Primitive,
+    Scan,
+    called,
+    function_object,
+    is_identity,
+    is_scan,
+    meaningful_params,
+    only_shows,
+)
 
 Program = ClosedJaxpr | Jaxpr
-
-# JAX's primitives whose results are their operands.
-_SAME = {"stop_gradient", "copy", "copy_p", "name", "device_put", "optimization_barrier"}
-_SAME |= {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
-# Those that evaluate a program on their operands, and what else they say about it has no part in values.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
-_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-_SHOWN = {"debug_callback", "debug_print"}
-_NO_MEANING = {"name", "debug_info", "sharding", "out_sharding", "linear", "weak_type", "differentiated", "unroll"}
-_NO_MEANING |= {"_split_transpose", "split_transpose", "vmap_method", "result_avals", "in_tree", "out_tree"}
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,12 @@ class Meaning:
 
 def is_same(eqn: Any) -> bool:
     """Whether the results are the operands."""
-    if eqn.primitive.name == "convert_element_type":
-        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    return eqn.primitive.name in _SAME or eqn.primitive is retyped_p
+    return is_identity(eqn) or eqn.primitive is retyped_p
 
 
 def is_shown(eqn: Any) -> bool:
     """Whether an equation only shows values to somebody (`jax.debug`)."""
-    primitive = eqn.params["happening"] if eqn.primitive is only_if_p else eqn.primitive
-    return primitive.name in _SHOWN
+    return only_shows(OnlyIf(**eqn.params).happening if eqn.primitive is only_if_p else eqn.primitive)
 
 
 def acts(eqn: Any) -> bool:
@@ -63,13 +61,11 @@ def acts(eqn: Any) -> bool:
     return any("Debug" not in type(effect).__name__ for effect in eqn.effects)
 
 
-def called(eqn: Any) -> Program | None:
+def program_of(eqn: Any) -> Program | None:
     """The program that an equation evaluates on its operands, if it does nothing else."""
     if eqn.primitive is fill_inactive_p:
         return jax.make_jaxpr(partial(filled, **eqn.params))(*(x.aval for x in eqn.invars))
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    return called(eqn)
 
 
 def meaning(eqn: Any) -> Meaning:
@@ -77,11 +73,11 @@ def meaning(eqn: Any) -> Meaning:
     own = OWN.get(eqn.primitive)
     if own is not None:
         return own(eqn.params)
-    if eqn.primitive.name == "scan":
-        return _lax_scan(eqn)
-    if "_prim" in eqn.params:  # from JAX 0.11 on some functions of `jnp` are objects, behind one primitive for all
-        return Meaning(type(eqn.params["_prim"]).__name__, eqn.params["_prim"].params)
-    params = {name: value for name, value in eqn.params.items() if name not in _NO_MEANING}
+    if is_scan(eqn):
+        return _lax_scan(Scan.of(eqn))
+    if (function := function_object(eqn)) is not None:
+        return Meaning(type(function).__name__, function.params)
+    params = meaningful_params(eqn)
     inner = {name: found for name, value in params.items() if (found := _programs(value))}
     settings = {name: value for name, value in params.items() if name not in inner}
     programs = {f"{name} {i}": program for name, found in inner.items() for i, program in enumerate(found)}
@@ -93,10 +89,9 @@ def _programs(value: Any) -> list[Program]:
     return [x for x in values if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
-def _lax_scan(eqn: Any) -> Meaning:
-    consts, carry = scan_sizes(eqn)
-    settings = {"length": eqn.params["length"], "reverse": eqn.params["reverse"], "consts": consts, "carry": carry}
-    return Meaning("scan", settings, {"step": eqn.params["jaxpr"]})
+def _lax_scan(loop: Scan) -> Meaning:
+    settings = {"length": loop.length, "reverse": loop.reverse, "consts": loop.num_consts, "carry": loop.num_carry}
+    return Meaning("scan", settings, {"step": loop.body})
 
 
 # ---- loopax's own
@@ -144,7 +139,8 @@ def _lanes(params: dict[str, Any]) -> Meaning:
 
 
 def _effect(params: dict[str, Any]) -> Meaning:
-    return Meaning(f"where active: {params['happening'].name}", dict(params["params"]))
+    only_if = OnlyIf(**params)
+    return Meaning(f"where active: {only_if.happening.name}", dict(only_if.params))
 
 
 def _places(mask: Sequence[bool]) -> tuple[int, ...]:
@@ -153,7 +149,7 @@ def _places(mask: Sequence[bool]) -> tuple[int, ...]:
 
 def _plain(word: str, *, lanes: bool = True) -> Callable[[dict[str, Any]], Meaning]:
     """An operation on a buffer."""
-    return lambda params: Meaning(word, {"lanes": params["lanes"]} if lanes else {})
+    return lambda params: Meaning(word, {"lanes": lanes_of(params)} if lanes else {})
 
 
 OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
@@ -163,7 +159,7 @@ OWN: dict[Primitive, Callable[[dict[str, Any]], Meaning]] = {
     linear_sweep_p: _linear_sweep,
     compact_vmap_p: _lanes,
     only_if_p: _effect,
-    active_p: lambda params: Meaning("active lanes", {"limits": _places(params["windows"])}),
+    active_p: lambda params: Meaning("active lanes", {"limits": _places(ActiveLanes(**params).windows)}),
     get_p: _plain("buffer: get"),
     put_p: _plain("buffer: put"),
     add_p: _plain("buffer: add"),

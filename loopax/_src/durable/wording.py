@@ -108,7 +108,7 @@ def _operations(program: Program, inputs: Sequence[_Value], operations: list[_Op
             continue
         if equations.is_same(eqn):
             results = operands[: len(eqn.outvars)]
-        elif (inner := equations.called(eqn)) is not None:
+        elif (inner := equations.program_of(eqn)) is not None:
             results = _operations(inner, operands, operations)
         else:
             results = [_Value(_type(out.aval)) for out in eqn.outvars]

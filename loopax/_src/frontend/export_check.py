@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from loopax._src.jax_internals import Primitive, batching, is_for_export, mlir
+from loopax._src.jax_internals import Primitive, is_for_export, register
 
 
 class Said:
@@ -42,7 +42,10 @@ def _refuse(text: str) -> NoReturn:
     )
 
 
-unexported_p.def_impl(lambda failed, *, said: failed)  # noqa: ARG005
-unexported_p.def_abstract_eval(lambda failed, *, said: failed)  # noqa: ARG005
-batching.primitive_batchers[unexported_p] = lambda args, axes, *, said: (unexported(args[0], said), axes[0])
-mlir.register_lowering(unexported_p, _lowered)
+register(
+    unexported_p,
+    impl=lambda failed, *, said: failed,  # noqa: ARG005
+    lowering=_lowered,
+    abstract_eval=lambda failed, *, said: failed,  # noqa: ARG005
+    batch_without_axis=lambda args, axes, *, said: (unexported(args[0], said), axes[0]),
+)

@@ -24,7 +24,7 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.frontend.export_check import Said
 from loopax._src.frontend.raising import call_at, calls, raise_if
 from loopax._src.frontend.user_lines import Line
-from loopax._src.jax_internals import Primitive, batching, mlir, to_weak, trace_state
+from loopax._src.jax_internals import Primitive, register, to_weak, trace_state
 from loopax._src.pytrees.types import RowByRow
 
 
@@ -123,12 +123,12 @@ def _on_each_device(failed: Any, *, said: Said, stack: tuple[Line, ...], mesh: A
 
 # `_on_each_device`, outside of all `jax.vmap`s: JAX does not map a `shard_map` over an axis that it takes itself.
 on_each_device_p = Primitive("on_each_device")
-on_each_device_p.def_impl(jax.jit(_on_each_device, static_argnames=("said", "stack", "mesh")))
-on_each_device_p.def_abstract_eval(lambda failed, **_: core.ShapedArray((), failed.dtype))
-mlir.register_lowering(on_each_device_p, mlir.lower_fun(_on_each_device, multiple_results=False))
-batching.primitive_batchers[on_each_device_p] = lambda operands, _, **params: (
-    on_each_device_p.bind(jnp.any(operands[0]), **params),
-    None,
+register(
+    on_each_device_p,
+    meaning=_on_each_device,
+    params=["said", "stack", "mesh"],
+    abstract_eval=lambda failed, **_: core.ShapedArray((), failed.dtype),
+    batch_without_axis=lambda operands, _, **params: (on_each_device_p.bind(jnp.any(operands[0]), **params), None),
 )
 
 

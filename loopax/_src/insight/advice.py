@@ -12,16 +12,13 @@ from loopax._src.insight.find_loops import FoundLoop, source_of
 from loopax._src.insight.sizes import in_bytes, typed
 from loopax._src.insight.stored import Stored
 from loopax._src.insight.unfold import without_calls
-from loopax._src.jax_internals import ClosedJaxpr, Literal
+from loopax._src.jax_internals import ClosedJaxpr, Literal, is_cast, is_select, keeps_values, update_of, updates
 from loopax._src.lanes import CPU_LANES
 
 # An array that is updated in place: from so many bytes on, and so many times what is written.
 _LARGE, _MANY_ROWS = 4096, 8
 # Residuals: from so many bytes in all on, and so many times the carry.
 _MUCH, _TIMES = 2**20, 4
-
-_WRITES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
-_SAME_VALUE = {"convert_element_type", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier"}
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,9 @@ def _write_to(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     eqn = None if isinstance(end, Literal) else makers.get(end)
     if eqn is None:
         return None
-    if eqn.primitive.name in _WRITES:
+    if updates(eqn):
         return eqn if _leads_to(start, eqn.invars[0], makers) else None
-    if eqn.primitive.name == "select_n":  # a write under a condition, or for lanes that have not finished
+    if is_select(eqn):  # a write under a condition, or for lanes that have not finished
         return next(filter(None, (_write_to(start, case, makers) for case in eqn.invars[1:])), None)
     return None
 
@@ -95,14 +92,13 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
         return False
     if eqn.primitive is fill_inactive_p:
         return _leads_to(start, eqn.invars[2], makers)
-    if eqn.primitive.name == "select_n":  # the old value or the new one
+    if is_select(eqn):  # the old value or the new one
         return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
-    return eqn.primitive.name in _WRITES and _leads_to(start, eqn.invars[0], makers)
+    return updates(eqn) and _leads_to(start, eqn.invars[0], makers)
 
 
 def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Iterator[Advice]:
-    update = write.invars[1] if write.primitive.name == "dynamic_update_slice" else write.invars[2]
-    size, written = num_bytes([start.aval]), max(num_bytes([update.aval]), 1)
+    size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
     if size < max(_LARGE, _MANY_ROWS * written):
         return
     what = f"{name} ({typed(start.aval)}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
@@ -129,11 +125,11 @@ def _is_read(body: ClosedJaxpr, start: Any) -> bool:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         if not versions.intersection(operands):
             continue
-        if eqn.primitive.name in _WRITES and operands[0] in versions:
+        if updates(eqn) and operands[0] in versions:
             if versions.intersection(operands[1:]):
                 return True
             versions.add(eqn.outvars[0])
-        elif eqn.primitive is fill_inactive_p or (eqn.primitive.name == "select_n" and operands[0] not in versions):
+        elif eqn.primitive is fill_inactive_p or (is_select(eqn) and operands[0] not in versions):
             versions.add(eqn.outvars[0])
         else:
             return True
@@ -145,9 +141,9 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     cast, atom = None, end
     while not isinstance(atom, Literal) and atom is not start:
         eqn = makers.get(atom)
-        if eqn is None or eqn.primitive.name not in _SAME_VALUE:
+        if eqn is None or not keeps_values(eqn):
             return None
-        if eqn.primitive.name == "convert_element_type" and cast is None:
+        if is_cast(eqn) and cast is None:
             cast = eqn
         atom = eqn.invars[0]
     return cast if atom is start else None

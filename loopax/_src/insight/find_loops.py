@@ -14,12 +14,22 @@ from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equ
 from loopax._src.core.jaxpr.util import INDEX, inner_programs, split_list, trace
 from loopax._src.frontend.user_lines import of_user
 from loopax._src.insight.unfold import without_calls
-from loopax._src.jax_internals import ClosedJaxpr, Literal, argument_names, jaxpr_as_fun, scan_sizes, user_lines
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    Scan,
+    While,
+    argument_names,
+    is_kernel,
+    jaxpr_as_fun,
+    lax_loop,
+    stops_gradient,
+    user_lines,
+)
 from loopax._src.kinds import Lax
 from loopax._src.lanes import Lockstep
 
 NO_REVERSE_MODE = "`jax.lax.while_loop` has no reverse mode: use `loopax.while_loop`, or `loopax.rewrite_loops`"
-_KERNELS = ("pallas_call",)
 
 
 class Seen(NamedTuple):
@@ -64,7 +74,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
         if seen is not None:
             one = _found(eqn, seen, list(map(value, seen.operands)))
             found += one.inner if _is_a_condition(seen.loop) else [one]
-        elif eqn.primitive.name not in _KERNELS:
+        elif not is_kernel(eqn):
             found += _inside(eqn, list(map(value, eqn.invars)))
         for variable in _perturbed_results(eqn, [value(atom).perturbed for atom in eqn.invars]):
             values[variable] = Value(perturbed=True)
@@ -72,7 +82,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
 
 
 def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
-    if not any(flags) or eqn.primitive.name == "stop_gradient":
+    if not any(flags) or stops_gradient(eqn):
         return
     for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact) and any(flags[i] for i in members(needed)):
@@ -118,9 +128,10 @@ def see(eqn: Any) -> Seen | None:
         return _see_loop(eqn)
     if eqn.primitive is compact_vmap_p:
         return _see_batch(eqn)
-    if eqn.primitive.name == "scan":
-        return _see_scan(eqn)
-    return _see_while(eqn) if eqn.primitive.name == "while" else None
+    found = lax_loop(eqn)
+    if isinstance(found, Scan):
+        return _see_scan(eqn, found)
+    return None if found is None else _see_while(eqn, found)
 
 
 def _see_loop(eqn: Any) -> Seen:
@@ -142,17 +153,14 @@ def _results(loop: Loop, eqn: Any) -> list[Any]:
     return eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
 
 
-def _see_scan(eqn: Any) -> Seen:
-    num_consts, num_carry = scan_sizes(eqn)
-    body = eqn.params["jaxpr"]
-    names = argument_names(body)
-    consts, carry, xs = split_list(names, [num_consts, num_carry])
+def _see_scan(eqn: Any, found: Scan) -> Seen:
+    consts, carry, xs = split_list(argument_names(found.body), found.sizes)
     loop = Loop(
-        _with_row(body),
-        num_consts,
-        num_carry,
-        bound=eqn.params["length"],
-        reverse=eqn.params["reverse"],
+        _with_row(found.body),
+        found.num_consts,
+        found.num_carry,
+        bound=found.length,
+        reverse=found.reverse,
         predicated=False,
         unroll=1,
         storage=EveryResidual(),
@@ -161,15 +169,13 @@ def _see_scan(eqn: Any) -> Seen:
     return Seen(loop, "lax", eqn.invars, eqn.outvars)
 
 
-def _see_while(eqn: Any) -> Seen:
+def _see_while(eqn: Any, found: While) -> Seen:
     """A loop of the body alone: what the condition reads besides is of no interest here."""
-    num_cond, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body = eqn.params["body_jaxpr"]
-    consts, carry, _ = split_list(argument_names(body), [num_consts, len(eqn.outvars)])
+    consts, carry, _ = split_list(argument_names(found.body), [found.num_consts, found.num_carry])
     loop = Loop(
-        _with_row(body),
-        num_consts,
-        len(eqn.outvars),
+        _with_row(found.body),
+        found.num_consts,
+        found.num_carry,
         bound=None,
         reverse=False,
         predicated=False,
@@ -177,8 +183,8 @@ def _see_while(eqn: Any) -> Seen:
         storage=Nothing(ValueError, NO_REVERSE_MODE),
         debug_info=_debug_info("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
     )
-    lanes = prod(eqn.params["cond_jaxpr"].out_avals[0].shape)
-    return Seen(loop, "lax", eqn.invars[num_cond:], eqn.outvars, waiting=lanes)
+    lanes = prod(found.cond.out_avals[0].shape)
+    return Seen(loop, "lax", eqn.invars[found.num_cond_consts :], eqn.outvars, waiting=lanes)
 
 
 def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:

@@ -13,11 +13,19 @@ from itertools import accumulate
 from typing import Any
 
 from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.insight.fusion import MOVES, RENAMES, fused_into, is_fusible, variables
+from loopax._src.insight.fusion import fused_into, is_fusible, variables
 from loopax._src.insight.unfold import unfolded
-from loopax._src.jax_internals import ClosedJaxpr, Literal, scan_sizes
-
-_IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    branches,
+    is_cond,
+    is_lax_loop,
+    lax_loop,
+    moves,
+    renames,
+    updates,
+)
 
 
 @dataclass(eq=False)
@@ -64,7 +72,7 @@ class _Layout:
             variable: _Buffer(_size(variable), -1, -1, is_ours=False) for variable in self.inputs.values()
         }
         # XLA writes nothing over the results of a loop, whatever needs them.
-        self.of_loops = {v for eqn in self.eqns if eqn.primitive.name in ("while", "scan") for v in eqn.outvars}
+        self.of_loops = {v for eqn in filter(is_lax_loop, self.eqns) for v in eqn.outvars}
         self.inside = [self._run(place, eqn) for place, eqn in enumerate(self.eqns)]
         self._note_last_uses()
 
@@ -80,14 +88,13 @@ class _Layout:
 
     def _run(self, place: int, eqn: Any) -> int:
         """Give the results of an equation their buffers; returns the bytes that it needs meanwhile."""
-        name = eqn.primitive.name
-        if name in ("while", "scan"):
+        if is_lax_loop(eqn):
             return self._run_loop(place, eqn)
-        if name == "cond":
+        if is_cond(eqn):
             for variable in eqn.outvars:
                 self._write(place, variable)
-            return max(_Layout(branch, {}).most() for branch in eqn.params["branches"])
-        if name in RENAMES or (name in _IN_PLACE and self._may_change(place, eqn.invars[0])):
+            return max(_Layout(branch, {}).most() for branch in branches(eqn))
+        if renames(eqn) or (updates(eqn) and self._may_change(place, eqn.invars[0])):
             self.buffer_of[eqn.outvars[0]] = self._buffer(eqn.invars[0])
         elif place in self.fused[place]:
             for variable in eqn.outvars:
@@ -95,17 +102,18 @@ class _Layout:
         return 0
 
     def _run_loop(self, place: int, eqn: Any) -> int:
-        body, num_consts, num_carry, first = _parts(eqn)
-        inputs, outputs = body.jaxpr.invars, body.jaxpr.outvars
+        loop = lax_loop(eqn)
+        assert loop is not None
+        inputs, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
         for i, result in enumerate(eqn.outvars):
-            start = eqn.invars[first + i] if i < num_carry else None
+            start = eqn.invars[loop.carry_start + i] if i < loop.num_carry else None
             if start is None:
                 self._write(place, result)
-            elif outputs[i] is inputs[num_consts + i]:  # as it came
+            elif outputs[i] is inputs[loop.num_consts + i]:  # as it came
                 self.buffer_of[result] = self._buffer(start)
             else:
                 self._carry(place, start, result)
-        return _Layout(body, {i: num_consts + i for i in range(num_carry)}).most()
+        return _Layout(loop.body, {i: loop.num_consts + i for i in range(loop.num_carry)}).most()
 
     def _carry(self, place: int, start: Any, result: Any) -> None:
         """One place for the start of a leaf and its end."""
@@ -154,9 +162,8 @@ class _Layout:
     def _reads_as_it_writes(self, place: int, user: int, variable: Any) -> bool:
         eqn = self.eqns[user]
         if user == place and not is_fusible(eqn):
-            name = eqn.primitive.name
-            return name in ("while", "scan") or (name in _IN_PLACE and eqn.invars[0] is variable)
-        return eqn.outvars[0].aval.shape == variable.aval.shape and eqn.primitive.name not in MOVES
+            return is_lax_loop(eqn) or (updates(eqn) and eqn.invars[0] is variable)
+        return eqn.outvars[0].aval.shape == variable.aval.shape and not moves(eqn)
 
     def _is_free_after(self, place: int, variable: Any) -> bool:
         """Whether the buffer of an operand may be taken by a result."""
@@ -196,12 +203,3 @@ def _ancestors(eqns: Sequence[Any]) -> list[int]:
 
 def _size(variable: Any) -> int:
     return num_bytes([variable.aval])
-
-
-def _parts(eqn: Any) -> tuple[ClosedJaxpr, int, int, int]:
-    """The body of a loop, how many constants it has and leaves of the carry, and where the carry starts."""
-    if eqn.primitive.name == "scan":
-        num_consts, num_carry = scan_sizes(eqn)
-        return eqn.params["jaxpr"], num_consts, num_carry, num_consts
-    num_consts = eqn.params["body_nconsts"]
-    return eqn.params["body_jaxpr"], num_consts, len(eqn.outvars), eqn.params["cond_nconsts"] + num_consts

@@ -13,11 +13,11 @@ from loopax._src.core.batching.compact.primitive import compact_vmap_p
 from loopax._src.core.effects.guard import only_if_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
-from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs
+from loopax._src.core.jaxpr.util import bind_again, evaluate
 from loopax._src.core.masking.all_active import active_p
 from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.core.row_buffers import primitives as buffers
-from loopax._src.jax_internals import ClosedJaxpr, dce, is_of_jax
+from loopax._src.jax_internals import ClosedJaxpr, called, dce, is_of_jax
 
 _OURS = {
     loop_p,
@@ -30,15 +30,6 @@ _OURS = {
     fill_inactive_p,
     *buffers.VERSION,
 }
-_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "closed_call", "core_call")
-
-
-def called(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an equation calls, once and with its own operands; None where it is no call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    inner = next(inner_programs(eqn), None)
-    return inner if inner is None or isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
 
 
 def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:

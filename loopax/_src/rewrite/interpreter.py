@@ -15,17 +15,19 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
     Literal,
-    bind_checkpoint,
-    bind_shard_map,
+    Scan,
+    While,
+    is_addition,
+    is_kernel,
+    is_less_than,
+    is_scan,
+    is_while,
     jaxpr_as_fun,
     of_weak_type,
-    scan_sizes,
+    open_call,
 )
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.messages import rewritten_limit_problem
-
-# A loop in a kernel is compiled with it, by another compiler.
-_KERNELS = ("pallas_call",)
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,18 @@ class Exchange:
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in eqns)
 
     def _exchanges(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "while" or (self.scans and eqn.primitive.name == "scan")
+        return is_while(eqn) or (self.scans and is_scan(eqn))
 
     def _concerns_inside(self, eqn: Any) -> bool:
-        return eqn.primitive.name not in _KERNELS and any(map(self._concerns, _jaxprs(list(eqn.params.values()))))
+        return not is_kernel(eqn) and any(map(self._concerns, _jaxprs(list(eqn.params.values()))))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if self._exchanges(eqn):
-            return self._scan(eqn, operands) if eqn.primitive.name == "scan" else self._while(eqn, operands)
+            return self._scan(Scan.of(eqn), operands) if is_scan(eqn) else self._while(While.of(eqn), operands)
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
-        if bind := _BINDS.get(eqn.primitive.name):
-            inner = ClosedJaxpr(eqn.params["jaxpr"], ())
-            return bind(eqn, lambda *xs: self.evaluate(inner, xs), operands)
+        if call := open_call(eqn):
+            return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
         params = {name: _map_jaxprs(self._exchanged, value) for name, value in eqn.params.items()}
         return bind_again(eqn.replace(params=params), operands)
 
@@ -69,20 +70,19 @@ class Exchange:
         """The same jaxpr with other loops."""
         return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
 
-    def _while(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        cond_consts, body_consts, init = split_list(operands, [eqn.params["cond_nconsts"], eqn.params["body_nconsts"]])
+    def _while(self, loop: While, operands: list[Any]) -> Sequence[Any]:
+        cond_consts, body_consts, init = split_list(operands, loop.sizes)
 
         def step(carry: Sequence[Any]) -> list[Any]:
-            return self.evaluate(body, [*body_consts, *carry])
+            return self.evaluate(loop.body, [*body_consts, *carry])
 
         def goes_on(carry: Sequence[Any]) -> Any:
-            return self.evaluate(cond, [*cond_consts, *carry])[0]
+            return self.evaluate(loop.cond, [*cond_consts, *carry])[0]
 
-        counter = _counter(cond, body, len(cond_consts), len(body_consts))
+        counter = _counter(loop)
         if counter is not None:
             return _counted(counter, step, init, self._run(fori_loop))
-        if cond.out_avals[0].shape:
+        if loop.cond.out_avals[0].shape:
             return _while_any(goes_on, step, init, self._run(while_loop))
         return self._run(while_loop)(goes_on, step, init)
 
@@ -98,24 +98,15 @@ class Exchange:
 
         return run
 
-    def _scan(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
-        consts, init, xs = split_list(operands, [num_consts, num_carry])
+    def _scan(self, loop: Scan, operands: list[Any]) -> Sequence[Any]:
+        consts, init, xs = split_list(operands, loop.sizes)
 
         def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry, y = split_list(self.evaluate(params["jaxpr"], [*consts, *carry, *x]), [num_carry])
+            carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
             return carry, y
 
-        carry, ys = scan(step, init, xs, params["length"], params["reverse"], params["unroll"], **self.options)
+        carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **self.options)
         return [*carry, *ys]
-
-
-# Their inner jaxprs are open, and cannot hold the constants that loops may bring: they are bound anew.
-_BINDS: dict[str, Callable[..., Sequence[Any]]] = {
-    "shard_map": bind_shard_map,
-    "remat2": bind_checkpoint,
-    "checkpoint": bind_checkpoint,
-}
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
@@ -148,20 +139,21 @@ def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequ
     return run(lambda state: jnp.any(state[0]), body, (goes_on(init), init))[1]
 
 
-def _counter(cond: ClosedJaxpr, body: ClosedJaxpr, cond_consts: int, body_consts: int) -> tuple[int, int] | None:
+def _counter(loop: While) -> tuple[int, int] | None:
     """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
 
     JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
     known at the start.
     """
-    if len(cond.jaxpr.eqns) != 1 or cond.jaxpr.eqns[0].primitive.name != "lt":
+    cond, body = loop.cond, loop.body
+    if len(cond.jaxpr.eqns) != 1 or not is_less_than(cond.jaxpr.eqns[0]):
         return None
-    (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[cond_consts:]
+    (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[loop.num_cond_consts :]
     places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
     index, upper = places
     if index is None or upper is None or cond.jaxpr.outvars[0] is not eqn.outvars[0]:
         return None
-    inputs, outputs = body.jaxpr.invars[body_consts:], body.jaxpr.outvars
+    inputs, outputs = body.jaxpr.invars[loop.num_consts :], body.jaxpr.outvars
     is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
     counts = is_limit and _is_next(body, inputs[index], outputs[index])
     return (index, upper) if counts else None
@@ -173,7 +165,7 @@ def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
         if any(out is new for out in eqn.outvars):
             is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
             one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
-            return eqn.primitive.name == "add" and is_integer and eqn.invars[0] is old and one
+            return is_addition(eqn) and is_integer and eqn.invars[0] is old and one
     return False
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, merge_each
 from loopax._src.core.jaxpr.nan import nan_if
@@ -153,8 +153,6 @@ def _cut(leaves: Sequence[Any], at: int) -> tuple[list[Any], list[Any]]:
     return list(leaves[:at]), list(leaves[at:])
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    """The loop on pairs of primals and tangents. Operands are `low, high, *consts, *carry, *xs`."""
     return jvp_of_results(Loop(**params), run, primals, tangents)
-
-
-ad.primitive_jvps[loop_p] = _jvp

@@ -20,7 +20,6 @@ from loopax._src.jax_internals import (
     is_known,
     jaxpr_as_fun,
     known_value,
-    pe,
     stage_unknown,
     varying_axes,
 )
@@ -86,7 +85,12 @@ def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[A
     ).leaves
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part of a loop, and stage its linear rest with what that needs of the known part.
+
+    Operands are `low, high, *consts, *carry, *xs`. Unknown are those of tangents. Where the number of steps is unknown,
+    or nothing is known of the results, the whole loop is staged.
+    """
     loop = Loop(**params)
     low, high, *unknown = (not is_known(t) for t in tracers)
     if low or high or not any(unknown):
@@ -104,10 +108,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     return _assemble(loop, parts, known, out)
 
 
-pe.custom_partial_eval_rules[loop_p] = _partial_eval
-
-
-def _transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
     loop = Loop(**strip_progress_of_params(params))
     if all(isinstance(ct, ad.Zero) for ct in cts):
@@ -131,6 +132,3 @@ def _cotangents_of_inputs(parts: PartialEval, unknown: LoopInputs, cts: LoopInpu
     nothing = LoopInputs(*([None] * mask.count(False) for mask in used))
     found = merge_each(used, nothing, cts)
     return map_leaves(lambda ct, is_unknown: ct if is_unknown else None, found, unknown)
-
-
-ad.primitive_transposes[loop_p] = _transpose

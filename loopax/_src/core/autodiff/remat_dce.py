@@ -7,11 +7,11 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
-from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands, reverse_sweep_p
+from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select
-from loopax._src.jax_internals import Literal, happens, pe
+from loopax._src.jax_internals import Literal, happens
 
 
 def stage_all(
@@ -23,7 +23,7 @@ def stage_all(
     return known, strip_progress_of_equation(eqn), unknown_outputs or everything, everything, missing
 
 
-def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
     loop = Loop(**eqn.params)
     low, high, *flags = unknown
@@ -39,7 +39,7 @@ def _partial_eval_loop(_: Any, unknown: Sequence[bool], instantiated: Sequence[b
     return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
-def _partial_eval_sweep_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """The same for a reverse sweep."""
     static = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
@@ -61,11 +61,7 @@ def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], kno
     )
 
 
-pe.partial_eval_jaxpr_custom_rules[loop_p] = _partial_eval_loop
-pe.partial_eval_jaxpr_custom_rules[reverse_sweep_p] = _partial_eval_sweep_custom
-
-
-def _dce_loop(used: list[bool], *rest: Any) -> Any:
+def loop_dce(used: list[bool], *rest: Any) -> Any:
     """Remove what the used results do not need; from JAX 0.12 on a rule also takes live inputs."""
     eqn = rest[-1]
     loop = Loop(**eqn.params)
@@ -104,7 +100,7 @@ def _used_of_saved(loop: Loop, used: Sequence[bool]) -> Mask:
     return tuple(keep and next(flags) for keep in loop.saved_mask)
 
 
-def _dce_sweep(used: list[bool], *rest: Any) -> Any:
+def sweep_dce(used: list[bool], *rest: Any) -> Any:
     """The same for a reverse sweep."""
     eqn = rest[-1]
     static = ReverseSweep(**eqn.params)
@@ -119,7 +115,3 @@ def _dce_sweep(used: list[bool], *rest: Any) -> Any:
         outvars=select([*keep.carry, *ys], eqn.outvars),
         params=slim._asdict(),
     )
-
-
-pe.dce_rules[loop_p] = _dce_loop
-pe.dce_rules[reverse_sweep_p] = _dce_sweep

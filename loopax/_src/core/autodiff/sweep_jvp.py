@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tangents_or_zeros
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.groups import append_each, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
-from loopax._src.jax_internals import ad, is_nonzero
+from loopax._src.jax_internals import is_nonzero
 
 
 def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:
@@ -45,7 +45,12 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
     )
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    """The sweep on pairs, whose states are pairs as well.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; where a state is perturbed, so is
+    what was saved of it.
+    """
     sweep = ReverseSweep(**params)
     low, high, checkpoint_rows, *leaves = primals
     operands, dots = sweep.operands(leaves), sweep.operands(tangents[3:])
@@ -61,6 +66,3 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     ys, y_dots = split_list(ys, [len(ys_mask)])
     results = [*carry, *ys]
     return results, fill_tangents([*perturbed.carry, *ys_mask], results, [*carry_dots, *y_dots])
-
-
-ad.primitive_jvps[reverse_sweep_p] = _jvp

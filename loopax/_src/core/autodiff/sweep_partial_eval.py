@@ -15,7 +15,7 @@ from loopax._src.core.ir.loop import LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, pe, stage_unknown
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
 
 
 class SweepPartialEval(NamedTuple):
@@ -120,7 +120,12 @@ def _unknown_inputs(sweep: ReverseSweep, flags: Sequence[bool]) -> SweepInputs:
     return unknown.inputs(either(unknown.init, unknown.saved))
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part of a sweep, and stage its linear rest.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`. Unknown are those of tangents. Where
+    one of the first three is unknown, or nothing is known of the results, the whole sweep is staged.
+    """
     sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
@@ -137,10 +142,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     return flatten(merge_each(parts.unknown_outputs, known, unknown))
 
 
-pe.custom_partial_eval_rules[reverse_sweep_p] = _partial_eval
-
-
-def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
     """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
     sweep = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
@@ -152,6 +154,3 @@ def _transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, 
     consts, init, carry, xs = merge_each(used, nothing, found)
     wanted = [*consts, *init, *(None for _ in init), *carry, *xs]
     return [None, None, None, *(ct if u else None for ct, u in zip(wanted, flags, strict=True))]
-
-
-ad.primitive_transposes[reverse_sweep_p] = _transpose

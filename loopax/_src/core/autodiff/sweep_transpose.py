@@ -30,6 +30,7 @@ from loopax._src.core.ir.reverse_sweep import (
     checkpointing_loop,
     run_sweep,
 )
+from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
@@ -45,11 +46,10 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
-    batching,
     dce,
     jaxpr_as_fun,
-    mlir,
     new_primitive,
+    register,
     replace_jaxpr,
     strong,
     zeros,
@@ -152,6 +152,7 @@ linear_sweep_p = new_primitive("linear_sweep")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
+    """The linear sweep as the sweep that it is the rest of."""
     static = LinearSweep(**params)
     given = LinearSweepOperands.of(static, flat)
     inputs = merge_each(static.masks, given.known, given.linear)
@@ -163,14 +164,6 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     ys = [stacked(aval, static.bound or 0) for aval in static.y_avals]
     return [*select(static.linear_carry, static.avals.carry), *ys]
-
-
-_whole_compiled = jax.jit(_whole, static_argnames=LinearSweep._fields)
-linear_sweep_p.def_impl(_whole_compiled)
-linear_sweep_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linear_sweep_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_sweep_p] = batch_expanded(linear_sweep_p, _whole)
-ad.primitive_jvps[linear_sweep_p] = jvp_expanded(_whole)
 
 
 @weakly_cached
@@ -296,6 +289,7 @@ def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+    """Operands are those of `LinearSweepOperands`; only linear ones have cotangents."""
     static = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
@@ -306,4 +300,13 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     return [None] * (len(flat) - len(operands)) + wanted
 
 
-ad.primitive_transposes[linear_sweep_p] = _transpose
+register(
+    linear_sweep_p,
+    meaning=_whole,
+    params=LinearSweep._fields,
+    abstract_eval=_abstract,
+    jvp=jvp_expanded(_whole),
+    transpose=_transpose,
+    batch=batch_expanded(linear_sweep_p, _whole),
+)
+step_limits[linear_sweep_p] = lambda eqn: (LinearSweep(**eqn.params).bound, False)

@@ -16,6 +16,7 @@ from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
+from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
 from loopax._src.core.jaxpr.util import (
@@ -30,7 +31,7 @@ from loopax._src.core.jaxpr.util import (
     written_out,
 )
 from loopax._src.core.row_buffers.versions import chained, read_only
-from loopax._src.jax_internals import ClosedJaxpr, ad, batching, dce, mlir, new_primitive, strong, zeros
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, new_primitive, register, strong, zeros
 from loopax._src.schedule.saving import Saving
 
 
@@ -154,14 +155,6 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.saved_rows) for a in saved)]
 
 
-_whole_compiled = jax.jit(_whole, static_argnames=LinearLoop._fields)
-linear_loop_p.def_impl(_whole_compiled)
-linear_loop_p.def_abstract_eval(_abstract)
-mlir.register_lowering(linear_loop_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[linear_loop_p] = batch_expanded(linear_loop_p, _whole)
-ad.primitive_jvps[linear_loop_p] = jvp_expanded(_whole)
-
-
 @weakly_cached
 def known_recurrence(linear: LinearLoop) -> ClosedJaxpr:
     """The known part of the carry: (row, *known consts, *known carry, *known x) -> known carry."""
@@ -261,6 +254,7 @@ def _run_back(
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+    """Operands are those of `LinearOperands`; only linear ones have cotangents, those that are known do not."""
     linear = LinearLoop(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
@@ -280,4 +274,13 @@ def type_of_linear(x: Any) -> Any:
     return x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
 
 
-ad.primitive_transposes[linear_loop_p] = _transpose
+register(
+    linear_loop_p,
+    meaning=_whole,
+    params=LinearLoop._fields,
+    abstract_eval=_abstract,
+    jvp=jvp_expanded(_whole),
+    transpose=_transpose,
+    batch=batch_expanded(linear_loop_p, _whole),
+)
+step_limits[linear_loop_p] = lambda eqn: (LinearLoop(**eqn.params).bound, False)

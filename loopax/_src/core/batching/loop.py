@@ -13,7 +13,7 @@ from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.mapped_axis import (
@@ -26,7 +26,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     uniform_body,
 )
 from loopax._src.core.jaxpr.util import collective_over, either, select, weakly_cached
-from loopax._src.jax_internals import axis_arguments, batched_outputs, batching
+from loopax._src.jax_internals import axis_arguments, batched_outputs
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -36,7 +36,12 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
     return loop._replace(body=uniform_body(loop.body, axis, flatten(batched), flatten(outputs)))
 
 
-def _batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """One loop for all lanes where they take the same steps; else lanes in lockstep, or in stages.
+
+    Operands are `low, high, *consts, *carry, *xs`. Lanes take different steps where they have limits of their own, or
+    where the predicate is batched.
+    """
     loop, axis = Loop(**params), Axis.of(axis_data)
     low, high, *leaves = operands
     windows, mapped = is_batched(dims[:2]), loop.inputs(dims[2:])
@@ -97,6 +102,3 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
         [None for _ in out.checkpoint_rows],
     )
     return out._replace(num_steps=num_steps).leaves, dims.leaves
-
-
-batching.fancy_primitive_batchers[loop_p] = _batch_loop

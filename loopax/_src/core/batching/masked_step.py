@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.util import Mask, either, invert, split_list
 from loopax._src.core.masking.all_active import active_lanes, visibly_active
 from loopax._src.core.masking.substitute import fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, zeros
+from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zeros
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
@@ -39,7 +39,7 @@ def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
     """
     uses = Counter(id(atom) for eqn in body.jaxpr.eqns for atom in eqn.invars)
     uses.update(id(atom) for atom in body.jaxpr.outvars)
-    sums = {id(eqn.outvars[0]): eqn for eqn in body.jaxpr.eqns if eqn.primitive.name in ("add", "add_any")}
+    sums = {id(eqn.outvars[0]): eqn for eqn in body.jaxpr.eqns if is_sum(eqn)}
 
     def only_added_to(leaf: Any, out: Any) -> bool:
         total = sums.get(id(out))

@@ -31,7 +31,6 @@ from loopax._src.core.jaxpr.mapped_axis import (
     uniform_body,
 )
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
-from loopax._src.jax_internals import batching
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -57,7 +56,11 @@ def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -
 _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
-def _batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """One sweep for all lanes where they walk the same rows; else lanes in lockstep, or in stages.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
+    """
     sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
     low, high, checkpoint_rows, *leaves = operands
     *windows, is_saved_apart = is_batched(dims[:3])
@@ -113,6 +116,3 @@ def _batch_in_groups(
         raise NotImplementedError(symbolic_lanes_message(axis.size))
     operands = [*window, *flatten(given.inputs(given.init))]
     return compact_vmap(SWEEPS, sweep, axis, mapped, operands), SWEEPS.result_axes(sweep)
-
-
-batching.fancy_primitive_batchers[reverse_sweep_p] = _batch_sweep

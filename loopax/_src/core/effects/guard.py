@@ -1,7 +1,7 @@
 """Effects in the bodies of loops: not repeated by replays, not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,25 @@ from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
-from loopax._src.core.row_buffers.primitives import add_p, get_p, nowhere, put_p, take_p, view_p
+from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, Primitive, ad, batching, mlir, new_primitive, scan_sizes
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Primitive,
+    Scan,
+    While,
+    bind_while,
+    branches,
+    inlinable,
+    is_cond,
+    is_jit,
+    is_scan,
+    is_while,
+    new_primitive,
+    register,
+    with_branches,
+)
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -33,16 +49,13 @@ def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _equation_without_effects(eqn: Any) -> Any:
     """The same for the jaxprs inside an equation."""
-    if eqn.primitive.name == "cond":
-        branches = tuple(without_effects(branch) for branch in eqn.params["branches"])
-        inner, params = branches, {**eqn.params, "branches": branches}
-    else:
-        pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
-        inner, params = tuple(pruned.values()), {**eqn.params, **pruned}
-    if not inner:
+    if is_cond(eqn):
+        return with_branches(eqn, list(map(without_effects, branches(eqn))))
+    pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
+    if not pruned:
         return eqn
-    effects = set().union(*(closed.effects for closed in inner))
-    return eqn.replace(params=params, effects=effects)
+    effects = set().union(*(closed.effects for closed in pruned.values()))
+    return eqn.replace(params={**eqn.params, **pruned}, effects=effects)
 
 
 def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
@@ -52,6 +65,13 @@ def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
 
 # An effect without results that happens where `active` is True. Operands: active, *operands.
 only_if_p = new_primitive("only_if")
+
+
+class OnlyIf(NamedTuple):
+    """The parameters of the primitive."""
+
+    happening: Primitive  # what has the effect
+    params: tuple[tuple[str, Any], ...]  # those of `happening`
 
 
 def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> list[Any]:
@@ -64,7 +84,6 @@ def _only_if(active: Any, *operands: Any, happening: Primitive, params: tuple[tu
     return []
 
 
-@only_if_p.def_effectful_abstract_eval
 def _only_if_abstract(_: Any, *avals: Any, happening: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     closed = jax.make_jaxpr(lambda *xs: happening.bind(*xs, **dict(params)))(*avals)
     return [], closed.effects
@@ -82,10 +101,14 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     return [], []
 
 
-only_if_p.def_impl(jax.jit(_only_if, static_argnames=("happening", "params")))
-mlir.register_lowering(only_if_p, mlir.lower_fun(_only_if, multiple_results=True))
-batching.primitive_batchers[only_if_p] = _only_if_batch
-ad.primitive_jvps[only_if_p] = lambda primals, _, **params: (only_if_p.bind(*primals, **params), [])
+register(
+    only_if_p,
+    meaning=_only_if,
+    params=OnlyIf._fields,
+    effectful_abstract_eval=_only_if_abstract,
+    jvp=lambda primals, _, **params: (only_if_p.bind(*primals, **params), []),
+    batch_without_axis=_only_if_batch,
+)
 
 
 def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -100,6 +123,11 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return function
 
 
+# (equation, active, operands) -> results. For each primitive of loopax with programs in it (`core/rules.py`):
+Guard = Callable[[Any, Any, list[Any]], Sequence[Any]]
+guards: dict[Primitive, Guard] = {}
+
+
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     if eqn.effects and not eqn.outvars:
         return only_if_p.bind(active, *operands, happening=eqn.primitive, params=tuple(eqn.params.items()))
@@ -108,10 +136,15 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return bind_again(eqn, [*read, is_active & active])
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
-        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lanes"])), *rest])
-    if eqn.primitive.name in guards and (eqn.effects or touches_buffers(eqn)):
-        return guards[eqn.primitive.name](eqn, active, operands)
-    return bind_again(eqn, operands)
+        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lanes_of(eqn.params))), *rest])
+    guard = _guard_of(eqn) if eqn.effects or touches_buffers(eqn) else None
+    return bind_again(eqn, operands) if guard is None else guard(eqn, active, operands)
+
+
+def _guard_of(eqn: Any) -> Guard | None:
+    if eqn.primitive in guards:
+        return guards[eqn.primitive]
+    return next((guard for is_one, guard in _GUARDS_OF_JAX if is_one(eqn)), None)
 
 
 def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
@@ -125,53 +158,53 @@ def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
 
 
 def _guard_jit(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    return guarded(eqn.params["jaxpr"])(active, *operands)
+    program = inlinable(eqn)
+    assert program is not None
+    return guarded(program)(active, *operands)
 
 
 def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     index, *rest = operands
-    branches = [guarded(branch) for branch in eqn.params["branches"]]
-    return lax.switch(index, branches, active, *rest)
+    return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
 
 
 def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
-    consts, init, xs = split_list(operands, [num_consts, num_carry])
+    loop = Scan.of(eqn)
+    consts, init, xs = split_list(operands, loop.sizes)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split_list(guarded(params["jaxpr"])(active, *consts, *carry, *x), [num_carry])
+        carry, y = split_list(guarded(loop.body)(active, *consts, *carry, *x), [loop.num_carry])
         return carry, y
 
-    carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], params["unroll"])
+    carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
     return [*carry, *ys]
 
 
 def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    at = eqn.params["cond_nconsts"]
-    body = _with_flag(eqn.params["body_jaxpr"], 0)
-    params = {**eqn.params, "body_jaxpr": body, "body_nconsts": eqn.params["body_nconsts"] + 1}
-    return eqn.primitive.bind(*operands[:at], active, *operands[at:], **params)
+    loop = While.of(eqn)
+    cond_consts, rest = split_list(operands, [loop.num_cond_consts])
+    loop = loop._replace(body=_with_flag(loop.body, 0), num_consts=loop.num_consts + 1)
+    return bind_while(eqn, loop, [*cond_consts, active, *rest])
 
 
-def _guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The loop with the flag as its first constant."""
     loop = Loop(**eqn.params)
     loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
-def _guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The sweep with the flag as its first constant; effects of both bodies are guarded."""
     static = ReverseSweep(**eqn.params)
     forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
     static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
 
 
-# By the name of a primitive: (equation, active, operands) -> results.
-guards: dict[str, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {
-    "jit": _guard_jit,
-    "cond": _guard_cond,
-    "scan": _guard_scan,
-    "while": _guard_while,
-    loop_p.name: _guard_loop,
-    reverse_sweep_p.name: _guard_sweep,
-}
+_GUARDS_OF_JAX: list[tuple[Callable[[Any], bool], Guard]] = [
+    (is_jit, _guard_jit),
+    (is_cond, _guard_cond),
+    (is_scan, _guard_scan),
+    (is_while, _guard_while),
+]

@@ -24,7 +24,7 @@ from loopax._src.core.ir.debug_info import DebugInfo, Names
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
+from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.util import (
     INDEX,
@@ -229,16 +229,17 @@ def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
     return Outcome(index, list(loop.output_avals.carry), ys, saved, checkpoint_rows).leaves
 
 
-def _abstract(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
+def loop_abstract_eval(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, and the effects of the body."""
     loop = Loop(**params)
     return result_avals(loop, _differing(loop, low, high, operands)), loop.body.effects
 
 
-loop_p.def_effectful_abstract_eval(_abstract)
+def loop_dependence(eqn: Any) -> list[int]:
+    """Which operands each result depends on: exact, so that the primal part of an inner loop stays known.
 
-
-def _dependence(eqn: Any) -> list[int]:
-    """Exact, so that the primal part of a loop inside another loop's body stays known."""
+    All results depend on the window, and on the predicate where there is one: these decide on the number of steps.
+    """
     loop = Loop(**eqn.params)
     low, high, *leaves = (1 << i for i in range(len(eqn.invars)))
     inputs, needed = loop.inputs(leaves), loop.outputs(dependence(loop.body))
@@ -248,6 +249,3 @@ def _dependence(eqn: Any) -> list[int]:
     ys = [union(ends, bits) for bits in needed.ys]
     found = Outcome(0, carry, ys, select(loop.saved_mask, carry), [0] if loop.saving else [])
     return [everywhere | bits for bits in found.leaves]
-
-
-dependence_rules[loop_p] = _dependence

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopOutputs, run
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_rules, union
+from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
@@ -163,13 +163,11 @@ def _apart(static: ReverseSweep, axes: Axes) -> ReverseSweep:
     return static._replace(forward=forward, backward=backward)
 
 
-def _abstract(*_: Any, **params: Any) -> list[Any]:
+def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
+    """The types of carry and ys."""
     static = ReverseSweep(**params)
     carry = static.backward.out_avals[: static.num_carry]
     return [*carry, *(stacked(aval, static.bound or 0) for aval in static.y_avals)]
-
-
-reverse_sweep_p.def_abstract_eval(_abstract)
 
 
 def checkpointing_loop(static: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
@@ -198,8 +196,8 @@ def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: Sweep
     return run_sweep(sweep, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
 
 
-def _dependence(eqn: Any) -> list[int]:
-    """Exact, so that a primal sweep inside another loop's body stays known."""
+def sweep_dependence(eqn: Any) -> list[int]:
+    """Which operands each result depends on: exact, so that a primal sweep inside another loop's body stays known."""
     sweep = ReverseSweep(**eqn.params)
     low, high, checkpoint_rows, *leaves = (1 << i for i in range(len(eqn.invars)))
     operands = sweep.operands(leaves)
@@ -212,6 +210,3 @@ def _dependence(eqn: Any) -> list[int]:
     ends = [0, *sweep.backward_inputs(inputs)]
     ys = [union(ends, bits) for bits in needed.ys]
     return [low | high | checkpoint_rows | bits for bits in (*inputs.carry, *ys)]
-
-
-dependence_rules[reverse_sweep_p] = _dependence

@@ -5,12 +5,24 @@ matrix product, 7 elementwise ones, or two thirds of a transcendental function. 
 times as fast, and their ratios similar. It is for choices between alternatives that differ by more than 15 %.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 from loopax._src.core.jaxpr.util import inner_jaxprs
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Primitive,
+    Scan,
+    contracted_size,
+    is_cond,
+    is_convolution,
+    is_free,
+    is_product,
+    is_scan,
+    is_transcendental,
+    is_while,
+)
 
 IN_MEMORY = 1.0  # per byte stored and read again
 IN_CACHE = 0.45
@@ -19,12 +31,12 @@ PRODUCT = 0.02  # per multiplication or addition of a matrix product or a convol
 ELEMENTWISE = 0.15  # per element
 FUNCTION = 1.5
 
-_FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota"}
-_FREE |= {"pvary", "retyped"}  # types of the devices of a `shard_map`
-_FUNCTIONS = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma"}
-_FUNCTIONS |= {"sin", "cos", "tan", "asin", "acos", "atan", "atan2"}
-_FUNCTIONS |= {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "random_bits", "threefry2x32"}
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
+
+# For loopax's own primitives: what an equation computes, where that is not all of its results; and, for those with
+# bodies, the limit on their steps and whether that is a precaution, far above the steps that are taken perhaps.
+computed: dict[Primitive, Callable[[Any], Sequence[Any]]] = {}
+step_limits: dict[Primitive, Callable[[Any], tuple[int | None, bool]]] = {}
 
 
 def storing(num_bytes: float, in_all: float) -> float:
@@ -42,37 +54,32 @@ def _equations(jaxpr: Any) -> float:
 
 
 def _equation(eqn: Any) -> float:
-    name = eqn.primitive.name
     if inner := list(inner_jaxprs(eqn)):
         costs = [_equations(jaxpr) for jaxpr in inner]
-        return max(costs) if name == "cond" else _iterations(eqn) * sum(costs)
-    size = sum(prod(v.aval.shape) for v in _changed(eqn))
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return PRODUCT * 2 * size * prod(eqn.invars[0].aval.shape[i] for i in contracted)
-    if name == "conv_general_dilated":
+        return max(costs) if is_cond(eqn) else _iterations(eqn) * sum(costs)
+    size = sum(prod(v.aval.shape) for v in _computed(eqn))
+    if is_product(eqn):
+        return PRODUCT * 2 * size * contracted_size(eqn)
+    if is_convolution(eqn):
         kernel = eqn.invars[1].aval.shape
         return PRODUCT * 2 * size * prod(kernel) / max(eqn.outvars[0].aval.shape[1], 1)
-    if name in _FREE:
+    if is_free(eqn):
         return 0.0
-    return size * (FUNCTION if name in _FUNCTIONS else ELEMENTWISE)
+    return size * (FUNCTION if is_transcendental(eqn) else ELEMENTWISE)
 
 
-def _changed(eqn: Any) -> Sequence[Any]:
-    """What an equation computes: of a buffer, one row."""
-    if eqn.primitive.name in ("buffer_get", "buffer_take"):
-        return eqn.outvars[:1]
-    return eqn.invars[2:3] if eqn.primitive.name in ("buffer_put", "buffer_add") else eqn.outvars
+def _computed(eqn: Any) -> Sequence[Any]:
+    rule = computed.get(eqn.primitive)
+    return eqn.outvars if rule is None else rule(eqn)
 
 
 def _iterations(eqn: Any) -> int:
     """How often a loop runs its body; 1 for what is no loop."""
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"]
-    if eqn.primitive.name == "while":
+    if is_scan(eqn):
+        return Scan.of(eqn).length
+    if is_while(eqn):
         return _UNKNOWN_LENGTH
-    if "bound" not in eqn.params:
+    if eqn.primitive not in step_limits:
         return 1
-    bound = eqn.params["bound"] or _UNKNOWN_LENGTH
-    # The bound of a loop with a condition is a precaution, and may be far above the steps that are taken.
-    return min(bound, _UNKNOWN_LENGTH) if eqn.params.get("predicated") else bound
+    limit, is_loose = step_limits[eqn.primitive](eqn)
+    return min(limit or _UNKNOWN_LENGTH, _UNKNOWN_LENGTH) if is_loose else limit or _UNKNOWN_LENGTH

@@ -9,8 +9,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from loopax._src.core.jaxpr.util import Mask, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Literal, call_dce_rule, happens, pe
+from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Literal, While, happens, inlinable, is_jit, is_while, used_inputs
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
 dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
@@ -39,23 +39,23 @@ def of_equation(eqn: Any) -> list[int]:
         return everything
     if eqn.primitive in dependence_rules:
         return dependence_rules[eqn.primitive](eqn)
-    if eqn.primitive.name == "jit":
-        return list(dependence(eqn.params["jaxpr"]))
-    if eqn.primitive.name == "while":
-        return _while(eqn)
-    if happens(eqn.effects) or eqn.primitive not in pe.dce_rules:
+    if is_jit(eqn) and (program := inlinable(eqn)):
+        return list(dependence(program))
+    if is_while(eqn):
+        return _while(While.of(eqn))
+    if happens(eqn.effects):
         return everything
-    rule, outputs = pe.dce_rules[eqn.primitive], range(len(eqn.outvars))
-    return [to_bits(call_dce_rule(rule, [k == chosen for k in outputs], eqn)) for chosen in outputs]
+    outputs = range(len(eqn.outvars))
+    used = [used_inputs(eqn, [k == chosen for k in outputs]) for chosen in outputs]
+    return [to_bits(mask) for mask in used if mask is not None] or everything
 
 
-def _while(eqn: Any) -> list[int]:
+def _while(loop: While) -> list[int]:
     """A `while_loop` of `jax.lax`, for which JAX has no rule."""
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    inputs = [1 << i for i in range(len(eqn.invars))]
-    cond_consts, operands = inputs[:num_cond], inputs[num_cond:]
-    carry = close_over_carry(dependence(eqn.params["body_jaxpr"]), range(num_body, len(operands)), operands)
-    goes_on = union([*cond_consts, *carry], dependence(eqn.params["cond_jaxpr"])[0])
+    inputs = [1 << i for i in range(loop.carry_start + loop.num_carry)]
+    (cond_consts, operands) = split_list(inputs, [loop.num_cond_consts])
+    carry = close_over_carry(dependence(loop.body), range(loop.num_consts, len(operands)), operands)
+    goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
     return [bits | goes_on for bits in carry]
 
 

@@ -17,9 +17,13 @@ from loopax._src.jax_internals import (
     Jaxpr,
     Literal,
     ad,
+    axis_of_index,
+    collective_name,
     communicates_over,
     dce,
     equation_context,
+    inlinable,
+    is_axis_index,
     names_axis,
     on_mesh,
     replace_jaxpr,
@@ -118,6 +122,23 @@ def evaluate(
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
+def evaluate_inlined(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    program_of: Callable[[Any], ClosedJaxpr | None],
+) -> list[Any]:
+    """The same, with the programs of calls evaluated in their places: of those for which `program_of` gives one."""
+
+    def inline(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        inner = program_of(eqn)
+        if inner is None:
+            return equation(eqn, operands)
+        return evaluate_inlined(inner, operands, equation, program_of)
+
+    return evaluate(closed, inputs, inline)
+
+
 def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, as it stands."""
     outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -141,8 +162,8 @@ def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
     """The name of a primitive in it that communicates over one of these axes, and that axis."""
     for eqn in jaxpr.eqns:
         inner = list(inner_jaxprs(eqn))
-        if not inner and eqn.primitive.name != "axis_index" and (over := communicates_over(eqn) & axes):
-            return eqn.primitive.name.removesuffix("_invariant"), min(over, key=str)
+        if not inner and not is_axis_index(eqn) and (over := communicates_over(eqn) & axes):
+            return collective_name(eqn), min(over, key=str)
         if found := next(filter(None, (collective_in(jaxpr, axes) for jaxpr in inner)), None):
             return found
     return None
@@ -156,12 +177,12 @@ def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
     eqns = closed.jaxpr.eqns
-    places = [eqn for eqn in eqns if eqn.primitive.name == "axis_index"]
+    places = list(filter(is_axis_index, eqns))
     if not places:
         return closed, []
     invars = [*(eqn.outvars[0] for eqn in places), *closed.jaxpr.invars]
     rest = replace_jaxpr(closed, invars, closed.jaxpr.outvars, [eqn for eqn in eqns if eqn not in places])
-    return rest, [jax.lax.axis_index(eqn.params["axis_name"]) for eqn in places]
+    return rest, [jax.lax.axis_index(axis_of_index(eqn)) for eqn in places]
 
 
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
@@ -184,13 +205,12 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
-    """The variable of which this one is a copy, looking through inner `jit`s and `jax.checkpoint`s."""
+    """The variable of which this one is a copy, looking through calls without derivatives of their own."""
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name not in ("jit", "checkpoint", "remat2") or not any(out is variable for out in eqn.outvars):
+        position = next((i for i, out in enumerate(eqn.outvars) if out is variable), None)
+        inner = inlinable(eqn)
+        if position is None or inner is None:
             continue
-        position = next(i for i, out in enumerate(eqn.outvars) if out is variable)
-        inner = eqn.params["jaxpr"]
-        inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
         source = forwarded_from(inner, inner.jaxpr.outvars[position])
         for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
             if argument is source:

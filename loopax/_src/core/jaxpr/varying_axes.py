@@ -16,15 +16,16 @@ from typing import Any
 
 import jax
 
+from loopax._src.core.jaxpr.cost import computed
 from loopax._src.core.jaxpr.util import collective_in, inner_jaxprs, trace, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
     Primitive,
     ad,
-    batching,
     jaxpr_as_fun,
-    mlir,
+    marked_varying,
+    register,
     vary,
     varying_axes,
     with_varying_axes,
@@ -44,6 +45,7 @@ def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
 
 
 def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
+    """The cotangent of `x`, typed as `x` is: summed over the axes in `summed`, and as it is over all others."""
     del varying
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval)]
@@ -52,14 +54,15 @@ def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
     return [jax.linear_transpose(lambda x: vary(x, summed), x.aval)(ct)[0] if summed else ct]
 
 
-retyped_p.def_impl(lambda x, **_: x)
-retyped_p.def_abstract_eval(lambda x, *, varying, summed: with_varying_axes(x, varying))  # noqa: ARG005
-mlir.register_lowering(retyped_p, lambda _, x, **__: [x])
-ad.deflinear2(retyped_p, _transpose)
-batching.primitive_batchers[retyped_p] = lambda operands, dims, **params: (
-    retyped_p.bind(*operands, **params),
-    dims[0],
+register(
+    retyped_p,
+    impl=lambda x, **_: x,
+    lowering=lambda _, x, **__: [x],
+    abstract_eval=lambda x, *, varying, summed: with_varying_axes(x, varying),  # noqa: ARG005
+    linear_transpose=_transpose,
+    batch_without_axis=lambda operands, dims, **params: (retyped_p.bind(*operands, **params), dims[0]),
 )
+computed[retyped_p] = lambda _: []
 
 
 def unvarying(numbers: Any) -> Any:
@@ -122,9 +125,7 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
 def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
     """Whether a value is marked as varying over one of the axes anywhere in it."""
     return any(
-        (eqn.primitive.name == "pvary" and axes & set(eqn.params["axes"]))
-        or any(_marks(inner, axes) for inner in inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
+        axes & marked_varying(eqn) or any(_marks(inner, axes) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
     )
 
 
@@ -134,11 +135,9 @@ def _marked_locally(jaxpr: Any, axes: Axes) -> Any:
 
 
 def _equation(eqn: Any, axes: Axes) -> Any:
-    if eqn.primitive.name != "pvary":
-        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
-    marked = frozenset(eqn.params["axes"])
+    marked = marked_varying(eqn)
     if not marked & axes:
-        return eqn
+        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
     params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
     return eqn.replace(primitive=retyped_p, params=params)
 

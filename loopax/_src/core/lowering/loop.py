@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, loop_p, result_avals
+from loopax._src.core.ir.loop import Loop, result_avals
 from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
@@ -15,10 +14,11 @@ from loopax._src.core.lowering.active_sets import active_of, filled_outside
 from loopax._src.core.lowering.checkpointed import run_saving
 from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Step, Steps, Watch, read
 from loopax._src.core.masking.all_active import common_rows, unmasked
-from loopax._src.jax_internals import jaxpr_as_fun, mlir, zeros
+from loopax._src.jax_internals import jaxpr_as_fun, zeros
 
 
-def _run(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+    """The meaning of `loop_p` as a function of JAX, by which it is run and compiled."""
     loop, low, high = Loop(**params), unvarying(low), unvarying(high)
     if loop.reporting is None:
         return _walk(loop, None, low, high, operands)
@@ -66,10 +66,3 @@ def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
     rows = common_rows(loop.body, consts)
     common = rows and Common(steps_of(unmasked(loop.body)), *rows)
     return Steps(steps_of(jaxpr_as_fun(loop.body)), consts, common=common)
-
-
-_run_compiled = jax.jit(_run, static_argnames=Loop._fields)
-
-
-loop_p.def_impl(_run_compiled)
-mlir.register_lowering(loop_p, mlir.lower_fun(_run, multiple_results=True))

@@ -2,20 +2,19 @@
 
 from typing import Any
 
-import jax
-
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.sweep_binomial import sweep_slots
 from loopax._src.core.lowering.sweep_common import Track, bodies_of
 from loopax._src.core.lowering.sweep_two_level import sweep_blocks
 from loopax._src.core.lowering.while_loop import LoopState
-from loopax._src.jax_internals import mlir, zeros
+from loopax._src.jax_internals import zeros
 from loopax._src.schedule import Blocks
 
 
-def _run(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:
+def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:
+    """The meaning of `reverse_sweep_p` as a function of JAX, by which it is run and compiled."""
     static = ReverseSweep(**params)
     low, high, checkpoint_rows = map(unvarying, (low, high, checkpoint_rows))
     consts, _, saved, carry, xs = split_list(operands, static.sizes)
@@ -29,8 +28,3 @@ def _run(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: An
     else:
         progress = sweep_slots(track, bodies, checkpoint_rows, saved, progress)
     return [*progress.carry, *progress.ys]
-
-
-_run_compiled = jax.jit(_run, static_argnames=ReverseSweep._fields)
-reverse_sweep_p.def_impl(_run_compiled)
-mlir.register_lowering(reverse_sweep_p, mlir.lower_fun(_run, multiple_results=True))

@@ -13,9 +13,16 @@ import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.expand import batch_expanded
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate
-from loopax._src.jax_internals import ClosedJaxpr, batching, mlir, new_primitive, vary_like
+from loopax._src.jax_internals import ClosedJaxpr, new_primitive, register, vary_like
 
 active_p = new_primitive("active_lanes")
+
+
+class ActiveLanes(NamedTuple):
+    """The parameters of the primitive. Operands are `row, *window`: the limits that each lane has of its own."""
+
+    windows: Mask  # whether lanes have lower limits of their own, and upper ones
+    lanes: int
 
 
 def active_lanes(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
@@ -32,14 +39,17 @@ def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
     return [active_lanes(row, window, windows, lanes)]
 
 
-@active_p.def_abstract_eval
 def _abstract(*avals: Any, **params: Any) -> list[Any]:
     return jax.make_jaxpr(lambda *xs: _active(*xs, **params))(*avals).out_avals
 
 
-active_p.def_impl(jax.jit(_active, static_argnames=("windows", "lanes")))
-mlir.register_lowering(active_p, mlir.lower_fun(_active, multiple_results=True))
-batching.fancy_primitive_batchers[active_p] = batch_expanded(active_p, _active)
+register(
+    active_p,
+    meaning=_active,
+    params=ActiveLanes._fields,
+    abstract_eval=_abstract,
+    batch=batch_expanded(active_p, _active),
+)
 
 
 def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
@@ -61,7 +71,7 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     values = dict(zip(inputs, consts, strict=True))
     for eqn in body.jaxpr.eqns:
         if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
-            window, windows = [values[atom] for atom in eqn.invars[1:]], eqn.params["windows"]
+            window, windows = [values[atom] for atom in eqn.invars[1:]], ActiveLanes(**eqn.params).windows
             return CommonRows(
                 jnp.max(window[0]) if windows[0] else None,
                 jnp.min(window[-1]) if windows[1] else None,
@@ -75,6 +85,6 @@ def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is not active_p:
             return bind_again(eqn, operands)
-        return [vary_like(jnp.ones(eqn.params["lanes"], bool), eqn.outvars[0].aval)]
+        return [vary_like(jnp.ones(ActiveLanes(**eqn.params).lanes, bool), eqn.outvars[0].aval)]
 
     return lambda *inputs: evaluate(body, inputs, equation)

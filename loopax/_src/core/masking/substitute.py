@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
-from loopax._src.jax_internals import Primitive, ad, batching, is_nonzero, mlir
+from loopax._src.jax_internals import Primitive, ad, is_nonzero, register
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
@@ -39,6 +39,11 @@ def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool])
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x filled
 
 fill_inactive_p = Primitive("fill_inactive")
+
+
+def batch_axes_of(eqn: Any) -> int:
+    """How many axes of batches stand in front of that of the lanes, in an equation of the primitive."""
+    return eqn.params["batch_axes"]
 
 
 def filled(active: Any, first: Any, x: Any, *, batch_axes: int) -> Any:
@@ -88,9 +93,12 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batc
     return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1), 0
 
 
-fill_inactive_p.def_impl(jax.jit(filled, static_argnames="batch_axes"))
-fill_inactive_p.def_abstract_eval(_abstract)
-mlir.register_lowering(fill_inactive_p, mlir.lower_fun(filled, multiple_results=False))
-ad.primitive_jvps[fill_inactive_p] = _jvp
-ad.primitive_transposes[fill_inactive_p] = _transpose
-batching.fancy_primitive_batchers[fill_inactive_p] = _batch
+register(
+    fill_inactive_p,
+    meaning=filled,
+    params=["batch_axes"],
+    abstract_eval=_abstract,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+)

@@ -12,7 +12,7 @@ from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,
     bind_again,
-    evaluate,
+    evaluate_inlined,
     split_list,
     stacked,
     trace,
@@ -23,6 +23,8 @@ from loopax._src.core.lowering.while_loop import RowLoop, read, write
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
+    inlinable,
+    is_jit,
     jaxpr_as_fun,
     open_constants,
     replace_jaxpr,
@@ -64,7 +66,7 @@ class LaneState(NamedTuple):
 @weakly_cached
 def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> SplitProgram:
     """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
-    flat = trace(lambda *inputs: _inlined(program, inputs), program.in_avals)
+    flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loop_p]
     if len(loops) != 1:
         raise refuse(len(loops))
@@ -98,20 +100,11 @@ def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
     return front, behind
 
 
-def _inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr without the `jit`s around loops."""
-
-    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name == "jit" and _has_loop(eqn.params["jaxpr"]):
-            return _inlined(eqn.params["jaxpr"], operands)
-        return bind_again(eqn, operands)
-
-    return evaluate(closed, inputs, equation)
-
-
-def _has_loop(closed: ClosedJaxpr) -> bool:
-    eqns = closed.jaxpr.eqns
-    return any(e.primitive is loop_p or (e.primitive.name == "jit" and _has_loop(e.params["jaxpr"])) for e in eqns)
+def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
+    program = inlinable(eqn) if is_jit(eqn) else None
+    has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.jaxpr.eqns)
+    return program if has_loop else None
 
 
 def run_function(

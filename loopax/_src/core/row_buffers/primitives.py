@@ -16,7 +16,7 @@ the opposite order, and is changed in place as well: the gradient of a step cost
 A lane of a batch that has finished is not `active`: it reads what a lane that is still active reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from loopax._src.core.jaxpr.cost import computed
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
-from loopax._src.jax_internals import Primitive, ad, batching, is_nonzero, mlir, new_primitive, zeros
+from loopax._src.jax_internals import Primitive, ad, is_nonzero, new_primitive, register, zeros
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
 # in `get` and `add` perhaps more: so many rows are read from one array.
@@ -139,28 +140,45 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     return [jnp.where(inside, row, zero), left]
 
 
-def _primitive(name: str, function: Callable[..., list[Any]], params: Sequence[str]) -> Primitive:
-    primitive = new_primitive(name)
-    primitive.def_impl(jax.jit(function, static_argnames=params))
-    primitive.def_abstract_eval(lambda *avals, **p: jax.make_jaxpr(partial(function, **p))(*avals).out_avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
-    return primitive
+def _get_where_active(rows: Any, place: Any, active: Any, lanes: int) -> list[Any]:
+    """Which lanes are active matters to batches and derivatives."""
+    del active
+    return _get(rows, place, lanes=lanes)
 
 
-get_p = _primitive("buffer_get", lambda rows, place, _, lanes: _get(rows, place, lanes=lanes), ["lanes"])
-put_p = _primitive("buffer_put", _put, ["lanes", "appends"])
-add_p = _primitive("buffer_add", _add, ["lanes"])
-take_p = _primitive("buffer_take", _take, ["lanes"])
-view_p = _primitive("buffer_view", lambda rows, _: [rows, rows], [])
+def _view(rows: Any, active: Any) -> list[Any]:
+    del active
+    return [rows, rows]
+
+
+get_p = new_primitive("buffer_get")
+put_p = new_primitive("buffer_put")
+add_p = new_primitive("buffer_add")
+take_p = new_primitive("buffer_take")
+view_p = new_primitive("buffer_view")
 
 # Which result of an operation is the array.
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
 
 
+def lanes_of(params: Mapping[str, Any]) -> int:
+    """How many leading axes of the array are those of lanes; not of `view`."""
+    return params["lanes"]
+
+
+def appends(eqn: Any) -> bool:
+    """Whether a `put` writes a row that has not been read or written before."""
+    return eqn.params["appends"]
+
+
+def _abstract_of(meaning: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda *avals, **params: jax.make_jaxpr(partial(meaning, **params))(*avals).out_avals
+
+
 # ---- derivatives: all are linear in the array and in the row
 
 
-def _jvp_rule(primitive: Primitive, row_at: int | None = None) -> None:
+def _jvp_of(primitive: Primitive, row_at: int | None = None) -> Callable[..., Any]:
     """Tangents take the way of primals; `row_at` is where the row stands among the operands."""
     linear = [0] if row_at is None else [0, row_at]
 
@@ -173,11 +191,7 @@ def _jvp_rule(primitive: Primitive, row_at: int | None = None) -> None:
             operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
         return out, primitive.bind(*operands, **params)
 
-    ad.primitive_jvps[primitive] = rule
-
-
-for _primitive_, _row_at in [(get_p, None), (put_p, 2), (add_p, 2), (take_p, None), (view_p, None)]:
-    _jvp_rule(_primitive_, _row_at)
+    return rule
 
 
 def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -185,6 +199,7 @@ def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
 
 
 def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: int) -> list[Any]:
+    """The cotangent of the row is added to that of the array, for lanes that are active."""
     ct_row, ct_rows = cts
     if isinstance(ct_row, ad.Zero):
         return [ct_rows, None, None]
@@ -193,6 +208,7 @@ def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: i
 
 
 def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int, appends: bool) -> list[Any]:
+    """The row's cotangent is taken out of that of the array: the row that was there before had no effect."""
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
@@ -202,6 +218,7 @@ def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 
 def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int) -> list[Any]:
+    """The row's cotangent is read from that of the array, which stays as it is."""
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
@@ -210,22 +227,17 @@ def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 
 def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
+    """The row's cotangent is put into that of the array, in which that row has none."""
     ct_row, ct_rows = cts
     return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
 
 
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
+    """The cotangent of all rows is added to that of the array, for lanes that are active."""
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
     return [written_out(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
-
-
-ad.primitive_transposes[get_p] = _transpose_get
-ad.primitive_transposes[put_p] = _transpose_put
-ad.primitive_transposes[add_p] = _transpose_add
-ad.primitive_transposes[take_p] = _transpose_take
-ad.primitive_transposes[view_p] = _transpose_view
 
 
 # ---- batches
@@ -249,6 +261,7 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
 
 
 def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    """Lanes that share the array see it; others see one each of their own."""
     (rows, active), (rows_dim, active_dim) = operands, dims
     if rows_dim is None:
         return view(rows), [None, None]
@@ -259,6 +272,8 @@ def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
 
 
 def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
+    """Every lane gets an array of its own, with one more axis of lanes in front."""
+
     def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
         if all(d is None for d in dims):  # JAX asks inside batched control flow
             out = primitive.bind(*operands, lanes=lanes, **params)
@@ -271,12 +286,57 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
     return rule
 
 
-batching.fancy_primitive_batchers[get_p] = _batch_get
-for _primitive_ in (put_p, add_p, take_p):
-    batching.fancy_primitive_batchers[_primitive_] = _batch_rule(_primitive_)
+# ---- what each does
 
-batching.primitive_batchers[view_p] = _batch_view
+register(
+    get_p,
+    meaning=_get_where_active,
+    params=["lanes"],
+    abstract_eval=_abstract_of(_get_where_active),
+    jvp=_jvp_of(get_p),
+    transpose=_transpose_get,
+    batch=_batch_get,
+)
+register(
+    put_p,
+    meaning=_put,
+    params=["lanes", "appends"],
+    abstract_eval=_abstract_of(_put),
+    jvp=_jvp_of(put_p, row_at=2),
+    transpose=_transpose_put,
+    batch=_batch_rule(put_p),
+)
+register(
+    add_p,
+    meaning=_add,
+    params=["lanes"],
+    abstract_eval=_abstract_of(_add),
+    jvp=_jvp_of(add_p, row_at=2),
+    transpose=_transpose_add,
+    batch=_batch_rule(add_p),
+)
+register(
+    take_p,
+    meaning=_take,
+    params=["lanes"],
+    abstract_eval=_abstract_of(_take),
+    jvp=_jvp_of(take_p),
+    transpose=_transpose_take,
+    batch=_batch_rule(take_p),
+)
+register(
+    view_p,
+    meaning=_view,
+    abstract_eval=_abstract_of(_view),
+    jvp=_jvp_of(view_p),
+    transpose=_transpose_view,
+    batch_without_axis=_batch_view,
+)
 
 # The array that `get` hands on is the one that it was given, whatever the place.
 dependence_rules[get_p] = lambda _: [0b111, 0b001]
 dependence_rules[view_p] = lambda _: [0b11, 0b01]
+
+# Of the array, one row is computed.
+computed[get_p] = computed[take_p] = lambda eqn: eqn.outvars[:1]
+computed[put_p] = computed[add_p] = lambda eqn: eqn.invars[2:3]

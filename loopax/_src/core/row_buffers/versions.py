@@ -10,6 +10,7 @@ leaf that comes in to the one that goes out. So
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.loop import Loop, loop_p
@@ -19,6 +20,7 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
     evaluate,
+    evaluate_inlined,
     inner_jaxprs,
     merge_lists,
     reject,
@@ -27,11 +29,8 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.core.row_buffers.primitives import VERSION, add_p, get_p, put_p, take_p, view_p
-from loopax._src.jax_internals import ClosedJaxpr, Literal
-
-INLINED = ("jit", "checkpoint", "remat2")
-
+from loopax._src.core.row_buffers.primitives import VERSION, add_p, appends, get_p, put_p, take_p, view_p
+from loopax._src.jax_internals import ClosedJaxpr, Literal, inlinable
 
 # ---- which leaves are buffers
 
@@ -81,17 +80,18 @@ def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flo
 
 
 def _names(eqn: Any, position: int) -> list[str]:
-    """The primitives that an operand goes to, those inside of a `jit` by their own names."""
-    if eqn.primitive.name not in INLINED:
+    """The primitives that an operand goes to, those inside of a call by their own names."""
+    program = inlinable(eqn)
+    if program is None:
         return [eqn.primitive.name]
-    return _flows(_inlined(eqn), range(position, position + 1), False)[0].strays
+    return _flows(program, range(position, position + 1), False)[0].strays
 
 
 def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
     """Which result is the next version of an operand; None if none is."""
     primitive = eqn.primitive
     if primitive in VERSION:
-        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not eqn.params["appends"])
+        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not appends(eqn))
         return VERSION[primitive] if position == 0 and not (only_appended and overwrites) else None
     if primitive is loop_p:
         loop = Loop(**eqn.params)
@@ -139,12 +139,6 @@ def uses_buffers(closed: ClosedJaxpr) -> bool:
 def touches_buffers(eqn: Any) -> bool:
     """Whether an equation, or one inside of it, is an operation of a buffer."""
     return eqn.primitive in VERSION or any(any(map(touches_buffers, inner.eqns)) for inner in inner_jaxprs(eqn))
-
-
-def _inlined(eqn: Any) -> ClosedJaxpr:
-    """The jaxpr of one of `INLINED`; that of `jax.checkpoint` is an open one."""
-    inner = eqn.params["jaxpr"]
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 # ---- one version after another
@@ -197,20 +191,22 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
     """The jaxpr as a function in which each version of an array is used once, where that can be.
 
     It also returns the last versions of the inputs. What reads an older version reads the last one: rows are
-    only appended, and what is read is there. Inner `jit`s with buffers are written out.
+    only appended, and what is read is there. Inner calls with buffers are written out.
     """
 
     def function(*inputs: Any) -> tuple[list[Any], list[Any]]:
         chains = _Chains()
-        outputs = evaluate(closed, inputs, lambda eqn, operands: _chained_equation(chains, eqn, operands))
+        outputs = evaluate_inlined(closed, inputs, partial(_chained_equation, chains), _call_with_buffers)
         return [chains.for_writing(x) for x in outputs], [chains.latest(x) for x in inputs]
 
     return function
 
 
+def _call_with_buffers(eqn: Any) -> ClosedJaxpr | None:
+    return inlinable(eqn) if touches_buffers(eqn) else None
+
+
 def _chained_equation(chains: _Chains, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    if eqn.primitive.name in INLINED and touches_buffers(eqn):
-        return evaluate(_inlined(eqn), operands, lambda eqn, operands: _chained_equation(chains, eqn, operands))
     followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, False)) is not None]
     writes, operands = eqn.primitive not in (get_p, view_p), list(operands)
     for position, _ in followed:

@@ -28,14 +28,15 @@ from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
 from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
-from loopax._src.jax_internals import ad, evaluate_partially, is_known, is_nonzero, known_value, pe, stage_unknown
+from loopax._src.jax_internals import evaluate_partially, is_known, is_nonzero, known_value, stage_unknown
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
     return inner.rules is LOOPS and inner.static.predicated
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    """The batch of the loop on pairs, where lanes run in stages; else the derivative of the program."""
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
@@ -90,7 +91,12 @@ def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
     return not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part in stages, and evaluate the rest, as lanes in groups with known numbers of steps, partially.
+
+    Operands are those of the loop, with an axis of lanes where they are mapped. Where numbers of steps are not known,
+    the whole batch is staged.
+    """
     inner = CompactVmap(**params)
     loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
     if not _steps_are_known(inner, unknown):
@@ -118,7 +124,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     ]
 
 
-def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
     """In `jax.checkpoint`: run the known part now; stage the whole batch, for nothing of it is to be stored."""
     inner = CompactVmap(**eqn.params)
     if not _steps_are_known(inner, unknown):
@@ -141,8 +147,3 @@ def _partial_eval_checkpoint(_: Any, unknown: Sequence[bool], instantiated: Sequ
         effects=known.program.effects,
     )
     return stage_all(eqn, instantiated, part, unknown_out)
-
-
-ad.primitive_jvps[compact_vmap_p] = _jvp
-pe.custom_partial_eval_rules[compact_vmap_p] = _partial_eval
-pe.partial_eval_jaxpr_custom_rules[compact_vmap_p] = _partial_eval_checkpoint

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.effects.guard import guarded, guards
+from loopax._src.core.effects.guard import guarded
 from loopax._src.core.effects.strip_progress import strip_progress
-from loopax._src.core.jaxpr.dataflow import dependence, dependence_rules
+from loopax._src.core.jaxpr.dataflow import dependence
 from loopax._src.core.jaxpr.expand import jvp_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import (
@@ -32,9 +32,7 @@ from loopax._src.jax_internals import (
     ad,
     axis_arguments,
     batched_outputs,
-    batching,
     jaxpr_as_fun,
-    mlir,
     new_primitive,
     zeros,
 )
@@ -84,12 +82,13 @@ def compact_vmap(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, opera
     )
 
 
-def _whole(*operands: Any, **params: Any) -> list[Any]:
+def evaluate_batch(*operands: Any, **params: Any) -> list[Any]:
+    """The meaning of the primitive as a function of JAX: its program."""
     return jaxpr_as_fun(CompactVmap(**params).program)(*operands)
 
 
-def _join(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Batching: one flat batch, unless all new lanes take the same steps, or operands would be repeated too often."""
+def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Batch a batch: one flat batch, unless all new lanes take the same steps, or too much would be repeated."""
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):
         raise NotImplementedError(collective_message(outer.name))
@@ -150,8 +149,8 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
     return x.reshape(*x.shape[:at], prod(sizes), *x.shape[at + 2 :])
 
 
-def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    """That of the program, in the operands in which it is linear."""
+def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """The transpose of the program, in the operands in which it is linear."""
     linear = [ad.is_undefined_primal(x) for x in operands]
     program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
 
@@ -163,12 +162,20 @@ def _transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     return merge_lists(linear, [None] * linear.count(False), found(given))
 
 
-_compiled = jax.jit(_whole, static_argnames=CompactVmap._fields)
-compact_vmap_p.def_impl(_compiled)
-compact_vmap_p.def_effectful_abstract_eval(lambda *_, program, **__: (program.out_avals, program.effects))
-mlir.register_lowering(compact_vmap_p, mlir.lower_fun(_whole, multiple_results=True))
-batching.fancy_primitive_batchers[compact_vmap_p] = _join
-jvp_of_program = jvp_expanded(_whole)
-ad.primitive_transposes[compact_vmap_p] = _transpose
-dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(eqn.params["program"]))
-guards[compact_vmap_p.name] = lambda eqn, active, operands: guarded(eqn.params["program"])(active, *operands)
+jvp_of_program = jvp_expanded(evaluate_batch)
+
+
+def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the program's results, and its effects."""
+    program = CompactVmap(**params).program
+    return program.out_avals, program.effects
+
+
+def compact_vmap_dependence(eqn: Any) -> list[int]:
+    """Which operands each result depends on: those of the program."""
+    return list(dependence(CompactVmap(**eqn.params).program))
+
+
+def guard_compact_vmap(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The program with its effects where `active` is True only."""
+    return guarded(CompactVmap(**eqn.params).program)(active, *operands)

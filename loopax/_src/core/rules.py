@@ -1,0 +1,87 @@
+"""What the primitives do under every transformation: one block for each shows all of its rules.
+
+Rules stand in the folders of their transformations. The linear rests of loops and sweeps, and small primitives, have
+their blocks in their own files.
+"""
+
+from loopax._src.core.autodiff.jvp import loop_jvp
+from loopax._src.core.autodiff.partial_eval_rule import loop_partial_eval, loop_transpose
+from loopax._src.core.autodiff.remat_dce import (
+    loop_dce,
+    loop_partial_eval_custom,
+    sweep_dce,
+    sweep_partial_eval_custom,
+)
+from loopax._src.core.autodiff.sweep_jvp import sweep_jvp
+from loopax._src.core.autodiff.sweep_partial_eval import sweep_partial_eval, sweep_transpose
+from loopax._src.core.batching.compact.autodiff import (
+    compact_vmap_jvp,
+    compact_vmap_partial_eval,
+    compact_vmap_partial_eval_custom,
+)
+from loopax._src.core.batching.compact.primitive import (
+    CompactVmap,
+    compact_vmap_abstract_eval,
+    compact_vmap_dependence,
+    compact_vmap_p,
+    compact_vmap_transpose,
+    evaluate_batch,
+    guard_compact_vmap,
+    join_batches,
+)
+from loopax._src.core.batching.loop import batch_loop
+from loopax._src.core.batching.sweep import batch_sweep
+from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
+from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, sweep_abstract_eval, sweep_dependence
+from loopax._src.core.jaxpr.cost import step_limits
+from loopax._src.core.jaxpr.dataflow import dependence_rules
+from loopax._src.core.lowering.loop import evaluate_loop
+from loopax._src.core.lowering.sweep import evaluate_sweep
+from loopax._src.jax_internals import register
+
+register(
+    loop_p,
+    meaning=evaluate_loop,
+    params=Loop._fields,
+    effectful_abstract_eval=loop_abstract_eval,
+    jvp=loop_jvp,
+    transpose=loop_transpose,
+    partial_eval=loop_partial_eval,
+    partial_eval_custom=loop_partial_eval_custom,
+    dce=loop_dce,
+    batch=batch_loop,
+)
+dependence_rules[loop_p] = loop_dependence
+guards[loop_p] = guard_loop
+step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
+
+register(
+    reverse_sweep_p,
+    meaning=evaluate_sweep,
+    params=ReverseSweep._fields,
+    abstract_eval=sweep_abstract_eval,
+    jvp=sweep_jvp,
+    transpose=sweep_transpose,
+    partial_eval=sweep_partial_eval,
+    partial_eval_custom=sweep_partial_eval_custom,
+    dce=sweep_dce,
+    batch=batch_sweep,
+)
+dependence_rules[reverse_sweep_p] = sweep_dependence
+guards[reverse_sweep_p] = guard_sweep
+step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
+
+register(
+    compact_vmap_p,
+    meaning=evaluate_batch,
+    params=CompactVmap._fields,
+    effectful_abstract_eval=compact_vmap_abstract_eval,
+    jvp=compact_vmap_jvp,
+    transpose=compact_vmap_transpose,
+    partial_eval=compact_vmap_partial_eval,
+    partial_eval_custom=compact_vmap_partial_eval_custom,
+    batch=join_batches,
+)
+dependence_rules[compact_vmap_p] = compact_vmap_dependence
+guards[compact_vmap_p] = guard_compact_vmap

@@ -1,0 +1,86 @@
+"""Families of JAX's operations: what they do to values, and what XLA makes of them."""
+
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from loopax._src.jax_internals.primitives import one_of
+
+# ---- what they compute
+
+is_sum = one_of("add", "add_any")  # `add_any` adds cotangents
+is_addition = one_of("add")
+is_less_than = one_of("lt")
+is_select = one_of("select_n")
+is_cast = one_of("convert_element_type")
+is_product = one_of("dot_general")
+is_convolution = one_of("conv_general_dilated")
+
+# The results are the operands, whatever else the operation asks of compilers and derivatives.
+_is_identity = one_of(
+    *("stop_gradient", "copy", "copy_p", "name", "device_put", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"),
+)
+
+
+def is_identity(eqn: Any) -> bool:
+    """Whether the results are the operands."""
+    if is_cast(eqn):
+        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    return _is_identity(eqn)
+
+
+def only_shows(primitive: Primitive) -> bool:
+    """Whether a primitive only shows values to somebody (`jax.debug`)."""
+    return primitive.name in ("debug_callback", "debug_print")
+
+
+# The same numbers, rounded perhaps, in another form.
+keeps_values = one_of(
+    *("convert_element_type", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier")
+)
+
+# ---- what is written in place
+
+_is_slice_update = one_of("dynamic_update_slice")
+updates = one_of("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+
+
+def update_of(eqn: Any) -> Any:
+    """What one of `updates` writes into its first operand."""
+    return eqn.invars[1] if _is_slice_update(eqn) else eqn.invars[2]
+
+
+# ---- what they cost (`core/jaxpr/cost.py`)
+
+is_free = one_of(
+    *("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota"),
+    "pvary",  # changes a type of the devices of a `shard_map`
+)
+is_transcendental = one_of(
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "random_bits", "threefry2x32"),
+)
+
+# ---- what XLA fuses on a CPU (`insight/fusion.py`)
+
+# Computed by an operation of its own, into which XLA fuses the elementwise operations before it.
+takes_fused = one_of(
+    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")),
+    *("argmax", "argmin", "dynamic_update_slice", "concatenate"),
+)
+# Computed by an operation of its own, into which nothing is fused.
+stands_alone = one_of(
+    *("dot_general", "conv_general_dilated", "while", "scan", "cond", "sort", "fft", "rng_bit_generator"),
+    *("scatter", "scatter-add", "scatter_add", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+    *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "custom_linear_solve", "shard_map"),
+    *("pure_callback", "io_callback", "debug_callback", "reduce_window_max", "reduce_window_sum"),
+)
+renames = one_of("reshape", "squeeze", "expand_dims")  # the same bytes by another name
+moves = one_of("concatenate", "transpose", "rev", "gather", "dynamic_slice", "slice", "pad")  # element by other element
+# Computed once, where others are computed again in each operation that uses them.
+is_costly = one_of(
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "sqrt", "rsqrt", "div", "erf", "erf_inv"),
+    *("sin", "cos", "tan", "tanh", "lgamma", "digamma", "random_bits", "threefry2x32"),
+)

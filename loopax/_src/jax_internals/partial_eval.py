@@ -1,0 +1,46 @@
+"""Partial evaluation: which values are known, and what is left for later."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+
+
+def is_known(tracer: Any) -> bool:
+    """Whether partial evaluation knows this value now; the tracer is not part of JAX's public API."""
+    return tracer.is_known()
+
+
+def known_value(tracer: Any) -> Any:
+    """The value behind a known tracer of partial evaluation, or the tracer itself."""
+    return tracer.pval.get_known() if tracer.is_known() else tracer
+
+
+def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Write `primitive` into the program that partial evaluation leaves for later.
+
+    The same as what JAX does for a primitive without a rule of its own.
+    """
+    return trace.default_process_primitive(primitive, tracers, params)
+
+
+def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr on values of which partial evaluation knows some, equation by equation.
+
+    A rule for a primitive runs outside of its `trace`; what sets the current one is not public.
+    """
+    with _core.set_current_trace(trace):
+        return jaxpr_as_fun(closed)(*operands)
+
+
+def partial_eval_jaxpr(
+    closed: ClosedJaxpr, unknown: Sequence[bool], instantiate: Sequence[bool]
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
+    """Split a jaxpr in what can be computed now, which also returns residuals, and what cannot.
+
+    Public in `jax.interpreters.partial_eval` from JAX 0.12 on, private before.
+    """
+    known, later, out_unknown, _ = _pe.partial_eval_jaxpr_nounits(closed, list(unknown), list(instantiate))
+    return known, later, list(out_unknown)

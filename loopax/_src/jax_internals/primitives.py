@@ -1,0 +1,232 @@
+"""JAX's primitives: what they are called, which equations are calls, loops and conditions, and their parameters.
+
+Names and parameters are not part of JAX's public API, and change. The rest of loopax asks here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+
+def one_of(*names: str) -> Callable[[Any], bool]:
+    """A function that says whether an equation is one of these primitives."""
+    chosen = frozenset(names)
+    return lambda eqn: eqn.primitive.name in chosen
+
+
+is_jit = one_of("jit")
+is_cond = one_of("cond")
+is_scan = one_of("scan")
+is_while = one_of("while")
+is_lax_loop = one_of("scan", "while")
+is_kernel = one_of("pallas_call")  # what is in it is compiled by another compiler
+stops_gradient = one_of("stop_gradient")
+is_axis_index = one_of("axis_index")
+
+# ---- calls: one program, evaluated once on all operands. Several names are those of other versions of JAX.
+
+_is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation evaluates on its operands; None if it is no call.
+
+    A function with derivatives of its own is a call: its values are those of its program.
+    """
+    return _program(eqn) if _is_plain_call(eqn) or _is_custom_call(eqn) else None
+
+
+def inlinable(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a call that can be evaluated in its place, derivatives included; None if there is none.
+
+    A function with derivatives of its own is left out: its program has others.
+    """
+    return _program(eqn) if _is_plain_call(eqn) else None
+
+
+def _program(eqn: Any) -> ClosedJaxpr:
+    """That of `jax.checkpoint` is an open jaxpr."""
+    program = next(eqn.params[name] for name in _PROGRAMS if name in eqn.params)
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
+
+
+class OpenCall(NamedTuple):
+    """An equation whose program is an open jaxpr, which cannot hold constants: it is bound anew to change it."""
+
+    program: ClosedJaxpr
+    bind: Callable[[Callable[..., Sequence[Any]], Sequence[Any]], Sequence[Any]]  # (function, operands) -> results
+
+
+def open_call(eqn: Any) -> OpenCall | None:
+    """The `shard_map` or `jax.checkpoint` that an equation is."""
+    bind = _OPEN_CALLS.get(eqn.primitive.name)
+    return bind and OpenCall(_program(eqn), partial(bind, eqn))
+
+
+def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+    """A `shard_map` as in this equation, of another function. The name of its axes changed before 0.10."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *xs: tuple(function(*xs)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*operands)
+
+
+def _bind_checkpoint(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+    """A `jax.checkpoint` as in this equation, of another function; the primitive's parameters are private."""
+    checkpoint = jax.checkpoint(function, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+    return checkpoint(*operands)
+
+
+_OPEN_CALLS: Mapping[str, Callable[..., Sequence[Any]]] = {
+    "shard_map": _bind_shard_map,
+    "remat2": _bind_checkpoint,
+    "checkpoint": _bind_checkpoint,
+}
+
+
+# ---- control flow
+
+
+class Scan(NamedTuple):
+    """A `lax.scan`. Operands are consts, carry and xs."""
+
+    body: ClosedJaxpr  # (*consts, *carry, *x) -> (*carry, *y)
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @classmethod
+    def of(cls, eqn: Any) -> "Scan":
+        """What an equation says; JAX 0.12 keeps the numbers of operands in trees of its own."""
+        params = eqn.params
+        if "num_carry" in params:
+            sizes = params["num_consts"], params["num_carry"]
+        else:
+            consts, carry, _ = params["ft_in"].unpack()
+            sizes = len(consts), len(carry)
+        return cls(params["jaxpr"], *sizes, params["length"], params["reverse"], params["unroll"])
+
+    @property
+    def carry_start(self) -> int:
+        """Where the carry begins among the operands."""
+        return self.num_consts
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of consts and carry, for `split_list`."""
+        return [self.num_consts, self.num_carry]
+
+
+class While(NamedTuple):
+    """A `lax.while_loop`. Operands are constants of the condition, those of the body, and the carry."""
+
+    cond: ClosedJaxpr  # (*cond consts, *carry) -> bool, or one for each lane of a batch
+    body: ClosedJaxpr  # (*consts, *carry) -> carry
+    num_cond_consts: int
+    num_consts: int
+    num_carry: int
+
+    @classmethod
+    def of(cls, eqn: Any) -> "While":
+        """What an equation says."""
+        params = eqn.params
+        sizes = params["cond_nconsts"], params["body_nconsts"], len(eqn.outvars)
+        return cls(params["cond_jaxpr"], params["body_jaxpr"], *sizes)
+
+    @property
+    def carry_start(self) -> int:
+        """Where the carry begins among the operands."""
+        return self.num_cond_consts + self.num_consts
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of both kinds of constants, for `split_list`."""
+        return [self.num_cond_consts, self.num_consts]
+
+
+def lax_loop(eqn: Any) -> Scan | While | None:
+    """The loop of `jax.lax` that an equation is."""
+    if is_scan(eqn):
+        return Scan.of(eqn)
+    return While.of(eqn) if is_while(eqn) else None
+
+
+def bind_while(eqn: Any, loop: While, operands: Sequence[Any]) -> Sequence[Any]:
+    """The `while_loop` of an equation with other programs, or other numbers of constants."""
+    changes = {
+        "cond_jaxpr": loop.cond,
+        "body_jaxpr": loop.body,
+        "cond_nconsts": loop.num_cond_consts,
+        "body_nconsts": loop.num_consts,
+    }
+    return eqn.primitive.bind(*operands, **{**eqn.params, **changes})
+
+
+def branches(eqn: Any) -> tuple[ClosedJaxpr, ...]:
+    """The programs of a `lax.cond` or `lax.switch`, whose operands are those behind the first."""
+    return eqn.params["branches"]
+
+
+def with_branches(eqn: Any, programs: Sequence[ClosedJaxpr]) -> Any:
+    """A `lax.cond` or `lax.switch` with other programs, and their effects."""
+    effects = set().union(*(program.effects for program in programs))
+    return eqn.replace(params={**eqn.params, "branches": tuple(programs)}, effects=effects)
+
+
+# ---- axes
+
+
+def axis_of_index(eqn: Any) -> Any:
+    """The mapped axis on which a `lax.axis_index` is asked for."""
+    return eqn.params["axis_name"]
+
+
+def marked_varying(eqn: Any) -> frozenset[Any]:
+    """The axes of a `shard_map` over which an equation marks its operand as varying; none if it is no such mark."""
+    return frozenset(eqn.params["axes"]) if eqn.primitive.name == "pvary" else frozenset()
+
+
+def collective_name(eqn: Any) -> str:
+    """What a primitive that communicates is called in messages."""
+    return eqn.primitive.name.removesuffix("_invariant")
+
+
+# ---- other parameters
+
+_WITHOUT_MEANING = {
+    *("name", "debug_info", "sharding", "out_sharding", "linear", "weak_type", "differentiated", "unroll"),
+    *("_split_transpose", "split_transpose", "vmap_method", "result_avals", "in_tree", "out_tree"),
+}
+
+
+def meaningful_params(eqn: Any) -> dict[str, Any]:
+    """The parameters that have a part in what is computed: no names, shardings, types or rules of derivatives."""
+    return {name: value for name, value in eqn.params.items() if name not in _WITHOUT_MEANING}
+
+
+def function_object(eqn: Any) -> Any:
+    """The object that an equation calls; None if its primitive says what is done.
+
+    From JAX 0.11 on some functions of `jnp` are objects with parameters, behind one primitive for all.
+    """
+    return eqn.params.get("_prim")
+
+
+def contracted_size(eqn: Any) -> int:
+    """How many products a `dot_general` adds up for each of its results."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return prod(eqn.invars[0].aval.shape[axis] for axis in contracted)

@@ -1,0 +1,62 @@
+"""Where equations and jaxprs come from: lines of a user's, names of arguments."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import api_util as _api_util
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax.extend.core import ClosedJaxpr
+
+_JAX = str(Path(jax.__file__).parent)
+
+
+@contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Evaluate an equation under the settings, and for the source line, for which it was traced."""
+    names = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of the calls that led to an equation, innermost first, without JAX's own.
+
+    JAX prints them beside jaxprs; there is no public way to ask.
+    """
+    return _lines(eqn.source_info)
+
+
+def calling_lines() -> Iterator[tuple[str, int, str]]:
+    """File, line and function of the calls that led here, or to the equation that is evaluated (`equation_context`)."""
+    return _lines(_source_info.current())
+
+
+def _lines(source_info: Any) -> Iterator[tuple[str, int, str]]:
+    for frame in _source_info.user_frames(source_info.traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
+def argument_names(closed: ClosedJaxpr) -> tuple[str, ...]:
+    """What the inputs of a jaxpr were called in the function that was traced; empty where that is not known."""
+    names = closed.jaxpr.debug_info.arg_names  # type: ignore[attr-defined]
+    return tuple(names) if names is not None and len(names) == len(closed.in_avals) else ()
+
+
+def name_in_errors(function: Callable[..., Any], caller: str, source: str, arguments: Sequence[str]) -> None:
+    """Let JAX's errors name these in place of a function and its arguments, when `function` is traced.
+
+    `source` is a name, and where it stands. JAX keeps them in an attribute that its own wrappers set: there is no
+    public argument for them.
+    """
+    debug_info = _core.DebugInfo(caller, source, tuple(arguments), _core.initial_result_paths)
+    _api_util.save_wrapped_fun_debug_info(function, debug_info)
+
+
+def is_of_jax(closed: ClosedJaxpr) -> bool:
+    """Whether a jaxpr is of a function of JAX, which may have been traced for another caller, and have his lines."""
+    source = closed.jaxpr.debug_info.func_src_info  # type: ignore[attr-defined]
+    return f"{_JAX}/" in (source or "")

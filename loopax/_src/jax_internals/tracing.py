@@ -1,0 +1,41 @@
+"""The state of JAX while a program is traced or lowered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jax._src import config as _config
+from jax._src import core as _core
+
+
+def is_for_export(ctx: Any) -> bool:
+    """Whether a rule that lowers an equation is called by `jax.export`, which only the parameters of lowering tell."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def is_tracing() -> bool:
+    """Whether a transformation is under way (`jit`, `vmap`, `grad`), even one without tracers here."""
+    return not _core.trace_state_clean()
+
+
+@contextmanager
+def without_folding() -> Iterator[None]:
+    """Write operations on constants into the program, under `jax.ensure_compile_time_eval()` too.
+
+    It would call back while the program is traced, and JAX has no public way out of it.
+    """
+    with _config.eager_constant_folding(False):
+        yield
+
+
+def trace_context() -> Any:
+    """The configuration under which a function is traced (`jax_enable_x64` and the like)."""
+    return _config.trace_context()
+
+
+def trace_state() -> Any:
+    """A token that differs between traces: tells whether a tracer may be handed to an outer function.
+
+    Public only under `jax.extend.core` by accident of its exports, so it is taken from its home.
+    """
+    return _core.get_opaque_trace_state()

@@ -1,0 +1,88 @@
+"""Types of arrays: weak or strong, varying over the axes of a `shard_map`, with tangents or without."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import core, lax
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src.lax import lax as _lax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding, PartitionSpec
+
+AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
+
+
+def strong(aval: AbstractValue) -> AbstractValue:
+    """The same type without JAX's "weak type" flag (`strip_weak_type` is not a public method)."""
+    return aval.strip_weak_type()
+
+
+def to_weak(x: jax.Array) -> jax.Array:
+    """Give an array a weak type again. Public JAX can only take weak types away."""
+    return _lax._convert_element_type(x, x.dtype, weak_type=True)  # pyright: ignore[reportReturnType]
+
+
+def zeros(aval: AbstractValue) -> jax.Array:
+    """Zeros of exactly this type: sharded as it is, and varying over the same `shard_map` axes.
+
+    `aval.mat` holds the varying axes (JAX calls the concept "manual axis types"); no public name.
+    """
+    mesh = aval.sharding.mesh
+    explicit = not mesh.empty and mesh._any_axis_explicit
+    array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
+    return vary(array, varying_axes(aval))
+
+
+def fits(expected: Sequence[AbstractValue], given: Sequence[AbstractValue]) -> bool:
+    """Whether values of these types can be given where those are expected, weak types apart; as JAX compares them."""
+    return len(expected) == len(given) and all(map(_core.typecompat, expected, given))
+
+
+def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
+    """The array, weakly typed if and only if this type is."""
+    weak = getattr(aval, "weak_type", False)
+    if getattr(jax.typeof(x), "weak_type", False) == weak:
+        return x
+    return to_weak(x) if weak else lax.convert_element_type(x, x.dtype)
+
+
+def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
+    """Mark `x` as varying over the `shard_map` axes over which `aval` varies."""
+    return vary(x, varying_axes(aval) - varying_axes(x))
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The `shard_map` axes over which an array varies, or one of this type. `mat` has no public name."""
+    aval: AbstractValue = x if isinstance(x, core.AbstractValue) else jax.typeof(x)
+    return aval.mat.varying
+
+
+def with_varying_axes(aval: AbstractValue, axes: frozenset[Any]) -> AbstractValue:
+    """A type that varies over these axes and no others. It may have been made outside of the `shard_map`."""
+    aval = on_mesh(aval) if axes else aval
+    return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def on_mesh(aval: AbstractValue) -> AbstractValue:
+    """A type that knows the mesh of the trace. The type of a constant knows none, and gets it here."""
+    if not aval.sharding.mesh.empty:
+        return aval
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
+
+
+def vary(x: jax.Array, axes: Any) -> jax.Array:
+    """Mark an array as varying over these axes, over which it does not."""
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x  # pyright: ignore[reportReturnType]
+
+
+def is_nonzero(tangent: Any) -> bool:
+    """Whether a tangent is more than a symbolic zero (integers have tangents of dtype float0)."""
+    return not isinstance(tangent, ad.Zero) and jax.typeof(tangent).dtype != _dtypes.float0
+
+
+def is_reference(x: Any) -> bool:
+    """Whether this is a mutable array (`jax.new_ref`), whose class is not public."""
+    return "Ref" in type(jax.typeof(x)).__name__
