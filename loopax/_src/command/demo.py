@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     _fit_drag(angles, speeds)
     _aim_at_targets(speeds)
     seconds = time.perf_counter() - start
-    print(f"\n{seconds:.0f} seconds, most of them for compiling. The program is loopax/command/volley.py.")
+    print(f"\n{seconds:.0f} seconds, most of them for compiling. The program is loopax/_src/command/volley.py.")
     return int(wrong)
 
 
