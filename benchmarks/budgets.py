@@ -15,30 +15,15 @@ from benchmarks.measure import Case
 from benchmarks.workloads import Workload
 
 
-def while_loop(workload: Workload, loop: Callable[..., Any]) -> Callable[..., Array]:
-    """The sum of squares of the last state, by a while loop that counts its steps."""
-
-    def program(parameters: Any, start: Array, n: Array) -> Array:
-        def body(state: Any) -> Any:
-            y, i = state
-            row = None if workload.rows is None else workload.rows[i]
-            return workload.step(parameters, y, row), i + 1
-
-        last, _ = loop(lambda state: state[1] < n, body, (start, jnp.int32(0)))
-        return (last**2).sum()
-
-    return program
-
-
 def with_loopax(workload: Workload, kind: lx.Kind) -> Callable[..., Array]:
     """A while loop without a bound."""
-    return while_loop(workload, lambda *args: lx.while_loop(*args, kind=kind))
+    return workloads.with_while_loop(workload, lx.while_loop, kind=kind)
 
 
 def with_equinox(workload: Workload, checkpoints: int, bound: int | None) -> Callable[..., Array]:
     """Equinox's, with a bound if one is given."""
     options = {"kind": "checkpointed", "checkpoints": checkpoints, "max_steps": bound}
-    return while_loop(workload, lambda *args: eqxi.while_loop(*args, **options))
+    return workloads.with_while_loop(workload, eqxi.while_loop, **options)
 
 
 def few_checkpoints(workload: Workload, bound: float) -> Group:

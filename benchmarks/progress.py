@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import loopax as lx
 from benchmarks.groups import Group, Target
 from benchmarks.measure import Case
-from benchmarks.peers import is_installed, missing
+from benchmarks.peers import missing
+from loopax._src.extras import is_installed
 
 STEPS, WIDTH = 1_000_000, 64
 GRADIENT_STEPS = 300_000

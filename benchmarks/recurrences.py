@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax import lax
+
 import loopax as lx
 from benchmarks import peers, workloads
 from benchmarks.groups import EQUINOX, EVERY_CARRY, LAX_SCAN, Group, Target
@@ -55,7 +57,7 @@ def forward(workload: workloads.Workload) -> Group:
     """Every kind without a gradient, against `lax.while_loop` (run-time n) and `lax.scan` (static n)."""
     kinds = [lx.Lax(), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
     programs: dict[str, Any] = {
-        "lax.while_loop": workloads.with_lax_while(workload),
+        "lax.while_loop": workloads.with_while_loop(workload, lax.while_loop),
         LAX_SCAN: workloads.with_lax_scan(workload, checkpoint=False),
     }
     programs |= {f"loopax {kind}": workloads.with_loopax(workload, kind) for kind in kinds}

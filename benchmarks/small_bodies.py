@@ -12,6 +12,7 @@ import loopax as lx
 from benchmarks import peers
 from benchmarks.groups import Group
 from benchmarks.measure import Case
+from loopax._src.extras import is_installed
 
 LANES = 64
 STEPS = {0: 100_000, LANES: 20_000}  # of one loop, and of a batch
@@ -83,16 +84,14 @@ def gradient_programs(steps: int) -> dict[str, Program]:
     """With one."""
     programs = {
         "lax.scan, static n": scan(lax.scan, length=steps),
-        "lax.scan of jax.checkpoint, static n": scan(
-            lambda f, *a, **k: lax.scan(jax.checkpoint(f), *a, **k), length=steps
-        ),
+        "lax.scan of jax.checkpoint, static n": scan(scan_of_checkpoints, length=steps),
         "Equinox while_loop, checkpointed": while_loop(eqxi.while_loop, kind="checkpointed", max_steps=steps),
         "Equinox while_loop, bounded": while_loop(eqxi.while_loop, kind="bounded", max_steps=steps),
     }
     for library, loop in peers.WHILE_LOOPS.items():
-        if peers.is_installed(library):
+        if is_installed(library):
             programs[f"{library} bounded_while_loop"] = while_loop(loop, max_steps=steps)
-    if peers.is_installed(peers.BRAINSTATE):
+    if is_installed(peers.BRAINSTATE):
         programs["brainstate checkpointed_scan, static n"] = brainstate_scan(steps)
     return programs | of_loopax(DIFFERENTIABLE, steps)
 

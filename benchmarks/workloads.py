@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import loopax as lx
+from loopax._src.command import peers
+from loopax._src.command.programs import gated_unit, some_weights
 
 Step = Callable[[Any, Array, Any], Array]  # (parameters, state, row) -> state
 
@@ -26,6 +27,11 @@ class Workload:
     rows: Array | None
     bound: int
     differentiated: tuple[int, ...]  # which of (parameters, start) the gradient is taken of
+
+    @property
+    def recurrence(self) -> peers.Recurrence:
+        """What is repeated."""
+        return peers.Recurrence(self.step, self.bound)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -68,94 +74,57 @@ def _perceptron(weights: Any, y: Array) -> Array:
     return jnp.tanh(jnp.tanh(y @ a) @ b) @ c
 
 
-def _weights(*shapes: tuple[int, int], scale: float) -> list[Array]:
-    random = np.random.RandomState(0)
-    return [jnp.asarray(scale * random.randn(*shape), jnp.float32) for shape in shapes]
-
-
 def perceptron() -> Workload:
     """A neural ODE."""
     step = lambda weights, y, _: runge_kutta(lambda y: _perceptron(weights, y), y, 1e-2)
-    weights = _weights((16, 64), (64, 64), (64, 16), scale=0.1)
+    weights = some_weights((16, 64), (64, 64), (64, 16), scale=0.1)
     start = jnp.asarray(np.random.RandomState(1).randn(16, 16), jnp.float32)
     return Workload("MLP 16-64-64-16, RK4, batch 16, n = 2000", step, weights, start, None, 2000, (0, 1))
-
-
-def gated_unit(weights: Any, h: Array, x: Array) -> Array:
-    """A GRU cell."""
-    size = h.shape[-1]
-    from_input, from_state = x @ weights[0], h @ weights[1]
-    reset = jax.nn.sigmoid(from_input[:, :size] + from_state[:, :size])
-    update = jax.nn.sigmoid(from_input[:, size : 2 * size] + from_state[:, size : 2 * size])
-    new = jnp.tanh(from_input[:, 2 * size :] + reset * from_state[:, 2 * size :])
-    return (1 - update) * new + update * h
 
 
 def recurrent() -> Workload:
     """A recurrent network over rows of inputs."""
     rows = jnp.asarray(np.random.RandomState(1).randn(1000, 32, 128), jnp.float32)
-    weights = _weights((128, 384), (128, 384), scale=0.05)
+    weights = some_weights((128, 384), (128, 384), scale=0.05)
     return Workload("GRU 128, batch 32, n = 1000", gated_unit, weights, jnp.zeros((32, 128)), rows, 1000, (0, 1))
 
 
+def program(workload: Workload, run: peers.Run) -> Callable[..., Array]:
+    """The sum of squares of the last state."""
+    return lambda parameters, start, n: (run(parameters, start, workload.rows, n) ** 2).sum()
+
+
 def with_loopax(workload: Workload, kind: Any, static: bool = False) -> Callable[..., Array]:
-    """The sum of squares of the last state; `static`: the number of steps is a constant."""
+    """With `static`, the number of steps is a constant."""
+    return program(workload, peers.with_loopax(workload.recurrence, static, kind=kind, throw=False))
 
-    def program(parameters: Any, start: Array, n: Array) -> Array:
-        length = workload.bound if static else n
-        step = lambda y, x: (workload.step(parameters, y, x), None)
-        if workload.rows is None and not static:
-            body = lambda i, y: workload.step(parameters, y, None)
-            last = lx.fori_loop(0, n, body, start, max_steps=workload.bound, kind=kind, throw=False)
-        else:
-            last, _ = lx.scan(step, start, workload.rows, length=length, kind=kind, throw=False)
-        return (last**2).sum()
 
-    return program
+def with_while_loop(workload: Workload, loop: Callable[..., Any], **options: Any) -> Callable[..., Array]:
+    """A while loop that counts its steps, of any library."""
+    return program(workload, peers.with_while_loop(workload.recurrence, loop, **options))
 
 
 def with_equinox(workload: Workload) -> Callable[..., Array]:
     """Equinox's internal loops with the same bound (its scan has no run-time length)."""
+    if workload.rows is None:
+        return program(workload, peers.with_equinox(workload.recurrence))
 
-    def program(parameters: Any, start: Array, n: Array) -> Array:
-        if workload.rows is not None:
-            step = lambda y, x: (workload.step(parameters, y, x), None)
-            last, _ = eqxi.scan(step, start, workload.rows, length=workload.bound, kind="checkpointed")
-        else:
-            body = lambda c: (workload.step(parameters, c[0], None), c[1] + 1)
-            last, _ = eqxi.while_loop(
-                lambda c: c[1] < n, body, (start, jnp.int32(0)), max_steps=workload.bound, kind="checkpointed"
-            )
-        return (last**2).sum()
+    def run(parameters: Any, start: Array, rows: Array, _: Array) -> Array:
+        step = lambda y, x: (workload.step(parameters, y, x), None)
+        return eqxi.scan(step, start, rows, length=workload.bound, kind="checkpointed")[0]
 
-    return program
+    return program(workload, run)
 
 
 def with_lax_scan(workload: Workload, checkpoint: bool) -> Callable[..., Array]:
     """`lax.scan` with a constant number of steps; with `checkpoint` it saves every carry, not residuals."""
 
-    def program(parameters: Any, start: Array, _: Array) -> Array:
+    def run(parameters: Any, start: Array, rows: Any, _: Array) -> Array:
         plain = lambda y, x: (workload.step(parameters, y, x), None)
         step: Any = jax.checkpoint(plain) if checkpoint else plain
-        last, _ = lax.scan(step, start, workload.rows, length=workload.bound)
-        return (last**2).sum()
+        return lax.scan(step, start, rows, length=workload.bound)[0]
 
-    return program
-
-
-def with_lax_while(workload: Workload) -> Callable[..., Array]:
-    """`lax.while_loop`, which has no reverse mode."""
-
-    def program(parameters: Any, start: Array, n: Array) -> Array:
-        def body(state: Any) -> Any:
-            y, i = state
-            row: Any = None if workload.rows is None else workload.rows[i]
-            return workload.step(parameters, y, row), i + 1
-
-        last, _ = lax.while_loop(lambda state: state[1] < n, body, (start, jnp.int32(0)))
-        return (last**2).sum()
-
-    return program
+    return program(workload, run)
 
 
 def gradient(workload: Workload, program: Callable[..., Array]) -> Callable[..., Any]:

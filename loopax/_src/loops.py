@@ -9,14 +9,14 @@ from jaxtyping import Array, Int, PyTree
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
-from loopax._src.frontend.extent import Extent, fori_extent, scan_extent
+from loopax._src.frontend.extent import Extent, fori_extent, while_extent
 from loopax._src.frontend.limits import Limits
 from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.frontend.steps import always, fori_step, scan_rows, scan_step, while_step
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import to_weak
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
-from loopax._src.nnx.functional import freeze, thaw
+from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.types import LoopInfo
 
@@ -99,35 +99,14 @@ def while_loop(
 
     """
     options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info)
-    arguments.check_callable("cond_fun of while_loop", cond_fun)
-    arguments.check_callable("body_fun of while_loop", body_fun)
-    bound = options.max_steps
-
-    def goes_on(val: Any) -> Any:
-        return arguments.one_bool("cond_fun of while_loop", cond_fun(val))
-
-    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
-        val = body_fun(val, **options.step_key(row, extras))
-        return val, None, goes_on(val)
-
+    goes_on, call = while_step(options, cond_fun, body_fun)
     functions = body_fun, cond_fun
     called = Called("while_loop", functions, ("carry",))
     step = tracing.Step(call, "body_fun of while_loop", functions, ("while_loop", options.key_spec), called)
-    high = MOST_STEPS if bound is None else bound
-    over = bound is not None
-    extent = Extent(jnp.int32(0), jnp.int32(high), bound, fixed=False, over_limit=over, bound_is_loose=True)
-    loop_spec = tracing.LoopSpec(
-        options.name,
-        extent,
-        reverse=False,
-        unroll=1,
-        kind=options.kind,
-        lanes=options.lanes,
-        reporter=options.reporter(body_fun),
-    )
-    done = tracing.run(step, loop_spec, options.extras, init_val, None, goes_on)
+    extent = while_extent(options.max_steps)
+    done = tracing.run(step, _loop_spec(options, extent, body_fun), options.extras, init_val, None, goes_on)
     carry, _, loop_info = _finish(options, extent, done)
-    return (carry, loop_info) if options.info else carry
+    return options.with_info(carry, loop_info)
 
 
 def fori_loop(
@@ -194,32 +173,18 @@ def fori_loop(
 
     """
     options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
-    arguments.check_callable("body_fun of fori_loop", body_fun)
-    limits = Limits.of(lower, upper)
+    limits = Limits.of(lower, upper, "fori_loop")
     extent = fori_extent(limits, options.max_steps, options.throw)
     unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
     first, is_weak = limits.first_index()
-
-    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
-        i = extras[0] + row.astype(extras[0].dtype)
-        i = to_weak(i) if is_weak else i
-        return body_fun(i, val, **options.step_key(i, extras)), None, None
-
+    call = fori_step(options, body_fun, is_weak)
     spec = ("fori_loop", is_weak, options.key_spec)
     called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
     step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), spec, called)
-    loop_spec = tracing.LoopSpec(
-        options.name,
-        extent,
-        reverse=False,
-        unroll=unroll,
-        kind=options.kind,
-        lanes=options.lanes,
-        reporter=options.reporter(body_fun),
-    )
+    loop_spec = _loop_spec(options, extent, body_fun, unroll=unroll)
     done = tracing.run(step, loop_spec, [first, *options.extras], init_val, None, None)
     carry, _, loop_info = _finish(options, extent, done)
-    return (carry, loop_info) if options.info else carry
+    return options.with_info(carry, loop_info)
 
 
 def scan(
@@ -303,7 +268,7 @@ def scan(
     loop_spec = scan_spec(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
     body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
     result, loop_info = run_scan(body, options, loop_spec, init, xs)
-    return (result, loop_info) if options.info else result
+    return options.with_info(result, loop_info)
 
 
 class ScanBody(NamedTuple):
@@ -328,15 +293,16 @@ def scan_spec(
     unroll: Any,
 ) -> tracing.LoopSpec:
     """Which rows a scan walks and how; an error where an argument does not fit."""
-    arguments.check_callable(words.where, f)
-    stops = stop is not None
-    if stops:
-        arguments.check_callable(f"stop of {words.name}", stop)
-    reverse = arguments.is_reverse(words.name, reverse)
-    rows = arguments.rows_of(words, freeze(xs))
-    extent = scan_extent(words, length, rows, options.max_steps, reverse, stops, options.throw)
-    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stops)
-    return tracing.LoopSpec(words.name, extent, reverse, unroll, options.kind, options.lanes, options.reporter(f))
+    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
+    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stop is not None)
+    return _loop_spec(options, extent, f, reverse, unroll)
+
+
+def _loop_spec(
+    options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
+) -> tracing.LoopSpec:
+    reporter = options.reporter(function)
+    return tracing.LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, reporter)
 
 
 def run_scan(
@@ -345,18 +311,11 @@ def run_scan(
     """A scan, by whatever name the user has called it."""
     words, f, stop = body[:3]
     extent = loop_spec.extent
-
-    def call(row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        carry, y = arguments.pair(words, f(carry, x, **options.step_key(row, extras)))
-        if extent.capacity is None:
-            arguments.no_rows(words, freeze(y))
-        return carry, y, None if stop is None else ~arguments.one_bool(f"stop of {words.name}", stop(carry, y))
-
+    call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     spec = (words.name, extent.capacity is None, options.key_spec, body.options)
     called = Called(words.name, body.functions, body.parameters)
     step = tracing.Step(call, words.where, body.functions, spec, called)
-    start = None if stop is None else (lambda _: jnp.ones((), bool))
-    done = tracing.run(step, loop_spec, options.extras, init, xs, start)
+    done = tracing.run(step, loop_spec, options.extras, init, xs, None if stop is None else always)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
 

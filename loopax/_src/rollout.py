@@ -140,7 +140,7 @@ def rollout(
     (last, outputs), loop_info = run(once if every == 1 else _Saving(once, every), carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
     done = Rollout(last_state, outputs if every == 1 else last.saved, loop_info.num_steps)
-    return (done, loop_info) if options.info else done
+    return options.with_info(done, loop_info)
 
 
 class _Carry(NamedTuple):

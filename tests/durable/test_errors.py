@@ -101,10 +101,23 @@ def test_limits_of_int64_and_uint64(tmp_path: Any) -> None:
 
 
 def test_limits_that_the_index_cannot_hold(tmp_path: Any) -> None:
-    with jax.enable_x64(False), pytest.raises(ValueError, match=r"upper=...\): got 2147483648, .*int32 cannot hold"):
-        durable.fori_loop(0, 2**31, lambda _, x: x, jnp.float32(1), directory=tmp_path)
-    with pytest.raises(ValueError, match=r"lower=...\): got -9223372036854775809, .*int64 cannot hold"):
+    """As in loopax: of the last index it depends, and of the dtype that the index has."""
+    beyond = r"lower is .*, upper is .*, and one of them is beyond {}, .* use `durable\.while_loop`"
+    with jax.enable_x64(False):
+        loop = partial(durable.fori_loop, body_fun=lambda i, _: i, init_val=jnp.int32(0), directory=tmp_path)
+        with pytest.raises(ValueError, match=r"upper=...\): got 2147483649. " + beyond.format("int32")):
+            loop(0, 2**31 + 1)
+        with pytest.raises(ValueError, match=r"lower=...\): got 3000000000. " + beyond.format("int32")):
+            loop(jnp.uint32(3_000_000_000), jnp.uint32(3_000_000_005))
+        assert loop(2**31 - 3, 2**31) == 2**31 - 1
+    with pytest.raises(ValueError, match=r"lower=...\): got -9223372036854775809. " + beyond.format("int64")):
         durable.fori_loop(-(2**63) - 1, 0, double, X, directory=tmp_path)
+
+
+@pytest.mark.parametrize("length", [2.5, "3", True, jnp.float64(2)], ids=str)
+def test_a_length_that_is_no_integer(length: Any, tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match=r"durable\.scan\(length=...\): got .*, expected an int"):
+        durable.scan(lambda c, x: (c, x), 0, X, length, directory=tmp_path)
 
 
 def test_functions_and_pytrees_that_do_not_fit(tmp_path: Any) -> None:

@@ -135,7 +135,7 @@ def test_a_reader_sees_all_arrays_of_a_run_or_none(tmp_path: Any, monkeypatch: A
     def run() -> Any:
         return durable.scan(lambda c, x: (c, (x, 2 * x)), 0, jnp.arange(3), directory=tmp_path)
 
-    monkeypatch.setattr("loopax.durable.output_arrays.create", create_one)
+    monkeypatch.setattr("loopax._src.durable.output_arrays.create", create_one)
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.undo()

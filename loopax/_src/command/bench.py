@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loopax._src.command import installed as versions
-from loopax._src.command.measure import Measurement, machine, measure
+from loopax._src.command.machine import machine
+from loopax._src.command.measure import Measurement, measure
 from loopax._src.command.programs import programs
 from loopax._src.command.table import show_table
 from loopax._src.extras import optional

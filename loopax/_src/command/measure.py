@@ -1,18 +1,14 @@
 """Measure programs side by side, in turn, so that whatever else the machine does hits all alike."""
 
-import os
-import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from loopax._src.command.table import in_words
-from loopax._src.insight.timing import interleaved
+from loopax._src.insight.timing import Compiled, compiled, interleaved
 
 ROUNDS = 7
 
@@ -49,48 +45,23 @@ class Measurement:
     note: str = ""  # an error, or results that differ
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A contender that works."""
-
-    library: str
-    call: Callable[[], Any]
-    temporary_mib: float
-    compile_seconds: float
-    note: str
-
-
 def measure(program: Program, rounds: int = ROUNDS) -> list[Measurement]:
     """Compile all contenders, then run them in turn, round by round; one that fails is reported."""
-    working: list[Compiled] = []
+    working: list[tuple[str, Compiled, str]] = []  # with a note
     failed: list[Measurement] = []
     expected = None
     for contender in program.contenders:
         try:
-            compiled, result = _compile(program, contender, expected)
+            found = compiled(contender.function, program.arguments)
+            result = found.call()
+            working.append((contender.library, found, _difference(result, expected)))
         except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the others are measured all the same
             failed.append(Measurement(program.name, contender.library, note=in_words(error)))
         else:
-            working.append(compiled)
             expected = result if expected is None else expected
-    times = interleaved([compiled.call for compiled in working], rounds)
+    times = interleaved([found.call for _, found, _ in working], rounds)
     rows = zip(working, times, strict=True)
-    return [*(_measurement(program, compiled, ms, times[0]) for compiled, ms in rows), *failed]
-
-
-def _compile(program: Program, contender: Contender, expected: Any) -> tuple[Compiled, Any]:
-    jax.clear_caches()
-    start = time.perf_counter()
-    compiled = jax.jit(contender.function).lower(*program.arguments).compile()
-    seconds = time.perf_counter() - start
-    analysis = compiled.memory_analysis()
-    temporary = analysis.temp_size_in_bytes / 2**20 if analysis else 0.0
-
-    def call() -> Any:
-        return jax.block_until_ready(compiled(*program.arguments))
-
-    result = call()
-    return Compiled(contender.library, call, temporary, seconds, _difference(result, expected)), result
+    return [*(_measurement(program, *row, ms, times[0]) for row, ms in rows), *failed]
 
 
 def _difference(result: Any, expected: Any) -> str:
@@ -104,24 +75,16 @@ def _difference(result: Any, expected: Any) -> str:
     return "" if error < 1e-3 else f"another result: {error:.1e} away"
 
 
-def _measurement(program: Program, compiled: Compiled, milliseconds: float, ours: float) -> Measurement:
+def _measurement(
+    program: Program, library: str, found: Compiled, note: str, milliseconds: float, ours: float
+) -> Measurement:
     return Measurement(
         program.name,
-        compiled.library,
+        library,
         milliseconds,
         milliseconds / ours,
-        compiled.temporary_mib,
-        compiled.compile_seconds,
+        found.temporary_mib,
+        found.seconds,
         program.steps and 1e3 * program.steps / milliseconds,
-        compiled.note,
+        note,
     )
-
-
-def machine() -> str:
-    """The machine and its devices in words."""
-    info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    devices = jax.devices()
-    return f"{model}, {os.cpu_count()} logical cores; {len(devices)} x {devices[0].device_kind}"

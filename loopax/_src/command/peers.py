@@ -6,7 +6,6 @@ that have no gradient of such a loop run all steps of the bound, and keep the st
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import equinox.internal as eqxi
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import loopax as lx
+from loopax._src.extras import is_installed
 
 Run = Callable[[Any, Any, Any, Any], Any]  # (parameters, start, rows, n) -> last state
 
@@ -26,21 +26,22 @@ class Recurrence(NamedTuple):
     bound: int
 
 
-def with_loopax(recurrence: Recurrence, **options: Any) -> Run:
-    """A traced length; the options are `kind` and `lanes`."""
+def with_loopax(recurrence: Recurrence, static: bool = False, **options: Any) -> Run:
+    """A traced length, or all steps of the bound; the options are those of `scan`."""
 
     def run(parameters: Any, start: Any, rows: Any, n: Any) -> Any:
         def step(state: Any, row: Any) -> Any:
             return recurrence.step(parameters, state, row), None
 
-        bound = recurrence.bound if rows is None else None
-        return lx.scan(step, start, rows, length=n, max_steps=bound, **options)[0]
+        if rows is not None or static:
+            return lx.scan(step, start, rows, recurrence.bound if static else n, **options)[0]
+        return lx.fori_loop(0, n, lambda _, state: step(state, None)[0], start, max_steps=recurrence.bound, **options)
 
     return run
 
 
-def with_equinox(recurrence: Recurrence) -> Run:
-    """`equinox.internal.while_loop`, checkpointed."""
+def with_while_loop(recurrence: Recurrence, loop: Callable[..., Any], **options: Any) -> Run:
+    """A while loop that counts its steps, of whatever library: `loop(condition, body, start)`."""
 
     def run(parameters: Any, start: Any, rows: Any, n: Any) -> Any:
         def body(carry: Any) -> Any:
@@ -48,10 +49,14 @@ def with_equinox(recurrence: Recurrence) -> Run:
             row = None if rows is None else rows[i]
             return recurrence.step(parameters, state, row), i + 1
 
-        init, bound = (start, jnp.int32(0)), recurrence.bound
-        return eqxi.while_loop(lambda carry: carry[1] < n, body, init, max_steps=bound, kind="checkpointed")[0]
+        return loop(lambda carry: carry[1] < n, body, (start, jnp.int32(0)), **options)[0]
 
     return run
+
+
+def with_equinox(recurrence: Recurrence) -> Run:
+    """`equinox.internal.while_loop`, checkpointed."""
+    return with_while_loop(recurrence, eqxi.while_loop, max_steps=recurrence.bound, kind="checkpointed")
 
 
 def with_lax(recurrence: Recurrence) -> Run:
@@ -101,15 +106,10 @@ def _nnx_model() -> Any:
     return Model
 
 
-def installed(module: str) -> bool:
-    """Whether a peer is there."""
-    return find_spec(module) is not None
-
-
 def peers(recurrence: Recurrence) -> dict[str, Run]:
     """The recurrence in all other libraries that are installed."""
     runs = {"Equinox": with_equinox(recurrence), "jax.lax, to the bound": with_lax(recurrence)}
-    if installed("flax"):
+    if is_installed("flax"):
         runs["Flax NNX, to the bound"] = with_nnx(recurrence)
     return runs
 

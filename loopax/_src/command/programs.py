@@ -1,6 +1,7 @@
 """The programs of `python -m loopax bench`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox.internal as eqxi
@@ -11,7 +12,8 @@ from jax import lax
 
 import loopax as lx
 from loopax._src.command.measure import Contender, Program
-from loopax._src.command.peers import Recurrence, gradient, installed, peers, with_loopax
+from loopax._src.command.peers import Recurrence, gradient, peers, with_loopax, with_while_loop
+from loopax._src.extras import is_installed
 
 ODE_STEPS, ODE_BOUND, DT = 500, 1000, 0.01
 SEQUENCES, LONGEST, HIDDEN = 128, 400, 32
@@ -26,12 +28,12 @@ def programs() -> list[Callable[[], Program]]:
 
 def neural_ode() -> Program:
     """The gradient of a perceptron's ODE, by Heun's method, for a number of steps known at run time."""
-    weights = _weights((16, 64), (64, 16), scale=0.3)
+    weights = some_weights((16, 64), (64, 16), scale=0.3)
     start = jnp.asarray(np.random.RandomState(1).randn(32, 16), jnp.float32)
     recurrence = Recurrence(_heun, ODE_BOUND)
     runs = {"loopax": with_loopax(recurrence), "loopax, Checkpointed()": with_loopax(recurrence, kind="checkpointed")}
     runs |= peers(recurrence)
-    if installed("diffrax"):
+    if is_installed("diffrax"):
         runs["Diffrax"] = _with_diffrax
     contenders = [Contender(name, gradient(run)) for name, run in runs.items()]
     name = f"gradient of an MLP ODE, {ODE_STEPS} steps, bound {ODE_BOUND}"
@@ -62,10 +64,10 @@ def _with_diffrax(weights: Any, start: Any, _: Any, n: Any) -> Any:
 def ragged() -> Program:
     """The gradient of a recurrent network's weights, over a batch of sequences of different length."""
     random = np.random.RandomState(0)
-    weights = _weights((HIDDEN, 3 * HIDDEN), (HIDDEN, 3 * HIDDEN), scale=0.1)
+    weights = some_weights((HIDDEN, 3 * HIDDEN), (HIDDEN, 3 * HIDDEN), scale=0.1)
     rows = jnp.asarray(random.randn(SEQUENCES, LONGEST, HIDDEN), jnp.float32)
     lengths = jnp.asarray(np.clip(random.lognormal(4.0, 1.0, SEQUENCES), 1, LONGEST), jnp.int32)
-    recurrence = Recurrence(_gated, LONGEST)
+    recurrence = Recurrence(gated_unit, LONGEST)
     runs = {
         "loopax, compact": with_loopax(recurrence, lanes="compact"),
         "loopax, compact, Checkpointed()": with_loopax(recurrence, lanes="compact", kind="checkpointed"),
@@ -81,31 +83,30 @@ def _in_lanes(run: Any) -> Any:
     return jax.vmap(run, (None, 0, 0, 0))
 
 
-def _gated(weights: Any, h: Any, x: Any) -> Any:
-    from_input, from_state = (jnp.split(value, 3) for value in (x @ weights[0], h @ weights[1]))
-    reset, update = (jax.nn.sigmoid(a + b) for a, b in zip(from_input[:2], from_state[:2], strict=True))
-    return (1 - update) * jnp.tanh(from_input[2] + reset * from_state[2]) + update * h
+def gated_unit(weights: Any, h: Any, x: Any) -> Any:
+    """A GRU cell, of one lane or of several."""
+    size = h.shape[-1]
+    from_input, from_state = x @ weights[0], h @ weights[1]
+    reset = jax.nn.sigmoid(from_input[..., :size] + from_state[..., :size])
+    update = jax.nn.sigmoid(from_input[..., size : 2 * size] + from_state[..., size : 2 * size])
+    new = jnp.tanh(from_input[..., 2 * size :] + reset * from_state[..., 2 * size :])
+    return (1 - update) * new + update * h
 
 
 def uneven() -> Program:
     """A batch of while loops that end at different steps."""
     random = np.random.RandomState(0)
-    (weights,) = _weights((32, 32), scale=0.2)
+    (weights,) = some_weights((32, 32), scale=0.2)
     counts = jnp.asarray(np.clip(random.lognormal(3.5, 1.2, LANES), 1, MOST_STEPS), jnp.int32)
     starts = jnp.asarray(random.randn(LANES, 32), jnp.float32)
 
+    recurrence = Recurrence(lambda _, state, __: jnp.tanh(state @ weights), MOST_STEPS)
+
     def batch(loop: Callable[..., Any]) -> Callable[..., Any]:
-        def lane(start: Any, n: Any) -> Any:
-            def body(carry: Any) -> Any:
-                return jnp.tanh(carry[0] @ weights), carry[1] + 1
+        run = with_while_loop(recurrence, loop)
+        return jax.vmap(lambda start, n: run(None, start, None, n))
 
-            return loop(lambda carry: carry[1] < n, body, (start, jnp.int32(0)))[0]
-
-        return jax.vmap(lane)
-
-    def compact(goes_on: Any, body: Any, start: Any) -> Any:
-        return lx.while_loop(goes_on, body, start, lanes="compact")
-
+    compact = partial(lx.while_loop, lanes="compact")
     loops = {"loopax, compact": compact, "loopax": lx.while_loop, **_plain_while_loops()}
     contenders = [Contender(name, batch(loop)) for name, loop in loops.items()]
     return Program(f"batch of {LANES} while loops, 1 to {MOST_STEPS} steps", contenders, (starts, counts))
@@ -113,14 +114,11 @@ def uneven() -> Program:
 
 def small_body() -> Program:
     """A loop whose steps take nanoseconds."""
+    recurrence = Recurrence(lambda _, x, __: jnp.sin(x), SMALL_STEPS)
 
     def repeat(loop: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Any, n: Any) -> Any:
-            return loop(lambda carry: carry[1] < n, lambda carry: (jnp.sin(carry[0]), carry[1] + 1), (x, jnp.int32(0)))[
-                0
-            ]
-
-        return run
+        run = with_while_loop(recurrence, loop)
+        return lambda x, n: run(None, x, None, n)
 
     loops = {"loopax": lx.while_loop, **_plain_while_loops()}
     contenders = [Contender(name, repeat(loop)) for name, loop in loops.items()]
@@ -131,14 +129,15 @@ def small_body() -> Program:
 def _plain_while_loops() -> dict[str, Callable[..., Any]]:
     """Those without reverse mode, which the peers have for loops that are not differentiated."""
     loops: dict[str, Callable[..., Any]] = {"jax.lax": lax.while_loop}
-    loops["Equinox"] = lambda goes_on, body, start: eqxi.while_loop(goes_on, body, start, kind="lax")
-    if installed("flax"):
+    loops["Equinox"] = partial(eqxi.while_loop, kind="lax")
+    if is_installed("flax"):
         from flax import nnx
 
         loops["Flax NNX"] = nnx.while_loop
     return loops
 
 
-def _weights(*shapes: tuple[int, int], scale: float) -> list[Any]:
+def some_weights(*shapes: tuple[int, int], scale: float) -> list[Any]:
+    """Normal numbers, always the same."""
     random = np.random.RandomState(0)
     return [jnp.asarray(scale * random.randn(*shape), jnp.float32) for shape in shapes]

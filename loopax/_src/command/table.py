@@ -1,8 +1,9 @@
 """Tables on a terminal: with rich where it is installed, as plain text elsewhere."""
 
-import importlib.util
 import sys
 from collections.abc import Collection, Sequence
+
+from loopax._src.extras import is_installed
 
 GOOD, BAD = ("ok",), ("FAILS", "out of range")
 
@@ -11,7 +12,7 @@ def show_table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str] = ()
 ) -> None:
     """Print a table to stdout; the columns with headers in `numeric` are right-aligned."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+    if sys.stdout.isatty() and is_installed("rich"):
         _with_rich(title, headers, rows, numeric)
     else:
         print(as_text(title, headers, rows, numeric) + "\n", flush=True)

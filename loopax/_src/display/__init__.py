@@ -1,4 +1,4 @@
 """How a loop shows how far it is.
 
-May import: core/jaxpr.
+May import: core/jaxpr, extras.
 """

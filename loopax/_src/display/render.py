@@ -1,11 +1,12 @@
 """How progress is drawn: a bar of tqdm, a line that is written over, or a line now and then."""
 
-import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
+
+from loopax._src.extras import is_installed
 
 # In a log, a line is written when so many times the interval of a terminal have passed, and when the loop has run
 # longer by this share.
@@ -193,7 +194,7 @@ def drawing(style: str, depth: int) -> Drawing:
 @cache
 def has_tqdm() -> bool:
     """Whether tqdm is installed."""
-    return importlib.util.find_spec("tqdm") is not None
+    return is_installed("tqdm")
 
 
 def _is_live() -> bool:

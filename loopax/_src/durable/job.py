@@ -30,6 +30,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.runtime_checks import settle
+from loopax._src.frontend.steps import Call, always
 from loopax._src.function_names import Called
 from loopax._src.nnx.functional import thaw
 from loopax._src.nnx.writeback import hand_over
@@ -44,7 +45,7 @@ class Job:
     options: arguments.Options
     where: str  # the user's function in error messages
     called: Called  # this one, first of the user's functions
-    call: Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]  # as in `tracing.Step`
+    call: Call  # of a step
     start: Callable[[int], list[Any]]  # what a step is handed that comes after so many
     init: Any
     total: int | None  # steps at most
@@ -142,7 +143,7 @@ def _walk(job: Job) -> chunks.TakeSteps:
         step = _step(job)
         name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
         how = tracing.LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
-        first = (lambda _: jnp.ones((), bool)) if job.stops else None
+        first = always if job.stops else None
         done = tracing.run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
         results = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)

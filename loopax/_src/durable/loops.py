@@ -1,7 +1,7 @@
 """The three loops, saved to disk while they run, and resumed."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,22 +11,17 @@ from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.while_loop import read
 from loopax._src.durable.job import Job, run_job, step_key_data
-from loopax._src.durable.options import Durability, max_steps_of, refuse_transformations
+from loopax._src.durable.options import Durability, loop_options
 from loopax._src.durable.row_plan import RowPlan
 from loopax._src.durable.run import EPOCH
 from loopax._src.frontend import options as arguments
-from loopax._src.frontend.extent import scan_extent
-from loopax._src.frontend.limits import Limits, known_int
+from loopax._src.frontend.limits import Limits
+from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import to_weak
-from loopax._src.kinds import Lax
-from loopax._src.lanes import Lockstep
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import pack
-
-# A durable loop is neither differentiated nor batched, so its callers have no say in how.
-_KIND, _LANES = Lax(), Lockstep()
+from loopax._src.pytrees.static_args import an_int
 
 _EXTRAS = ("start", "key")  # what goes into the arguments of a step, besides its number
 
@@ -104,28 +99,25 @@ def while_loop(
     durable loops, so there is no `kind` and no `lanes`; loops in the body have both.
 
     """
-    refuse_transformations("durable.while_loop", init_val, key)
-    options = arguments.options("durable.while_loop", _KIND, _LANES, key, progress, None, throw, info)
-    arguments.check_callable("cond_fun of durable.while_loop", cond_fun)
-    arguments.check_callable("body_fun of durable.while_loop", body_fun)
-    total = max_steps_of(options.name, max_steps)
-
-    def goes_on(val: Any) -> Any:
-        return arguments.one_bool("cond_fun of durable.while_loop", cond_fun(val))
-
-    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
-        val = body_fun(val, **options.step_key(extras[0] + row, extras))
-        return val, None, goes_on(val)
+    options = loop_options("durable.while_loop", (init_val,), key, progress, max_steps, throw, info)
+    goes_on, call = while_step(options, cond_fun, body_fun)
 
     def start(steps: int) -> list[Any]:
         return [np.int32(steps % EPOCH), *step_key_data(options, steps)]
 
-    where = "body_fun of durable.while_loop"
-    called = Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS)
-    job = Job(options, where, called, call, start, init_val, total, stops=True, condition=goes_on)
-    durability = Durability(directory, checkpoint_every, keep, resume, chunk_steps)
-    carry, _, loop_info = run_job(job, durability)
-    return (carry, loop_info) if options.info else carry
+    job = Job(
+        options,
+        "body_fun of durable.while_loop",
+        Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS),
+        lambda row, extras, val, _: call(extras[0] + row, extras, val, None),
+        start,
+        init_val,
+        options.max_steps,
+        stops=True,
+        condition=goes_on,
+    )
+    carry, _, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
+    return options.with_info(carry, loop_info)
 
 
 def fori_loop(
@@ -175,27 +167,19 @@ def fori_loop(
     Cost and derivatives: as in `durable.while_loop`.
 
     """
-    refuse_transformations("durable.fori_loop", lower, upper, init_val, key)
-    options = arguments.options("durable.fori_loop", _KIND, _LANES, key, progress, None, throw, info)
-    arguments.check_callable("body_fun of durable.fori_loop", body_fun)
-    first, is_weak = _first_index(lower, upper)
-    length = max(int(upper) - int(lower), 0)
-    most = max_steps_of(options.name, max_steps)
-    total = length if most is None else min(length, most)
-
-    def call(row: Any, extras: Any, val: Any, _: Any) -> tuple[Any, Any, Any]:
-        i = extras[0] + row.astype(extras[0].dtype)
-        i = to_weak(i) if is_weak else i
-        return body_fun(i, val, **options.step_key(i, extras)), None, None
+    options = loop_options("durable.fori_loop", (lower, upper, init_val), key, progress, max_steps, throw, info)
+    limits = Limits.of(lower, upper, options.name)
+    length, (first, is_weak) = limits.known_distance(), limits.first_index()
+    total = length if options.max_steps is None else min(length, options.max_steps)
 
     def start(steps: int) -> list[Any]:
-        return [np.asarray(int(lower) + steps, first.dtype), *step_key_data(options, steps)]
+        return [np.asarray(int(first) + steps, first.dtype), *step_key_data(options, steps)]
 
     job = Job(
         options,
         "body_fun of durable.fori_loop",
         Called(options.name, (body_fun,), ("i", "carry"), _EXTRAS),
-        call,
+        fori_step(options, body_fun, is_weak),
         start,
         init_val,
         total,
@@ -203,27 +187,8 @@ def fori_loop(
         unroll=arguments.unroll_steps(options.name, unroll, total, stops=False),
         settings={"lower": str(int(lower))},
     )
-    durability = Durability(directory, checkpoint_every, keep, resume, chunk_steps)
-    carry, _, loop_info = run_job(job, durability)
-    return (carry, loop_info) if options.info else carry
-
-
-def _first_index(lower: Any, upper: Any) -> tuple[Any, bool]:
-    """The first index as an array, and whether it is weakly typed; an error where the index cannot hold the limits."""
-    limits = Limits.of(lower, upper, "durable.fori_loop")
-    wide = jnp.iinfo(jnp.asarray(0).dtype if _are_python(lower, upper) else jnp.result_type(lower, upper))
-    for name, value in (("lower", lower), ("upper", upper)):
-        if not wide.min <= int(value) <= wide.max:
-            raise ValueError(
-                f"durable.fori_loop({name}=...): got {int(value)}, which an index of dtype {wide.dtype} cannot hold. "
-                "Enable 64-bit types, `jax.config.update('jax_enable_x64', True)`, or use `durable.while_loop`, whose "
-                "steps have no index."
-            )
-    return limits.first_index()
-
-
-def _are_python(*values: Any) -> bool:
-    return all(isinstance(value, int) for value in values)
+    carry, _, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
+    return options.with_info(carry, loop_info)
 
 
 def scan(
@@ -282,38 +247,18 @@ def scan(
 
     """
     words = arguments.Words("durable.scan", "f", "xs", "ys")
-    refuse_transformations(words.name, init, xs, length, key)
-    options = arguments.options(words.name, _KIND, _LANES, key, progress, None, throw, info)
-    arguments.check_callable(words.where, f)
-    if stop is not None:
-        arguments.check_callable("stop of durable.scan", stop)
-    reverse = arguments.is_reverse(words.name, reverse)
-    most = max_steps_of(words.name, max_steps)
-    extent = scan_extent(
-        words, known_int(length), arguments.rows_of(words, freeze(xs)), most, reverse, stop is not None, options.throw
-    )
+    options = loop_options(words.name, (init, xs, length), key, progress, max_steps, throw, info)
+    length = None if length is None else an_int(f"{words.name}(length=...)", length)
+    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
     low, high = int(extent.low), int(extent.high)
-    x_arrays, x_spec = pack(freeze(xs))
-    x_rows = x_spec.rows()
-    x_arrays = [x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype) for x in x_arrays]  # the body is traced anyway
-    first, direction = (high - 1, -1) if reverse else (low, 1)
-
-    def call(row: Any, extras: Any, carry: Any, _: Any) -> tuple[Any, Any, Any]:
-        place = extras[0] + direction * row
-        given = x_rows.unpack([read(x, place) for x in x_arrays])
-        x, objects = thaw_numbered(given)
-        carry, y = arguments.pair(words, f(carry, x, **options.step_key(place, extras)))
-        if objects:
-            refuse_changes(words.where, given, objects, x)
-        if extent.capacity is None:
-            arguments.no_rows(words, freeze(y))
-        on = None if stop is None else ~arguments.one_bool("stop of durable.scan", stop(carry, y))
-        return carry, y, on
+    total = None if extent.capacity is None and length is None else high - low
+    rows = RowPlan(extent.capacity or 0, high - 1 if reverse else low, reverse)
+    call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
+    arrays, call = _reading(words, xs, rows, call)
 
     def start(steps: int) -> list[Any]:
-        return [np.int32(first + direction * steps), *step_key_data(options, 0)]
+        return [np.int32(rows.of_step(steps)), *step_key_data(options, 0)]
 
-    total = None if extent.capacity is None and length is None else high - low
     job = Job(
         options,
         words.where,
@@ -325,9 +270,27 @@ def scan(
         cut=extent.over_limit is True,
         stops=stop is not None,
         unroll=arguments.unroll_steps(words.name, unroll, total, stop is not None),
-        rows=RowPlan(extent.capacity or 0, first, reverse),
-        settings={"first row": str(first)} | ({"rows of xs": str(extent.capacity)} if x_arrays else {}),
-        arrays={f"xs, array {i}": x for i, x in enumerate(x_arrays)},
+        rows=rows,
+        settings={"first row": str(rows.first)} | ({"rows of xs": str(extent.capacity)} if arrays else {}),
+        arrays={f"xs, array {i}": x for i, x in enumerate(arrays)},
     )
     carry, ys, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
-    return ((carry, ys), loop_info) if options.info else (carry, ys)
+    return options.with_info((carry, ys), loop_info)
+
+
+def _reading(words: arguments.Words, xs: Any, rows: RowPlan, call: Call) -> tuple[list[Any], Call]:
+    """The arrays of xs, and a step that reads its row in them: the row of a chunk's first step is among the extras."""
+    arrays, spec = pack(freeze(xs))
+    row_spec = spec.rows()
+    arrays = [x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype) for x in arrays]  # the body is traced anyway
+
+    def reading(row: Any, extras: Sequence[Any], carry: Any, _: Any) -> tuple[Any, Any, Any]:
+        place = extras[0] + rows.direction * row
+        given = row_spec.unpack([read(x, place) for x in arrays])
+        x, objects = thaw_numbered(given)
+        results = call(place, extras, carry, x)
+        if objects:
+            refuse_changes(words.where, given, objects, x)
+        return results
+
+    return arrays, reading

@@ -1,6 +1,6 @@
 """What makes a loop durable: its arguments, and the errors for what they may not be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jax.core import Tracer
@@ -9,8 +9,12 @@ from jax.tree_util import tree_leaves
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.directory import Directory, open_directory
 from loopax._src.durable.pace import Every, checkpoint_every
+from loopax._src.frontend.options import Options, options
 from loopax._src.jax_internals import is_tracing
-from loopax._src.pytrees.static_args import an_int
+from loopax._src.kinds import Lax
+from loopax._src.lanes import Lockstep
+from loopax._src.progress import ProgressLike
+from loopax._src.pytrees.static_args import an_int, int_within
 
 
 class Durability(NamedTuple):
@@ -44,23 +48,25 @@ def check(name: str, given: Durability) -> Checked:
         raise ValueError(f"{name}(resume=...): got {given.resume!r}, expected 'auto' or 'anyway'.")
     steps = given.chunk_steps
     if steps is not None:
-        steps = an_int(f"{name}(chunk_steps=...)", steps, ", the steps of a compiled chunk")
-        if not 1 <= steps <= MOST_STEPS:
-            raise ValueError(f"{name}(chunk_steps=...): got {steps}, expected an int from 1 to {MOST_STEPS}.")
+        steps = int_within(f"{name}(chunk_steps=...)", steps, 1, MOST_STEPS, ", the steps of a compiled chunk")
     return Checked(open_directory(name, given.directory), every, keep, given.resume == "anyway", steps)
 
 
-def max_steps_of(name: str, max_steps: Any) -> int | None:
-    """A bound of 64 bits."""
+def loop_options(
+    name: str, given: tuple[Any, ...], key: Any, progress: ProgressLike, max_steps: Any, throw: Any, info: Any
+) -> Options:
+    """The options that all loops share, with a bound of 64 bits; `given`: the other arguments that hold arrays.
+
+    A durable loop is neither differentiated nor batched, so its callers have no say in how.
+    """
+    _refuse_transformations(name, given, key)
+    shared = options(name, Lax(), Lockstep(), key, progress, None, throw, info)
     if max_steps is None:
-        return None
-    steps = an_int(f"{name}(max_steps=...)", max_steps)
-    if not 0 <= steps < 2**63:
-        raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {2**63 - 1}.")
-    return steps
+        return shared
+    return replace(shared, max_steps=int_within(f"{name}(max_steps=...)", max_steps, 0, 2**63 - 1))
 
 
-def refuse_transformations(name: str, *given: Any) -> None:
+def _refuse_transformations(name: str, *given: Any) -> None:
     """Refuse to run inside of a transformation, or with values that one has left behind."""
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in tree_leaves(given)):
         raise TypeError(

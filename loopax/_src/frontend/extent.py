@@ -9,6 +9,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.limits import Limits, known_int
 from loopax._src.frontend.options import Words, is_traced_int
 from loopax._src.frontend.runtime_checks import Check
+from loopax._src.pytrees.static_args import int_within
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,16 @@ class Extent:
     bound_is_loose: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
 
 
+def while_extent(max_steps: int | None) -> Extent:
+    """The steps of a `while_loop`, whose condition may end it before."""
+    high, over = MOST_STEPS if max_steps is None else max_steps, max_steps is not None
+    return Extent(jnp.int32(0), jnp.int32(high), max_steps, fixed=False, over_limit=over, bound_is_loose=True)
+
+
 def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
     """The steps of a `fori_loop`. One that is going to raise takes none: they could be 2**31."""
     if limits.known:
-        return _fixed_extent("fori_loop", limits.known_distance(), max_steps)
+        return _fixed_extent(limits.caller, limits.known_distance(), max_steps)
     steps, is_more, longest, checks = limits.distance()
     if max_steps is not None:
         over = longest > max_steps and (is_more | (steps > max_steps))
@@ -36,7 +43,7 @@ def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
         return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, bound_is_loose=True)
     if is_more is not False:
         steps = jnp.where(is_more, 0, steps) if throw else steps
-        checks = [*checks, Check.of("loopax.fori_loop", is_more, f"{limits}. {_TOO_FAR}")]
+        checks = [*checks, Check.of(f"loopax.{limits.caller}", is_more, f"{limits}. {_TOO_FAR}")]
     return Extent(jnp.int32(0), steps, None, fixed=False, checks=checks)
 
 
@@ -70,8 +77,7 @@ def scan_extent(
 
 def _check_known_length(words: Words, length: int, rows: int | None) -> None:
     name, xs = words.name, words.xs
-    if length < 0 or length > MOST_STEPS:
-        raise ValueError(f"{name}(length=...): got {length}, expected an int from 0 to {MOST_STEPS}.")
+    int_within(f"{name}(length=...)", length, 0, MOST_STEPS)
     if rows is not None and length > rows:
         raise ValueError(
             f"{name}(length=...): got {length}, but {xs} has {rows} rows. Give at most {rows}, or more rows of {xs}."

@@ -1,5 +1,6 @@
 """The limits of a `fori_loop`: of which dtype its index is, whether it can hold them, and how far apart they are."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -28,23 +29,30 @@ class Distance(NamedTuple):
     checks: list[Check]  # that the index can hold the limits; no steps where it cannot
 
 
-class Limits(NamedTuple):
+@dataclass(frozen=True)
+class Limits:
     """The two limits, each an integer that is known now or traced."""
 
     lower: Any
     upper: Any
+    caller: str  # as the user calls it
 
     @classmethod
-    def of(cls, lower: Any, upper: Any, caller: str = "fori_loop") -> "Limits":
+    def of(cls, lower: Any, upper: Any, caller: str) -> "Limits":
         """The limits, or an error where one is not an integer, or they do not go together."""
-        for name, value in (("lower", lower), ("upper", upper)):
+        limits = cls(lower, upper, caller)
+        for name, value in limits.by_name.items():
             is_traced_int(f"{caller}({name}=...)", value)
-        limits = cls(lower, upper)
-        dtypes = [jnp.result_type(x) for x in limits if not _is_weak(x)]
+        dtypes = [jnp.result_type(x) for x in (lower, upper) if not _is_weak(x)]
         if "uint64" in {dtype.name for dtype in dtypes} and any(map(_is_signed, dtypes)):  # JAX takes a float for both
             raise TypeError(f"{caller}: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
-        jnp.result_type(*limits)  # refuses others, under strict promotion
+        jnp.result_type(lower, upper)  # refuses others, under strict promotion
         return limits
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Both."""
+        return {"lower": self.lower, "upper": self.upper}
 
     @property
     def known(self) -> tuple[int, int] | None:
@@ -55,7 +63,7 @@ class Limits(NamedTuple):
     @property
     def dtype(self) -> np.dtype[Any]:
         """That of the index. Where both limits are known it is Python's, as in `jax.lax`, arrays or not."""
-        return jnp.asarray(0).dtype if self.known else jnp.result_type(*self)
+        return jnp.asarray(0).dtype if self.known else jnp.result_type(self.lower, self.upper)
 
     def first_index(self) -> tuple[jax.Array, bool]:
         """`lower` as an index, and whether that is weakly typed, as Python numbers are."""
@@ -74,16 +82,17 @@ class Limits(NamedTuple):
 
     def distance(self) -> Distance:
         """How far apart they are, exactly, whatever their dtypes."""
-        for name, limit in zip(self._fields, self, strict=True):
+        for name, limit in self.by_name.items():
             if (known := known_int(limit)) is not None:
                 self._refuse_beyond(name, known)
         dtype = self.dtype
         beyond = _is_beyond(self.lower, dtype) | _is_beyond(self.upper, dtype)
         longest = _range(self.upper, dtype)[1] - _range(self.lower, dtype)[0]
-        gap = _gap(*(_converted(limit, dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)) for limit in self))
+        wide = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
+        gap = _gap(_converted(self.lower, wide), _converted(self.upper, wide))
         if beyond is not False:
             gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
-        checks = [] if beyond is False else [Check.of("loopax.fori_loop", beyond, self._beyond())]
+        checks = [] if beyond is False else [Check.of(f"loopax.{self.caller}", beyond, self._beyond())]
         if longest <= MOST_STEPS:
             return Distance(gap.astype(jnp.int32), False, longest, checks)
         return Distance(jnp.minimum(gap, MOST_STEPS).astype(jnp.int32), gap > MOST_STEPS, longest, checks)
@@ -92,15 +101,15 @@ class Limits(NamedTuple):
         """Refuse a limit whose index is beyond the dtype of the index."""
         holds = jnp.iinfo(self.dtype)
         if not int(holds.min) <= index <= int(holds.max):
-            got = known_int(getattr(self, name))
-            raise ValueError(f"fori_loop({name}=...): got {got}. {self._beyond()}")
+            got = known_int(self.by_name[name])
+            raise ValueError(f"{self.caller}({name}=...): got {got}. {self._beyond()}")
 
     def _beyond(self) -> str:
         holds = jnp.iinfo(self.dtype)
         return (
             f"{self}, and one of them is beyond {self.dtype}, the dtype of the index, which goes from {holds.min} to "
             f"{holds.max}. Give both a dtype that holds them, `limit.astype(...)` (64 bits need `jax_enable_x64`), or "
-            "use `while_loop`, whose steps have no index."
+            f"use `{self.caller.replace('fori', 'while')}`, whose steps have no index."
         )
 
     def __str__(self) -> str:

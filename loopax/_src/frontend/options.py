@@ -15,7 +15,17 @@ from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
 from loopax._src.pytrees.leaves import describe, is_static, stays
-from loopax._src.pytrees.static_args import Why, an_int, is_bool, refuse_tracers, static_bool, static_int, two_ways
+from loopax._src.pytrees.static_args import (
+    Why,
+    an_int,
+    int_within,
+    is_bool,
+    refuse_arrays,
+    refuse_tracers,
+    static_bool,
+    two_ways,
+)
+from loopax._src.pytrees.types import LoopInfo
 
 # Where a number of steps goes that is known only at run time.
 _TRACED_STEPS = {
@@ -75,6 +85,10 @@ class Options:
             key = jax.random.wrap_key_data(key, impl=self.key_impl)
         return {"key": jax.random.fold_in(key, number)}
 
+    def with_info(self, result: Any, numbers: LoopInfo) -> Any:
+        """What the user gets."""
+        return (result, numbers) if self.info else result
+
 
 def options(
     name: str,
@@ -114,10 +128,9 @@ def _max_steps(name: str, max_steps: Any) -> int | None:
     if max_steps is None:
         return None
     why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
-    steps = static_int(f"{name}(max_steps=...)", max_steps, why)
-    if steps < 0 or steps > MOST_STEPS:
-        raise ValueError(f"{name}(max_steps=...): got {steps}, expected an int from 0 to {MOST_STEPS}.")
-    return steps
+    what = f"{name}(max_steps=...)"
+    refuse_arrays(what, max_steps, "a Python int", why)
+    return int_within(what, max_steps, 0, MOST_STEPS)
 
 
 def check_callable(what: str, function: Any) -> None:

@@ -85,3 +85,11 @@ def an_int(what: str, value: Any, role: str = "") -> int:
     except TypeError:
         pass
     raise TypeError(f"{what}: got {describe(value)}, expected an int{role}.")
+
+
+def int_within(what: str, value: Any, low: int, high: int, role: str = "") -> int:
+    """The same for an int from `low` to `high`."""
+    number = an_int(what, value, role)
+    if not low <= number <= high:
+        raise ValueError(f"{what}: got {number}, expected an int from {low} to {high}.")
+    return number

@@ -1,0 +1,80 @@
+"""What the three loops repeat: the user's functions as the `call` of a `Step`, also where a loop is durable."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from loopax._src.frontend.extent import Extent, scan_extent
+from loopax._src.frontend.options import (
+    Options,
+    Words,
+    check_callable,
+    is_reverse,
+    no_rows,
+    one_bool,
+    pair,
+    rows_of,
+)
+from loopax._src.jax_internals import to_weak
+from loopax._src.nnx.functional import freeze
+
+# (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
+Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
+
+
+def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable[[Any], Any], Call]:
+    """Whether to take a step from a carry, and a step of a `while_loop`."""
+    check_callable(f"cond_fun of {options.name}", cond_fun)
+    check_callable(f"body_fun of {options.name}", body_fun)
+
+    def goes_on(val: Any) -> Any:
+        return one_bool(f"cond_fun of {options.name}", cond_fun(val))
+
+    def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
+        val = body_fun(val, **options.step_key(row, extras))
+        return val, None, goes_on(val)
+
+    return goes_on, call
+
+
+def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
+    """A step of a `fori_loop`: the index of the first is the first of `extras`."""
+    check_callable(f"body_fun of {options.name}", body_fun)
+
+    def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
+        i = extras[0] + row.astype(extras[0].dtype)
+        i = to_weak(i) if is_weak else i
+        return body_fun(i, val, **options.step_key(i, extras)), None, None
+
+    return call
+
+
+def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool) -> Call:
+    """A step of a scan, which may have rows of outputs or not."""
+
+    def call(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        carry, y = pair(words, f(carry, x, **options.step_key(row, extras)))
+        if not has_rows:
+            no_rows(words, freeze(y))
+        return carry, y, None if stop is None else ~one_bool(f"stop of {words.name}", stop(carry, y))
+
+    return call
+
+
+def scan_rows(
+    words: Words, options: Options, f: Any, stop: Any, xs: Any, length: Any, reverse: Any
+) -> tuple[Extent, bool]:
+    """Which rows a scan walks, and whether from the last; an error where an argument does not fit."""
+    check_callable(words.where, f)
+    if stop is not None:
+        check_callable(f"stop of {words.name}", stop)
+    reverse = is_reverse(words.name, reverse)
+    rows = rows_of(words, freeze(xs))
+    extent = scan_extent(words, length, rows, options.max_steps, reverse, stop is not None, options.throw)
+    return extent, reverse
+
+
+def always(_: Any) -> Any:
+    """Whether to take the first step, where only steps say whether to go on."""
+    return jnp.ones((), bool)
