@@ -37,7 +37,14 @@ def _small(monkeypatch):
         monkeypatch.setattr(programs, name, value)
 
 
-@pytest.mark.parametrize("build", programs.programs(), ids=lambda f: f.__name__)
+LARGE = [programs.neural_ode]  # with solvers of several libraries
+
+
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, marks=pytest.mark.slow) if build in LARGE else build for build in programs.programs()],
+    ids=lambda f: f.__name__,
+)
 def test_all_libraries_compute_the_same(build):
     with precision_of_a_user():
         rows = measure(build(), rounds=1)

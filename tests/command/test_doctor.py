@@ -17,6 +17,7 @@ from loopax._src.command.settings import Setting, settings
 from tests.command.copying import swapped
 
 
+@pytest.mark.slow
 def test_all_is_well_here():
     """The whole of it, as users call it."""
     done = subprocess.run([sys.executable, "-m", "loopax", "doctor"], capture_output=True, text=True, check=False)

@@ -10,6 +10,8 @@ import pytest
 import loopax as lx
 from tests.support.example_files import load_example
 
+pytestmark = pytest.mark.slow
+
 STIFFNESS = jnp.array([1.0, 4.0, 12.0])
 TIMES = jnp.array([0.0, 0.05, 0.1, 0.15, 2.0, 5.5, 6.0])  # several in a step, and steps without any
 START = jnp.array([2.0, 0.0])

@@ -6,6 +6,8 @@ import pytest
 from loopax import durable
 from tests.support.example_files import load_example, precision_of_a_user
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("sklearn")
 
 

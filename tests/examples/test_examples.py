@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.example_files import load_example, precision_of_a_user
 
+pytestmark = pytest.mark.slow
+
 # The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
 TOLERANCE = 5e-6
 

@@ -12,6 +12,8 @@ from jax.test_util import check_grads
 from loopax import stochtrace
 from tests.support.example_files import load_example, precision_of_a_user
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("sklearn")
 
 TOLERANCE = 1e-5  # the example is in float32

@@ -10,6 +10,8 @@ import pytest
 from loopax import stochtrace
 from tests.support.example_files import load_example, precision_of_a_user
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("sklearn")  # it has the data
 
 KEY = jax.random.key(5)
@@ -47,7 +49,7 @@ def second_moment(key, num_matvecs, size):
     """The mean of v v^T over the probes of a key, as operators disclose it that have a single one among zeros."""
     units = jnp.eye(size * size).reshape(size, size, size, size)
     trace = lambda unit: stochtrace.estimate_trace(unit, key, num_matvecs=num_matvecs).value
-    return jax.vmap(jax.vmap(trace))(units).T
+    return jax.jit(jax.vmap(jax.vmap(trace)))(units).T
 
 
 def python_log_density(example, weights, x, moment):
@@ -136,16 +138,19 @@ def test_memory_does_not_grow_with_the_number_of_products(example):
 def test_each_point_takes_the_products_that_it_needs(example, weights):
     """As many as alone; another tolerance is no other program."""
     xs = points(example, 64)
-    errors = {}
+    errors, keys = {}, jax.random.split(KEY, len(xs))
+
+    @jax.jit
+    def alone(x, key, atol):
+        trace = partial(example.estimated, atol=atol, max_matvecs=example.MOST_PRODUCTS, batch=16)
+        return example.log_density(weights, x, key, trace)
+
     for atol in (0.5, 0.1):
         found = example.within(weights, xs, KEY, atol)
         errors[atol] = found.value - example.exactly(weights, xs, KEY).value
         assert len(set(found.products.tolist())) > 10
         for lane in (0, 1, 2):
-            trace = partial(example.estimated, atol=atol, max_matvecs=example.MOST_PRODUCTS, batch=16)
-            key = jax.random.split(KEY, len(xs))[lane]
-            alone = example.log_density(weights, xs[lane], key, trace)
-            assert_close(alone, jax.tree.map(lambda x, lane=lane: x[lane], found))
+            assert_close(alone(xs[lane], keys[lane], atol), jax.tree.map(lambda x, lane=lane: x[lane], found))
         assert jnp.sqrt((errors[atol] ** 2).mean()) < example.ERROR * atol
     assert jnp.abs(errors[0.1]).mean() < jnp.abs(errors[0.5]).mean()
     assert example.within._cache_size() == 1

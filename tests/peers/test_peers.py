@@ -1,6 +1,7 @@
 """The peers' own tests of their loops, run on loopax's; and that the adapters say what they mean."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import equinox.internal as eqxi
@@ -36,6 +37,7 @@ def test_every_exclusion_has_a_reason() -> None:
         assert rule["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"kind": "checkpointed", "checkpoints": 3}, {"kind": "bounded", "base": 4}])
 def test_while_loop_for_equinox(options: dict) -> None:
     def loss(run, x):
@@ -43,10 +45,13 @@ def test_while_loop_for_equinox(options: dict) -> None:
         _, x, rows = run(lambda c: True, body, (0, x, jnp.zeros(6)), max_steps=6, buffers=lambda c: c[2], **options)
         return x + rows.sum()
 
-    actual, wanted = (jax.value_and_grad(loss, 1)(run, 1.0) for run in (equinox_while_loop, eqxi.while_loop))
+    actual, wanted = (
+        jax.jit(jax.value_and_grad(partial(loss, run)))(1.0) for run in (equinox_while_loop, eqxi.while_loop)
+    )
     assert_close(actual, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2, "all"])
 def test_scan_for_equinox(checkpoints) -> None:
     def loss(run, xs):
@@ -54,7 +59,7 @@ def test_scan_for_equinox(checkpoints) -> None:
         return carry + (ys**2).sum()
 
     xs = jnp.arange(5.0)
-    actual, wanted = (jax.value_and_grad(loss, 1)(run, xs) for run in (equinox_scan, eqxi.scan))
+    actual, wanted = (jax.jit(jax.value_and_grad(partial(loss, run)))(xs) for run in (equinox_scan, eqxi.scan))
     assert_close(actual, wanted)
 
 
@@ -75,6 +80,7 @@ CALLS_CARRIED = nnx.StateAxes({nnx.Param: 1, ...: nnx.Carry})
 SCANS = [(axis, 4, updates) for axis in (0, 1, -1, None) for updates in (True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "rows", "updates"), [*SCANS, (BY_TYPE, None, True), (CALLS_CARRIED, None, True)])
 def test_scan_for_nnx(axis, rows, updates) -> None:
     def loss(weight, scan):

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -19,6 +20,24 @@ ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
 
 
+# Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
+LONG = {
+    "adaptive-ode.md",
+    "from-equinox.md",
+    "from-nnx.md",
+    "from-pytorch.md",
+    "hessian-trace.md",
+    "histories.md",
+    "lanes.md",
+    "many-devices.md",
+    "models.md",
+    "normalising-flow.md",
+    "reinforcement-learning.md",
+    "rewrite.md",
+    "traces.md",
+}
+
+
 def python(page: Path) -> list[Block]:
     """What runs: all blocks of Python, but those of PyTorch where there is none."""
     found = [block for block in blocks(page) if block.language == "python"]
@@ -26,7 +45,13 @@ def python(page: Path) -> list[Block]:
     return [block for block in found if block.title != "PyTorch" or has_torch]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python(p) and p != ERRORS], ids=lambda p: p.name)
+def with_programs() -> list[Any]:
+    pages = [page for page in PAGES if python(page) and page != ERRORS]
+    assert {page.name for page in pages} >= LONG
+    return [pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page for page in pages]
+
+
+@pytest.mark.parametrize("page", with_programs(), ids=lambda p: p.name)
 def test_page(page):
     """One after another, as somebody types them."""
     names = {"__name__": page.stem}
@@ -53,8 +78,8 @@ def test_the_first_example_of_the_readme():
     names = {}
     with default_settings():
         python(readme)[0].run(readme, names)
-        roots = jax.vmap(names["newton"])(names["targets"], names["targets"])
-        slopes = jax.vmap(jax.grad(names["newton"], 1))(names["targets"], names["targets"])
+        of_lanes = jax.jit(jax.vmap(jax.value_and_grad(names["newton"], 1)))
+        roots, slopes = of_lanes(names["targets"], names["targets"])
     assert roots.tolist() == pytest.approx([2**0.5, 3.0, 1000.0], rel=1e-5)
     assert slopes.tolist() == pytest.approx([0.5 / 2**0.5, 1 / 6, 1 / 2000], rel=1e-3)
 

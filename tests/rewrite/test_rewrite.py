@@ -19,16 +19,23 @@ def halve(x):
 def plain(x):
     """The same as Python, for one number."""
     while x > 1.0:
-        x = 0.5 * jnp.sin(x) + 0.25 * x
+        x = 0.5 * np.sin(x) + 0.25 * x
     return x
 
 
-X = jnp.array([0.5, 1.5, 3.0, 40.0])
-VALUES = jnp.stack([plain(x) for x in X])
-SLOPES = jnp.stack([jax.grad(plain)(x) for x in X])
+def derivatives(x):
+    """The first and the second, by the chain rule."""
+    first, second = 1.0, 0.0
+    while x > 1.0:
+        slope, curvature = 0.5 * np.cos(x) + 0.25, -0.5 * np.sin(x)
+        first, second = slope * first, curvature * first**2 + slope * second
+        x = 0.5 * np.sin(x) + 0.25 * x
+    return first, second
 
 
-DOTS = jax.checkpoint_policies.dots_saveable
+X = np.array([0.5, 1.5, 3.0, 40.0])
+VALUES = np.array([plain(x) for x in X])
+SLOPES, CURVATURES = np.array([derivatives(x) for x in X]).T
 
 
 def inside(wrapper):
@@ -67,9 +74,11 @@ WRAPPERS = [
 def test_loops_are_found_wherever_they_stand(wrapper):
     f = inside(wrapper)
     rewritten = lx.rewrite_loops(f)
-    np.testing.assert_array_equal(jax.jit(rewritten)(X[2]), f(X[2]))
+    run = jax.jit(lambda x: (rewritten(x), f(x), jax.jvp(rewritten, (x,), (1.0,))))
+    new, old, _ = run(X[2])
+    np.testing.assert_array_equal(new, old)
+    assert_close(run(X[3])[2], (VALUES[3], SLOPES[3]))
     assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X), (VALUES, SLOPES))
-    assert_close(jax.jit(jax.jvp, static_argnums=0)(rewritten, (X[3],), (jnp.ones(()),)), (VALUES[3], SLOPES[3]))
     assert loops_left(jax.make_jaxpr(rewritten)(X[0])) == []
 
 
@@ -85,35 +94,52 @@ def loops_left(closed):
     return found
 
 
-@pytest.mark.parametrize("lanes", ["lockstep", "compact", lx.Compact(shrink=2, min_lanes=1)])
-@pytest.mark.parametrize("kind", ["checkpointed", lx.Checkpointed(3), "auto"])
+KINDS = ["checkpointed", lx.Checkpointed(3), "auto"]
+LANES = ["lockstep", "compact", lx.Compact(shrink=2, min_lanes=1)]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_kinds_and_lanes(kind, lanes):
     rewritten = lx.rewrite_loops(jax.jit(halve), kind=kind, lanes=lanes)
     assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X), (VALUES, SLOPES))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lanes"),
+    [
+        pytest.param(kind, lanes, marks=[] if i == j else pytest.mark.slow)
+        for i, kind in enumerate(KINDS)
+        for j, lanes in enumerate(LANES)
+    ],
+)
+def test_gradients_of_a_batch(kind, lanes):
+    rewritten = lx.rewrite_loops(jax.jit(halve), kind=kind, lanes=lanes)
     assert_close(jax.jit(jax.grad(lambda x: jax.vmap(rewritten)(x).sum()))(X), SLOPES)
 
 
 @pytest.mark.parametrize("kind", ["bounded", "residuals"])
 def test_kinds_that_need_a_bound(kind):
-    assert_close(jax.vmap(jax.grad(lx.rewrite_loops(halve, kind=kind, max_steps=9)))(X), SLOPES)
+    assert_close(jax.jit(jax.vmap(jax.grad(lx.rewrite_loops(halve, kind=kind, max_steps=9))))(X), SLOPES)
     with pytest.raises(ValueError, match="max_steps"):
         lx.rewrite_loops(halve, kind=kind)(X[0])
 
 
 def test_second_derivatives():
     rewritten = lx.rewrite_loops(halve)
-    wanted = jnp.stack([jax.grad(jax.grad(plain))(x) for x in X])
-    assert_close(jax.jit(jax.vmap(jax.hessian(rewritten)))(X), wanted)
-    assert_close(jax.jit(jax.vmap(jax.grad(jax.grad(rewritten))))(X), wanted)
+    both = jax.jit(jax.vmap(lambda x: (jax.hessian(rewritten)(x), jax.grad(jax.grad(rewritten))(x))))
+    assert_close(both(X), (CURVATURES, CURVATURES))
 
 
 def test_a_finished_lane_stays_in_its_domain():
     def leaves(x):
         return lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] * jnp.sqrt(c[1] * 1.0), c[1] - 1), (1.0, x))[0]
 
-    gradient = jax.vmap(jax.grad(lx.rewrite_loops(leaves)))(jnp.array([1.0, 3.0, 7.0]))
-    assert np.isfinite(gradient).all()
-    assert_close(gradient, jnp.stack([jax.grad(lx.rewrite_loops(leaves))(x) for x in (1.0, 3.0, 7.0)]))
+    gradient = jax.jit(jax.grad(lx.rewrite_loops(leaves)))
+    xs = np.array([1.0, 3.0, 7.0])
+    in_lanes = jax.jit(jax.vmap(gradient))(xs)
+    assert np.isfinite(in_lanes).all()
+    assert_close(in_lanes, np.stack([gradient(x) for x in xs]))
 
 
 def with_jvp_rule(slope):
@@ -133,11 +159,11 @@ def test_rules_for_derivatives_are_kept(rule):
     """With a slope that no loop could find."""
     rewritten = lx.rewrite_loops(jax.jit(rule(7.0)))
     assert loops_left(jax.make_jaxpr(rewritten)(X[0])) == []
-    assert_close(jax.vmap(jax.value_and_grad(rewritten))(X), (VALUES, jnp.full(4, 7.0)))
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X), (VALUES, np.full(4, 7.0)))
 
 
 def test_linear_solves_keep_their_rule():
-    a = jnp.array([[3.0, 1.0], [1.0, 2.0]])
+    a = np.array([[3.0, 1.0], [1.0, 2.0]])
 
     def richardson(matvec, b):
         step = lambda c: (c[0] + 0.3 * (b - matvec(c[0])), c[1] + 1)
@@ -147,10 +173,11 @@ def test_linear_solves_keep_their_rule():
         return lax.custom_linear_solve(lambda x: a @ x, b, richardson, symmetric=True)
 
     rewritten = lx.rewrite_loops(solve)
-    b = jnp.array([1.0, -1.0])
-    wanted = jax.jacobian(jnp.linalg.solve, (0, 1))(a, b)
-    assert_close(jax.jacrev(rewritten, (0, 1))(a, b), wanted)
-    assert_close(jax.jacfwd(rewritten, (0, 1))(a, b), wanted)
+    b = np.array([1.0, -1.0])
+    inverse = np.linalg.inv(a)
+    wanted = (-np.einsum("ij,k->ijk", inverse, inverse @ b), inverse)
+    both = jax.jit(lambda a, b: [mode(rewritten, (0, 1))(a, b) for mode in (jax.jacrev, jax.jacfwd)])
+    assert_close(both(a, b), [wanted, wanted])
 
 
 def test_lanes_over_devices():
@@ -167,19 +194,20 @@ def test_counted_loops_know_their_length():
         return lax.fori_loop(0, n, lambda i, y: y * x + i, 1.0)
 
     rewritten = lx.rewrite_loops(power, lanes=lx.Compact(min_lanes=1), max_steps=8)
-    n = jnp.arange(4)
+    n = np.arange(4)
     jaxpr = jax.make_jaxpr(jax.vmap(rewritten))(X, n)
     (batch,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "compact_vmap"]
     assert not batch.params["static"].predicated
-    slow = [jax.value_and_grad(python_power)(x, int(m)) for x, m in zip(X, n, strict=True)]
-    assert_close(jax.vmap(jax.value_and_grad(rewritten))(X, n), jax.tree.map(lambda *v: jnp.stack(v), *slow))
+    wanted = np.array([python_power(x, m) for x, m in zip(X, n, strict=True)]).T
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(rewritten)))(X, n), tuple(wanted))
 
 
 def python_power(x, n):
-    y = jnp.ones(())
+    """The value and its derivative."""
+    y, slope = 1.0, 0.0
     for i in range(n):
-        y = y * x + i
-    return y
+        y, slope = y * x + i, slope * x + y
+    return y, slope
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(0, 5), (3, 3), (4, 1), (-2, 2)])
@@ -187,8 +215,9 @@ def test_the_index_ends_where_it_does_in_lax(lower, upper):
     def counted(lower, upper):
         return lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1], c[2] + c[0]), (lower, upper, 0))
 
-    given = jnp.int32(lower), jnp.int32(upper)
-    for old, new in zip(counted(*given), jax.jit(lx.rewrite_loops(counted))(*given), strict=True):
+    given = np.int32(lower), np.int32(upper)
+    both = jax.jit(lambda *given: (counted(*given), lx.rewrite_loops(counted)(*given)))
+    for old, new in zip(*both(*given), strict=True):
         assert jnp.result_type(old) == jnp.result_type(new)
         assert int(old) == int(new)
 
@@ -202,13 +231,14 @@ def test_loops_that_only_look_counted():
 
 
 def test_scans_on_request():
-    f = lambda x: lax.scan(lambda c, r: (jnp.sin(c) * r, c), x, jnp.arange(1.0, 4.0), reverse=True)
+    f = lambda x: lax.scan(lambda c, r: (jnp.sin(c) * r, c), x, np.arange(1.0, 4.0), reverse=True)
     names = lambda g: [eqn.primitive.name for eqn in jax.make_jaxpr(g)(X[0]).eqns]
     rewritten = lx.rewrite_loops(f, scans=True, kind="checkpointed")
     assert "scan" in names(lx.rewrite_loops(f))
     assert "scan" not in names(rewritten)
     assert "loop" in names(rewritten)
-    assert_close(jax.jacrev(rewritten)(X[0]), jax.jacrev(f)(X[0]))
+    new, old = jax.jit(lambda x: (jax.jacrev(rewritten)(x), jax.jacrev(f)(x)))(X[0])
+    assert_close(new, old)
 
 
 def test_a_function_without_loops_is_the_same_program():
@@ -225,7 +255,7 @@ def test_arguments_that_are_not_arrays():
     out = f({"a": X}, "result", steps=3, activation=jnp.sin)
     assert out["flag"] is True
     assert out["shape"] == (3,)
-    assert_close(out["result"], jnp.sin(jnp.sin(jnp.sin(X))))
+    assert_close(out["result"], np.sin(np.sin(np.sin(X))))
 
 
 def test_keys_in_the_carry():

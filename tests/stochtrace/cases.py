@@ -1,23 +1,26 @@
 """Estimators and operators for the tests of traces."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 from loopax import stochtrace
 from loopax._src.stochtrace.estimator import Estimator
+from loopax._src.stochtrace.probes import draw
 
 N = 12
 KEY = jax.random.key(0)
-GENERAL = jnp.asarray(np.random.RandomState(0).randn(N, N))
-ORTHOGONAL = jnp.linalg.qr(GENERAL)[0]
-PSD = GENERAL @ GENERAL.T / N
-TURNED = jnp.asarray(np.random.RandomState(1).randn(N, N)) / 6
+_GENERAL = np.random.RandomState(0).randn(N, N)
+ORTHOGONAL = np.linalg.qr(_GENERAL)[0]
+GENERAL = jnp.asarray(_GENERAL)
+PSD = jnp.asarray(_GENERAL @ _GENERAL.T / N)
+TURNED = jnp.asarray(np.random.RandomState(1).randn(N, N) / 6)
 NUM_MATVECS = 6
 
 ESTIMATORS = [
@@ -35,11 +38,24 @@ def name_of(value: Any) -> str:
     return type(value).__name__ if isinstance(value, Estimator) else str(value)
 
 
+each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
+
+
+def fast_and_slow(fast: list[Estimator], slow: list[Estimator]) -> Any:
+    """Those whose programs are soon compiled, and those that say no more about what estimators share."""
+    parameters = [*fast, *(pytest.param(estimator, marks=pytest.mark.slow) for estimator in slow)]
+    return pytest.mark.parametrize("estimator", parameters, ids=name_of)
+
+
+each_estimator_two_fast = fast_and_slow(ESTIMATORS[:2], ESTIMATORS[2:])
+
+
 def with_eigenvalues(values: Any) -> Array:
     """A symmetric matrix with these eigenvalues, the others zero."""
-    values = jnp.asarray(values, float)
+    values = np.asarray(values, float)
     vectors = ORTHOGONAL[:, : len(values)]
-    return (vectors * values[None]) @ vectors.T
+    return jnp.asarray((vectors * values) @ vectors.T)
 
 
 def estimate(estimator: Estimator, **options: Any) -> Callable[..., stochtrace.TraceEstimate]:
@@ -48,6 +64,24 @@ def estimate(estimator: Estimator, **options: Any) -> Callable[..., stochtrace.T
     if "rtol" in options or "atol" in options:
         del options["num_matvecs"]
     return partial(stochtrace.estimate_trace, estimator=estimator, **options)
+
+
+@cache
+def compiled(estimator: Estimator, **static: Any) -> Callable[..., stochtrace.TraceEstimate]:
+    """The estimate as a compiled function of a matrix and of traced options: one program for all tests of a file."""
+    return jax.jit(lambda matrix, **traced: estimate(estimator, **static, **traced)(matrix))
+
+
+@cache
+def _drawn(name: Any, size: int, count: int) -> np.ndarray:
+    return np.asarray(
+        jax.jit(lambda numbers: draw(name, KEY, numbers, size, jnp.float64))(np.arange(count, dtype="i4"))
+    )
+
+
+def probes_of(name: Any, count: int, size: int = N) -> np.ndarray:
+    """What an estimate with `KEY` draws, a column for each."""
+    return _drawn(name, size, max(count, 12))[:count].T
 
 
 def value_along(estimator: Estimator, matrix: Array = PSD, **options: Any) -> Callable[[Any], Array]:

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
@@ -16,113 +17,159 @@ from tests.stochtrace.cases import (
     KEY,
     PSD,
     TURNED,
-    TWO_ESTIMATORS,
     WITH_BASIS,
     N,
+    each_estimator,
+    each_estimator_two_fast,
     estimate,
+    fast_and_slow,
     name_of,
     value_along,
     with_eigenvalues,
 )
 from tests.support.reference import assert_close
 
-each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
-two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
 STEP = 1e-4
 
 
-def slope(f: Any, t: float) -> Any:
+def slope(f: Any, t: float) -> np.ndarray:
     """A central difference of fourth order."""
-    return (8 * (f(t + STEP) - f(t - STEP)) - (f(t + 2 * STEP) - f(t - 2 * STEP))) / (12 * STEP)
+    near, far = (np.asarray(f(t + step)) - np.asarray(f(t - step)) for step in (STEP, 2 * STEP))
+    return (8 * near - far) / (12 * STEP)
 
 
-@each_estimator
+def in_both_modes(f: Any) -> Any:
+    """A compiled function's value and its derivative, forward and in reverse: one program."""
+
+    def run(t: Any) -> dict[str, Any]:
+        value, forward = jax.jvp(f, (t,), (1.0,))
+        return {"value": value, "forward": forward, "reverse": jax.grad(f)(t)}
+
+    return jax.jit(run)
+
+
+@each_estimator_two_fast
 @pytest.mark.parametrize(
     "options",
-    [{}, {"batch": 4}, {"num_matvecs": 7, "max_matvecs": 12}, {"rtol": 0.3, "max_matvecs": 9}],
-    ids=["plain", "batch", "bound", "tolerance"],
+    [{"num_matvecs": 7, "max_matvecs": 12, "batch": 4}, {"rtol": 0.3, "max_matvecs": 9}],
+    ids=["bound", "tolerance"],
 )
 def test_value_and_error_in_both_modes(estimator: Any, options: dict[str, Any]) -> None:
+    weights = np.array([1.0, -0.7])  # a derivative in reverse is of a combination of both
+
     def both(t: Any) -> Any:
         turned = jnp.eye(N) + jnp.sin(t) * TURNED
         return jnp.stack(estimate(estimator, **options)(turned @ PSD @ turned.T)[:2])
 
-    both = jax.jit(both)
-    expected = slope(both, 0.3)
-    assert_close(jax.jit(jax.jacfwd(both))(0.3), expected, 1e-7)
-    assert_close(jax.jit(jax.jacrev(both))(0.3), expected, 1e-7)
+    @jax.jit
+    def run(t: Any) -> dict[str, Any]:
+        value, forward = jax.jvp(both, (t,), (1.0,))
+        return {"value": value, "forward": forward, "reverse": jax.grad(lambda t: weights @ both(t))(t)}
+
+    expected, got = slope(lambda t: run(t)["value"], 0.3), run(0.3)
+    assert_close(got["forward"], expected, 1e-7)
+    assert_close(got["reverse"], weights @ expected, 1e-7)
 
 
-@each_estimator
-def test_second_derivatives(estimator: Any) -> None:
+@each_estimator_two_fast
+def test_first_and_second_derivatives(estimator: Any) -> None:
     value = value_along(estimator)
-    expected = slope(jax.jit(jax.grad(value)), 0.3)
-    for outer in (jax.jacfwd, jax.jacrev):
-        for inner in (jax.jacfwd, jax.jacrev):
-            assert_close(jax.jit(outer(inner(value)))(0.3), expected, 1e-6)
+    modes = {"forward": jax.jacfwd, "reverse": jax.jacrev}
+
+    @jax.jit
+    def run(t: Any) -> dict[str, Any]:
+        second = {(a, b): outer(inner(value))(t) for a, outer in modes.items() for b, inner in modes.items()}
+        return {"value": value(t), "gradient": jax.grad(value)(t)} | {"second": list(second.values())}
+
+    got = run(0.3)
+    assert_close(got["gradient"], slope(lambda t: run(t)["value"], 0.3), 1e-7)
+    assert_close(got["second"], 4 * [slope(lambda t: run(t)["gradient"], 0.3)], 1e-6)
 
 
 @each_estimator
-@pytest.mark.parametrize("rank", [2, 3])
-def test_beyond_the_rank(estimator: Any, rank: int) -> None:
+def test_beyond_the_rank(estimator: Any) -> None:
     """What rounding errors have made of a basis beyond the rank is in no derivative."""
-    matrix = with_eigenvalues([3.0, 2.0, 1.0][:rank])
     matvecs = 5 * estimator.products_per_sample
-    value = jax.jit(value_along(estimator, matrix, num_matvecs=matvecs))
-    assert_close(jax.jit(jax.grad(value))(0.3), slope(value, 0.3), 1e-7)
-    assert_close(jax.jit(jax.jacfwd(value))(0.3), slope(value, 0.3), 1e-7)
-    if not isinstance(estimator, Hutchinson):
+
+    @jax.jit
+    def run(t: Any, matrix: Any) -> dict[str, Any]:
         turned = lambda t: jnp.eye(N) + jnp.sin(t) * TURNED
-        exact = jax.grad(lambda t: jnp.trace(turned(t) @ matrix @ turned(t).T))
-        assert_close(jax.jit(jax.grad(value))(0.3), exact(0.3), 1e-7)
+        value = value_along(estimator, matrix, num_matvecs=matvecs)
+        result, forward = jax.jvp(value, (t,), (1.0,))
+        exact = jax.grad(lambda t: jnp.trace(turned(t) @ matrix @ turned(t).T))(t)
+        return {"value": result, "forward": forward, "reverse": jax.grad(value)(t), "exact": exact}
+
+    for eigenvalues in ([3.0, 2.0], [3.0, 2.0, 1.0]):
+        matrix = with_eigenvalues(eigenvalues)
+        expected, got = slope(lambda t, matrix=matrix: run(t, matrix)["value"], 0.3), run(0.3, matrix)
+        assert_close(got["reverse"], expected, 1e-7)
+        assert_close(got["forward"], expected, 1e-7)
+        if not isinstance(estimator, Hutchinson):
+            assert_close(got["reverse"], got["exact"], 1e-7)
 
 
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if not isinstance(e, XNysTrace)], ids=name_of)
 def test_of_a_matrix_that_is_not_symmetric(estimator: Any) -> None:
-    value = jax.jit(lambda t: estimate(estimator)(GENERAL + t * TURNED).value)
-    assert_close(jax.grad(value)(0.3), slope(value, 0.3), 1e-7)
+    run = jax.jit(jax.value_and_grad(lambda t: estimate(estimator)(GENERAL + t * TURNED).value))
+    assert_close(run(0.3)[1], slope(lambda t: run(t)[0], 0.3), 1e-7)
 
 
-@each_estimator
+@each_estimator_two_fast
 def test_of_a_complex_operator(estimator: Any) -> None:
-    hermitian = jax.lax.complex(PSD, (GENERAL - GENERAL.T) / 8)
+    hermitian = jnp.asarray(np.asarray(PSD) + 1j * (np.asarray(GENERAL) - np.asarray(GENERAL).T) / 8)
 
     def value(t: Any) -> Any:
         turned = jnp.eye(N, dtype=complex) + jax.lax.complex(t * TURNED, t**2 * TURNED.T)
         return estimate(estimator)(turned @ hermitian @ hermitian.conj().T @ turned.conj().T).value.real
 
-    value = jax.jit(value)
-    assert_close(jax.jit(jax.grad(value))(0.3), slope(value, 0.3), 1e-6)
-    assert_close(jax.jit(jax.jacfwd(value))(0.3), slope(value, 0.3), 1e-6)
+    run = in_both_modes(value)
+    expected, got = slope(lambda t: run(t)["value"], 0.3), run(0.3)
+    assert_close(got["reverse"], expected, 1e-6)
+    assert_close(got["forward"], expected, 1e-6)
 
 
-@each_estimator
+@each_estimator_two_fast
 def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
-    counts, ts = jnp.array([3, 12, 6]), jnp.array([0.1, 0.2, 0.3])
+    counts, ts = np.array([3, 12, 6]), np.array([0.1, 0.2, 0.3])
 
     def value(t: Any, n: Any) -> Any:
         return value_along(estimator, num_matvecs=n, max_matvecs=N)(t)
 
     gradient = jax.jit(jax.grad(value))
-    alone = jnp.stack([gradient(t, n) for t, n in zip(ts, counts, strict=True)])
+    alone = np.stack([gradient(t, n) for t, n in zip(ts, counts, strict=True)])
     assert_close(jax.jit(jax.vmap(jax.grad(value)))(ts, counts), alone)
     assert_close(jax.jit(jax.grad(lambda ts: jax.vmap(value)(ts, counts).sum()))(ts), alone)
 
 
-@two_estimators
+@fast_and_slow(ESTIMATORS[:2], ESTIMATORS[3:])
 def test_around_and_inside_of_other_transformations(estimator: Any) -> None:
     value = value_along(estimator)
-    expected = jax.jit(jax.grad(value))(0.3)
-    assert_close(jax.jit(jax.grad(jax.checkpoint(value)))(0.3), expected)
-    assert_close(jax.linearize(value, 0.3)[1](1.0), expected)
     summed = lambda t: lx.fori_loop(0, 3, lambda _, total: total + value(t), 0.0)
-    assert_close(jax.jit(jax.grad(summed))(0.3), 3 * expected)
-    assert_close(jax.jit(jax.jacfwd(summed))(0.3), 3 * expected)
+
+    @jax.jit
+    def run(t: Any) -> dict[str, Any]:
+        return {
+            "expected": jax.grad(value)(t),
+            "checkpoint": jax.grad(jax.checkpoint(value))(t),
+            "linearize": jax.linearize(value, t)[1](1.0),
+            "loop": [jax.grad(summed)(t), jax.jacfwd(summed)(t)],
+        }
+
+    got = run(0.3)
+    assert_close(got["checkpoint"], got["expected"])
+    assert_close(got["linearize"], got["expected"])
+    assert_close(got["loop"], 2 * [3 * np.asarray(got["expected"])])
+
+
+@fast_and_slow(ESTIMATORS[:1], ESTIMATORS[1:2])
+def test_without_compilation(estimator: Any) -> None:
+    value = value_along(estimator)
+    expected = jax.jit(jax.grad(value))(0.3)
     with jax.disable_jit():
         assert_close(jax.grad(value)(0.3), expected)
 
 
-@each_estimator
+@fast_and_slow(ESTIMATORS[:2], [])
 def test_of_everything_that_a_function_closes_over(estimator: Any) -> None:
     """Also of arrays in a module, beside integers and functions."""
 
@@ -136,8 +183,8 @@ def test_of_everything_that_a_function_closes_over(estimator: Any) -> None:
             return turned @ (PSD @ (turned.T @ v)) + 0.0 * self.at.astype(float)
 
     value = lambda module: estimate_trace(module, KEY, estimator=estimator, num_matvecs=6, size=N).value
-    got = eqx.filter_grad(value)(Turned(jnp.asarray(0.3), 1, jnp.arange(N)))
-    assert_close(got.by, jax.grad(value_along(estimator))(0.3))
+    got = eqx.filter_jit(eqx.filter_grad(value))(Turned(jnp.asarray(0.3), 1, jnp.arange(N)))
+    assert_close(got.by, jax.jit(jax.grad(value_along(estimator)))(0.3))
 
 
 def test_what_is_not_perturbed_is_not_differentiated() -> None:
@@ -178,7 +225,7 @@ def test_the_memory_of_hutchinson_does_not_grow_with_the_number_of_products() ->
     def value(scale: Any, **options: Any) -> Any:
         return estimate_trace(lambda v: jnp.sin(scale) * v, KEY, size=scale.shape[0], **options).value
 
-    scale = jnp.ones(1024)
+    scale = jax.ShapeDtypeStruct((1024,), float)
     for options in ({}, {"max_matvecs": 10**6}):
         few, many = ({"num_matvecs": n} | options for n in (64, 4096))
         assert temporary_bytes(partial(value, **many), scale) == temporary_bytes(partial(value, **few), scale)
@@ -189,7 +236,7 @@ def test_the_memory_of_hutchinson_does_not_grow_with_the_number_of_products() ->
 @pytest.mark.parametrize("estimator", WITH_BASIS, ids=name_of)
 def test_the_memory_of_a_basis_is_n_times_the_products(estimator: Any) -> None:
     n, matvecs = 2048, 48
-    scale = jnp.ones(n)
+    scale = jax.ShapeDtypeStruct((n,), float)
     value = lambda scale: (
         estimate_trace(lambda v: jnp.exp(scale) * v, KEY, estimator=estimator, num_matvecs=matvecs, size=n).value
     )
