@@ -15,6 +15,8 @@ import pytest
 
 from tests.durable import victim
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("LOOPAX_KILLS", "2"))
 LONG = "LOOPAX_KILLS" in os.environ
 STEPS = 9000 if LONG else 900

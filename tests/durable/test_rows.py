@@ -135,7 +135,7 @@ def test_a_reader_sees_all_arrays_of_a_run_or_none(tmp_path: Any, monkeypatch: A
     def run() -> Any:
         return durable.scan(lambda c, x: (c, (x, 2 * x)), 0, jnp.arange(3), directory=tmp_path)
 
-    monkeypatch.setattr("loopax.durable.output_arrays.create", create_one)
+    monkeypatch.setattr("loopax._src.durable.output_arrays.create", create_one)
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.undo()
@@ -167,6 +167,7 @@ print(json.dumps([saved, len(rows), rows[:saved].tolist(), rows[saved + 6 :].tol
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_while_the_run_goes_on(tmp_path: Any) -> None:
     said: list[Any] = []
 
