@@ -98,13 +98,11 @@ def is_odd(case: Any) -> bool:
     return sum(value is not None for value in case.values()) % 2 == 1
 
 
-# Each two of inputs, history, key, stop and rare outputs meet in the half that is fast.
+# Each two of inputs, history, key, stop and rare outputs meet.
 EVERY = [
-    pytest.param(case, every, id=f"{name_of(case)}-{every}", marks=marks)
+    pytest.param(case, every, id=f"{name_of(case)}-{every}")
     for number, case in enumerate(CASES)
-    for rare in (False, True)
-    for every in [2 + number % 2 if rare else 1]
-    for marks in [[] if is_odd(case) == rare else [slow]]
+    for every in [2 + number % 2 if is_odd(case) else 1]
 ]
 
 
@@ -116,13 +114,7 @@ def test_values(given: Any, every: int) -> None:
         assert_close(f(jnp.int32(length)), saved(rollout_of_lists(STATE, length, **given), every))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(case, id=name_of(case), marks=[] if i in (0, 1, 5, 10, 15) else [slow])
-        for i, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize("given", [pytest.param(CASES[i], id=name_of(CASES[i])) for i in (0, 1, 5, 10, 15)])
 def test_values_for_a_static_length(given: Any) -> None:
     assert_close(of_loopax(STATE, ROWS, **given), rollout_of_lists(STATE, ROWS, **given))
 

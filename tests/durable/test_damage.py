@@ -16,7 +16,7 @@ from loopax import durable
 from loopax._src.durable.checksum import checksums
 from loopax._src.durable.directory import Directory
 from loopax._src.durable.saves import Saves
-from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
+from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 
 # Orbax leaves reads of a damaged save behind, which report to an event loop that it has closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -49,7 +49,7 @@ def run(directory: Path, steps: Steps | None = None, **options: Any) -> Any:
 def stored(tmp_path_factory: Any) -> tuple[Path, Any]:
     """A run that has stopped with several saves, and what it should end with."""
     path = tmp_path_factory.mktemp("stored")
-    expected = run(path / "whole")
+    expected = run(path / "whole", **SELDOM)
     stopped(lambda: run(path / "run", Steps(13), keep=3))
     assert len(saves(path / "run")) == 3
     return path / "run", expected
@@ -119,7 +119,7 @@ def test_the_warning_says_what_was_wrong_and_where_the_run_goes_on(stored: Any, 
     for path in files(tmp_path / "run" / "saves" / str(newest) / "state"):
         truncate(path)
     with pytest.warns(durable.DamagedSaveWarning) as warned:
-        result = run(tmp_path / "run")
+        result = run(tmp_path / "run", **SELDOM)
     same_bits(result, expected)
     (text,) = [str(w.message) for w in warned]
     assert f"step {newest}: " in text
@@ -133,7 +133,7 @@ def test_two_damaged_saves(stored: Any, tmp_path: Any) -> None:
     for step in damaged:
         shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
     with pytest.warns(durable.DamagedSaveWarning, match=f"goes on from step {first} instead"):
-        same_bits(run(tmp_path / "run"), expected)
+        same_bits(run(tmp_path / "run", **SELDOM), expected)
 
 
 def test_no_good_save_is_an_error(stored: Any, tmp_path: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_unfinished_save_is_ignored_and_removed(stored: Any, tmp_path: Any) -
     newest = saves(source)[-1]
     left = tmp_path / "run" / "saves" / f"{newest + 2}.orbax-checkpoint-tmp"
     shutil.copytree(source / "saves" / str(newest), left)
-    same_bits(run(tmp_path / "run"), expected)
+    same_bits(run(tmp_path / "run", **SELDOM), expected)
     assert not left.exists()
 
 
@@ -163,7 +163,7 @@ def test_a_save_under_another_step_is_not_taken(stored: Any, tmp_path: Any) -> N
     newest = saves(source)[-1]
     (tmp_path / "run" / "saves" / str(newest)).rename(tmp_path / "run" / "saves" / str(newest + 1))
     with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest + 1}: "):
-        same_bits(run(tmp_path / "run"), expected)
+        same_bits(run(tmp_path / "run", **SELDOM), expected)
 
 
 def test_outputs_that_are_gone_are_an_error(stored: Any, tmp_path: Any) -> None:
@@ -203,5 +203,5 @@ def test_an_error_without_a_text_hides_no_older_save(stored: Any, tmp_path: Any,
 
     monkeypatch.setattr(Saves, "_restore", fails_for_the_newest)
     with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest}: AssertionError"):
-        found = run(tmp_path / "run")
+        found = run(tmp_path / "run", **SELDOM)
     same_bits(found, expected)

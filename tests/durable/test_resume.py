@@ -11,7 +11,7 @@ import pytest
 from loopax import durable
 from loopax._src.durable.directory import Directory
 from loopax._src.durable.saves import Saves, State
-from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
+from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 
 X = jnp.array([1.0, -0.5, 2.0])
 XS = jnp.asarray(np.random.RandomState(0).randn(20, 3))
@@ -58,13 +58,13 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_that_stops_goes_on_with_the_same_bits(run: Any, tmp_path: Any) -> None:
     steps = Steps()
-    expected = run(steps, tmp_path / "whole")
+    expected = run(steps, tmp_path / "whole", **SELDOM)
     steps.stop_at = 13
     stopped(lambda: run(steps, tmp_path / "run"))
     last = max(saves(tmp_path / "run"))
     assert 13 - 6 <= last <= 13
     steps.stop_at, steps.taken = None, []
-    same_bits(run(steps, tmp_path / "run"), expected)
+    same_bits(run(steps, tmp_path / "run", **SELDOM), expected)
     assert sorted(steps.taken) == list(range(last, 20))  # what was saved is not executed again
     steps.taken = []
     same_bits(run(steps, tmp_path / "run"), expected)  # a finished run gives its results
@@ -79,11 +79,11 @@ def test_a_larger_upper_limit_goes_on(tmp_path: Any) -> None:
         return jnp.sin(x) * 1.5 + 0.1 * i.astype(float)
 
     def run(upper: int, directory: Any, **options: Any) -> Any:
-        result, info = durable.fori_loop(3, upper, body, X, directory=directory, info=True, **OFTEN, **options)
+        result, info = durable.fori_loop(3, upper, body, X, directory=directory, info=True, **{**OFTEN, **options})
         jax.effects_barrier()
         return result, int(info.num_steps)
 
-    expected = run(20, tmp_path / "whole")
+    expected = run(20, tmp_path / "whole", **SELDOM)
     run(11, tmp_path / "run", keep=3)
     assert len(saves(tmp_path / "run")) == 3
     steps.taken = []
@@ -97,7 +97,7 @@ def test_a_larger_upper_limit_goes_on(tmp_path: Any) -> None:
 def test_a_longer_scan_goes_on(tmp_path: Any) -> None:
     """Its outputs have more rows."""
     f = lambda c, _: (jnp.sin(c) * 1.5 + 0.1, c)
-    run = lambda length, name: durable.scan(f, X, length=length, directory=tmp_path / name, **OFTEN)
+    run = lambda length, name: durable.scan(f, X, length=length, directory=tmp_path / name, chunk_steps=2, **SELDOM)
     expected, expected_ys = run(20, "whole")
     run(9, "run")
     carry, ys = run(20, "run")

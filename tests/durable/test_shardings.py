@@ -10,7 +10,7 @@ import pytest
 from jax import NamedSharding, P
 
 from loopax import durable
-from tests.durable.cases import compilations, read_rows
+from tests.durable.cases import SELDOM, compilations, read_rows
 from tests.support.reference import assert_close
 
 X = np.arange(32.0).reshape(8, 4) / 7
@@ -46,14 +46,14 @@ def run(x: Any, directory: Any, length: int = 9, n: Any = 0, **options: Any) -> 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: Any) -> Any:
     """The whole run on one device."""
-    return run(jnp.asarray(X), tmp_path_factory.mktemp("one"))
+    return run(jnp.asarray(X), tmp_path_factory.mktemp("one"), **SELDOM)
 
 
 @pytest.fixture(scope="module")
 def of_eight(tmp_path_factory: Any) -> Any:
     """A run on eight devices that is not at its end."""
     path = tmp_path_factory.mktemp("eight") / "run"
-    run(spread(EIGHT, "a"), path, 5)
+    run(spread(EIGHT, "a"), path, 5, **SELDOM)
     return path
 
 
@@ -87,7 +87,7 @@ FAST = ("eight", "four by two", "one")
 def test_a_run_goes_on_on_other_devices(then: str, one: Any, of_eight: Any, tmp_path: Any) -> None:
     shutil.copytree(of_eight, tmp_path / "run")
     x = PLACES[then]()
-    carry, ys = run(x, tmp_path / "run", 9)
+    carry, ys = run(x, tmp_path / "run", 9, **SELDOM)
     assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
     assert_close((carry, ys), one, 1e-12)
 
@@ -110,6 +110,6 @@ def test_values_that_are_closed_over_or_scanned_are_spread(tmp_path: Any) -> Non
 
 def test_a_carry_on_another_device_than_the_first(one: Any, tmp_path: Any) -> None:
     device = jax.devices()[5]
-    carry, _ = run(jax.device_put(X, device), tmp_path / "run")
+    carry, _ = run(jax.device_put(X, device), tmp_path / "run", **SELDOM)
     assert carry["x"].devices() == {device}
     assert_close(carry, one[0], 1e-12)

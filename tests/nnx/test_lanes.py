@@ -38,12 +38,10 @@ def lane(loop: Any, options: Any, model: Any, n: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("loop", "lanes", "vmap"),
     [
-        pytest.param(
-            loop, lanes, vmap, id=f"{loop.__name__}-{lanes}-{name}", marks=[] if (i + j + k) % 2 else [pytest.mark.slow]
-        )
+        pytest.param(loop, lanes, vmap, id=f"{loop.__name__}-{lanes}-{name}")
         for i, loop in enumerate([while_loop, fori_loop, scan])
         for j, lanes in enumerate(["lockstep", "compact"])
-        for k, (name, vmap) in enumerate([("jax", jax.vmap), ("nnx", nnx.vmap)])
+        for name, vmap in [[("jax", jax.vmap), ("nnx", nnx.vmap)][(i + j) % 2]]
     ],
 )
 def test_one_module_for_lanes_with_counts_of_their_own(loop: Any, lanes: Any, vmap: Any) -> None:
