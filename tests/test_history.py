@@ -159,7 +159,7 @@ def id_of(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("storage", "kind", "lanes", "order"), in_lanes(), indirect=["storage"], ids=id_of)
+@pytest.mark.parametrize(("storage", "kind", "lanes", "order"), [*in_lanes()], indirect=["storage"], ids=id_of)
 def test_lanes_with_counts_of_their_own(storage: str, kind: Any, lanes: Any, order: Any) -> None:
     """Some of which finish before others, or take no step at all."""
     of_lane = lambda n, x: loss(n, x, kind=kind, lanes=lanes)
