@@ -1,5 +1,6 @@
 """Calls of `jax.lax` loops work when the name of the module is changed, to the value and type of every result."""
 
+import functools as ft
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from tests.support.parity import same
 
 
 class Pair(NamedTuple):
@@ -35,19 +37,8 @@ FIVE, THREE, WEAK_FIVE = jnp.int32(5), jnp.int32(3), jnp.asarray(5)
 MIXED = {"a": jnp.arange(4), "b": (jnp.arange(8.0).reshape(4, 2), np.arange(4, dtype=np.int8)), "c": None}
 
 
-def same(actual: Any, expected: Any) -> None:
-    """Equal pytrees, to the dtype and weak type of every leaf."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert jax.typeof(jnp.asarray(a)) == jax.typeof(jnp.asarray(e))  # weak types included
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
-
-
 def eagerly(f: Any) -> Any:
     return f
-
-
-EACH_MODULE = pytest.mark.parametrize("module", [lax, lx], ids=["lax", "loopax"])
 
 
 # ---- calls as they stand in programs
@@ -162,104 +153,46 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("jit", [jax.jit, eagerly])
-@pytest.mark.parametrize("call", CALLS)
-def test_call(call: str, jit: Any) -> None:
-    same(*(jit(lambda module=module: CALLS[call](module))() for module in (lx, lax)))
+MODULES: dict[str, Any] = {"loopax": lx, "lax": lax}
+
+
+@ft.cache
+def all_calls(name: str) -> Any:
+    """In one program."""
+    module = MODULES[name]
+    return jax.jit(lambda: {name: call(module) for name, call in CALLS.items()})()
+
+
+def test_calls() -> None:
+    for name in CALLS:
+        same(all_calls("loopax")[name], all_calls("lax")[name])
+
+
+# Outside of jit: each loop, each sort of limit and length, of callable and of result.
+EAGER = ["while_loop", "while_loop with a Python bool", "while_loop of a named tuple", "fori_loop", "fori_loop by name"]
+EAGER += ["fori_loop to int32", "fori_loop to an array", "fori_loop, unroll=2", "fori_loop in scan", "scan by position"]
+EAGER += ["scan with rows and an array as length", "scan of length 0", "scan of many xs", "callable object"]
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(name, marks=[] if name in EAGER else [pytest.mark.slow]) for name in CALLS]
+)
+def test_call_outside_of_jit(call: str) -> None:
+    same(CALLS[call](lx), all_calls("lax")[call])
 
 
 @pytest.mark.parametrize("call", ["while_loop", "fori_loop", "fori_loop to an array", "scan", "nested scans"])
 def test_call_with_jit_disabled(call: str) -> None:
     with jax.disable_jit():
-        same(*(CALLS[call](module) for module in (lx, lax)))
+        found = CALLS[call](lx)
+    same(found, all_calls("lax")[call])
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize(
-    "call", ["while_loop", "fori_loop", "fori_loop to int32", "fori_loop in scan", "scan by position"]
-)
-def test_call_with_and_without_x64(call: str, enabled: bool) -> None:
-    with jax.enable_x64(enabled):
-        same(*(CALLS[call](module) for module in (lx, lax)))
-
-
-# ---- the index of fori_loop
-
-LIMITS: Any = {
-    "int, int": (1, 3),
-    "int, int32": (1, np.int32(3)),
-    "int, int64": (1, np.int64(3)),
-    "int, int8": (1, np.int8(3)),
-    "int8, int": (np.int8(1), 3),
-    "int64, int": (np.int64(1), 3),
-    **{f"{t}, {t}": (np.dtype(t).type(1), np.dtype(t).type(3)) for t in ["int8", "int16", "int64", "uint8", "uint64"]},
-    "array, int": (jnp.asarray(1), 3),
-    "int, array": (1, jnp.asarray(3)),
-    "array, array": (jnp.asarray(1), jnp.asarray(3)),
-    "array, int32": (jnp.asarray(1), jnp.int32(3)),
-    "array, int64": (jnp.asarray(1), jnp.int64(3)),
-    "int64, array": (jnp.int64(1), jnp.asarray(3)),
-}
-
-
-@pytest.mark.parametrize("jit", [jax.jit, eagerly])
-@pytest.mark.parametrize("limits", LIMITS)
-def test_index_is_of_the_type_that_it_is_of_in_lax(limits: str, jit: Any) -> None:
-    types = {}
-
-    def run(module: Any, lower: Any, upper: Any) -> Any:
-        def body(i: Any, x: Any) -> Any:
-            types[module] = jax.typeof(i)
-            return 10 * x + i.astype(int)
-
-        return module.fori_loop(lower, upper, body, jnp.int64(0))
-
-    same(*(jit(partial(run, module))(*LIMITS[limits]) for module in (lx, lax)))
-    assert types[lx] == types[lax]
-
-
-@pytest.mark.parametrize("limits", [(1, np.int32(3)), (np.int32(1), 3), (np.int32(1), np.int32(3))])
-def test_index_is_of_the_type_that_it_is_of_in_lax_without_x64(limits: Any) -> None:
-    types = {}
-
-    def run(module: Any, lower: Any, upper: Any) -> Any:
-        def body(i: Any, x: Any) -> Any:
-            types[module] = jax.typeof(i)
-            return x
-
-        return module.fori_loop(lower, upper, body, 0.0)
-
+def test_calls_without_x64() -> None:
+    names = ["while_loop", "fori_loop", "fori_loop to int32", "fori_loop in scan", "scan by position"]
     with jax.enable_x64(False):
-        same(*(jax.jit(partial(run, module))(*limits) for module in (lx, lax)))
-    assert types[lx] == types[lax]
-
-
-@pytest.mark.parametrize("limits", [(np.int32(0), np.int64(3)), (np.uint8(0), np.int8(3)), (np.int8(0), jnp.int16(3))])
-@EACH_MODULE
-def test_limits_of_different_types_are_refused(module: Any, limits: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"equal types|no available implicit dtype promotion"):
-        module.fori_loop(*limits, lambda _, x: x, 0)
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper"),
-    [
-        (np.int8(-128), np.int8(127)),
-        (np.int8(100), np.int8(127)),
-        (np.uint8(250), np.uint8(255)),
-        (np.uint8(5), np.uint8(3)),
-        (np.int32(2**31 - 4), np.int32(2**31 - 1)),
-        (np.int32(-(2**31)), np.int32(-(2**31) + 3)),
-        (np.int64(2**62), np.int64(2**62 + 3)),
-        (np.uint64(2**64 - 4), np.uint64(2**64 - 1)),
-    ],
-)
-def test_traced_limits_at_the_ends_of_their_types(lower: Any, upper: Any) -> None:
-    def run(module: Any) -> Any:
-        body = lambda i, c: (c[0] + 1, i)
-        return jax.jit(lambda lower, upper: module.fori_loop(lower, upper, body, (0, lower)))(lower, upper)
-
-    same(run(lx), run(lax))
+        same(*(jax.jit(lambda module=module: [CALLS[name](module) for name in names])() for module in (lx, lax)))
+        same(*(CALLS["scan by position"](module) for module in (lx, lax)))
 
 
 # ---- under transformations
@@ -282,24 +215,24 @@ def nested(m: Any, x: Any) -> Any:
     return m.scan(lambda c, a: (power(m, x) + a * c, None), x, jnp.arange(3.0))[0]
 
 
-PROGRAMS = pytest.mark.parametrize("program", [power, horner, horner_in_reverse, nested])
-REVERSE = [jax.grad, jax.value_and_grad, lambda f: jax.grad(jax.grad(f)), jax.jacfwd, jax.hessian]
+TRANSFORMS: dict[str, Any] = {
+    "grad": jax.grad,
+    "value_and_grad": jax.value_and_grad,
+    "grad of grad": lambda f: jax.grad(jax.grad(f)),
+    "jacfwd": jax.jacfwd,
+    "hessian": jax.hessian,
+}
 
 
-@pytest.mark.parametrize("transform", REVERSE, ids=["grad", "value_and_grad", "grad of grad", "jacfwd", "hessian"])
-@PROGRAMS
-def test_derivatives_of_loops_with_a_fixed_number_of_steps(program: Any, transform: Any) -> None:
-    same(*(jax.jit(transform(partial(program, module)))(jnp.float64(2.0)) for module in (lx, lax)))
+@pytest.mark.parametrize("program", [power, horner, horner_in_reverse, nested])
+def test_derivatives_and_lanes_of_loops_with_a_fixed_number_of_steps(program: Any) -> None:
+    def run(module: Any) -> Any:
+        f = partial(program, module)
+        of_lanes = lambda xs: {"values": jax.vmap(f)(xs), "gradients": jax.vmap(jax.grad(f))(xs)}
+        derivatives = lambda x: {name: transform(f)(x) for name, transform in TRANSFORMS.items()}
+        return jax.jit(lambda x, xs: (derivatives(x), of_lanes(xs)))(jnp.float64(2.0), np.arange(3.0))
 
-
-@PROGRAMS
-def test_lanes(program: Any) -> None:
-    same(*(jax.jit(jax.vmap(partial(program, module)))(jnp.arange(3.0)) for module in (lx, lax)))
-
-
-@PROGRAMS
-def test_gradient_of_lanes(program: Any) -> None:
-    same(*(jax.jit(jax.vmap(jax.grad(partial(program, module))))(jnp.arange(3.0)) for module in (lx, lax)))
+    same(run(lx), run(lax))
 
 
 def collatz(m: Any, x: Any) -> Any:

@@ -1,105 +1,51 @@
 """What loops report while they run: how often, of what, and only once."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import loopax as lx
 from loopax._src import progress as public
 from loopax._src.core.ir.progress import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, Watch
+from tests.support.progress_recorder import (
+    Recorder,
+    both,
+    counted,
+    expected,
+    once,
+    recorder,
+    rolled_out,
+    same,
+    scanned,
+    summed,
+)
 
-STRIDE = 10  # of the displays below: a report after the first step, and after every ten more
-
-
-class Recorder:
-    """Displays that draw nothing, and remember what they are told."""
-
-    def __init__(self, stride=STRIDE):
-        self.stride = stride
-        self.begun, self.reports, self.ended, self.closed = [], [], [], []
-
-    def begin(self, key, label, every, style, *, total, parts, lanes, size):
-        self.begun.append((label, total, parts, lanes))
-        return len(self.begun)
-
-    def report(self, number, steps, active):
-        self.reports.append((number, steps, active))
-        return self.stride
-
-    def end(self, number, steps):
-        self.ended.append((number, steps))
-
-    def close(self, key):
-        self.closed.append(key)
-
-    @property
-    def steps(self):
-        """Of all runs, in the order in which they were reported."""
-        return [steps for _, steps, _ in self.reports]
-
-    @property
-    def lanes(self):
-        return [active for _, _, active in self.reports]
-
-
-def expected(steps, stride=STRIDE):
-    return list(range(1, steps, stride))
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    found = Recorder()
-    monkeypatch.setattr(public, "DISPLAYS", found)
-    return found
-
-
-def once(recorder, steps, total=None):
-    """One run of so many steps was shown, and nothing else."""
-    assert [end for _, end in recorder.ended] == [steps]
-    assert recorder.steps == expected(steps)
-    assert recorder.begun[0][1] == (steps if total is None else total)
-    assert len(recorder.begun) == 1
-
-
-def summed(n, progress, **options):
-    return lx.fori_loop(0, n, lambda i, x: jnp.sin(x) + 0.1, 1.0, progress=progress, **options)
-
-
-def counted(n, progress, **options):
-    def body(carry):
-        return carry[0] + 1, jnp.sin(carry[1])
-
-    return lx.while_loop(lambda carry: carry[0] < n, body, (0, 1.0), progress=progress, **options)[1]
-
-
-def scanned(n, progress, **options):
-    xs = jnp.linspace(0.0, 1.0, 40)
-    return lx.scan(lambda c, x: (jnp.sin(c + x), c), 1.0, xs, length=n, progress=progress, **options)[0]
-
-
-def rolled_out(n, progress, **options):
-    return lx.rollout(lambda x: (jnp.sin(x) + 0.1, x), 1.0, n, max_steps=40, progress=progress, **options).state
-
+__all__ = ["recorder"]  # a fixture
 
 LOOPS = {"fori": summed, "while": counted, "scan": scanned, "rollout": rolled_out}
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_loop_reports_its_steps(recorder, name, compiled):
+def test_every_loop_reports_its_steps(recorder, name):
+    """Few or many, of one program."""
     loop = LOOPS[name]
-    n, run = 35, lambda n: loop(n, True)
-    value = (jax.jit(run) if compiled else run)(n)
-    jax.block_until_ready(value)
+    run = jax.jit(lambda n: (loop(n, True), loop(n, None)))
+    for n in (35, 0, 1, 2):
+        recorder.forget()
+        value, silent = jax.block_until_ready(run(n))
+        once(recorder, n, -1 if name == "while" else n)
+        assert value == silent
+        assert set(recorder.lanes) <= {-1}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_reports_its_steps_outside_of_jit(recorder, name):
+    jax.block_until_ready(LOOPS[name](35, True))
     once(recorder, 35, -1 if name == "while" else 35)
-    assert value == loop(n, None)
     assert set(recorder.lanes) == {-1}
 
 
@@ -115,17 +61,8 @@ def test_every_loop_reports_its_steps(recorder, name, compiled):
     ],
 )
 def test_options(recorder, loop, options):
-    value = jax.jit(lambda n: loop(n, True, **options))(35)
-    jax.block_until_ready(value)
+    same(both(lambda progress: lambda n: loop(n, progress, **options), 35))
     once(recorder, 35, -1 if loop is counted else 35)
-    assert value == loop(35, None, **options)
-
-
-@pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("name", LOOPS)
-def test_few_steps(recorder, name, n):
-    jax.block_until_ready(jax.jit(lambda n: LOOPS[name](n, True))(n))
-    once(recorder, n, -1 if name == "while" else n)
 
 
 def test_no_rows(recorder):
@@ -175,274 +112,6 @@ def test_without_progress_the_program_is_the_same(name):
     assert "callback" not in program(None)
     assert program(None) == program(False)
     assert "callback" in program(True)
-
-
-# ---- gradients
-
-
-KINDS = {
-    "checkpointed": lx.Checkpointed(),
-    "few": lx.Checkpointed(3),
-    "bounded": lx.Bounded(),
-    "residuals": lx.Residuals(),
-    "auto": lx.Auto(),
-}
-
-
-def powers(n, progress, **options):
-    """A value of which the derivative needs every carry."""
-
-    def value(x):
-        return lx.fori_loop(0, n, lambda i, c: jnp.sin(c * x), x, progress=progress, **options)
-
-    return value
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_shows_the_forward_pass(recorder, kind):
-    options = {"kind": KINDS[kind], "max_steps": 64}
-    value = jax.jit(jax.grad(powers(35, True, **options)))(0.7)
-    once(recorder, 35)
-    assert value == jax.jit(jax.grad(powers(35, None, **options)))(0.7)
-
-
-@pytest.mark.parametrize("kind", ["checkpointed", "few"])
-def test_a_gradient_of_several_steps_at_a_time(recorder, kind):
-    options = {"kind": KINDS[kind], "max_steps": 64, "unroll": 3}
-    value = jax.jit(jax.grad(powers(35, True, **options)))(0.7)
-    once(recorder, 35)
-    assert value == jax.jit(jax.grad(powers(35, None, **options)))(0.7)
-
-
-def test_gradient_without_a_bound(recorder):
-    def f(x, progress):
-        keep = lambda c: c[0] < 35
-        return lx.while_loop(keep, lambda c: (c[0] + 1, jnp.sin(c[1] * x)), (0, x), progress=progress)[1]
-
-    value = jax.jit(jax.grad(lambda x: f(x, True)))(0.7)
-    once(recorder, 35, -1)
-    assert value == jax.jit(jax.grad(lambda x: f(x, None)))(0.7)
-
-
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-def test_gradient_of_lanes(recorder, lanes):
-    options = {"lanes": lx.Compact(min_lanes=2)} if lanes == "compact" else {}
-
-    def total(progress):
-        return lambda xs, ns: jnp.sum(jax.vmap(lambda x, n: powers(n, progress, **options)(x))(xs, ns))
-
-    xs, ns = jnp.linspace(0.1, 0.9, 4), jnp.array([3, 35, 7, 20])
-    value = jax.jit(jax.grad(total(True)))(xs, ns)
-    np.testing.assert_array_equal(value, jax.jit(jax.grad(total(None)))(xs, ns))
-    assert len(recorder.ended) == recorder.begun[0][2]
-    assert max(steps for _, steps in recorder.ended) == 35
-
-
-@pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, jax.value_and_grad])
-def test_higher_derivatives(recorder, transform):
-    value = jax.jit(transform(powers(25, True)))(0.7)
-    once(recorder, 25)
-    assert value == jax.jit(transform(powers(25, None)))(0.7)
-
-
-def test_jax_checkpoint(recorder):
-    found = jax.jit(jax.value_and_grad(jax.checkpoint(powers(25, True))))(0.7)
-    once(recorder, 25)
-    assert found == jax.jit(jax.value_and_grad(jax.checkpoint(powers(25, None))))(0.7)
-
-
-@pytest.mark.parametrize("transform", [lambda f: jax.grad(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))])
-def test_a_forward_pass_that_nobody_needs_shows_nothing(recorder, transform):
-    """Other loops evaluate the steps again, with what the derivative needs of them."""
-    value = jax.jit(transform(powers(25, True)))(0.7)
-    assert recorder.begun == []
-    assert value == jax.jit(transform(powers(25, None)))(0.7)
-
-
-def test_linearize_then_apply(recorder):
-    _, derivative = jax.linearize(powers(25, True), 0.7)
-    once(recorder, 25)
-    derivative(1.0)
-    once(recorder, 25)
-
-
-def test_linear_transpose_has_no_forward_pass(recorder):
-    f = lambda x: lx.fori_loop(0, 25, lambda i, c: 2 * c, x, progress=True)
-    jax.linear_transpose(f, 1.0)(1.0)
-    assert recorder.begun == []
-
-
-# ---- loops in loops
-
-
-def nested(progress, outer=4, inner=12, **options):
-    def value(x):
-        def step(i, c):
-            return lx.fori_loop(0, inner, lambda j, c: jnp.sin(c * x), c, progress=progress)
-
-        return lx.fori_loop(0, outer, step, x, **options)
-
-    return value
-
-
-def test_inner_loops(recorder):
-    jax.block_until_ready(jax.jit(nested(True))(0.7))
-    assert [end for _, end in recorder.ended] == [12] * 4
-    assert recorder.steps == expected(12) * 4
-
-
-@pytest.mark.parametrize("kind", ["checkpointed", "few", "bounded", "residuals"])
-def test_inner_loops_in_a_gradient_are_not_replayed(recorder, kind):
-    value = jax.jit(jax.grad(nested(True, kind=KINDS[kind])))(0.7)
-    assert [end for _, end in recorder.ended] == [12] * 4
-    assert value == jax.jit(jax.grad(nested(None, kind=KINDS[kind])))(0.7)
-
-
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x)])
-def test_inner_loops_inside_something_else(recorder, wrap):
-    def value(x):
-        step = wrap(lambda c: lx.fori_loop(0, 12, lambda j, c: jnp.sin(c * 0.9), c, progress=True))
-        return lx.fori_loop(0, 4, lambda i, c: step(c), x)
-
-    jax.block_until_ready(jax.jit(jax.grad(value))(0.7))
-    assert [end for _, end in recorder.ended] == [12] * 4
-
-
-def test_inside_lax_scan(recorder):
-    def value(x):
-        return jax.lax.scan(lambda c, _: (powers(12, True)(c), None), x, None, length=4)[0]
-
-    jax.block_until_ready(jax.jit(jax.grad(value))(0.7))
-    assert [end for _, end in recorder.ended] == [12] * 4
-
-
-# ---- lanes
-
-
-def test_a_batch_is_shown_as_one(recorder):
-    ns = jnp.array([5, 35, 12, 0])
-    values = jax.jit(jax.vmap(lambda n: counted(n, True)))(ns)
-    once(recorder, 35, -1)
-    assert recorder.lanes == [3, 2, 1, 1]
-    np.testing.assert_array_equal(values, jax.vmap(lambda n: counted(n, None))(ns))
-
-
-def test_lanes_with_known_steps(recorder):
-    jax.block_until_ready(jax.jit(jax.vmap(lambda n: summed(n, True)))(jnp.array([5, 35, 12, 0])))
-    once(recorder, 35)
-    assert recorder.lanes == [3, 2, 1, 1]
-
-
-def test_lanes_of_lanes(recorder):
-    ns = jnp.array([[5, 35], [12, 0]])
-    jax.block_until_ready(jax.jit(jax.vmap(jax.vmap(lambda n: counted(n, True))))(ns))
-    once(recorder, 35, -1)
-    assert recorder.lanes == [3, 2, 1, 1]
-
-
-def test_lanes_that_take_the_same_steps(recorder):
-    xs = jnp.linspace(0.0, 1.0, 5)
-    jax.block_until_ready(jax.jit(jax.vmap(powers(35, True)))(xs))
-    once(recorder, 35)
-    assert set(recorder.lanes) == {-1}
-
-
-def test_vmap_of_grad(recorder):
-    ns, xs = jnp.array([5, 35, 12]), jnp.array([0.3, 0.5, 0.7])
-    values = jax.jit(jax.vmap(lambda x, n: jax.grad(powers(n, True))(x)))(xs, ns)
-    once(recorder, 35)
-    assert recorder.lanes == [3, 2, 1, 1]
-    np.testing.assert_array_equal(values, jax.vmap(lambda x, n: jax.grad(powers(n, None))(x))(xs, ns))
-
-
-@pytest.mark.parametrize("loop", [counted, summed])
-def test_compact_lanes_are_one_display(recorder, loop):
-    ns = jnp.array([3, 35, 4, 6, 2, 5, 30, 1])
-    lanes = lx.Compact(min_lanes=2)
-    values = jax.jit(jax.vmap(lambda n: loop(n, True, lanes=lanes)))(ns)
-    np.testing.assert_array_equal(values, jax.vmap(lambda n: loop(n, None, lanes=lanes))(ns))
-    (parts,) = {parts for _, _, parts, _ in recorder.begun}
-    assert len(recorder.begun) == len(recorder.ended) == parts > 1
-    if loop is counted:
-        assert sum(steps for _, steps in recorder.ended) == 35
-
-
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-def test_a_batch_in_jax_checkpoint(recorder, lanes):
-    options: dict[str, Any] = {"lanes": lx.Compact(min_lanes=2)} if lanes == "compact" else {}
-
-    def loop(x, n):
-        keep = lambda c: c[0] < n
-        step = lambda c: (c[0] + 1, jnp.sin(c[1] * x))
-        return lx.while_loop(keep, step, (0, x), max_steps=64, progress=True, **options)[1]
-
-    def value(xs, ns):
-        return jnp.sum(jax.checkpoint(jax.vmap(loop))(xs, ns))
-
-    xs, ns = jnp.linspace(0.1, 0.9, 4), jnp.array([3, 35, 7, 20])
-    jax.block_until_ready(jax.jit(jax.value_and_grad(value))(xs, ns))
-    assert len(recorder.ended) == recorder.begun[0][2]
-    assert sum(steps for _, steps in recorder.ended) == 35
-
-
-def test_lanes_with_large_constants_of_their_own(recorder):
-    """Such a batch runs in stretches, with constants that are lent anew for each."""
-    weights, ns = jnp.ones((3, 100, 64)) / 100, jnp.array([5, 35, 12])
-
-    def loop(progress):
-        step = lambda w: lambda i, x: jnp.tanh(x @ w @ w.T)
-        run = lambda w, n: lx.fori_loop(0, n, step(w), jnp.ones(100), progress=progress)
-        return jax.jit(jax.vmap(run))(weights, ns)
-
-    values = loop(True)
-    once(recorder, 35)
-    assert recorder.lanes == [3, 2, 1, 1]
-    np.testing.assert_array_equal(values, loop(None))
-
-
-def test_free_lanes(recorder):
-    def value(n):
-        def step(i, c):
-            return lx.fori_loop(0, i, lambda j, c: jnp.sin(c), c + 1.0)
-
-        return lx.fori_loop(0, n, step, 0.0, lanes="free", max_steps=8, progress=True)
-
-    jax.block_until_ready(jax.jit(jax.vmap(value))(jnp.array([1, 4, 8])))
-    ((_, iterations),) = recorder.ended
-    assert iterations == sum(max(i, 1) for i in range(8))
-    assert recorder.lanes[0] == 2
-
-
-# ---- where programs run
-
-
-def mesh(devices):
-    return jax.make_mesh((devices,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-ROWS = PartitionSpec("devices")
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(recorder, check_vma):
-    f = jax.shard_map(powers(25, True), mesh=mesh(4), in_specs=ROWS, out_specs=ROWS, check_vma=check_vma)
-    xs = jnp.linspace(0.1, 0.8, 4)
-    values = jax.jit(f)(xs)
-    np.testing.assert_array_equal(values, jax.jit(jax.vmap(powers(25, None)))(xs))
-    assert sorted(recorder.ended) == [(number, 25) for number in (1, 2, 3, 4)]
-
-
-def test_lengths_that_differ_between_devices(recorder):
-    f = jax.shard_map(lambda n: summed(n[0], True)[None], mesh=mesh(4), in_specs=ROWS, out_specs=ROWS)
-    jax.block_until_ready(jax.jit(f)(jnp.arange(4) * 9))
-    assert sorted(end for _, end in recorder.ended) == [0, 9, 18, 27]
-
-
-def test_arrays_that_are_sharded(recorder):
-    x = jax.device_put(jnp.linspace(0.0, 1.0, 8), jax.NamedSharding(mesh(8), ROWS))
-    run = jax.jit(lambda x: lx.fori_loop(0, 25, lambda i, c: jnp.sin(c) + x.sum(), x, progress=True))
-    jax.block_until_ready(run(x))
-    once(recorder, 25)
 
 
 # ---- long loops

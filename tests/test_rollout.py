@@ -1,37 +1,41 @@
 """`rollout` is the Python loop that repeats a step on its own results, whatever it is given."""
 
+import functools as ft
 from itertools import product
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import loopax as lx
-from tests.support.limited_loops import raises
+from tests.support.complex_steps import gradient, hessian, hessian_product
 from tests.support.reference import assert_close
 
 ROWS = 7
 KEY = jax.random.key(5)
-INPUTS = jnp.sin(jnp.arange(2.0 * ROWS)).reshape(ROWS, 2)
-STATE = jnp.array([0.3, -0.8])
-START = jnp.array([[0.1, 0.2], [0.5, -0.4], [0.7, 0.9]])
-LENGTHS = jnp.array([7, 0, 3, 5], jnp.int32)
-STATES = jnp.stack([STATE, 2 * STATE, -STATE, STATE - 0.1])
+INPUTS = np.sin(np.arange(2.0 * ROWS)).reshape(ROWS, 2)
+STATE, DIRECTION = np.array([0.3, -0.8]), np.array([0.6, 0.8])
+START = np.array([[0.1, 0.2], [0.5, -0.4], [0.7, 0.9]])
+LENGTHS = np.array([7, 0, 3, 5], np.int32)
+STATES = np.stack([STATE, 2 * STATE, -STATE, STATE - 0.1])
+slow = pytest.mark.slow
 
 
-def step(state: Any, x: Any = None, *, history: Any = None, key: Any = None) -> Any:
+def step(state: Any, x: Any = None, *, history: Any = None, key: Any = None, noise: Any = None, xp: Any = jnp) -> Any:
     """Each of what there may be changes the output, which is also a row of the history."""
-    y = jnp.sin(2 * state) + 0.2
+    y = xp.sin(2 * state) + 0.2
     if x is not None:
         y = y + x * state
     if history is not None:
         y = y + 0.5 * history[0] * history[-1]
     if key is not None:
-        y = y + 0.1 * jax.random.normal(key, y.shape)
-    return state + 0.3 * jnp.cos(y), y
+        noise = jax.random.normal(key, y.shape)
+    if noise is not None:
+        y = y + 0.1 * noise
+    return state + 0.3 * xp.cos(y), y
 
 
 def stop(state: Any, y: Any) -> Any:
@@ -39,23 +43,29 @@ def stop(state: Any, y: Any) -> Any:
     return state.sum() + 0.01 * y.sum() > 0.8
 
 
+@ft.cache
+def noises() -> np.ndarray:
+    """What the key of each step draws."""
+    draw = lambda i: jax.random.normal(jax.random.fold_in(KEY, i), (2,))
+    return np.asarray(jax.jit(jax.vmap(draw))(np.arange(ROWS)))
+
+
 def rollout_of_lists(state: Any, length: int, **given: Any) -> Any:
     """The state (and the last rows), all outputs with zeros for those not taken, and the number of steps."""
     inputs, start, key, stop = (given.get(name) for name in ("inputs", "history", "key", "stop"))
-    series = None if start is None else list(start)
+    series = [] if start is None else list(start)
     outputs: list[Any] = []
     for i in range(length):
-        row = () if inputs is None else (inputs[i],)
-        window = {} if series is None or start is None else {"history": series[-len(start) :]}
-        state, y = step(state, *row, **window, **({} if key is None else {"key": jax.random.fold_in(key, i)}))
+        x = None if inputs is None else inputs[i]
+        history = None if start is None else series[-len(start) :]
+        state, y = step(state, x, history=history, noise=None if key is None else noises()[i], xp=np)
         outputs.append(y)
-        if series is not None:
-            series.append(y)
-        if stop is not None and bool(stop(state, y)):
+        series.append(y)
+        if stop is not None and stop(np.real(state), np.real(y)):
             break
-    rows = jnp.stack([*outputs, *[jnp.zeros(2)] * (ROWS - len(outputs))])
-    last = state if series is None or start is None else (state, jnp.stack(series[-len(start) :]))
-    return last, rows, jnp.int32(len(outputs))
+    rows = np.stack([*outputs, *[np.zeros(2)] * (ROWS - len(outputs))])
+    last = state if start is None else (state, np.stack(series[-len(start) :]))
+    return last, rows, np.int32(len(outputs))
 
 
 def of_loopax(state: Any, length: Any, history: Any = None, **options: Any) -> Any:
@@ -78,87 +88,151 @@ CASES = [
         ]
     )
 ]
-NAMES = ["+".join(name for name, value in case.items() if value is not None) or "nothing" for case in CASES]
-each_case = pytest.mark.parametrize("given", CASES, ids=NAMES)
 
 
-@each_case
-def test_values(given: Any) -> None:
-    """Every combination, a static and a traced length, all outputs or every second or third."""
-    wanted = rollout_of_lists(STATE, ROWS, **given)
-    assert_close(of_loopax(STATE, ROWS, **given), wanted)
-    shorter = rollout_of_lists(STATE, 5, **given)
-    for every in (1, 2, 3):
-        f = jax.jit(lambda n, every=every: of_loopax(STATE, n, **given, save_every=every, max_steps=ROWS))
-        assert_close(f(jnp.int32(ROWS)), saved(wanted, every))
-        assert_close(f(jnp.int32(5)), saved(shorter, every))
+def name_of(case: Any) -> str:
+    return "+".join(name for name, value in case.items() if value is not None) or "nothing"
 
 
-def weighed(result: Any) -> Any:
+def is_odd(case: Any) -> bool:
+    return sum(value is not None for value in case.values()) % 2 == 1
+
+
+# Each two of inputs, history, key, stop and rare outputs meet.
+EVERY = [
+    pytest.param(case, every, id=f"{name_of(case)}-{every}")
+    for number, case in enumerate(CASES)
+    for every in [2 + number % 2 if is_odd(case) else 1]
+]
+
+
+@pytest.mark.parametrize(("given", "every"), EVERY)
+def test_values(given: Any, every: int) -> None:
+    """Every combination, all outputs or every second or third."""
+    f = jax.jit(lambda n: of_loopax(STATE, n, **given, save_every=every, max_steps=ROWS))
+    for length in (ROWS, 5):
+        assert_close(f(jnp.int32(length)), saved(rollout_of_lists(STATE, length, **given), every))
+
+
+@pytest.mark.parametrize("given", [pytest.param(CASES[i], id=name_of(CASES[i])) for i in (0, 1, 5, 10, 15)])
+def test_values_for_a_static_length(given: Any) -> None:
+    assert_close(of_loopax(STATE, ROWS, **given), rollout_of_lists(STATE, ROWS, **given))
+
+
+def weighed(result: Any, xp: Any = jnp) -> Any:
     """A scalar that depends on everything, and on each output in another way."""
     last, rows, _ = result
-    weights = jnp.cos(jnp.arange(1.0 * rows.size)).reshape(rows.shape)
-    return (rows**2 * weights).sum() + sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(last))
+    weights = np.cos(np.arange(1.0 * rows.size)).reshape(rows.shape)
+    return (rows**2 * weights).sum() + sum(xp.sin(leaf).sum() for leaf in jax.tree.leaves(last))
 
 
 ALL: dict[str, Any] = {"inputs": INPUTS, "history": START, "key": KEY}
 SOME: list[dict[str, Any]] = [ALL, {**ALL, "stop": stop}, {"key": KEY}, {"inputs": INPUTS, "stop": stop}]
-each_of_some = pytest.mark.parametrize("given", SOME, ids=["all", "all+stop", "key", "inputs+stop"])
+
+
+def parts_of(given: Any) -> dict[str, Any]:
+    return {name: given[name] for name in ("inputs", "history") if name in given}
 
 
 def gradient_of_lists(state: Any, length: int, every: int, given: Any) -> Any:
     """With respect to the state, the inputs and the history."""
-    parts = {name: given[name] for name in ("inputs", "history") if name in given}
-    f = lambda state, parts: weighed(saved(rollout_of_lists(state, length, **{**given, **parts}), every))
-    return jax.grad(f, (0, 1))(state, parts)
+
+    def f(**parts: Any) -> Any:
+        return weighed(saved(rollout_of_lists(**{"state": state, "length": length, **given, **parts}), every), np)
+
+    of = lambda name, value: gradient(lambda part: f(**{name: part}), value)
+    return of("state", state), {name: of(name, part) for name, part in parts_of(given).items()}
 
 
-def gradient(every: int, given: Any, **options: Any) -> Any:
-    parts = {name: given[name] for name in ("inputs", "history") if name in given}
+def with_gradient(every: int, given: Any, **options: Any) -> Any:
+    """The gradient, and all results."""
 
     def f(state: Any, parts: Any, length: Any) -> Any:
-        return weighed(of_loopax(state, length, **{**given, **parts}, save_every=every, max_steps=ROWS, **options))
+        result = of_loopax(state, length, **{**given, **parts}, save_every=every, max_steps=ROWS, **options)
+        return weighed(result), result
 
-    return lambda state, length: jax.grad(f, (0, 1))(state, parts, length)
+    return lambda state, length: jax.grad(f, (0, 1), has_aux=True)(state, parts_of(given), length)
 
 
-@each_of_some
-@pytest.mark.parametrize("every", [1, 3])
+def expected(every: int, given: Any) -> Any:
+    def of_lane(state: Any, length: int) -> Any:
+        result = saved(rollout_of_lists(state, length, **given), every)
+        return gradient_of_lists(state, length, every, given), result
+
+    return of_lane
+
+
+OF_SOME = [
+    pytest.param(given, every, id=f"{name_of(given)}-{every}", marks=[] if n % 2 == (every == 3) else [slow])
+    for n, given in enumerate(SOME)
+    for every in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("given", "every"), OF_SOME)
 def test_gradients(given: Any, every: int) -> None:
-    f = jax.jit(gradient(every, given))
+    f = jax.jit(with_gradient(every, given))
     for length in (ROWS, 2):
-        assert_close(f(STATE, jnp.int32(length)), gradient_of_lists(STATE, length, every, given))
+        assert_close(f(STATE, jnp.int32(length)), expected(every, given)(STATE, length))
 
 
-@pytest.mark.parametrize("kind", ["checkpointed", lx.Checkpointed(2), "bounded", "residuals"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_kinds_and_hessians(kind: Any, every: int) -> None:
-    f = lambda state: weighed(of_loopax(state, jnp.int32(5), **ALL, save_every=every, max_steps=ROWS, kind=kind))
-    of_lists = lambda state: weighed(saved(rollout_of_lists(state, 5, **ALL), every))
-    assert_close(jax.jit(jax.grad(f))(STATE), jax.grad(of_lists)(STATE))
-    assert_close(jax.jit(jax.hessian(f))(STATE), jax.jit(jax.hessian(of_lists))(STATE))
+each_kind = pytest.mark.parametrize("kind", ["checkpointed", lx.Checkpointed(2), "bounded", "residuals"], ids=str)
 
 
-@each_of_some
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-@pytest.mark.parametrize("every", [1, 3])
-def test_lanes_with_lengths_of_their_own(given: Any, lanes: Any, every: int) -> None:
-    f = lambda state, n: of_loopax(state, n, **given, save_every=every, max_steps=ROWS, lanes=lanes)
-    pairs = [(state, int(n)) for state, n in zip(STATES, LENGTHS, strict=True)]
-    stacked = lambda results: jax.tree.map(lambda *lanes: jnp.stack(lanes), *results)
-    wanted = stacked([saved(rollout_of_lists(*pair, **given), every) for pair in pairs])
-    assert_close(jax.jit(jax.vmap(f))(STATES, LENGTHS), wanted)
-    wanted = stacked([gradient_of_lists(*pair, every, given) for pair in pairs])
-    assert_close(jax.jit(jax.vmap(gradient(every, given, lanes=lanes)))(STATES, LENGTHS), wanted)
+def of_all(every: int, **options: Any) -> Any:
+    """Five of seven steps, with everything that there may be, of loopax and of lists."""
+    run = lambda state: of_loopax(state, jnp.int32(5), **ALL, save_every=every, max_steps=ROWS, **options)
+    of_lists = lambda state: weighed(saved(rollout_of_lists(state, 5, **ALL), every), np)
+    return lambda state: weighed(run(state)), of_lists
+
+
+@each_kind
+def test_gradients_of_each_kind(kind: Any) -> None:
+    f, of_lists = of_all(2, kind=kind)
+    assert_close(jax.jit(jax.grad(f))(STATE), gradient(of_lists, STATE))
+
+
+@slow
+@each_kind
+def test_second_derivatives_of_each_kind(kind: Any) -> None:
+    f, of_lists = of_all(1, kind=kind)
+    found = jax.jit(lambda state: jax.jvp(jax.grad(f), (state,), (DIRECTION,)))(STATE)
+    assert_close(found, (gradient(of_lists, STATE), hessian_product(of_lists, STATE, DIRECTION)))
+
+
+@slow
+def test_hessian() -> None:
+    f, of_lists = of_all(2)
+    assert_close(jax.jit(jax.hessian(f))(STATE), hessian(of_lists, STATE))
+
+
+@pytest.mark.parametrize(
+    ("given", "every", "lanes"),
+    [
+        pytest.param(given, every, lanes, id=f"{name_of(given)}-{every}-{lanes}")
+        for n, given in enumerate(SOME)
+        for every in (1, 3)
+        for lanes in [["lockstep", "compact"][(n + (every == 1)) % 2]]
+    ],
+)
+def test_lanes_with_lengths_of_their_own(given: Any, every: int, lanes: Any) -> None:
+    of_lane = expected(every, given)
+    wanted = [of_lane(state, int(n)) for state, n in zip(STATES, LENGTHS, strict=True)]
+    found = jax.jit(jax.vmap(with_gradient(every, given, lanes=lanes)))(STATES, LENGTHS)
+    assert_close(found, jax.tree.map(lambda *lanes: np.stack(lanes), *wanted))
 
 
 def test_as_many_outputs_as_are_asked_for() -> None:
     """One for each row of the inputs, else for each of a static length, else up to the bound."""
-    outputs = lambda every=1, **options: len(lx.rollout(step, STATE, save_every=every, **options).outputs)
+
+    def outputs(every: int = 1, **options: Any) -> int:
+        return len(jax.eval_shape(lambda: lx.rollout(step, STATE, save_every=every, **options).outputs))
+
     assert [outputs(every, inputs=INPUTS, length=3) for every in (1, 2, 3, 7, 8)] == [7, 3, 2, 1, 0]
     assert [outputs(every, length=5) for every in (1, 2, 3, 5, 6)] == [5, 2, 1, 1, 0]
     assert [outputs(every, stop=stop, max_steps=20) for every in (1, 2, 3)] == [20, 10, 6]
     assert [outputs(every, inputs=INPUTS) for every in (1, 2)] == [7, 3]
+    assert len(lx.rollout(step, STATE, inputs=INPUTS, length=3, save_every=8).outputs) == 0
 
 
 def test_until_it_stops() -> None:
@@ -177,7 +251,13 @@ def test_until_it_stops() -> None:
 def test_no_steps() -> None:
     """The state is the first one."""
     for every in (1, 2):
-        assert_close(of_loopax(STATE, 0, save_every=every), (STATE, jnp.zeros((0, 2)), jnp.int32(0)))
+        assert_close(of_loopax(STATE, 0, save_every=every), (STATE, np.zeros((0, 2)), np.int32(0)))
+
+
+def test_several_steps_at_a_time() -> None:
+    run = lambda every: of_loopax(STATE, ROWS, **ALL, save_every=every, unroll=3)
+    wanted = rollout_of_lists(STATE, ROWS, **ALL)
+    assert_close(jax.jit(lambda: [run(every) for every in (1, 2)])(), [saved(wanted, every) for every in (1, 2)])
 
 
 def test_autoregression_without_a_state() -> None:
@@ -186,9 +266,9 @@ def test_autoregression_without_a_state() -> None:
     )
     series = list(START)
     for _ in range(6):
-        series.append(jnp.sin(series[-3]) + series[-1])
+        series.append(np.sin(series[-3]) + series[-1])
     done = f(START)
-    assert_close((done.state[1].rows, done.outputs), (jnp.stack(series[-3:]), jnp.stack(series[3:])))
+    assert_close((done.state[1].rows, done.outputs), (np.stack(series[-3:]), np.stack(series[3:])))
 
 
 def test_goes_on_from_where_it_was() -> None:
@@ -197,7 +277,7 @@ def test_goes_on_from_where_it_was() -> None:
     state, history = first.state
     second = lx.rollout(step, state, 3, history=history)
     assert_close(second.state[1].rows, whole.state[1].rows)
-    assert_close(jnp.concatenate([first.outputs, second.outputs]), whole.outputs)
+    assert_close(np.concatenate([first.outputs, second.outputs]), whole.outputs)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -297,118 +377,3 @@ def test_what_is_not_saved_takes_no_memory(kind: Any) -> None:
         return analysis.temp_size_in_bytes
 
     assert temporary(64, 32) < temporary(64, 1) / 8
-
-
-# ---- errors
-
-
-def silent(state: Any, *_: Any, **__: Any) -> Any:
-    return state, None
-
-
-def test_inputs_shorter_than_the_length() -> None:
-    with raises(ValueError, "rollout(length=...): got 8", "inputs has 7 rows"):
-        lx.rollout(step, STATE, 8, inputs=INPUTS)
-    f = eqx.filter_jit(lambda n, every: lx.rollout(step, STATE, n, inputs=INPUTS, save_every=every).num_steps)
-    for every in (1, 2):
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length`", "inputs has 7 rows"):
-            f(jnp.int32(8), every)
-        with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "): `length` is negative"):
-            f(jnp.int32(-1), every)
-
-
-def test_inputs_of_different_lengths() -> None:
-    with raises(ValueError, "rollout", "every array of inputs", "['a']: 3 rows", "['b']: 2 rows"):
-        lx.rollout(silent, STATE, inputs={"a": jnp.ones(3), "b": jnp.ones(2)})
-    with raises(ValueError, "rollout reads inputs row by row", "inputs itself"):
-        lx.rollout(silent, STATE, inputs=jnp.float64(1.0))
-
-
-@pytest.mark.parametrize(
-    ("every", "error"),
-    [(0, ValueError), (-2, ValueError), (2.0, TypeError), (True, TypeError), (jnp.int32(2), TypeError)],
-)
-def test_save_every_is_a_positive_int(every: Any, error: Any) -> None:
-    with raises(error, "rollout(save_every=...)"):
-        lx.rollout(step, STATE, 4, save_every=every)
-
-
-@pytest.mark.parametrize("history", [START, [1.0], lx.Buffer(3, like=1.0)])
-def test_history_is_one(history: Any) -> None:
-    with raises(TypeError, "rollout(history=...)", "loopax.History"):
-        lx.rollout(step, STATE, 4, history=history)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_outputs_that_are_no_rows_of_the_history(every: int) -> None:
-    window = lx.History(2, jnp.ones((2, 3)))
-    with raises(TypeError, "the row does not match the others", "float64[2], expected float64[3]"):
-        lx.rollout(lambda state, history: (state, state), STATE, 4, history=window, save_every=every)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_no_way_to_know_how_many(every: int) -> None:
-    with raises(ValueError, "rollout does not know how many steps", "inputs has no arrays", "`length`", "`stop`"):
-        lx.rollout(step, STATE, save_every=every)
-    says = [
-        "rollout has no static capacity for outputs",
-        "inputs has no arrays",
-        "max_steps=",
-        "(state, None) from step",
-    ]
-    with raises(ValueError, *says):
-        lx.rollout(step, STATE, stop=stop, save_every=every)
-    with raises(ValueError, *says):
-        jax.jit(lambda n: lx.rollout(step, STATE, n, save_every=every))(3)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("result", "got"), [(1.0, "float"), ((1.0, 2.0, 3.0), "a tuple of 3"), ({}, "dict")])
-def test_a_step_returns_a_pair(every: int, result: Any, got: str) -> None:
-    with raises(TypeError, "step of rollout must return a pair (state, output)", got, "(state, None)"):
-        lx.rollout(lambda _: result, STATE, 4, save_every=every)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_state_that_changes_its_type(every: int) -> None:
-    with raises(TypeError, "step of rollout", ".state['x']: got float64[3], expected float64[2]"):
-        lx.rollout(lambda state: ({"x": jnp.ones(3)}, None), {"x": STATE}, 4, save_every=every)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("result", [1.0, jnp.ones(2, bool), None, (True,)])
-def test_stop_is_one_bool(every: int, result: Any) -> None:
-    with raises(TypeError, "stop of rollout must return one bool"):
-        lx.rollout(step, STATE, 4, stop=lambda state, y: result, save_every=every)
-
-
-@pytest.mark.parametrize("output", ["abc", jax.random.key(0), {"f": print}])
-def test_what_is_saved_now_and_then_is_an_array(output: Any) -> None:
-    with raises(TypeError, "rollout(save_every=...): the output of step", "arrays of numbers"):
-        lx.rollout(lambda state: (state, output), STATE, 4, save_every=2)
-
-
-def test_functions_are_functions() -> None:
-    with raises(TypeError, "step of rollout", "callable"):
-        lx.rollout(STATE, STATE, 4)  # pyright: ignore[reportArgumentType]
-    with raises(TypeError, "stop of rollout", "callable"):
-        lx.rollout(step, STATE, 4, stop=True)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_bound_that_stops_it(every: int) -> None:
-    with raises(ValueError, "loopax.rollout: max_steps=3 stopped"):
-        lx.rollout(step, STATE, 4, max_steps=3, save_every=every)
-    with raises(eqx.EquinoxRuntimeError, "loopax.rollout at ", "test_a_bound_that_stops_it): max_steps=2 stopped"):
-        lx.rollout(step, STATE, stop=stop, max_steps=2, save_every=every)
-    done, info = lx.rollout(step, STATE, stop=stop, max_steps=2, save_every=every, throw=False, info=True)
-    assert info.limit_reached
-    assert done.num_steps == 2
-
-
-def test_several_steps_at_a_time() -> None:
-    for every in (1, 2):
-        wanted = saved(rollout_of_lists(STATE, ROWS, **ALL), every)
-        assert_close(of_loopax(STATE, ROWS, **ALL, save_every=every, unroll=3), wanted)
-    with raises(ValueError, "rollout(unroll=3, stop=...)"):
-        lx.rollout(step, STATE, 4, stop=stop, unroll=3)

@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+# One save takes as long as all else that a short run does. Options of runs of which only the end is looked at:
+SELDOM: dict[str, Any] = {"checkpoint_every": 1000}
+
+
 class StoppedError(Exception):
     """What a body raises in the middle of a run."""
 

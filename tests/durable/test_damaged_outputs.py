@@ -13,7 +13,7 @@ import pytest
 
 from loopax import durable
 from loopax._src.durable import zarr
-from tests.durable.cases import Steps, read_rows, same_bits, saves, stopped
+from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 from tests.durable.test_damage import DAMAGE, files, flip, truncate
 
 LENGTH = 48
@@ -47,7 +47,7 @@ def forward(tmp_path_factory: Any) -> Any:
     return store(tmp_path_factory.mktemp("forward"), False)
 
 
-@pytest.fixture(scope="module", params=["forward", "reverse"])
+@pytest.fixture(scope="module", params=["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def stored(request: Any, tmp_path_factory: Any) -> Any:
     """The same in both directions."""
     if request.param == "forward":
@@ -75,15 +75,16 @@ def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: An
     path, (_, expected), _ = stored
     source = path / "whole"
     found: dict[Path, str] = {}
-    for i, name in enumerate(names(source)):
-        directory = tmp_path / str(i)
-        shutil.copytree(source / "outputs", directory / "outputs")
+    directory = tmp_path / "run"
+    shutil.copytree(source / "outputs", directory / "outputs")
+    for name in names(source):
         damage(directory / name)
         try:
             rows = durable.outputs(directory)
             same_bits({key: jnp.asarray(rows[f"['{key}']"][:]) for key in ("n", "y")}, expected)
         except (RuntimeError, FileNotFoundError) as error:
             found[name] = str(error).replace(str(directory / name), "FILE")
+        shutil.copy(source / name, directory / name)
     pieces = {name for name in names(source) if name.name[0].isdigit()}
     assert len(pieces) > 10
     assert pieces <= found.keys()
@@ -124,7 +125,7 @@ def test_lost_rows_are_computed_again_from_the_last_save_that_precedes_them(
     damage(tmp_path / "run" / "outputs" / "0001" / f"{piece}.0")
     steps = Steps()
     with pytest.warns(durable.DamagedSaveWarning) as warned:
-        same_bits(run(tmp_path / "run", steps, reverse=reverse, keep=5), expected)
+        same_bits(run(tmp_path / "run", steps, reverse=reverse, keep=5, **SELDOM), expected)
     text = str(warned[0].message)
     assert f"{piece}.0 " in text
     start = int(text.rpartition("The run goes on from step ")[2].split()[0])
@@ -159,7 +160,7 @@ def test_what_no_save_has_is_written_again_whatever_it_is(stored: Any, tmp_path:
         (tmp_path / "run" / "outputs" / "0001" / f"{piece}.0").write_bytes(b"garbage")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        same_bits(run(tmp_path / "run", reverse=reverse, keep=5), expected)
+        same_bits(run(tmp_path / "run", reverse=reverse, keep=5, **SELDOM), expected)
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=lambda f: f.__name__)
@@ -188,7 +189,7 @@ def test_rows_of_a_save_are_known_however_often_the_run_has_gone_on_since(forwar
         if step >= last:
             shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
     with pytest.warns(durable.DamagedSaveWarning, match=f"from step {before} instead"):
-        same_bits(run(tmp_path / "run", keep=9), expected)
+        same_bits(run(tmp_path / "run", keep=9, **SELDOM), expected)
 
 
 def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, tmp_path: Any) -> None:
@@ -197,7 +198,7 @@ def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, t
     journal = tmp_path / "run" / "outputs" / "0001" / ".checksums"
     truncate(journal)
     with pytest.warns(durable.DamagedSaveWarning, match=r"checksums has no checksum of rows"):
-        same_bits(run(tmp_path / "run", reverse=reverse, keep=5), expected)
+        same_bits(run(tmp_path / "run", reverse=reverse, keep=5, **SELDOM), expected)
     journal.unlink()
     with pytest.raises(RuntimeError, match=r"\.checksums cannot be read \(FileNotFoundError") as error:
         run(tmp_path / "run", reverse=reverse)

@@ -269,7 +269,8 @@ with locked("a test", Directory(Path(sys.argv[1]))):
 """
 
 
-def test_a_directory_in_use(tmp_path: Any) -> None:
+@pytest.mark.slow
+def test_a_directory_in_use_by_another_process(tmp_path: Any) -> None:
     expected = run(tmp_path)
     other = subprocess.Popen(
         command(HOLD, tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
@@ -283,6 +284,8 @@ def test_a_directory_in_use(tmp_path: Any) -> None:
     other.communicate()
     same_bits(run(tmp_path), expected)  # the system has let go
 
+
+def test_a_directory_in_use(tmp_path: Any) -> None:
     def body(_: Any, x: Any) -> Any:
         jax.debug.callback(lambda: run(tmp_path / "once"))
         return x
@@ -344,6 +347,7 @@ def run_with_outputs(directory: Any, length: int) -> Any:
     return durable.scan(f, 0.0, length=length, **options)
 
 
+@pytest.mark.slow
 def test_writing_that_fails_stops_the_run_and_leaves_its_last_save(tmp_path: Any) -> None:
     done = python(FULL, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -147,6 +147,7 @@ run(sys.argv[1], SignalAt(7, int(sys.argv[2])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_ends_as_one_that_is_interrupted(number: int, tmp_path: Any) -> None:
     done = python(PROCESS, tmp_path / "run", int(number))

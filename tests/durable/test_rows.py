@@ -167,6 +167,7 @@ print(json.dumps([saved, len(rows), rows[:saved].tolist(), rows[saved + 6 :].tol
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_while_the_run_goes_on(tmp_path: Any) -> None:
     said: list[Any] = []
 

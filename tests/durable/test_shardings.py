@@ -1,5 +1,6 @@
 """Carries that are spread over devices keep their sharding, on disk too, and go on on other devices."""
 
+import shutil
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import pytest
 from jax import NamedSharding, P
 
 from loopax import durable
-from tests.durable.cases import compilations, read_rows
+from tests.durable.cases import SELDOM, compilations, read_rows
 from tests.support.reference import assert_close
 
-X = jnp.arange(32.0).reshape(8, 4) / 7
+X = np.arange(32.0).reshape(8, 4) / 7
 
 
 def mesh(*shape: int) -> Any:
@@ -42,7 +43,21 @@ def run(x: Any, directory: Any, length: int = 9, n: Any = 0, **options: Any) -> 
     return carry, read_rows(ys)
 
 
-def test_a_carry_keeps_its_sharding(tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: Any) -> Any:
+    """The whole run on one device."""
+    return run(jnp.asarray(X), tmp_path_factory.mktemp("one"), **SELDOM)
+
+
+@pytest.fixture(scope="module")
+def of_eight(tmp_path_factory: Any) -> Any:
+    """A run on eight devices that is not at its end."""
+    path = tmp_path_factory.mktemp("eight") / "run"
+    run(spread(EIGHT, "a"), path, 5, **SELDOM)
+    return path
+
+
+def test_a_carry_keeps_its_sharding(one: Any, tmp_path: Any) -> None:
     """Mixed with scalars that are on one device; one program serves all chunks."""
     x = spread(FOUR_BY_TWO, "a", "b")
     numbers = []
@@ -53,27 +68,31 @@ def test_a_carry_keeps_its_sharding(tmp_path: Any) -> None:
     assert numbers[1] <= numbers[0]
     assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
     assert not x.is_deleted()
-    assert_close((carry, ys), run(X, tmp_path / "one"), 1e-12)
+    assert_close((carry, ys), one, 1e-12)
 
 
 PLACES = {
     "eight": lambda: spread(EIGHT, "a"),
     "four by two": lambda: spread(FOUR_BY_TWO, "b", "a"),
-    "one": lambda: X,
+    "one": lambda: jnp.asarray(X),
     "a mesh of one": lambda: spread(ONE, "a"),
     "another device": lambda: jax.device_put(X, jax.devices()[3]),
 }
 
 
-@pytest.mark.parametrize("then", PLACES.values(), ids=PLACES)
-def test_a_run_goes_on_on_other_devices(then: Any, tmp_path: Any) -> None:
-    run(spread(EIGHT, "a"), tmp_path, 5)
-    x = then()
-    carry, ys = run(x, tmp_path, 9)
+FAST = ("eight", "four by two", "one")
+
+
+@pytest.mark.parametrize("then", [*FAST, *[pytest.param(p, marks=pytest.mark.slow) for p in PLACES if p not in FAST]])
+def test_a_run_goes_on_on_other_devices(then: str, one: Any, of_eight: Any, tmp_path: Any) -> None:
+    shutil.copytree(of_eight, tmp_path / "run")
+    x = PLACES[then]()
+    carry, ys = run(x, tmp_path / "run", 9, **SELDOM)
     assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
-    assert_close((carry, ys), run(X, tmp_path / "one"), 1e-12)
+    assert_close((carry, ys), one, 1e-12)
 
 
+@pytest.mark.slow
 def test_values_that_are_closed_over_or_scanned_are_spread(tmp_path: Any) -> None:
     """And the carry is not, or less."""
     w = jax.device_put(jnp.eye(8) * 0.5, NamedSharding(EIGHT, P("a")))
@@ -89,8 +108,8 @@ def test_values_that_are_closed_over_or_scanned_are_spread(tmp_path: Any) -> Non
         assert_close(again, expected, 1e-12)
 
 
-def test_a_carry_on_another_device_than_the_first(tmp_path: Any) -> None:
+def test_a_carry_on_another_device_than_the_first(one: Any, tmp_path: Any) -> None:
     device = jax.devices()[5]
-    carry, _ = run(jax.device_put(X, device), tmp_path / "run")
+    carry, _ = run(jax.device_put(X, device), tmp_path / "run", **SELDOM)
     assert carry["x"].devices() == {device}
-    assert_close(carry, run(X, tmp_path / "one")[0], 1e-12)
+    assert_close(carry, one[0], 1e-12)

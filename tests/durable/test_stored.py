@@ -1,9 +1,10 @@
 """Runs that earlier versions of loopax have stored: they go on, or the error names the version that stored them."""
 
+import functools as ft
 import json
 import tarfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,13 +36,18 @@ def test_the_stored_programs_are_what_they_are(tmp_path: Any) -> None:
     assert {p.name for p in unpack("format2", tmp_path).iterdir()} == set(PROGRAMS)
 
 
-def goes_on(name: str, directory: Path, tmp_path: Path) -> None:
-    """To the results of a run that nobody has interrupted, in three steps more."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any) -> Callable[[str], Any]:
+    """What a run gives that nobody has interrupted."""
+    return ft.cache(lambda name: read_rows(PROGRAMS[name](tmp_path_factory.mktemp(name), Steps())))
+
+
+def goes_on(name: str, directory: Path, expected: Any) -> None:
+    """To the results of a whole run, in three steps more."""
     steps = Steps()
-    expected = PROGRAMS[name](tmp_path / "whole", Steps())
     result = PROGRAMS[name](directory, steps)
     jax.effects_barrier()
-    assert_close(read_rows(result), read_rows(expected))
+    assert_close(read_rows(result), expected)
     assert sorted(steps.taken) == [9, 10, 11]
 
 
@@ -62,23 +68,24 @@ def rename_primitives(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_runs_stored_in_format_2_go_on(name: str, tmp_path: Any, monkeypatch: Any) -> None:
+def test_runs_stored_in_format_2_go_on(name: str, whole: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """Under any version of JAX, and when loopax's primitives have other names than they had."""
+    expected = whole(name)
     rename_primitives(monkeypatch)
     directory = unpack("format2", tmp_path) / name
     with maybe_another_jax(directory):
-        goes_on(name, directory, tmp_path)
+        goes_on(name, directory, expected)
 
 
-@pytest.mark.parametrize("name", ["outputs", "loops"])
-def test_runs_stored_in_format_1_go_on_or_name_the_version(name: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", ["outputs", pytest.param("loops", marks=pytest.mark.slow)])
+def test_runs_stored_in_format_1_go_on_or_name_the_version(name: str, whole: Any, tmp_path: Any) -> None:
     """They go on while loopax's and JAX's text of the program is the one that was stored."""
     directory = unpack("format1", tmp_path) / name
     refused = ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", durable.AnotherProgramWarning)  # another JAX may write the same text
-            goes_on(name, directory, tmp_path)
+            goes_on(name, directory, whole(name))
     except ValueError as error:
         refused = str(error)
     assert not refused or "was stored by loopax 0.1.0 and JAX 0.10.2 (format 1), and this is loopax" in refused
@@ -101,11 +108,10 @@ def test_a_run_of_format_1_is_refused_by_version_when_primitives_have_other_name
     assert json.loads((directory / "program.json").read_text())["format"] == 2
 
 
-def test_a_run_of_format_1_whose_text_is_the_same_goes_on(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_run_of_format_1_whose_text_is_the_same_goes_on(whole: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """And one whose text is another does not, whatever version of JAX has stored it."""
     steps = Steps()
     directory, path = tmp_path / "run", tmp_path / "run" / "program.json"
-    expected = PROGRAMS["outputs"](tmp_path / "whole", Steps())
     descriptions = []
     settle = job.settle_program
     spied = lambda *args: (descriptions.append(asdict(args[3]())), settle(*args))
@@ -120,6 +126,6 @@ def test_a_run_of_format_1_whose_text_is_the_same_goes_on(tmp_path: Any, monkeyp
     path.write_text(json.dumps(first))
     result = PROGRAMS["outputs"](directory, steps)
     jax.effects_barrier()
-    same_bits(read_rows(result), read_rows(expected))
+    same_bits(read_rows(result), whole("outputs"))
     assert sorted(steps.taken) == [9, 10, 11]
     assert json.loads(path.read_text())["format"] == 2

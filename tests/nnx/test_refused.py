@@ -1,0 +1,145 @@
+"""Changes of structure and of references that a loop over NNX objects refuses, and new objects that it takes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+
+import loopax as lx
+from tests.nnx.cells import COUNTS, EACH_LOOP, STEPS, Counter, Tied, X, cell, count, unchanged
+
+
+def replace(carry: Any) -> Any:
+    carry["model"].linear.kernel = nnx.Param(carry["model"].linear.kernel[...])
+    return carry
+
+
+def alias(carry: Any) -> Any:
+    carry["model"].mean = carry["other"].mean
+    return carry
+
+
+def attribute(carry: Any) -> Any:
+    carry["model"].extra = nnx.Variable(jnp.float64(0))
+    return carry
+
+
+def delete(carry: Any) -> Any:
+    del carry["other"].linear.bias
+    return carry
+
+
+def mode(carry: Any) -> Any:
+    carry["model"].eval()
+    return carry
+
+
+def metadata(carry: Any) -> Any:
+    carry["model"].count.set_metadata(note="new")
+    return carry
+
+
+REFUSED = {
+    "another Variable": (replace, r"\['model'\].linear.kernel: got another Param"),
+    "aliased": (alias, r"\['other'\].mean: got the object at .*\['model'\].mean, expected BatchStat"),
+    "new attribute": (attribute, r"\['model'\].extra: Variable is new in the result"),
+    "deleted attribute": (delete, r"\['other'\].linear.bias: Param is missing from the result"),
+    "other mode": (mode, r"\['model'\].dropout.deterministic: got True, expected False"),
+    "metadata": (metadata, r"\['model'\].count: got Variable \(note='new'\), expected Variable"),
+    "swapped": (lambda c: {"model": c["other"], "other": c["model"]}, r"\['model'\]: got another Cell"),
+    "another type": (lambda c: {**c, "model": Counter()}, r"\['model'\]: got Counter, expected Cell"),
+    "no module": (lambda c: {**c, "model": 1.0}, r"\['model'\]"),
+    "changed and replaced": (
+        lambda c: {**c, "model": (c["model"](X), nnx.clone(c["model"]))[1]},
+        r"\['model'\].count: changed, but the object is not returned",
+    ),
+    "shape": (lambda c: (c["model"].mean.set_value(X), c)[1], r"\['model'\].mean: got float64\[3\], expected float64"),
+}
+
+
+@EACH_LOOP
+@pytest.mark.parametrize("case", REFUSED)
+def test_changes_of_structure_and_references_are_refused(loop: Any, case: str) -> None:
+    step, message = REFUSED[case]
+    model, other = cell(), cell(1)
+    with pytest.raises(TypeError, match=message):
+        loop(STEPS, step, {"model": model, "other": other})
+    unchanged(model, cell)
+    unchanged(other, lambda: cell(1))
+
+
+def test_a_variable_that_changes_in_the_carry_and_in_xs() -> None:
+    """Each of them would be lost in the other; one that changes in one place only has that change."""
+    f = lambda carry, row: (count(carry), count(row).count[...])
+    both = Counter(jnp.arange(3))
+    with pytest.raises(TypeError, match=r"\.count of the carry is \[0\]\.count of xs"):
+        lx.scan(lambda c, row: f(c, row[0]), both, [both])
+    assert both.count[...].tolist() == [0, 1, 2]
+    _, ys = lx.scan(f, lx.local(both), both)
+    assert both.count[...].tolist() == ys.tolist() == [1, 2, 3]
+    lx.scan(lambda c, row: (c, count(row).count[...]), both, both)
+    assert both.count[...].tolist() == [2, 3, 4]
+
+
+def test_new_objects_of_the_same_structure_are_the_result() -> None:
+    """As in the Python loop, the caller's objects are then left alone."""
+
+    def descend(_: Any, params: Any) -> Any:
+        return jax.tree.map(lambda p: p - 0.1, params)
+
+    model = nnx.Linear(2, 2, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    before, params = model.kernel[...], nnx.state(model)
+    for start in (params, model):
+        out = lx.fori_loop(0, 3, descend, start)
+        assert type(out) is type(start)
+        kernel: Any = out.kernel
+        assert kernel is not model.kernel
+        np.testing.assert_allclose(kernel[...], before - 0.3)
+        assert model.kernel[...].tolist() == before.tolist()
+
+
+@EACH_LOOP
+def test_an_object_of_an_outer_trace_that_the_body_changes(loop: Any) -> None:
+    model, rngs = Counter(), nnx.Rngs(0)
+    for step in (lambda x: x + count(model).count[...], lambda x: x + rngs.uniform()):
+        with pytest.raises(TraceContextError, match=r"body_fun|f of scan") as caught:
+            loop(STEPS, step, jnp.float64(0))
+        assert "loopax.local" in str(caught.value)
+        assert "carry" in str(caught.value)
+        assert isinstance(caught.value.__cause__, TraceContextError)
+    with pytest.raises(TraceContextError, match=r"loopax\.local") as caught:
+        lx.fori_loop(0, 2, lambda _, x: loop(STEPS, lambda x: x + count(model).count[...], x), jnp.int32(0))
+    assert str(caught.value).count("loopax.local") == 1
+
+
+@EACH_LOOP
+def test_an_object_of_an_outer_trace_in_the_carry(loop: Any) -> None:
+    counter = Counter()
+    with pytest.raises(TraceContextError, match=r"changes.*after the loop.*loopax.local"):
+        jax.vmap(lambda n: loop(n, count, counter).count[...])(COUNTS)
+    assert jax.vmap(lambda n: loop(n, count, lx.local(counter)).count[...])(COUNTS).tolist() == COUNTS.tolist()
+    assert counter.count[...] == 0
+
+
+def test_local() -> None:
+    tied = Tied()
+    copy, (again, x) = lx.local((tied, (tied.b, X)))
+    assert copy is not tied
+    assert copy.a is copy.b
+    assert copy.a is again
+    assert copy.a is not tied.a
+    assert x is X
+    copy.a[...] = jnp.float64(5)
+    assert tied.a[...] == 1.0
+    for other in (X, {"x": X}, "module", None):
+        with pytest.raises(TypeError, match=r"local\(module\): got .*, expected a Flax NNX object"):
+            lx.local(other)
+
+
+def test_variables_with_references_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="ref=True"):
+        lx.fori_loop(0, 2, lambda _, c: c, nnx.Variable(jnp.zeros(2), ref=True))

@@ -1,0 +1,172 @@
+"""Rows of NNX objects in `xs` and `ys`: layers, what they sow, and their metadata."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import loopax as lx
+from tests.nnx.cells import KEYS, SIZE, STEPS, Cell, Counter, X, count, python, same, stack
+
+of_key = nnx.jit(Cell)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_layers_in_xs(reverse: bool) -> None:
+    """Rows are modules; what the body changes in them is in the stacked module afterwards."""
+    layers = stack()
+    kernel, dropout = layers.linear.kernel, layers.dropout
+    y, _ = lx.scan(lambda x, layer: (layer(x), None), X, layers, reverse=reverse)
+    x, order = X, range(3, -1, -1) if reverse else range(4)
+    for i in order:
+        one, x = python(1, of_key(KEYS[i]), x)
+        np.testing.assert_allclose(layers.mean[i], one.mean[...])
+    np.testing.assert_allclose(y, x)
+    assert layers.count[...].tolist() == layers.dropout.rngs.count[...].tolist() == [1] * 4
+    assert layers.linear.kernel is kernel
+    assert layers.dropout is dropout
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_layers_that_are_not_reached_stay_as_they_are(reverse: bool) -> None:
+    layers = nnx.vmap(Counter)(jnp.arange(5, dtype=jnp.int32) * 10)
+    stop = lambda x, _: x >= 2
+    f = lambda x, layer: (x + 1, count(layer).count[...])
+    _, ys = lx.scan(f, 0, layers, jnp.int32(4), reverse, stop=stop)
+    expected = [0, 10, 21, 31, 40] if reverse else [1, 11, 20, 30, 40]
+    assert layers.count[...].tolist() == expected
+    assert ys.tolist() == ([0, 0, 21, 31, 0] if reverse else [1, 11, 0, 0, 0])
+
+
+class Sowing(Cell):
+    """A cell that says what it saw."""
+
+    def __call__(self, x: Any) -> Any:
+        self.sow(nnx.Intermediate, "seen", x)
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_layers_sow_is_stacked(reverse: bool) -> None:
+    """A Variable in a row may come to hold what it did not hold before."""
+    layers = nnx.vmap(Sowing)(KEYS)
+    f = lambda x, layer: (layer(x), x)
+    run = lambda layers: lx.scan(f, X, layers, jnp.int32(3), reverse)
+    (_, xs), sown = nnx.capture(run, nnx.Intermediate)(layers)
+    np.testing.assert_array_equal(sown["seen"][0], xs)
+    assert not np.asarray(xs)[3].any()
+
+
+def test_gradient_of_what_layers_sow() -> None:
+    def loss(layers: Any, run: Any) -> Any:
+        sown: Any = nnx.capture(lambda layers: run(X, layers), nnx.Intermediate)(nnx.clone(layers))[1]
+        return (sown["seen"][0] ** 2).sum()
+
+    f = lambda x, layer: (layer(x), None)
+    gradient = lambda run: nnx.jit(nnx.grad(partial(loss, run=run)))(nnx.vmap(Sowing)(KEYS))
+    gradients = [gradient(run) for run in (partial(lx.scan, f), nnx.scan(f))]
+    same([nnx.state(gradients[0])], [nnx.state(gradients[1])])
+
+
+def test_values_of_rows_that_change_their_containers() -> None:
+    """Rows that are not reached keep what they had; what is new is zero in them."""
+
+    def f(carry: Any, row: Any) -> tuple[Any, Any]:
+        row.set_value({"a": row["a"] + 1, "new": (carry,)})
+        return carry + 2, None
+
+    variable = nnx.Variable({"a": jnp.arange(3.0), "old": jnp.ones(3)})
+    lx.scan(f, 1.0, variable, 2)
+    value = variable.get_value()
+    assert value.keys() == {"a", "new"}
+    assert value["a"].tolist() == [1, 2, 2]
+    assert value["new"][0].tolist() == [1, 3, 0]
+    with pytest.raises(TypeError, match=r"got bool.*, expected float64"):
+        lx.scan(lambda c, row: (row.set_value(row[...] > 0), None), None, nnx.Variable(jnp.ones(3)))
+
+
+def test_new_values_of_rows_need_a_static_number_of_rows() -> None:
+    def put(carry: Any, row: Any) -> tuple[Any, Any]:
+        row["a"] = carry
+        return carry + 1, None
+
+    def run(length: Any, **options: Any) -> Any:
+        variable = nnx.Variable({})
+        lx.scan(put, 0, variable, length, **options)
+        return variable["a"]
+
+    assert run(3).tolist() == [0, 1, 2]
+    assert jax.jit(partial(run, max_steps=4))(3).tolist() == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="no static capacity for NNX objects in xs"):
+        jax.jit(run)(3)
+
+
+def test_gradient_of_stacked_layers() -> None:
+    def scanned(layers: Any) -> Any:
+        return (lx.scan(lambda x, layer: (layer(x), None), X, layers)[0] ** 2).sum()
+
+    def looped(layers: Any) -> Any:
+        graph, state = nnx.split(layers)
+        x = X
+        for i in range(4):
+            x = nnx.merge(graph, jax.tree.map(lambda v, i=i: v[i], state))(x)
+        return (x**2).sum()
+
+    gradients = [nnx.jit(nnx.grad(loss))(stack()) for loss in (scanned, looped)]
+    same([nnx.state(gradients[0])], [nnx.state(gradients[1])])
+
+
+def test_modules_in_ys() -> None:
+    """Each row is a copy of what the object was at that step."""
+    counter = Counter()
+    _, ys = lx.scan(lambda c, _: (count(c), {"module": c, "variable": c.count}), counter, length=3)
+    assert type(ys["module"]) is Counter
+    assert ys["module"] is not counter
+    assert ys["module"].count is ys["variable"]
+    assert ys["variable"][...].tolist() == [1, 2, 3]
+    assert counter.count[...] == 3
+
+
+# ---- metadata of rows
+
+
+def stacked_weight(**metadata: Any) -> Any:
+    return nnx.Param(jnp.ones((STEPS, SIZE)), eager_sharding=False, **metadata)
+
+
+def test_a_row_may_lose_the_name_of_its_first_axis() -> None:
+    def step(x: Any, weight: Any) -> Any:
+        nnx.spmd.remove_axis(weight, 0, {nnx.PARTITION_NAME: "layers", "nickname": "nick"})
+        assert (weight.out_sharding, weight.nickname) == (("in",), ("i",))
+        weight[...] *= 2.0
+        return x * weight[...], None
+
+    names = {"out_sharding": ("layers", "in"), "nickname": ("nick", "i")}
+    weight = stacked_weight(**names)
+    x, _ = lx.scan(step, X, weight, length=2)
+    assert jnp.array_equal(x, 4 * X)
+    assert jnp.array_equal(weight[:, 0], jnp.array([2.0, 2.0, 1.0, 1.0]))
+    assert {name: getattr(weight, name) for name in names} == names
+
+
+@pytest.mark.parametrize("after", [("x",), ("layers", "in", "x"), (), None, "in"])
+def test_other_changes_of_metadata_in_rows_are_refused(after: Any) -> None:
+    def step(x: Any, weight: Any) -> Any:
+        weight.set_metadata(out_sharding=after)
+        return x, None
+
+    with pytest.raises(TypeError, match=r"(?s)must keep the structure.*got Param.*expected Param"):
+        lx.scan(step, X, stacked_weight(out_sharding=("layers", "in")))
+
+
+def test_changes_of_metadata_in_the_carry_are_refused() -> None:
+    def step(_: Any, weight: Any) -> Any:
+        nnx.spmd.remove_axis(weight, 0, {nnx.PARTITION_NAME: "layers"})
+        return weight
+
+    with pytest.raises(TypeError, match="must keep the structure"):
+        lx.fori_loop(0, 2, step, stacked_weight(out_sharding=("layers", "in")))

@@ -1,0 +1,112 @@
+"""Any dtype goes through a loop, PRNG keys too, with gradients of their types."""
+
+import functools as ft
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import loopax as lx
+from tests.pytrees.comparison import EACH_KIND, EACH_LOOP, KINDS, lax_loop, same
+from tests.support.blocks import python_loop
+
+NUMBERS = [
+    *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+]
+
+
+def bump(tree: Any) -> Any:
+    return jax.tree.map(lambda x: ~x if x.dtype == bool else x + jnp.ones((), x.dtype), tree)
+
+
+def of_each_dtype(make: Callable[[str], Any]) -> dict[str, Any]:
+    return {dtype: jax.tree.map(jnp.asarray, make(dtype)) for dtype in NUMBERS}
+
+
+@ft.cache
+def three_bumps() -> Any:
+    return jax.jit(partial(python_loop, bump))(ones())
+
+
+def ones() -> Any:
+    """Scalars, vectors and arrays without elements."""
+    return of_each_dtype(lambda dtype: [np.ones(shape, np.dtype(dtype)) for shape in [(), (2,), (0, 3)]])
+
+
+@EACH_LOOP
+def test_dtypes(loop: Any) -> None:
+    same(loop(bump, ones()), three_bumps())
+
+
+def test_dtypes_of_rows() -> None:
+    xs = of_each_dtype(lambda dtype: np.arange(3).astype(np.dtype(dtype)))
+    first = of_each_dtype(lambda dtype: np.zeros((), np.dtype(dtype)))
+    run = lambda scan: jax.jit(lambda first, xs: scan(lambda c, x: (bump(c), (x, c)), first, xs))(first, xs)
+    same(run(lx.scan), run(lax.scan))
+
+
+def squares(run: Any) -> Any:
+    return lambda x: run(0, 2, lambda _, c: (c[0] * c[0], c[1] + 1), (x, jnp.int8(0)))[0]
+
+
+@EACH_KIND
+def test_gradient_in_its_dtype(kind: Any) -> None:
+    f = squares(partial(lx.fori_loop, kind=kind))
+    xs = {dtype: jnp.asarray(np.full((), 1.5, np.dtype(dtype))) for dtype in ("bfloat16", "float32", "complex64")}
+    run = lambda xs: {dtype: jax.grad(f, holomorphic=dtype == "complex64")(x) for dtype, x in xs.items()}
+    same(jax.jit(run)(xs), jax.jit(lambda xs: {dtype: 4 * x**3 for dtype, x in xs.items()})(xs))
+
+
+@EACH_LOOP
+def test_gradient_of_a_zero_size_array(loop: Any) -> None:
+    assert jax.jit(jax.grad(lambda x: loop(lambda c: c * c, x).sum()))(np.zeros((0, 3))).shape == (0, 3)
+
+
+# ---- PRNG keys
+
+SPLIT: Any = lambda key: jax.random.split(key)[0]
+
+
+def keys() -> Any:
+    makers = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
+    return {(name, impl): make(0, impl=impl) for name, make in makers.items() for impl in ("threefry2x32", "rbg")}
+
+
+def split_each(keys: Any) -> Any:
+    """Raw keys are taken for those of the default implementation."""
+    counts = ("raw", "rbg")
+    return {name: key + jnp.uint32(1) if name == counts else SPLIT(key) for name, key in keys.items()}
+
+
+@EACH_LOOP
+def test_prng_keys_in_the_carry(loop: Any) -> None:
+    same(jax.jit(partial(loop, split_each))(keys()), jax.jit(partial(lax_loop, split_each))(keys()))
+
+
+@EACH_LOOP
+def test_prng_keys_of_lanes(loop: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    same(*(jax.jit(jax.vmap(partial(each, SPLIT)))(keys) for each in (loop, lax_loop)))
+
+
+def test_prng_keys_in_rows() -> None:
+    keys = jax.random.split(jax.random.key(0), (3, 2))
+    f = lambda c, k: ((SPLIT(c[0]), c[1] + jax.random.normal(k[0])), (c[0], k))
+    init = (jax.random.key(1), jnp.float64(0))
+    same(*(jax.jit(lambda init, keys, scan=scan: scan(f, init, keys))(init, keys) for scan in (lx.scan, lax.scan)))
+
+
+def test_gradient_with_a_prng_key_in_the_carry() -> None:
+    def loss(x: Any, loop: Any) -> Any:
+        step = lambda _, c: (jax.random.fold_in(c[0], 1), c[1] * jax.random.bits(c[0]).astype(float))
+        return loop(0, 3, step, (jax.random.key(0), x))[1]
+
+    loops = [lax.fori_loop, *[partial(lx.fori_loop, kind=kind) for kind in KINDS]]
+    expected, *gradients = jax.jit(lambda x: [jax.grad(loss)(x, loop) for loop in loops])(1.0)
+    for gradient in gradients:
+        same(gradient, expected)

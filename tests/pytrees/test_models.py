@@ -1,0 +1,192 @@
+"""Models in loops: what is not an array stays as it is, in the carry, in `xs` and in `ys`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from tests.pytrees.comparison import EACH_LOOP, KINDS, eagerly, lax_loop, same
+from tests.support.blocks import apply, while_loop
+
+
+class Cell(eqx.Module):
+    """Three arrays, and leaves that are none."""
+
+    weight: Any
+    layers: list[Any]
+    activation: Callable[[Any], Any]
+    train: bool
+    name: str
+    nothing: None = None
+    width: int = eqx.field(static=True, default=2)
+
+    def __call__(self, x: Any) -> Any:
+        assert type(self.train) is bool
+        scale = {"double": 2.0, "half": 0.5}[self.name]
+        return self.activation(scale * (x @ self.weight)) if self.train else x
+
+
+class Equal:
+    """Neither an array nor hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+W = np.array([[0.0, 1.0], [1.0, 0.0]])
+X = np.array([1.0, 2.0])
+NAMES = ["double", "half"]
+CELL = Cell(jnp.asarray(W), [jnp.arange(3), jax.random.key(0)], jnp.abs, True, "double")
+
+
+def gradient_of_the_weight() -> np.ndarray:
+    """Of the sum of `8 * X @ W @ W @ W`."""
+    powers = [np.linalg.matrix_power(W, k) for k in range(3)]
+    return np.sum([np.outer(8 * X @ powers[k], powers[2 - k] @ np.ones(2)) for k in range(3)], 0)
+
+
+SLOPE = gradient_of_the_weight()
+
+
+@EACH_LOOP
+@pytest.mark.parametrize("jit", [eqx.filter_jit, eagerly])
+def test_module_in_the_carry_comes_out_unchanged(loop: Any, jit: Any) -> None:
+    model, x = jit(partial(loop, apply))((CELL, X))
+    same(model, CELL)
+    assert x.tolist() == [16.0, 8.0]
+
+
+@EACH_LOOP
+def test_module_in_the_carry_under_vmap(loop: Any) -> None:
+    models = eqx.tree_at(lambda m: m.weight, CELL, jnp.asarray(np.stack([W, 2 * W])))
+    axes = eqx.tree_at(lambda m: m.weight, jax.tree.map(lambda _: None, CELL), 0, is_leaf=lambda x: x is None)
+    out, x = eqx.filter_vmap(partial(loop, apply), in_axes=((axes, None),), out_axes=((axes, 0)))((models, X))
+    same(out, models)
+    assert x.tolist() == [[16.0, 8.0], [128.0, 64.0]]
+
+
+@EACH_LOOP
+def test_gradient_of_a_module_in_the_carry(loop: Any) -> None:
+    """Of every kind that the loop has, in one program."""
+
+    def loss(model: Any, kind: str) -> Any:
+        out, x = loop(apply, (model, X), kind=kind)
+        return x.sum() + 0.0 * out.weight.sum()
+
+    kinds = [kind for kind in KINDS if not (kind == "lax" and loop is while_loop)]
+    gradients = eqx.filter_jit(lambda model: [eqx.filter_grad(loss)(model, kind) for kind in kinds])(CELL)
+    for gradient in gradients:
+        assert jax.tree.leaves(gradient) == [gradient.weight]
+        assert gradient.weight.tolist() == SLOPE.tolist()
+
+
+@EACH_LOOP
+def test_module_closed_over(loop: Any) -> None:
+    value, gradient = eqx.filter_jit(eqx.filter_value_and_grad(lambda model, x: loop(model, x).sum()))(CELL, X)
+    assert value == 24.0
+    assert gradient.weight.tolist() == SLOPE.tolist()
+
+
+def test_cond_fun_and_stop_see_what_is_not_an_array() -> None:
+    def goes_on(state: Any) -> Any:
+        model, x = state
+        return (x[0] < 10.0) & (model.train is True)
+
+    assert lx.while_loop(goes_on, apply, (CELL, X))[1].tolist() == [16.0, 8.0]
+    step = lambda state, _: (apply(state), state[0].name)
+    (model, x), name = lx.scan(step, (CELL, X), length=5, stop=lambda s, y: (s[1][0] > 10.0) & (y == "double"))
+    same((model, name), (CELL, "double"))
+    assert x.tolist() == [16.0, 8.0]
+
+
+NOT_ARRAYS = [True, False, "name", np.str_("name"), None, jnp.tanh, abs, object(), Equal(), int, ...]
+
+
+@EACH_LOOP
+def test_leaves_that_are_no_arrays(loop: Any) -> None:
+    def step(state: Any) -> Any:
+        assert all(leaf is other for leaf, other in zip(state["leaves"], NOT_ARRAYS, strict=True))
+        return {**state, "x": state["x"] + 1.0}
+
+    same(loop(step, {"leaves": NOT_ARRAYS, "x": np.float32(0)}), {"leaves": NOT_ARRAYS, "x": jnp.float32(3)})
+
+
+@EACH_LOOP
+def test_leaves_that_differ_between_calls_of_one_body(loop: Any) -> None:
+    run = lambda name, train: loop(apply, (Cell(W, [], jnp.abs, train, name), X))[1].tolist()
+    assert [run("double", True), run("half", True), run("half", False)] == [[16.0, 8.0], [0.25, 0.125], [1.0, 2.0]]
+
+
+@EACH_LOOP
+@pytest.mark.parametrize("make", [lambda: "".join(["a", "b"]), lambda: NAMES.count, Equal])
+def test_leaf_that_is_equal_but_not_identical_is_unchanged(loop: Any, make: Any) -> None:
+    start = make()
+    assert loop(lambda c: (make(), c[1] + 1), (start, 0)) == (start, 3)
+
+
+def test_leaves_of_xs_that_are_no_arrays_go_to_each_step() -> None:
+    def f(c: Any, x: Any) -> Any:
+        assert (x["name"], x["flag"], x["nothing"]) == ("row", True, None)
+        return x["f"](c + x["row"]), None
+
+    xs = {"row": jnp.arange(3.0), "name": "row", "flag": True, "nothing": None, "f": jnp.negative}
+    assert lx.scan(f, 0.0, xs)[0] == -1.0
+
+
+def test_model_of_each_row_in_xs() -> None:
+    models = eqx.tree_at(lambda m: (m.weight, m.layers), CELL, (jnp.asarray(np.stack([W, 2 * W, W])), []))
+    run = eqx.filter_jit(lambda models: lx.scan(lambda x, model: (model(x), model), X, models))
+    x, out = run(models)
+    assert x.tolist() == [32.0, 16.0]
+    same(eqx.tree_at(lambda m: m.train, out, True), models)
+    gradient = eqx.filter_grad(lambda models: run(models)[0].sum())(models)
+    assert gradient.weight.shape == (3, 2, 2)
+
+
+def test_leaves_of_ys_that_are_no_arrays() -> None:
+    _, ys = lx.scan(lambda c, _: (c, {"c": c, "name": "row", "nothing": None, "f": jnp.tanh}), 1.0, length=2)
+    assert (ys["name"], ys["nothing"], ys["f"], ys["c"].tolist()) == ("row", None, jnp.tanh, [1.0, 1.0])
+
+
+# ---- Python bools that become arrays
+
+
+@EACH_LOOP
+def test_python_bool_that_the_body_turns_into_an_array_is_promoted(loop: Any) -> None:
+    step = lambda c: {"go": c["go"] & (c["x"] < 1), "flag": c["flag"], "x": c["x"] + 1}
+    out = jax.jit(lambda: {**loop(step, {"go": True, "flag": True, "x": 0}), "flag": 0})()
+    same(out, jax.jit(lambda: {**lax_loop(step, {"go": True, "flag": True, "x": 0}), "flag": 0})())
+    assert out["go"].tolist() is False
+    assert loop(step, {"go": True, "flag": True, "x": 0})["flag"] is True
+
+
+@EACH_LOOP
+def test_python_bool_that_is_promoted_differs_between_lanes(loop: Any) -> None:
+    run = lambda limit: loop(lambda c: (c[0] & (c[1] < limit), c[1] + 1), (True, 0))[0]
+    assert jax.vmap(run)(jnp.array([0, 1, 5])).tolist() == [False, False, True]
+
+
+@EACH_LOOP
+def test_promotion_of_one_leaf_may_promote_the_next(loop: Any) -> None:
+    step = lambda c: (c[1], c[2], c[3] > 1.0, c[3] + 1.0)
+    same(loop(step, (True, True, True, 0.0)), lax_loop(step, (True, True, True, 0.0)))
+
+
+class Shift(NamedTuple):
+    weight: Any
+    scale: Any
+
+
+@EACH_LOOP
+def test_named_tuples_and_dataclasses_keep_their_type(loop: Any) -> None:
+    out = loop(lambda c: Shift(c.weight + 1, c.scale), Shift(0, [1.0]))
+    assert type(out) is Shift
+    assert out == Shift(3, [1.0])

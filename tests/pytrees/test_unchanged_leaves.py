@@ -1,0 +1,131 @@
+"""A leaf of the carry that does not change is a constant of the loop: it is not stored, batched or differentiated."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from tests.pytrees.comparison import EACH_KIND, EACH_LOOP, lax_loop
+from tests.support.blocks import fori_loop
+
+
+class Shift(NamedTuple):
+    weight: Any
+    scale: Any
+
+
+WEIGHT = np.ones((5, 7))  # no other array has its number of elements
+
+
+def step_shift(state: Any) -> Any:
+    shift, x = state
+    return shift, jnp.sin(x * shift.scale) + shift.weight.sum()
+
+
+def nested_shift(state: Any) -> Any:
+    return lx.fori_loop(0, 2, lambda _, state: step_shift(state), state)
+
+
+def rebuilt_shift(state: Any) -> Any:
+    (weight, scale), x = state
+    return step_shift((Shift(jax.tree.leaves({"w": weight})[0], scale), x))
+
+
+HOISTED = {
+    "plain": step_shift,
+    "rebuilt": rebuilt_shift,
+    "jit": jax.jit(step_shift),
+    "filter_jit": eqx.filter_jit(step_shift),
+    "jit in jit": jax.jit(lambda state: jax.jit(step_shift)((state[0], state[1]))),
+    "checkpoint": jax.checkpoint(step_shift),
+    "nested loop": nested_shift,
+}
+
+
+def loops(jaxpr: Any) -> list[Any]:
+    """All equations of the program that are loops or parts of them, also inner ones."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] if eqn.primitive.name in ("loop", "linear_loop", "replay") else []
+        found += [e for p in eqn.params.values() if hasattr(p, "jaxpr") for e in loops(p.jaxpr)]
+    return found
+
+
+def size_35(variables: Any) -> list[Any]:
+    return [v.aval.shape for v in variables if v.aval.shape[-2:] == (5, 7)]
+
+
+@EACH_LOOP
+@pytest.mark.parametrize("how", HOISTED)
+def test_leaf_that_does_not_change_is_a_constant_of_the_loop(loop: Any, how: str) -> None:
+    program = jax.make_jaxpr(lambda w, x: loop(HOISTED[how], (Shift(w, 2.0), x)))(WEIGHT, 1.0)
+    assert loops(program.jaxpr)
+    for eqn in loops(program.jaxpr):
+        assert size_35(eqn.invars[2 : 2 + eqn.params["num_consts"]]) == [(5, 7)]
+        assert size_35(eqn.outvars) == []
+
+
+@EACH_LOOP
+def test_leaf_that_does_not_change_has_its_value(loop: Any) -> None:
+    start = (Shift(WEIGHT, 2.0), 1.0)
+    every = lambda loop: jax.jit(lambda state: {how: loop(step, state) for how, step in HOISTED.items()})(start)
+    expected = every(lax_loop)
+    for how, (shift, x) in every(loop).items():
+        assert shift.weight.tolist() == WEIGHT.tolist()
+        np.testing.assert_allclose(x, expected[how][1], rtol=1e-14)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("how", ["plain", "jit", "nested loop"])
+def test_leaf_that_does_not_change_is_not_saved(how: str, kind: Any) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        shift, x = fori_loop(HOISTED[how], (Shift(w, 2.0), x), kind=kind)
+        return x + shift.weight.sum()
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(WEIGHT, 1.0)
+    saved = [shape for eqn in loops(program.jaxpr) for shape in size_35([*eqn.invars, *eqn.outvars])]
+    assert set(saved) == {(5, 7)}
+
+
+@EACH_LOOP
+def test_leaf_that_does_not_change_is_not_batched(loop: Any) -> None:
+    run = lambda x: loop(step_shift, (Shift(WEIGHT, 2.0), x))
+    program = jax.make_jaxpr(jax.vmap(run, out_axes=(None, 0)))(jnp.arange(4.0))
+    (eqn,) = loops(program.jaxpr)
+    assert size_35(eqn.invars) == [(5, 7)]
+
+
+LANES: dict[str, Any] = {
+    "while_loop": lambda n, init: lx.while_loop(lambda c: c[1] < n.astype(float), step_shift, init),
+    "fori_loop": lambda n, init: lx.fori_loop(0, n, lambda _, c: step_shift(c), init),
+    "scan": lambda n, init: lx.scan(lambda c, x: (step_shift(c), x), init, jnp.arange(4), n)[0],
+}
+
+
+@pytest.mark.parametrize("loop", LANES)
+def test_leaf_that_does_not_change_is_not_batched_where_lanes_differ(loop: str) -> None:
+    run = jax.vmap(lambda n: LANES[loop](n, (Shift(WEIGHT, 2.0), 1.0)), out_axes=(None, 0))
+    (eqn,) = loops(jax.make_jaxpr(run)(jnp.arange(4)).jaxpr)
+    assert size_35(eqn.invars) == [(5, 7)]
+
+
+@EACH_LOOP
+def test_leaf_that_does_not_change_is_not_differentiated(loop: Any) -> None:
+    run = lambda x: loop(step_shift, (Shift(WEIGHT, 2.0), x))
+    program = jax.make_jaxpr(lambda x: jax.jvp(run, (x,), (x,)))(1.0)
+    (eqn,) = loops(program.jaxpr)
+    assert size_35(eqn.invars) == [(5, 7)]
+
+
+@EACH_LOOP
+def test_leaves_that_change_places_are_not_constants(loop: Any) -> None:
+    assert loop(lambda c: (c[1], c[0]), (1.0, 2.0)) == (2.0, 1.0)
+
+
+@EACH_LOOP
+def test_leaf_that_is_replaced_by_another_constant_leaf(loop: Any) -> None:
+    assert loop(lambda c: (c[0], c[0], c[1]), (1.0, 2.0, 3.0)) == (1.0, 1.0, 1.0)
