@@ -23,6 +23,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep, checkpointing_loop, run_sweep
+from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
@@ -152,6 +153,16 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     carry, ys = static.avals[2], static.avals[4]
     return [*select(static.linear_carry, carry), *(stacked(aval, static.bound or 0) for aval in ys)]
+
+
+def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, if operands fit the whole sweep."""
+    static = LinearSweep(**params)
+    check_count("linear_sweep", 2 + sum(map(len, static.masks)), avals)
+    given = LinearSweepOperands.of(static, avals)
+    groups = [merge_lists(*group) for group in zip(static.masks, given.known, given.linear, strict=True)]
+    check_sweep("linear_sweep", static.whole, [given.low, given.high], *groups)
+    return _abstract(*avals, **params), frozenset()
 
 
 @weakly_cached
@@ -304,6 +315,7 @@ register(
     meaning=_whole,
     params=LinearSweep._fields,
     abstract_eval=_abstract,
+    typecheck=_typecheck,
     jvp=jvp_expanded(_whole),
     transpose=_transpose,
     batch=batch_expanded(linear_sweep_p, _whole),
