@@ -112,7 +112,7 @@ def asks_for_names(tree: ast.AST) -> Iterator[int]:
         is_lookup = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "startswith")
         asks = is_lookup or isinstance(node, ast.Compare | ast.Subscript | ast.Assign | ast.NamedExpr | ast.Match)
         if asks and any(map(is_primitive_name, ast.walk(node))):
-            yield node.lineno
+            yield getattr(node, "lineno", 0)
 
 
 def parameters_read(tree: ast.AST) -> Iterator[str]:
