@@ -1,7 +1,9 @@
 """The structure of the package: imports only point down, and `__all__` is complete."""
 
+import ast
 import importlib
 import re
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +15,18 @@ from loopax._src import public
 from tests.support.rooms import FILES, SOURCE, imported, imports_of_rooms
 
 INTERNALS = SOURCE / "jax_internals"
-FOLDERS = sorted(
-    {file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core", "core/batching/compact"}
+# Where rules of primitives stand in JAX, and how they are registered.
+RULE_TABLES = re.compile(
+    r"\b(primitive_jvps|primitive_transposes|fancy_transposes|primitive_linearizations|(\w+_)?primitive_batchers"
+    r"|custom_partial_eval_rules|partial_eval_jaxpr_custom_rules|dce_rules|custom_typechecks|jet_rules|error_checks"
+    r"|register_lowering|deflinear2?|def_impl|def_abstract_eval|def_effectful_abstract_eval)\b"
 )
+# Parameters of loopax's own primitives that have no named structure: the file of the primitive reads them.
+OWN_PARAMETERS = {
+    "core/masking/substitute.py": {"batch_axes"},
+    "core/row_buffers/primitives.py": {"lanes", "appends"},
+}
+FOLDERS = sorted({file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core/batching/compact"})
 
 
 def permitted(folder: str) -> set[str]:
@@ -53,6 +64,77 @@ def test_code_stands_below_what_is_public() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SOURCE).as_posix())
 def test_private_jax_stands_in_one_folder(file: Path) -> None:
     assert "jax._src" not in file.read_text() or file.parent == INTERNALS
+
+
+def is_primitive_name(node: ast.AST) -> bool:
+    """`eqn.primitive.name`, or `primitive.name`."""
+    if not (isinstance(node, ast.Attribute) and node.attr == "name"):
+        return False
+    return "primitive" in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+
+
+def asks_for_names(tree: ast.AST) -> Iterator[int]:
+    """The lines in which a primitive's name is compared, looked up, or kept for that."""
+    for node in ast.walk(tree):
+        is_lookup = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "startswith")
+        asks = is_lookup or isinstance(node, ast.Compare | ast.Subscript | ast.Assign | ast.NamedExpr | ast.Match)
+        if asks and any(map(is_primitive_name, ast.walk(node))):
+            yield getattr(node, "lineno", 0)
+
+
+def parameters_read(tree: ast.AST) -> Iterator[str]:
+    """The parameters of equations that are read, or asked for, by their names."""
+
+    def is_params(node: ast.AST) -> bool:
+        return "params" in (getattr(node, "attr", ""), getattr(node, "id", ""))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and is_params(node.value):
+            yield from constants(node.slice)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "pop"):
+            if is_params(getattr(node.func, "value", node)):
+                yield from constants(*node.args)
+        elif isinstance(node, ast.Compare) and any(map(is_params, node.comparators)):
+            yield from constants(node.left)
+
+
+def constants(*nodes: ast.AST) -> Iterator[str]:
+    return (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def outside_of_internals() -> Iterator[tuple[str, str]]:
+    """The name and the text of every other file."""
+    for file in FILES:
+        if file.parent != INTERNALS:
+            yield file.relative_to(SOURCE).as_posix(), file.read_text()
+
+
+def test_rules_are_registered_by_one_function() -> None:
+    assert [name for name, text in outside_of_internals() if RULE_TABLES.search(text)] == []
+
+
+def test_one_folder_knows_the_names_of_jax_primitives() -> None:
+    found = {name: list(asks_for_names(ast.parse(text))) for name, text in outside_of_internals()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_one_folder_knows_the_parameters_of_jax_primitives() -> None:
+    found = {name: set(parameters_read(ast.parse(text))) for name, text in outside_of_internals()}
+    assert {name: parameters for name, parameters in found.items() if parameters} == OWN_PARAMETERS
+
+
+def test_what_these_tests_find() -> None:
+    lines = [
+        'if eqn.primitive.name == "scan": pass',
+        "name = eqn.primitive.name",
+        "_RULES[primitive.name](eqn)",
+        "_RULES.get(eqn.primitive.name)",
+        "return [eqn.primitive.name]",
+    ]
+    assert [bool(list(asks_for_names(ast.parse(line)))) for line in lines] == [True, True, True, True, False]
+    reads = 'eqn.params["jaxpr"], params["length"], params.get("bound"), "_prim" in eqn.params, other["name"]'
+    assert set(parameters_read(ast.parse(reads))) == {"jaxpr", "length", "bound", "_prim"}
+    assert RULE_TABLES.search("batching.fancy_primitive_batchers[p] = f")
 
 
 def test_all_is_complete() -> None:

@@ -25,6 +25,7 @@ from loopax._src.core.batching.compact.primitive import (
     compact_vmap_dependence,
     compact_vmap_p,
     compact_vmap_transpose,
+    compact_vmap_typecheck,
     evaluate_batch,
     guard_compact_vmap,
     join_batches,
@@ -34,6 +35,7 @@ from loopax._src.core.batching.sweep import batch_sweep
 from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
 from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, sweep_abstract_eval, sweep_dependence
+from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.lowering.loop import evaluate_loop
@@ -45,6 +47,7 @@ register(
     meaning=evaluate_loop,
     params=Loop._fields,
     effectful_abstract_eval=loop_abstract_eval,
+    typecheck=loop_typecheck,
     jvp=loop_jvp,
     transpose=loop_transpose,
     partial_eval=loop_partial_eval,
@@ -61,6 +64,7 @@ register(
     meaning=evaluate_sweep,
     params=ReverseSweep._fields,
     abstract_eval=sweep_abstract_eval,
+    typecheck=sweep_typecheck,
     jvp=sweep_jvp,
     transpose=sweep_transpose,
     partial_eval=sweep_partial_eval,
@@ -77,6 +81,7 @@ register(
     meaning=evaluate_batch,
     params=CompactVmap._fields,
     effectful_abstract_eval=compact_vmap_abstract_eval,
+    typecheck=compact_vmap_typecheck,
     jvp=compact_vmap_jvp,
     transpose=compact_vmap_transpose,
     partial_eval=compact_vmap_partial_eval,

@@ -6,7 +6,16 @@ JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12) by `make test
 May import: nothing of loopax.
 """
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, mapped_aval, unmapped_aval
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprTypeError,
+    Literal,
+    Primitive,
+    jaxpr_as_fun,
+    mapped_aval,
+    unmapped_aval,
+)
 from jax.interpreters import ad
 
 from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
@@ -97,6 +106,7 @@ __all__ = [
     "AbstractValue",
     "ClosedJaxpr",
     "Jaxpr",
+    "JaxprTypeError",
     "Literal",
     "OpenCall",
     "Primitive",

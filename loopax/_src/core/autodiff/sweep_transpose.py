@@ -30,6 +30,7 @@ from loopax._src.core.ir.reverse_sweep import (
     checkpointing_loop,
     run_sweep,
 )
+from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
@@ -164,6 +165,16 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     static = LinearSweep(**params)
     ys = [stacked(aval, static.bound or 0) for aval in static.y_avals]
     return [*select(static.linear_carry, static.avals.carry), *ys]
+
+
+def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, if operands fit the whole sweep."""
+    static = LinearSweep(**params)
+    check_count("linear_sweep", 2 + sum(map(len, static.masks)), avals)
+    given = LinearSweepOperands.of(static, avals)
+    inputs = merge_each(static.masks, given.known, given.linear)
+    check_sweep("linear_sweep", static.whole, [given.low, given.high], *map(list, inputs))
+    return _abstract(*avals, **params), frozenset()
 
 
 @weakly_cached
@@ -305,6 +316,7 @@ register(
     meaning=_whole,
     params=LinearSweep._fields,
     abstract_eval=_abstract,
+    typecheck=_typecheck,
     jvp=jvp_expanded(_whole),
     transpose=_transpose,
     batch=batch_expanded(linear_sweep_p, _whole),

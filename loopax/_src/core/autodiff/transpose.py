@@ -16,6 +16,7 @@ from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
+from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
@@ -155,6 +156,19 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.saved_rows) for a in saved)]
 
 
+def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, if operands fit the whole loop, and what was saved its known part."""
+    linear = LinearLoop(**params)
+    check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(linear.linear_sizes), avals)
+    given = LinearOperands.of(linear, avals)
+    inputs = merge_each(linear.masks, given.known, given.linear)
+    check_loop("linear_loop", linear.as_loop, [given.low, given.high], *map(list, inputs))
+    if given.checkpoint_rows and linear.saving:
+        (numbers,), states = given.checkpoint_rows, reject_each(linear.masks, linear.input_avals).carry
+        check_checkpoints("linear_loop", states, given.saved, numbers, linear.saving, linear.bound)
+    return _abstract(*avals, **params), frozenset()
+
+
 @weakly_cached
 def known_recurrence(linear: LinearLoop) -> ClosedJaxpr:
     """The known part of the carry: (row, *known consts, *known carry, *known x) -> known carry."""
@@ -279,6 +293,7 @@ register(
     meaning=_whole,
     params=LinearLoop._fields,
     abstract_eval=_abstract,
+    typecheck=_typecheck,
     jvp=jvp_expanded(_whole),
     transpose=_transpose,
     batch=batch_expanded(linear_loop_p, _whole),

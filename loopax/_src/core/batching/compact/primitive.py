@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.effects.guard import guarded
 from loopax._src.core.effects.strip_progress import strip_progress
+from loopax._src.core.ir.typecheck import check_count, check_types
 from loopax._src.core.jaxpr.dataflow import dependence
 from loopax._src.core.jaxpr.expand import jvp_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
@@ -169,6 +170,14 @@ def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
     """The types of the program's results, and its effects."""
     program = CompactVmap(**params).program
     return program.out_avals, program.effects
+
+
+def compact_vmap_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The same, if operands of these types fit the program, and there is an axis of lanes for each of them or none."""
+    inner = CompactVmap(**params)
+    check_count("compact_vmap", len(inner.mapped), avals)
+    check_types("compact_vmap", inner.program.in_avals, avals)
+    return compact_vmap_abstract_eval(*avals, **params)
 
 
 def compact_vmap_dependence(eqn: Any) -> list[int]:
