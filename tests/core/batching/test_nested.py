@@ -249,8 +249,16 @@ REVERSE_OVER_FORWARD = lambda f: jax.jacrev(jax.jacfwd(f))
 REVERSE_OVER_REVERSE = lambda f: jax.jacrev(jax.jacrev(f))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@EACH
+# Of the pairs that take long, the fast part has the two forms with rules of their own, for a carry and for branches.
+SLOW = [("jit", "checkpoint", "lax.map", "lax.scan of lanes"), (lx.Checkpointed(3), lx.Bounded())]
+PAIRS = [
+    pytest.param(around, kind, marks=pytest.mark.slow if around in SLOW[0] and kind in SLOW[1] else ())
+    for around in AROUND
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("around", "kind"), PAIRS, ids=name_of)
 def test_gradient_and_hessian_inside_other_control_flow(around, kind):
     assert_orders(around, counting_steps, kind, FORWARD_OVER_REVERSE)
 
