@@ -48,7 +48,7 @@ def loop_bodies(jaxpr: Any) -> list[Any]:
     found = []
     for eqn in jaxpr.eqns:
         inner = [p.jaxpr for p in eqn.params.values() if hasattr(p, "jaxpr")]
-        is_loop = eqn.primitive.name in ("loop", "linear_loop", "loop_replay", "loop_linear_replay")
+        is_loop = eqn.primitive.name in ("loop", "linear_loop", "reverse_sweep", "linear_sweep")
         found += inner if is_loop else [body for j in inner for body in loop_bodies(j)]
     return found
 
@@ -75,3 +75,15 @@ SUM = lambda c, x: (c + x, c)
 
 def rows_up_to(length: Any, **options: Any) -> Any:
     return lx.scan(SUM, 0.0, jnp.arange(3.0), length, **options)
+
+
+def doubled(x: Any, steps: Any) -> Any:
+    return lx.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, 2.0 * c[1]), (jnp.int32(0), x), max_steps=3)[1]
+
+
+def inner(x: Any, steps: Any, **options: Any) -> Any:
+    return lx.fori_loop(0, steps, lambda _, x: x + 1.0, x, max_steps=3, **options)
+
+
+def nested_fori(steps: Any, inner: Any = inner) -> Any:
+    return lx.fori_loop(0, 2, lambda _, x: inner(x, steps), 0.0)
