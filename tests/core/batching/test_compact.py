@@ -178,7 +178,11 @@ def test_any_counts(counts, unknown):
 ANY = {unknown: jax.jit(jax.vmap(jax.value_and_grad(logistic(COMPACT, unknown=unknown)))) for unknown in (False, True)}
 
 
-@pytest.mark.parametrize(("lanes", "shrink", "min_lanes"), [(1, 2, 1), (2, 2, 1), (7, 2.5, 3), (13, 4, 1), (20, 2, 3)])
+SIZES = [(1, 2, 1), (7, 2.5, 3), (20, 2, 3)]
+SIZES += [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2, 1), (13, 4, 1))]
+
+
+@pytest.mark.parametrize(("lanes", "shrink", "min_lanes"), SIZES)
 def test_any_sizes(lanes, shrink, min_lanes):
     """Rows that are read and written, in the order of the lanes."""
     rows = np.arange(lanes * 4.0).reshape(lanes, 4)

@@ -64,12 +64,21 @@ def test_gradient_and_hessians(kind):
     assert_close(found(H, np.int32(3)), ((value, gradient), hessian, hessian))
 
 
-@pytest.mark.parametrize(("kind", "inner"), [(a, b) for a in KINDS for b in KINDS if a != b], ids=name_of)
+# Each kind outside and each inside are in the fast part, the other pairs are not.
+NEXT = dict(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True))
+UNEQUAL = [pytest.param(a, b, marks=() if NEXT[a] == b else pytest.mark.slow) for a in KINDS for b in KINDS if a != b]
+
+
+@pytest.mark.parametrize(("kind", "inner"), UNEQUAL, ids=name_of)
 def test_mixed_kinds(kind, inner):
     gradient = jax.jit(jax.grad(lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)))
     assert_close(gradient(H, np.int32(3)), expected_derivatives()[1])
 
 
+# Rules that do not depend on the kind are tested with these two, which are most unlike each other.
+TWO_KINDS = [
+    pytest.param(kind, marks=() if kind in (lx.Checkpointed(), lx.Residuals()) else pytest.mark.slow) for kind in KINDS
+]
 MIXED = [(lx.Residuals(), lx.Checkpointed()), (lx.Residuals(), lx.Checkpointed(2)), (lx.Checkpointed(2), lx.Bounded())]
 
 
@@ -105,7 +114,7 @@ def expected_lanes():
     return np.stack(jax.jit(gradients)(list(LANES[0])))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
 def test_lanes_with_counts_of_their_own(kind):
     @jax.jit
     def found(starts, counts, ms):
@@ -138,7 +147,7 @@ def expected_descent():
     return derivatives(descend(lambda h: plain(5)(lambda h: jnp.sin(W @ h), h), plain(3)))(H)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
 def test_a_gradient_as_the_step_of_a_loop(kind):
     """Gradient descent on an inner loop, differentiated: primal sweeps inside another loop's body."""
     times = lambda n: lambda f, h: lx.fori_loop(0, n, lambda i, h: f(h), h, kind=kind)
@@ -165,7 +174,7 @@ def expected_chain():
     return derivatives(by_hand)(H)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
 def test_inside_lax_scan(kind):
     f = LOOPS["while"][0](kind)
     chained = lambda h: jax.lax.scan(lambda s, n: (s + f(W, h * s, XS, n), None), jnp.ones(()), CHAINED)[0]
@@ -250,7 +259,7 @@ REVERSE_OVER_REVERSE = lambda f: jax.jacrev(jax.jacrev(f))
 
 
 # Of the pairs that take long, the fast part has the two forms with rules of their own, for a carry and for branches.
-SLOW = [("jit", "checkpoint", "lax.map", "lax.scan of lanes"), (lx.Checkpointed(3), lx.Bounded())]
+SLOW = [("jit", "checkpoint", "lax.map", "lax.scan of lanes"), (lx.Checkpointed(3), lx.Bounded(), lx.Residuals())]
 PAIRS = [
     pytest.param(around, kind, marks=pytest.mark.slow if around in SLOW[0] and kind in SLOW[1] else ())
     for around in AROUND

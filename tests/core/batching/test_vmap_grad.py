@@ -28,14 +28,14 @@ def cases(order):
     """Scans with each operand batched and each kind, half of them in the fast part; in the other order, the other half.
 
     What is batched and how the loop stops meet in no rule: of the other loops, each has all operands batched with half
-    of the kinds, and with the other half (in the slow part) the first operand.
+    of the kinds (of which one is in the fast part), and with the other half (in the slow part) the first operand.
     """
-    for loop in LOOPS:
+    for place, loop in enumerate(LOOPS):
         for a, axes in enumerate(SCAN_AXES if loop == "scan" else [(0, 0, 0, 0), (0, None, None, None)]):
             for k, kind in enumerate(KINDS):
                 first = (a + k) % 2 == order
                 if first or loop == "scan":
-                    slow = not first if loop == "scan" else a == 1
+                    slow = not first if loop == "scan" else a == 1 or k // 2 != place % 2
                     batched = [name for name, axis in zip(NAMES, axes, strict=True) if axis is not None]
                     identity = f"{loop}-{'_'.join(batched)}-{name_of(kind)}"
                     yield pytest.param(loop, axes, kind, marks=pytest.mark.slow if slow else (), id=identity)
