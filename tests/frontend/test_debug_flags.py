@@ -1,5 +1,6 @@
 """JAX's flags for debugging, `jax_debug_nans` and `jax_debug_infs`, and Equinox's for what fails: `EQX_ON_ERROR`."""
 
+import functools as ft
 import os
 import subprocess
 import sys
@@ -96,16 +97,38 @@ def debugging(jit: bool, infs: bool = True) -> ExitStack:
     return stack
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["", "without jit"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@ft.cache
+def expected(program: str) -> Any:
+    f, *arguments = PROGRAMS[program]
+    return jax.jit(f)(*arguments)
+
+
+# Of these, the parts are in other programs.
+LONG = ["Buffer, vmap of grad", "rollout, lanes", "trace"]
+LONG_WITHOUT_JIT = [
+    *LONG,
+    "lanes_map",
+    "no bound, grad of vmap",
+    "free lanes",
+    "hessian",
+    "History, lanes",
+    "other dtypes",
+]
+CASES = [
+    pytest.param(name, jit, marks=pytest.mark.slow if name in (LONG if jit else LONG_WITHOUT_JIT) else ())
+    for name in PROGRAMS
+    for jit in (True, False)
+]
+
+
+@pytest.mark.parametrize(("program", "jit"), CASES)
 def test_no_nan_is_computed_where_none_is_a_result(program: str, jit: bool) -> None:
     """Every operation is looked at outside of `jit`, and inside too without it."""
     f, *arguments = PROGRAMS[program]
     # A standard error is infinite until there are two samples, as `estimate_trace` says.
     with debugging(jit, infs=program != "trace"):
         found = f(*arguments)
-    expected = jax.jit(f)(*arguments)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected(program)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
@@ -139,6 +162,7 @@ for jit in (jax.jit, lambda f: f):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "failed"), [("nan", ["nan 2147483647 True", "nan"]), ("off", ["2.0 1 False", "2.0"])])
 def test_other_ways_to_fail(mode: str, failed: list[str]) -> None:
     """They are for the whole process."""

@@ -20,7 +20,7 @@ from tests.support.problem import BOUND, XS, H, W, mixed, name_of, scan_step, wh
 
 ROOT = Path(__file__).parents[2]
 KINDS = [lx.Auto(), lx.Checkpointed(), lx.Checkpointed(3), lx.Bounded(), lx.Residuals()]
-STEPS = jnp.int32(7)
+STEPS = np.int32(7)
 
 # The loops of `support/problem.py`, each with throw=False: what else would be checked at run time cannot be exported.
 
@@ -67,9 +67,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def assert_same_after_a_round_trip(f: Any) -> None:
-    read = through_bytes(f, W, H, XS, STEPS)
-    for steps in (STEPS, jnp.int32(0)):
-        assert_same(read.call(W, H, XS, steps), jax.jit(f)(W, H, XS, steps))
+    read, jitted = through_bytes(f, W, H, XS, STEPS), jax.jit(f)
+    for steps in (STEPS, np.int32(0)):
+        assert_same(read.call(W, H, XS, steps), jitted(W, H, XS, steps))
 
 
 @EACH_LOOP
@@ -95,15 +95,16 @@ def test_gradient_of_what_was_read(kind: Any) -> None:
     """Serialized with its derivative, a loop can be differentiated where its source is not known."""
     f = partial(scan, kind=kind)
     read = through_bytes(f, W, H, XS, STEPS, vjp_order=1)
-    assert_same(jax.grad(read.call, (0, 1, 2))(W, H, XS, STEPS), jax.grad(f, (0, 1, 2))(W, H, XS, STEPS))
+    both = jax.jit(lambda *arguments: tuple(jax.grad(g, (0, 1, 2))(*arguments) for g in (read.call, f)))
+    assert_same(*both(W, H, XS, STEPS))
 
 
 # ---- a symbolic number of lanes: exported once for every batch size
 
 
-def lanes(count: int) -> tuple[Array, Array, Array, Array]:
-    starts = jnp.outer(jnp.linspace(0.5, 1.0, count), H)
-    return W, starts, XS, jnp.arange(count, dtype=jnp.int32) + 1
+def lanes(count: int) -> tuple[Any, ...]:
+    starts = np.outer(np.linspace(0.5, 1.0, count), H)
+    return W, starts, XS, np.arange(count, dtype=np.int32) + 1
 
 
 def symbolic_lanes() -> list[Any]:
@@ -125,8 +126,15 @@ def assert_works_for_batches(f: Any, *counts: int) -> None:
         assert_same(read.call(*lanes(count)), jax.jit(f)(*lanes(count)))
 
 
-@EACH_LOOP
-@pytest.mark.parametrize("what", LANES)
+# Batches of values and gradients of each loop, and of each kind.
+WHAT = [
+    pytest.param(loop, what, marks=pytest.mark.slow if what == "gradient of each lane" and loop != scan else ())
+    for loop in (while_loop, fori_loop, scan)
+    for what in LANES
+]
+
+
+@pytest.mark.parametrize(("loop", "what"), WHAT, ids=name_of)
 def test_any_number_of_lanes(loop: Any, what: str) -> None:
     assert_works_for_batches(LANES[what](partial(loop, kind=lx.Auto())), 1, 4)
 
@@ -151,7 +159,7 @@ def test_any_number_of_lanes_with_weights_of_their_own() -> None:
     arguments = [jax.ShapeDtypeStruct((b,), d) for d in (jnp.float64, jnp.float64, jnp.int32)]
     read = through_bytes(jax.grad(total, (0, 1)), *arguments)
     given = jnp.array([1.0, 2.0, 0.5]), jnp.array([0.3, 0.2, 0.1]), jnp.array([2, 0, 9], jnp.int32)
-    assert_same(read.call(*given), jax.grad(total, (0, 1))(*given))
+    assert_same(read.call(*given), jax.jit(jax.grad(total, (0, 1)))(*given))
 
 
 def test_a_symbolic_size_of_the_carry() -> None:
@@ -163,7 +171,7 @@ def test_a_symbolic_size_of_the_carry() -> None:
     (b,) = export.symbolic_shape("b")
     read = through_bytes(jax.grad(energy), W, jax.ShapeDtypeStruct((b, 3), H.dtype))
     batch = lanes(4)[1]
-    assert_same(read.call(W, batch), jax.grad(energy)(W, batch))
+    assert_same(read.call(W, batch), jax.jit(jax.grad(energy))(W, batch))
 
 
 def test_a_symbolic_number_of_rows_is_refused() -> None:
@@ -224,6 +232,7 @@ for program in (last_of_three, halves):
 """
 
 
+@pytest.mark.slow
 def test_a_check_that_makes_nan_is_exported() -> None:
     settings = {"EQX_ON_ERROR": "nan", "JAX_ENABLE_X64": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -240,5 +249,6 @@ def test_without_throw_what_was_exported_says_that_its_bound_was_reached(loop: A
 
 
 def test_a_check_that_cannot_fail_does_not_prevent_an_export() -> None:
-    f = lambda x: lx.scan(lambda c, row: (jnp.sin(c * row), c), x, XS[:, 0])
-    assert_same(through_bytes(jax.grad(lambda x: mixed(f(x))), 0.5).call(0.5), jax.grad(lambda x: mixed(f(x)))(0.5))
+    rows = np.asarray(XS)[:, 0]
+    gradient = jax.grad(lambda x: mixed(lx.scan(lambda c, row: (jnp.sin(c * row), c), x, rows)))
+    assert_same(through_bytes(gradient, 0.5).call(0.5), jax.jit(gradient)(0.5))

@@ -75,3 +75,15 @@ SUM = lambda c, x: (c + x, c)
 
 def rows_up_to(length: Any, **options: Any) -> Any:
     return lx.scan(SUM, 0.0, jnp.arange(3.0), length, **options)
+
+
+def doubled(x: Any, steps: Any) -> Any:
+    return lx.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, 2.0 * c[1]), (jnp.int32(0), x), max_steps=3)[1]
+
+
+def inner(x: Any, steps: Any, **options: Any) -> Any:
+    return lx.fori_loop(0, steps, lambda _, x: x + 1.0, x, max_steps=3, **options)
+
+
+def nested_fori(steps: Any, inner: Any = inner) -> Any:
+    return lx.fori_loop(0, 2, lambda _, x: inner(x, steps), 0.0)

@@ -1,9 +1,11 @@
 """Gradients of weights that all devices share, through loops of which each device takes another number of steps.
 
-A program of its own, for `tests/sharding/test_shared_weights.py`: where devices wait for each other it does not end.
+A program of its own, for `sharding/test_shared_weights.py`: where devices wait for each other it does not end. With
+`second` as its argument it takes second derivatives of all programs, without it first ones, and second ones of three.
 """
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +17,37 @@ import loopax as lx
 from tests.support.problem import KINDS, name_of
 
 BOUND = 4
+MOST = 12  # as many as any device takes
 WEIGHT = np.float64(0.7)
 
 
+def chosen(take, new, old):
+    return jax.tree.map(lambda new, old: jnp.where(take, new, old), new, old)
+
+
 class Plain:
-    """The same loops in Python, for numbers of steps that are known."""
+    """The same loops by the scans of JAX: each takes `MOST` steps, of which a device uses its own."""
 
     def fori_loop(self, lower, upper, body, init):
-        for i in range(int(lower), int(upper)):
-            init = body(i, init)
-        return init
+        step = lambda i, c: (i + 1, body(i, c))
+        return self.while_loop(lambda c: c[0] < upper, lambda c: step(*c), (lower, init))[1]
 
     def while_loop(self, cond, body, init):
-        while cond(init):
-            init = body(init)
-        return init
+        init = jax.tree.map(jnp.asarray, init)
+        return lax.scan(lambda c, _: (chosen(cond(c), body(c), c), None), init, None, MOST)[0]
 
     def scan(self, f, init, xs, length, reverse=False, stop=None):
-        ys = [jnp.zeros(())] * len(xs)
-        for i in reversed(range(int(length))) if reverse else range(int(length)):
-            init, ys[i] = f(init, xs[i])
-            if stop is not None and stop(init, ys[i]):
-                break
-        return init, jnp.stack(ys)
+        def step(carry, row):
+            i, x = row
+            c, going = carry
+            take = going & (i < length)
+            new, y = f(c, x)
+            stopped = take & stop(new, y) if stop is not None else False
+            return (chosen(take, new, c), going & ~jnp.asarray(stopped)), jnp.where(take, y, 0.0)
+
+        rows = np.arange(len(xs)), xs
+        (c, _), ys = lax.scan(step, (jnp.asarray(init), jnp.asarray(True)), rows, reverse=reverse)
+        return c, ys
 
 
 class Loops:
@@ -129,15 +139,24 @@ PROGRAMS = [fori, while_, while_on_value, scan, scan_reverse, scan_stop]
 PROGRAMS += [inner_varies, outer_varies, both_vary, higher_order]
 
 
+def first(f):
+    """The value and the derivative."""
+    return jax.value_and_grad(f)
+
+
+def forward_over_reverse(f):
+    """The derivative and the second one."""
+    return lambda w: jax.jvp(jax.grad(f), (w,), (jnp.ones(()),))
+
+
+def second(f):
+    """The same, and the second derivative once more, in the other way."""
+    return lambda w: (*forward_over_reverse(f)(w), jax.grad(jax.grad(f))(w))
+
+
 def derivatives(f):
     """Value, and derivatives up to the second, which are taken in two ways."""
-    gradient = jax.grad(f)
-
-    def found(w):
-        value, slope = jax.value_and_grad(f)(w)
-        return value, slope, jax.jvp(gradient, (w,), (jnp.ones(()),))[1], jax.grad(gradient)(w)
-
-    return found
+    return lambda w: (*first(f)(w), *second(f)(w)[1:])
 
 
 def mesh(shape=(8,), names=("d",)):
@@ -174,8 +193,9 @@ def in_lanes(shard):
 
 def plain(f, counts=COUNTS, lanes=((1.0, 1),)):
     """The same without devices."""
-    rows = list(zip(XS, counts, strict=True))
-    return lambda w: sum((k + 1) * f(Plain(), w, s * x, int(n) // m) for k, (x, n) in enumerate(rows) for s, m in lanes)
+    starts, shares = np.concatenate([s * XS for s, _ in lanes]), np.concatenate([counts // m for _, m in lanes])
+    weights = np.tile(np.arange(1.0, 9), len(lanes))
+    return lambda w: weights @ jax.vmap(lambda x, n: f(Plain(), w, x, n))(starts, shares)
 
 
 def of(f, **options):
@@ -230,20 +250,28 @@ def free(w, x, n):
     return lx.fori_loop(0, n, lambda i, y: w * inner(y) + 0.1, x, lanes="free")
 
 
-BY_VALUE = ("while_on_value", "scan_stop")  # how many steps these take is not known when they are traced
+def orders(name, again):
+    """Values and gradients of all programs, with second derivatives of three; then second derivatives of the others."""
+    if not again:
+        return derivatives if name in DEEP else first
+    return forward_over_reverse if name.endswith(("devices", "rewritten", "lanes")) else second
 
 
-def main():
+DEEP = ("fori", "scan", "scan_stop")
+
+
+def main(again):
     found, known = {}, {}
     for name, (devices, alone) in cases():
+        if again and name in DEEP:
+            continue
         if alone not in known:
-            expected = derivatives(alone)
-            known[alone] = (expected if name.startswith(BY_VALUE) else jax.jit(expected))(WEIGHT)
-        results = jax.jit(derivatives(devices))(WEIGHT), known[alone]
-        found[name] = [np.array(numbers).tolist() for numbers in results]
+            known[alone] = jax.jit(orders(name, again)(alone))(WEIGHT)
+        results = jax.jit(orders(name, again)(devices))(WEIGHT)
+        found[name] = [np.array(numbers).tolist() for numbers in (results, known[alone][: len(results)])]
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    main()
+    main("second" in sys.argv)

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 
 def alone(function: Callable[..., Any], *lanes: Any) -> Any:
     """Every lane by itself, one after the other."""
     single = jax.jit(function)
-    results = [single(*lane) for lane in zip(*lanes, strict=True)]
-    return jax.tree.map(lambda *values: jnp.stack(values), *results)
+    results = [single(*lane) for lane in zip(*jax.tree.map(np.asarray, lanes), strict=True)]
+    return jax.tree.map(lambda *values: np.stack(values), *results)
 
 
 class LaneCounter:

@@ -4,14 +4,15 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.problem import KINDS, LOOPS, WITH_LAX, XS, H, W, name_of
+from tests.support.problem import KINDS, LOOPS, WITH_LAX, XS, H, W, expected_gradient, mixed, name_of, while_body
 from tests.support.reference import assert_close
 
-ROWS = jnp.arange(5.0)
-INNER_COUNTS = jnp.array([2, 5, 0, 3])
+ROWS = np.arange(5.0)
+INNER_COUNTS = np.array([2, 5, 0, 3])
 
 
 def nested(kind, inner_kind=None):
@@ -41,45 +42,86 @@ def nested_expected(h, counts, m):
     return (h**2).sum() + jnp.cos(jnp.stack(rows)).sum()
 
 
+def derivatives(f):
+    """The value, the gradient, and the Hessian, in one program."""
+    return jax.jit(lambda h: (f(h), jax.grad(f)(h), jax.hessian(f)(h)))
+
+
+@ft.cache
+def expected_derivatives():
+    return derivatives(lambda h: nested_expected(h, INNER_COUNTS, 3))(H)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_gradient_and_hessians(kind):
-    program, m = nested(kind), jnp.int32(3)
-    expected = lambda h: nested_expected(h, INNER_COUNTS, 3)
-    f = lambda h: program(h, INNER_COUNTS, m)
-    assert_close(jax.jit(jax.value_and_grad(f))(H), jax.value_and_grad(expected)(H))
-    assert_close(jax.jit(jax.hessian(f))(H), jax.hessian(expected)(H))
-    assert_close(jax.jit(jax.jacrev(jax.jacrev(f)))(H), jax.hessian(expected)(H))
+    program, (value, gradient, hessian) = nested(kind), expected_derivatives()
+
+    @jax.jit
+    def found(h, m):
+        f = lambda h: program(h, INNER_COUNTS, m)
+        return jax.value_and_grad(f)(h), jax.hessian(f)(h), jax.jacrev(jax.jacrev(f))(h)
+
+    assert_close(found(H, np.int32(3)), ((value, gradient), hessian, hessian))
 
 
-@pytest.mark.parametrize(("kind", "inner"), [(a, b) for a in KINDS for b in KINDS if a != b], ids=name_of)
+# Each kind outside and each inside are in the fast part, the other pairs are not.
+NEXT = dict(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True))
+UNEQUAL = [pytest.param(a, b, marks=() if NEXT[a] == b else pytest.mark.slow) for a in KINDS for b in KINDS if a != b]
+
+
+@pytest.mark.parametrize(("kind", "inner"), UNEQUAL, ids=name_of)
 def test_mixed_kinds(kind, inner):
-    f = lambda h: nested(kind, inner)(h, INNER_COUNTS, jnp.int32(3))
-    assert_close(jax.jit(jax.grad(f))(H), jax.grad(lambda h: nested_expected(h, INNER_COUNTS, 3))(H))
+    gradient = jax.jit(jax.grad(lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)))
+    assert_close(gradient(H, np.int32(3)), expected_derivatives()[1])
 
 
+# Rules that do not depend on the kind are tested with these two, which are most unlike each other.
+TWO_KINDS = [
+    pytest.param(kind, marks=() if kind in (lx.Checkpointed(), lx.Residuals()) else pytest.mark.slow) for kind in KINDS
+]
 MIXED = [(lx.Residuals(), lx.Checkpointed()), (lx.Residuals(), lx.Checkpointed(2)), (lx.Checkpointed(2), lx.Bounded())]
 
 
 @pytest.mark.parametrize(("kind", "inner"), MIXED, ids=name_of)
 def test_second_derivatives_of_mixed_kinds(kind, inner):
     """What an inner loop saves may become rows of the outer one, with cotangents that are written out."""
-    f = lambda h: nested(kind, inner)(h, INNER_COUNTS, jnp.int32(3))
-    wanted = jax.hessian(lambda h: nested_expected(h, INNER_COUNTS, 3))(H)
-    for hessian in (jax.jacrev(jax.jacrev(f)), jax.jacfwd(jax.jacrev(f))):
-        assert_close(jax.jit(hessian)(H), wanted)
-    assert_close(jax.jit(jax.grad(lambda h: jax.grad(f)(h) @ h))(H), wanted @ H + jax.grad(f)(H))
+
+    @jax.jit
+    def found(h, m):
+        gradient = jax.grad(lambda h: nested(kind, inner)(h, INNER_COUNTS, m))
+        return jax.jacfwd(gradient)(h), jax.grad(lambda h: gradient(h) @ h)(h)
+
+    _, gradient, hessian = map(np.asarray, expected_derivatives())
+    assert_close(found(H, np.int32(3)), (hessian, hessian @ H + gradient))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "inner"), MIXED, ids=name_of)
+def test_batches_of_second_derivatives_of_mixed_kinds(kind, inner):
+    """The same as `jax.jacrev` takes them, all directions at once."""
+    f = lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)
+    assert_close(jax.jit(jax.jacrev(jax.jacrev(f)))(H, np.int32(3)), expected_derivatives()[2])
+
+
+LANES = np.stack([H, -H, 2 * H]), np.array([[2, 5, 0, 3], [0, 1, 1, 5], [4, 0, 0, 0]]), np.array([3, 4, 0])
+
+
+@ft.cache
+def expected_lanes():
+    """The gradients of three lanes."""
+    gradient = lambda h, c, m: jax.grad(lambda h: nested_expected(h, c, m))(h)
+    gradients = lambda starts: [gradient(*lane) for lane in zip(starts, *LANES[1:], strict=True)]
+    return np.stack(jax.jit(gradients)(list(LANES[0])))
+
+
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
 def test_lanes_with_counts_of_their_own(kind):
-    starts = jnp.stack([H, -H, 2 * H])
-    counts = jnp.array([[2, 5, 0, 3], [0, 1, 1, 5], [4, 0, 0, 0]])
-    ms = jnp.array([3, 4, 0])
-    lanes = zip(starts, counts, ms, strict=True)
-    wanted = jnp.stack([jax.grad(lambda h, c=c, m=m: nested_expected(h, c, m))(h) for h, c, m in lanes])
-    assert_close(jax.jit(jax.vmap(jax.grad(nested(kind))))(starts, counts, ms), wanted)
-    summed = lambda starts: jax.vmap(nested(kind))(starts, counts, ms).sum()
-    assert_close(jax.jit(jax.grad(summed))(starts), wanted)
+    @jax.jit
+    def found(starts, counts, ms):
+        summed = lambda starts: jax.vmap(nested(kind))(starts, counts, ms).sum()
+        return jax.vmap(jax.grad(nested(kind)))(starts, counts, ms), jax.grad(summed)(starts)
+
+    assert_close(found(*LANES), (expected_lanes(), expected_lanes()))
 
 
 @pytest.mark.parametrize("depth", [3, 4])
@@ -90,50 +132,63 @@ def test_depth(depth):
         return lx.fori_loop(0, 2, lambda i, h: program(h, level - 1), h)
 
     expected = lambda h: jax.lax.fori_loop(0, 2**depth, lambda i, h: jnp.tanh(h) * 1.1, h).sum()
-    assert_close(jax.jit(jax.grad(lambda h: program(h, depth).sum()))(H), jax.grad(expected)(H))
+    ours = lambda h: program(h, depth).sum()
+    assert_close(*jax.jit(lambda h: (jax.grad(ours)(h), jax.grad(expected)(h)))(H))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def descend(inner, outer):
+    """Gradient descent on a loop."""
+    return lambda h: outer(lambda h: h - 0.1 * jax.grad(lambda h: (inner(h) ** 2).sum())(h), h).sum()
+
+
+@ft.cache
+def expected_descent():
+    plain = lambda n: lambda f, h: jax.lax.scan(lambda h, _: (f(h), None), h, None, length=n)[0]
+    return derivatives(descend(lambda h: plain(5)(lambda h: jnp.sin(W @ h), h), plain(3)))(H)
+
+
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
 def test_a_gradient_as_the_step_of_a_loop(kind):
     """Gradient descent on an inner loop, differentiated: primal sweeps inside another loop's body."""
-
-    def descend(inner, outer):
-        return lambda h: outer(lambda h: h - 0.1 * jax.grad(lambda h: (inner(h) ** 2).sum())(h), h).sum()
-
-    times = lambda n, kind: lambda f, h: lx.fori_loop(0, n, lambda i, h: f(h), h, kind=kind)
-    plain = lambda n: lambda f, h: jax.lax.scan(lambda h, _: (f(h), None), h, None, length=n)[0]
-    step = lambda h: jnp.sin(W @ h)
-    f = descend(lambda h: times(5, kind)(step, h), times(3, kind))
-    expected = descend(lambda h: plain(5)(step, h), plain(3))
-    assert_close(jax.jit(jax.value_and_grad(f))(H), jax.value_and_grad(expected)(H))
-    assert_close(jax.jit(jax.hessian(f))(H), jax.hessian(expected)(H))
+    times = lambda n: lambda f, h: lx.fori_loop(0, n, lambda i, h: f(h), h, kind=kind)
+    f = descend(lambda h: times(5)(lambda h: jnp.sin(W @ h), h), times(3))
+    assert_close(derivatives(f)(H), expected_descent())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_inside_lax_scan(kind):
-    program, expected = LOOPS["while"]
-    counts = jnp.array([3, 5, 2])
-    chained = lambda f: lambda h: jax.lax.scan(lambda s, n: (s + f(W, h * s, XS, n), None), jnp.ones(()), counts)[0]
+CHAINED = np.array([3, 5, 2])
+
+
+@ft.cache
+def expected_chain():
+    """Written out, with the steps of `while_body`."""
 
     def by_hand(h):
         s = jnp.ones(())
-        for n in counts:
-            s = s + expected(W, h * s, XS, int(n))
+        for n in CHAINED:
+            y = h * s
+            for i in range(n):
+                y, _ = while_body(W, XS)((y, i))
+            s = s + mixed(y)
         return s
 
-    assert_close(jax.jit(jax.value_and_grad(chained(program(kind))))(H), jax.value_and_grad(by_hand)(H))
-    assert_close(jax.jit(jax.hessian(chained(program(kind))))(H), jax.hessian(by_hand)(H))
+    return derivatives(by_hand)(H)
+
+
+@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
+def test_inside_lax_scan(kind):
+    f = LOOPS["while"][0](kind)
+    chained = lambda h: jax.lax.scan(lambda s, n: (s + f(W, h * s, XS, n), None), jnp.ones(()), CHAINED)[0]
+    assert_close(derivatives(chained)(H), expected_chain())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_inside_lax_cond(kind):
-    program, expected = LOOPS["scan"]
-    branch = lambda f: lambda h: jax.lax.cond(h[0] > 0, lambda h: f(W, h, XS, jnp.int32(3)), lambda h: h.sum(), h)
-    f = branch(program(kind))
-    starts = jnp.stack([H, -H])
-    wanted = jnp.stack([jax.grad(lambda h: expected(W, h, XS, 3))(H), jnp.ones(3)])
-    assert_close(jnp.stack([jax.grad(f)(h) for h in starts]), wanted)
-    assert_close(jax.jit(jax.vmap(jax.grad(f)))(starts), wanted)
+    program = LOOPS["scan"][0](kind)
+    f = lambda h, n: jax.lax.cond(h[0] > 0, lambda h: program(W, h, XS, n), lambda h: h.sum(), h)
+    found = jax.jit(lambda h, n: (jax.grad(f)(h, n), jax.vmap(jax.grad(f), (0, None))(jnp.stack([h, -h]), n)))
+    wanted = np.stack([expected_gradient("scan", 3)[1][1], np.ones(3)])
+    assert_close(found(H, np.int32(3)), (wanted[0], wanted))
+    assert_close(found(-H, np.int32(3)), (wanted[1], wanted[::-1]))
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -141,7 +196,7 @@ def test_lax_loops_in_the_body(kind):
     body = lambda i, h: jax.lax.scan(lambda h, _: (jnp.sin(W @ h), None), h, None, length=2)[0]
     f = lambda h: lx.fori_loop(0, 3, body, h, kind=kind).sum()
     expected = lambda h: jax.lax.fori_loop(0, 6, lambda i, h: jnp.sin(W @ h), h).sum()
-    assert_close(jax.jit(jax.value_and_grad(f))(H), jax.value_and_grad(expected)(H))
+    assert_close(*jax.jit(lambda h: (jax.value_and_grad(f)(h), jax.value_and_grad(expected)(h)))(H))
 
 
 def sine_steps(kind):
@@ -173,31 +228,65 @@ AROUND = {
     "lax.scan of lanes": lambda f: (
         lambda h: jax.lax.scan(lambda h, _: (jax.vmap(f)(h), None), jnp.stack([h, -h]), None, length=2)[0]
     ),
-    "lax.cond": lambda f: lambda h: jax.lax.cond(h[0] > 0, lambda h: f(f(h)), lambda h: h, h),
+    "lax.cond": lambda f: lambda h: jax.lax.cond(h[0] > 0, f, lambda h: h, h),
     "jit": lambda f: lambda h: jax.jit(f)(jax.jit(f)(h)),
-    "checkpoint": lambda f: lambda h: jax.checkpoint(f)(jax.checkpoint(f)(h)),
-    "lax.map": lambda f: lambda h: jax.lax.map(f, jnp.stack([h, f(h)])),
+    "checkpoint": lambda f: lambda h: jax.checkpoint(f)(jnp.sin(h)),
+    "lax.map": lambda f: lambda h: jax.lax.map(f, jnp.stack([h, 2.0 * h])),
 }
 
 
 @ft.cache
 def expected_around(around, counting):
     """Gradient and Hessian, the same for all kinds."""
-    f = lambda h: (AROUND[around](expected_steps(counting))(h) ** 2).sum()
-    return jax.grad(f)(H), jax.hessian(f)(H)
+    return derivatives(lambda h: (AROUND[around](expected_steps(counting))(h) ** 2).sum())(H)
 
 
-# These take long. The second kind of steps has all that the first has, and slots with both schedules.
-STEPS = [(sine_steps, lx.Checkpointed()), *((counting_steps, kind) for kind in KINDS)]
+EACH = pytest.mark.parametrize("around", AROUND)
 
 
-@pytest.mark.parametrize(("steps", "kind"), STEPS, ids=name_of)
-@pytest.mark.parametrize("around", AROUND)
-def test_every_derivative_inside_other_control_flow(kind, around, steps):
-    """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
+def assert_orders(around, steps, kind, *orders):
+    """The gradient, and the Hessian in these orders."""
     f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
-    gradient, hessian = expected_around(around, steps is counting_steps)
-    assert_close(jax.jit(jax.grad(f))(H), gradient)
-    for first in (jax.jacfwd, jax.jacrev):
-        for second in (jax.jacfwd, jax.jacrev):
-            assert_close(jax.jit(second(first(f)))(H), hessian)
+    _, gradient, hessian = expected_around(around, steps is counting_steps)
+    found = jax.jit(lambda h: (jax.grad(f)(h), [order(f)(h) for order in orders]))(H)
+    assert_close(found, (gradient, [hessian] * len(orders)))
+
+
+FORWARD_OVER_FORWARD = lambda f: jax.jacfwd(jax.jacfwd(f))
+FORWARD_OVER_REVERSE = lambda f: jax.jacfwd(jax.jacrev(f))
+REVERSE_OVER_FORWARD = lambda f: jax.jacrev(jax.jacfwd(f))
+REVERSE_OVER_REVERSE = lambda f: jax.jacrev(jax.jacrev(f))
+
+
+# Of the pairs that take long, the fast part has the two forms with rules of their own, for a carry and for branches.
+SLOW = [("jit", "checkpoint", "lax.map", "lax.scan of lanes"), (lx.Checkpointed(3), lx.Bounded(), lx.Residuals())]
+PAIRS = [
+    pytest.param(around, kind, marks=pytest.mark.slow if around in SLOW[0] and kind in SLOW[1] else ())
+    for around in AROUND
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("around", "kind"), PAIRS, ids=name_of)
+def test_gradient_and_hessian_inside_other_control_flow(around, kind):
+    assert_orders(around, counting_steps, kind, FORWARD_OVER_REVERSE)
+
+
+@EACH
+def test_every_derivative_inside_other_control_flow(around):
+    """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
+    orders = FORWARD_OVER_FORWARD, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE  # the first sees no kind
+    assert_orders(around, counting_steps, lx.Residuals(), *orders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != lx.Residuals()], ids=name_of)
+@EACH
+def test_every_derivative_of_each_kind_inside_other_control_flow(around, kind):
+    assert_orders(around, counting_steps, kind, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE)
+
+
+@pytest.mark.parametrize("around", ["lax.scan", "lax.scan of lanes"])
+def test_every_derivative_where_the_whole_carry_is_that_of_a_scan(around):
+    orders = FORWARD_OVER_FORWARD, FORWARD_OVER_REVERSE, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE
+    assert_orders(around, sine_steps, lx.Checkpointed(), *orders)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -10,7 +11,7 @@ import loopax as lx
 from tests.support.problem import KINDS, WITH_LAX, name_of
 from tests.support.reference import assert_close
 
-STARTS = jnp.linspace(-0.9, 1.1, 16)
+STARTS = np.linspace(-0.9, 1.1, 16)
 SPEC = PartitionSpec("d")
 
 
@@ -18,8 +19,20 @@ def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
 
 
-def sharded(f, check_vma):
-    return jax.shard_map(f, mesh=mesh(), in_specs=SPEC, out_specs=SPEC, check_vma=check_vma)
+def sharded(f, check_vma, arguments=1):
+    return jax.shard_map(f, mesh=mesh(), in_specs=(SPEC,) * arguments, out_specs=SPEC, check_vma=check_vma)
+
+
+def sines(h, counts):
+    """So many steps of h <- 1.1 sin(h), elementwise: the results, and their first and second derivatives."""
+    y, slope, curvature = np.array(h), np.ones(len(h)), np.zeros(len(h))
+    for k, n in enumerate(np.broadcast_to(counts, y.shape)):
+        for _ in range(n):
+            first, second = 1.1 * np.cos(y[k]), -1.1 * np.sin(y[k])
+            curvature[k] = second * slope[k] ** 2 + first * curvature[k]
+            slope[k] *= first
+            y[k] = 1.1 * np.sin(y[k])
+    return y, slope, curvature
 
 
 def energy(kind):
@@ -28,59 +41,46 @@ def energy(kind):
 
 
 def energy_expected(h):
-    return (lax.scan(lambda h, _: (jnp.sin(h) * 1.1, h), h, None, length=5)[0] ** 2).sum()
+    """Its value, gradient, and the diagonal of its Hessian."""
+    y, slope, curvature = sines(h, 5)
+    return (y**2).sum(), 2 * y * slope, 2 * (slope**2 + y * curvature)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
-def test_forward(kind, check_vma):
-    f = sharded(lambda h: energy(kind)(h)[None], check_vma)
-    assert_close(jax.jit(f)(STARTS).sum(), energy_expected(STARTS))
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_gradients_inside_and_outside(kind, check_vma):
-    wanted = jax.grad(energy_expected)(STARTS)
-    inside = sharded(jax.grad(energy(kind)), check_vma)
-    outside = jax.grad(lambda h: sharded(lambda h: energy(kind)(h)[None], check_vma)(h).sum())
-    assert_close(jax.jit(inside)(STARTS), wanted)
-    assert_close(jax.jit(outside)(STARTS), wanted)
+def test_forward_and_gradients_inside_and_outside(kind):
+    forward = lambda check: sharded(lambda h: energy(kind)(h)[None], check)
+    programs = {}
+    for check in (False, True):
+        programs[check, "forward"] = forward(check)
+        programs[check, "inside"] = sharded(jax.grad(energy(kind)), check)
+        programs[check, "outside"] = jax.grad(lambda h, check=check: forward(check)(h).sum())
+    found = jax.jit(lambda h: {name: f(h) for name, f in programs.items()})(STARTS)
+    value, gradient, _ = energy_expected(STARTS)
+    for (_, name), actual in found.items():
+        actual = np.asarray(actual)
+        assert_close(*((actual.sum(), value) if name == "forward" else (actual, gradient)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_hessian_inside(kind):
     f = sharded(jax.hessian(energy(kind)), True)
-    blocks = jax.jit(f)(STARTS).reshape(8, 2, 2)
-    wanted = jax.hessian(energy_expected)(STARTS)
-    assert_close(blocks, jnp.stack([wanted[i : i + 2, i : i + 2] for i in range(0, 16, 2)]))
+    blocks = np.asarray(jax.jit(f)(STARTS)).reshape(8, 2, 2)
+    assert_close(blocks, np.stack([np.diag(pair) for pair in energy_expected(STARTS)[2].reshape(8, 2)]))
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_collective_in_the_body(kind, check_vma):
-    def shard(times):
-        def step(h):
-            return jnp.sin(h) + 0.1 * lax.psum(h.sum(), "d")
+def test_collective_in_the_body(kind):
+    step = lambda total: lambda h: jnp.sin(h) + 0.1 * total(h)
+    shard = lambda h: lx.fori_loop(0, 4, lambda i, h: step(lambda h: lax.psum(h.sum(), "d"))(h), h, kind=kind)
+    ours = lambda check: jax.grad(lambda h: (sharded(shard, check)(h) ** 2).sum())
 
-        return lambda h: times(step, h)
+    def plain(h):
+        for _ in range(4):
+            h = step(jnp.sum)(h)
+        return (h**2).sum()
 
-    loop = lambda step, h: lx.fori_loop(0, 4, lambda i, h: step(h), h, kind=kind)
-    plain = lambda step, h: lax.fori_loop(0, 4, lambda i, h: step(h), h)
-    actual = jax.jit(jax.grad(lambda h: (sharded(shard(loop), check_vma)(h) ** 2).sum()))(STARTS)
-    assert_close(actual, jax.grad(lambda h: (sharded(shard(plain), check_vma)(h) ** 2).sum())(STARTS))
-
-
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
-def test_counts_that_differ_between_devices(kind):
-    counts = jnp.arange(8, dtype=jnp.int32)
-
-    def shard(h, n):
-        return lx.fori_loop(0, n[0], lambda i, h: jnp.sin(h) * 1.1, h, max_steps=9, kind=kind)
-
-    f = jax.shard_map(shard, mesh=mesh(), in_specs=(SPEC, SPEC), out_specs=SPEC)
-    wanted = jnp.stack([lax.fori_loop(0, int(i) // 2, lambda i, h: jnp.sin(h) * 1.1, STARTS[i]) for i in range(16)])
-    assert_close(jax.jit(f)(STARTS, counts), wanted)
+    unchecked, checked, wanted = jax.jit(lambda h: (ours(False)(h), ours(True)(h), jax.grad(plain)(h)))(STARTS)
+    assert_close((unchecked, checked), (wanted, wanted))
 
 
 def of_count(kind, bound, **options):
@@ -98,9 +98,20 @@ def of_condition(kind, bound, **options):
 def of_rows(kind, bound, **options):
     def loop(h, n):
         step = lambda h, x: (jnp.sin(h) * x, None)
-        return lx.scan(step, h, jnp.full(bound, 1.1), length=n, reverse=True, kind=kind, **options)[0]
+        return lx.scan(step, h, np.full(bound, 1.1), length=n, reverse=True, kind=kind, **options)[0]
 
     return loop
+
+
+COUNTS = np.arange(16, dtype=np.int32) % 9
+
+
+def test_counts_that_differ_between_devices():
+    """The lanes of a device take as many steps as its first."""
+    programs = {name_of(kind): of_count(kind, 9) for kind in WITH_LAX}
+    f = sharded(lambda h, n: {name: f(h, n[0]) for name, f in programs.items()}, True, 2)
+    wanted, *_ = sines(STARTS, COUNTS[::2].repeat(2))
+    assert_close(jax.device_get(jax.jit(f)(STARTS, COUNTS)), dict.fromkeys(programs, wanted))
 
 
 PER_DEVICE = {
@@ -110,49 +121,41 @@ PER_DEVICE = {
 }
 
 
-@pytest.mark.parametrize("transform", PER_DEVICE)
 @pytest.mark.parametrize(
     ("loop", "kind", "bound"),
     [
         *((loop, kind, 9) for loop in (of_count, of_condition, of_rows) for kind in KINDS),
         *((loop, kind, None) for loop in (of_count, of_condition) for kind in (lx.Checkpointed(), lx.Checkpointed(3))),
     ],
+    ids=name_of,
 )
-def test_gradients_of_counts_that_differ_between_devices(loop, kind, bound, transform):
+def test_gradients_of_counts_that_differ_between_devices(loop, kind, bound):
     """Rows of the replay vary, and JAX's check of what varies is on."""
-    one_each = transform == "grad"
-    starts = STARTS[::2] if one_each else STARTS
-    counts = jnp.arange(len(starts), dtype=jnp.int32) % 9
-    f = sharded(PER_DEVICE[transform](loop(kind, bound)), True)
-    assert_close(jax.jit(f)(starts, counts), _slopes(starts, counts))
-
-
-def _slopes(starts, counts):
-    slope = jax.grad(lambda h, n: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h))
-    return jnp.stack([slope(h, int(n)) for h, n in zip(starts, counts, strict=True)])
+    f = loop(kind, bound)
+    shard = lambda h, n: {name: transform(f)(h, n) for name, transform in PER_DEVICE.items()}
+    found = jax.device_get(jax.jit(sharded(shard, True, 2))(STARTS, COUNTS))
+    _, slopes, _ = sines(STARTS, COUNTS)
+    assert_close(found, {"grad": slopes[::2], "vmap of grad": slopes, "grad of vmap": slopes})
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(3), lx.Residuals()], ids=name_of)
 @pytest.mark.parametrize("loop", [of_count, of_condition])
 def test_hessians_of_counts_that_differ_between_devices(loop, kind):
-    counts = jnp.arange(16, dtype=jnp.int32) % 9
-    f = sharded(jax.vmap(jax.hessian(loop(kind, 9))), True)
-    hessian = jax.hessian(lambda h, n: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h))
-    wanted = [hessian(h, int(n)) for h, n in zip(STARTS, counts, strict=True)]
-    assert_close(jax.jit(f)(STARTS, counts), jnp.stack(wanted))
+    f = sharded(jax.vmap(jax.hessian(loop(kind, 9))), True, 2)
+    assert_close(jax.device_get(jax.jit(f)(STARTS, COUNTS)), sines(STARTS, COUNTS)[2])
 
 
 @pytest.mark.parametrize("loop", [of_count, of_condition])
 def test_compact_lanes_of_counts_that_differ_between_devices(loop):
-    counts = jnp.arange(16, dtype=jnp.int32) % 9
     lanes = jax.vmap(jax.grad(loop(lx.Checkpointed(), 9, lanes=lx.Compact(min_lanes=1))))
-    assert_close(jax.jit(sharded(lanes, True))(STARTS, counts), _slopes(STARTS, counts))
+    found = jax.jit(sharded(lanes, True, 2))(STARTS, COUNTS)
+    assert_close(jax.device_get(found), sines(STARTS, COUNTS)[1])
 
 
 def test_start_that_is_the_same_on_all_devices():
     """The body mixes it with data that varies: the start is marked as varying, as a weak type is promoted."""
     f = sharded(lambda x: lx.fori_loop(0, 3, lambda i, total: total + x.sum(), jnp.zeros(()))[None], True)
-    assert_close(jax.jit(f)(STARTS), 3 * STARTS.reshape(8, 2).sum(1))
+    assert_close(jax.device_get(jax.jit(f)(STARTS)), 3 * STARTS.reshape(8, 2).sum(1))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -163,24 +166,22 @@ def test_shardings_are_kept(kind, axis_type):
         h = jax.device_put(STARTS, NamedSharding(devices, SPEC))
         gradient = jax.jit(jax.grad(energy(kind)))(h)
     assert gradient.sharding.is_equivalent_to(NamedSharding(devices, SPEC), 1)
-    assert_close(jax.device_get(gradient), jax.device_get(jax.grad(energy_expected)(STARTS)))
+    assert_close(jax.device_get(gradient), energy_expected(STARTS)[1])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_collective_over_a_vmapped_axis(kind):
     step = lambda h: jnp.sin(h) + lax.pmean(h, "i")
     f = lambda h: lx.fori_loop(0, 3, lambda i, h: step(h), h, kind=kind)
-    expected = lambda h: lax.scan(lambda h, _: (step(h), None), h, None, length=3)[0]
-    assert_close(jax.vmap(f, axis_name="i")(STARTS), jax.vmap(expected, axis_name="i")(STARTS))
-    gradient = jax.jit(jax.vmap(jax.grad(f), axis_name="i"))
-    assert_close(gradient(STARTS), jax.vmap(jax.grad(expected), axis_name="i")(STARTS))
+    expected = lambda h: step(step(step(h)))
+    lanes = lambda f: lambda h: (jax.vmap(f, axis_name="i")(h), jax.vmap(jax.grad(f), axis_name="i")(h))
+    assert_close(*jax.jit(lambda h: (lanes(f)(h), lanes(expected)(h)))(STARTS))
 
 
 def test_spmd_axis_name():
-    f = lambda h, n: lx.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h, max_steps=6)
-    counts = jnp.arange(16) % 5
+    f = lambda h, n: lx.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h, max_steps=9)
     lanes = jax.jit(jax.vmap(jax.grad(f), spmd_axis_name="d"))
-    assert_close(lanes(STARTS, counts), jax.vmap(jax.grad(f))(STARTS, counts))
+    assert_close(jax.device_get(lanes(STARTS, COUNTS)), sines(STARTS, COUNTS)[1])
 
 
 VARYING = {
@@ -198,8 +199,8 @@ VARYING = {
 @pytest.mark.parametrize("program", VARYING)
 def test_conditions_that_vary_between_devices(program):
     """Flags and conditions start as varying where what they come to depend on does."""
-    f, starts = VARYING[program], jnp.abs(STARTS) + 0.1
-    gradient = jax.grad(lambda x: f(x).sum())
-    shards = starts.reshape(8, 2)
-    assert_close(jax.jit(sharded(f, True))(starts), jnp.concatenate([f(shard) for shard in shards]))
-    assert_close(jax.jit(sharded(gradient, True))(starts), jnp.concatenate([gradient(shard) for shard in shards]))
+    f, starts = VARYING[program], np.abs(STARTS) + 0.1
+    both = lambda x: (f(x), jax.grad(lambda x: f(x).sum())(x))
+    alone = jax.jit(both)
+    wanted = tuple(np.concatenate(parts) for parts in zip(*map(alone, starts.reshape(8, 2)), strict=True))
+    assert_close(jax.device_get(jax.jit(sharded(both, True))(starts)), wanted)

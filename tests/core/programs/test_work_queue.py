@@ -1,5 +1,7 @@
 """`lanes_map`: any number of items through a fixed number of lanes."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,14 +10,15 @@ import pytest
 
 import loopax as lx
 from tests.core.batching.counting import LaneCounter
-from tests.core.lowering.test_memory import temporary
+from tests.support.compiled import temporary
+from tests.support.problem import name_of
 from tests.support.reference import assert_close
 
 ITEMS = 37
 RANDOM = np.random.RandomState(0)
-COUNTS = jnp.asarray(RANDOM.randint(0, 9, ITEMS))
-XS = jnp.asarray(RANDOM.randn(ITEMS, 3))
-W = jnp.asarray(RANDOM.randn(3, 3)) * 0.5
+COUNTS = RANDOM.randint(0, 9, ITEMS)
+XS = RANDOM.randn(ITEMS, 3)
+W = RANDOM.randn(3, 3) * 0.5
 
 
 def with_while(w, x, n, kind):
@@ -48,21 +51,28 @@ def values_and_gradients(mapped):
     return jax.value_and_grad(total, (0, 1), has_aux=True)
 
 
+@ft.cache
+def expected(f):
+    """The same for all kinds."""
+    plain = lambda w, xs: jax.vmap(lambda x, n: f(w, x, n, lx.Residuals()))(xs, COUNTS)
+    return jax.jit(values_and_gradients(plain))(W, XS)
+
+
 @pytest.mark.parametrize(
     ("f", "lanes", "kind"),
     [
         (with_while, 1, lx.Checkpointed()),
         (with_while, 16, lx.Checkpointed(3)),
-        (with_scan, 10, lx.Auto()),
+        pytest.param(with_scan, 10, lx.Auto(), marks=pytest.mark.slow),  # one of the others
         (with_scan, 64, lx.Checkpointed()),
         (with_while, 8, lx.Bounded()),
         (with_scan, 8, lx.Residuals()),
     ],
+    ids=name_of,
 )
 def test_values_and_gradients_are_those_of_a_map(f, lanes, kind):
     mapped = lambda w, xs: lx.lanes_map(lambda item: f(w, *item, kind), (xs, COUNTS), lanes=lanes)
-    wanted = lambda w, xs: jax.vmap(lambda x, n: f(w, x, n, kind))(xs, COUNTS)
-    assert_close(*(jax.jit(values_and_gradients(g))(W, XS) for g in (mapped, wanted)))
+    assert_close(jax.jit(values_and_gradients(mapped))(W, XS), expected(f))
 
 
 def test_other_derivatives_and_vmap():
@@ -74,24 +84,22 @@ def test_other_derivatives_and_vmap():
         items = (XS[:9, 0], COUNTS[:9])
         return (lx.lanes_map(f, items, lanes=4) if lanes else jax.vmap(lambda *item: f(item))(*items)).sum()
 
-    w = jnp.array(0.7)
-
-    def derivatives(lanes):
+    def derivatives(lanes, w):
         f = lambda w: total(w, lanes)
         return jax.hessian(f)(w), jax.jvp(f, (w,), (w,)), jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w]))
 
-    assert_close(jax.jit(derivatives, static_argnums=0)(True), jax.jit(derivatives, static_argnums=0)(False))
+    assert_close(*jax.jit(lambda w: (derivatives(True, w), derivatives(False, w)))(np.float64(0.7)))
 
 
 def test_lanes_take_new_items_as_they_finish():
     """The iterations are those of the sum of all steps, not those of the slowest item of each batch."""
     counter = LaneCounter()
-    counts = jnp.asarray(np.random.RandomState(1).geometric(0.05, 400))
+    counts = np.random.RandomState(1).geometric(0.05, 400)
     f = lambda n: lx.fori_loop(0, n, lambda _, x: x + 0.0 * counter(x) + 1.0, 0.0)
     mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=16))
     assert mapped(counts).tolist() == counts.tolist()
     iterations, _ = counter.of(mapped, counts)
-    batches = np.array(counts).reshape(25, 16)
+    batches = counts.reshape(25, 16)
     assert int(counts.sum()) / 16 <= iterations <= int(counts.sum()) / 16 * 1.25 + int(counts.max())
     assert iterations < 0.5 * batches.max(1).sum()
 
@@ -103,36 +111,35 @@ def test_what_stands_around_the_loop_runs_once_for_each_item():
         x = lx.fori_loop(0, n, lambda _, x: x + 1.0, counter(n.astype(float)))
         return x + counter(x)
 
-    counts = jnp.arange(40) % 7
+    counts = np.arange(40) % 7
     mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=8))
     assert mapped(counts).tolist() == (4 * counts).tolist()
     _, evaluations = counter.of(mapped, counts)
     assert evaluations == 2 * 40
 
 
-def test_memory_does_not_grow_with_the_items():
-    def memory(items, gradient):
+@pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["value", "gradient"])
+def test_memory_does_not_grow_with_the_items(gradient):
+    def memory(items, gradient=gradient):
         def f(w, x):
             n = jnp.floor(jnp.abs(x[0]) * 20).astype(int)
             return lx.fori_loop(0, n, lambda _, h: jnp.tanh(w @ h), x, kind=lx.Checkpointed(8)).sum()
 
         total = lambda w, xs: lx.lanes_map(lambda x: f(w, x), xs, lanes=16).sum()
         program = jax.grad(total) if gradient else total
-        return temporary(program, jnp.eye(16), jnp.ones((items, 16)))
+        return temporary(jax.jit(program).lower(np.eye(16), np.ones((items, 16))).compile())
 
     item = 16 * 8
-    for gradient in (False, True):
-        few, many = memory(512, gradient), memory(4096, gradient)
-        assert (
-            many - few <= 4 * (4096 - 512) * item
-        )  # copies of inputs and outputs; the states of a loop are 64 times that
-    assert memory(4096, gradient=True) < memory(4096, gradient=False) + 16 * 100 * 16 * item
+    few, many = memory(512), memory(4096)
+    assert many - few <= 4 * (4096 - 512) * item  # copies of inputs and outputs; the states of a loop are 64 times that
+    if gradient:
+        assert many < memory(4096, gradient=False) + 16 * 100 * 16 * item
 
 
 def test_checks_of_the_loop_are_raised():
     f = lambda n: lx.while_loop(lambda i: i < n, lambda i: i + 1, 0, max_steps=5)
     mapped = eqx.filter_jit(lambda n: lx.lanes_map(f, n, lanes=4))
-    assert mapped(jnp.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert mapped(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(eqx.EquinoxRuntimeError, match="max_steps=5 stopped"):
         jax.block_until_ready(mapped(jnp.array([1, 2, 9, 0, 3])))
 
