@@ -13,7 +13,7 @@ PYTHON312 ?= $(shell .ci/find-python 3.12)
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest kill-test test-all lint types bench docs map pictures clean
+.PHONY: demo test test-slow test-lowest test-newest faults kill-test test-all lint types bench docs map pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -37,6 +37,10 @@ test-all: $(VENV)/.installed $(OTHERS:=/.installed)
 		$$env/bin/python $(PYTEST) || failed="$$failed $$env"; \
 	done; \
 	test -z "$$failed" || { echo "Tests fail in$$failed"; exit 1; }
+
+# Forty small wrong edits of the core, one after another: which test notices each? It takes an hour.
+faults: $(VENV)/.installed
+	$(BIN)/python -m tests.faults.run --slow
 
 # Fifty runs of ten seconds, each killed at a random moment and resumed.
 kill-test: $(VENV)/.installed

@@ -18,12 +18,14 @@ from benchmarks.groups import Group, is_peer
 METADATA = re.compile(r",? (metadata|frontend_attributes)=\{[^{}]*\}")
 TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d.*\n)*\n*", re.MULTILINE)
 NAME = re.compile(r"%[\w.\-]+")
+PARAMETER = re.compile(r"[\w.\-]+: (?=\(|\w+\[)")  # in the first line of a computation
 
 
 def normalised(hlo: str) -> str:
     """The text without metadata, with names numbered in the order in which they appear."""
     text = METADATA.sub("", TABLES.sub("", hlo))
     text = re.sub(r"^HloModule [^,]*", "HloModule program", text)
+    text = "\n".join(PARAMETER.sub("", line) if line.endswith("{") else line for line in text.split("\n"))
     numbers: dict[str, str] = {}
     return NAME.sub(lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), text)
 

@@ -1,0 +1,96 @@
+"""Seeded faults: does the suite notice small wrong edits of the core?
+
+    python -m tests.faults.run [--slow] [name of a fault ...]
+
+Each patch beside this file is one fault: a mask inverted, a slot off by one, a cotangent dropped. It is applied to a
+copy of the project, and the tests run there until one fails: first those in the folder of the changed file, then all of
+`make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is printed. It fails where
+`make test` leaves more than two unnoticed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+COPIED = ("loopax", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+PYTEST = ("-m", "pytest", "-x", "-q", "-n", "3", "--dist", "worksteal", "-p", "no:cacheprovider")
+
+
+def faults() -> dict[str, Path]:
+    """The patches by their names."""
+    return {path.stem: path for path in sorted(HERE.glob("*.patch"))}
+
+
+def changed_file(patch: Path) -> Path:
+    """The file of loopax that a patch changes, from the root of the project."""
+    line = next(line for line in patch.read_text().splitlines() if line.startswith("+++ b/"))
+    return Path(line.removeprefix("+++ b/"))
+
+
+def nearest_tests(patch: Path) -> Path | None:
+    """The folder of tests that has the name of the changed file's folder."""
+    folder = Path("tests") / changed_file(patch).parent.relative_to("loopax/_src")
+    return next((path for path in (folder, *folder.parents) if (ROOT / path).is_dir() and path != Path("tests")), None)
+
+
+def copied_project(to: Path) -> None:
+    """Copy what the tests need."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, to / name)
+
+
+def is_noticed(project: Path, *arguments: str) -> str:
+    """The first test that fails; empty where none does."""
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    command = [sys.executable, *PYTEST, *arguments]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"pytest ended with {done.returncode}"
+
+
+def noticed_by(patch: Path, with_slow: bool) -> str:
+    """Which part of the suite notices a fault, and the first test; empty where none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder)
+        copied_project(project)
+        subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=project, check=True)
+        near = nearest_tests(patch)
+        if near and (failed := is_noticed(project, str(near), "-m", "not slow")):
+            return f"make test: {failed}"
+        if failed := is_noticed(project, "-m", "not slow"):
+            return f"make test: {failed}"
+        if with_slow and (failed := is_noticed(project, "-m", "slow")):
+            return f"make test-slow: {failed}"
+    return ""
+
+
+def main() -> None:
+    """Run the faults that are named, or all; fails where `make test` leaves more than two unnoticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
+    parser.add_argument("names", nargs="*", help="faults, without .patch; all unless given")
+    parser.add_argument("--slow", action="store_true", help="also run the slow tests, on what the others do not notice")
+    chosen = parser.parse_args()
+    missed = 0
+    for name, patch in faults().items():
+        if chosen.names and name not in chosen.names:
+            continue
+        found = noticed_by(patch, chosen.slow)
+        missed += not found.startswith("make test:")
+        print(f"{name}: {found or 'NOT NOTICED'}", flush=True)
+    sys.exit(missed > 2)
+
+
+if __name__ == "__main__":
+    main()
