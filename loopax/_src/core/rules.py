@@ -1,6 +1,6 @@
 """What the primitives do under every transformation: one block for each shows all of its rules.
 
-Rules stand in the folders of their transformations. The linear rests of loops and sweeps, and small primitives, have
+Rules stand in the folders of their transformations. The linear parts of loops and sweeps, and small primitives, have
 their blocks in their own files.
 """
 

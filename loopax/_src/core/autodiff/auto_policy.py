@@ -11,8 +11,8 @@ from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic, storing
 from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
 from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
 
-# A bound that is only a precaution: so few of its steps are expected, and so little of the memory is for rows
-# that are set to zero for all of them.
+# A loose bound: a loop is expected to take this share of its steps. Rows are set to zero for all of them, so they may
+# have no more than this share of the memory.
 LOOSE_BOUND_STEPS = 1 / 2
 LOOSE_BOUND_MEMORY = 1 / 8
 
@@ -52,7 +52,7 @@ def choose(loop: Loop, unknown: LoopInputs) -> Storage:
 
 
 def _step(loop: Loop, unknown: LoopInputs) -> StepCost:
-    """Measure one step by dividing the loop in both ways."""
+    """Measure one step: evaluate the loop partially with carries stored, and with residuals stored."""
     by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)

@@ -10,7 +10,7 @@ from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, merge_each
 from loopax._src.core.jaxpr.nan import nan_if
-from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, merge_lists, reject, select, split_list, trace, weakly_cached
+from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._src.messages import effects_message
 
@@ -37,39 +37,30 @@ def inexact(avals: Sequence[Any]) -> Mask:
     return tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in avals)
 
 
-def jvp_body(
-    body: ClosedJaxpr,
-    sizes: Sequence[int],
-    perturbed: Sequence[Sequence[bool]],
-    num_outputs: Sequence[int],
-    wanted: Sequence[Sequence[bool]],
-) -> ClosedJaxpr:
-    """The body on primals and tangents: groups of inputs `g1, ġ1, g2, ġ2, ...`, the same for outputs.
+def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Sequence[Sequence[bool]]) -> ClosedJaxpr:
+    """The body on primals and tangents: its inputs are groups `g1, ġ1, g2, ġ2, ...` behind the row, its outputs too.
 
-    `sizes` are the lengths of the groups of inputs (behind the row), `perturbed` says which members
-    have a tangent; `num_outputs` and `wanted` say the same of the outputs.
+    `perturbed` has a group of flags for each group of inputs, and says which of them have a tangent; `wanted` says
+    the same of the outputs.
     """
-    function = jaxpr_as_fun(body)
-    mask = [False, *(flag for group in perturbed for flag in group)]
+    function, mask = jaxpr_as_fun(body), [False, *flatten(perturbed)]
+    (row_aval,), *avals, _ = split_list(body.in_avals, [1, *map(len, perturbed)])
+    pairs = [group for avals, flags in zip(avals, perturbed, strict=True) for group in (avals, select(flags, avals))]
 
     def both(row: Any, *operands: Any) -> list[Any]:
-        cuts = [size for n, group in zip(sizes, perturbed, strict=True) for size in (n, sum(group))]
-        *groups, _ = split_list(operands, cuts)
-        primals = [row, *(p for group in groups[::2] for p in group)]
-        tangents = [t for group in groups[1::2] for t in group]
+        *groups, _ = split_list(operands, list(map(len, pairs)))
+        primals, tangents = [row, *flatten(groups[::2])], flatten(groups[1::2])
+        of_perturbed = of_selected(function, mask, primals)
+        out = jax.jvp(of_perturbed, tuple(select(mask, primals)), tuple(tangents))
+        *out_groups, _ = split_list(zip(*out, strict=True), list(map(len, wanted)))
+        return flatten(_pairs_in_order(group, keep) for group, keep in zip(out_groups, wanted, strict=True))
 
-        def of_perturbed(*values: Any) -> list[Any]:
-            return function(*merge_lists(mask, reject(mask, primals), values))
+    return trace(both, [row_aval, *flatten(pairs)])
 
-        out, dot = jax.jvp(of_perturbed, tuple(select(mask, primals)), tuple(tangents))
-        *out_groups, _ = split_list(out, num_outputs)
-        *dot_groups, _ = split_list(dot, num_outputs)
-        pairs = zip(out_groups, dot_groups, wanted, strict=True)
-        return [value for p, t, keep in pairs for value in (*p, *select(keep, t))]
 
-    (row,), *groups, _ = split_list(body.in_avals, [1, *sizes])
-    avals = [a for group, flags in zip(groups, perturbed, strict=True) for a in (*group, *select(flags, group))]
-    return trace(both, [row, *avals])
+def _pairs_in_order(group: Sequence[tuple[Any, Any]], keep: Sequence[bool]) -> list[Any]:
+    """The primals of a group, and behind them the tangents that are kept."""
+    return [*(primal for primal, _ in group), *(tangent for _, tangent in select(keep, group))]
 
 
 def tangent_inputs(groups: Sequence[Sequence[bool]]) -> Mask:
@@ -110,10 +101,8 @@ def _exact_outputs(
 
 
 def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
-    sizes = list(map(len, inputs))
-    body = jvp_body(loop.body, sizes, inputs, list(map(len, outputs)), outputs)
     return loop._replace(
-        body=body,
+        body=jvp_body(loop.body, inputs, outputs),
         num_consts=loop.num_consts + sum(inputs.consts),
         num_carry=loop.num_carry + sum(inputs.carry),
         saved=loop.saved and (*loop.saved, *select(inputs.carry, loop.saved)),
@@ -139,20 +128,21 @@ def jvp_of_results(
     pair, perturbed, outputs = jvp_loop(loop, map_leaves(is_nonzero, dots))
     tangent_operands = LoopInputs(*map(tangents_or_zeros, perturbed, inputs, dots))
     out = run(pair, low, high, *append_each(inputs, tangent_operands))
-    saved = select(loop.saved_mask, outputs.carry)
-    counts = [loop.num_carry, len(outputs.ys), len(saved)]
-    (carry, carry_dots), (ys, y_dots), (saved_carries, saved_dots) = map(_cut, [out.carry, out.ys, out.saved], counts)
+    mask = loop.results_from(False, outputs, False)
+    (carry, carry_dots), (ys, y_dots), (saved, saved_dots) = (
+        (group[: len(flags)], group[len(flags) :]) for group, flags in zip(out[1:4], mask[1:4], strict=True)
+    )
     carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in carry_dots]
-    results = Outcome(out.num_steps, carry, ys, saved_carries, out.checkpoint_rows).leaves
-    mask = [False, *outputs.carry, *outputs.ys, *saved, *(False for _ in out.checkpoint_rows)]
-    return results, fill_tangents(mask, results, [*carry_dots, *y_dots, *saved_dots])
-
-
-def _cut(leaves: Sequence[Any], at: int) -> tuple[list[Any], list[Any]]:
-    """Primals and tangents of a group."""
-    return list(leaves[:at]), list(leaves[at:])
+    results = out._replace(carry=carry, ys=ys, saved=saved).leaves
+    return results, fill_tangents(mask.leaves, results, [*carry_dots, *y_dots, *saved_dots])
 
 
 def loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    """The loop on pairs of primals and tangents. Operands are `low, high, *consts, *carry, *xs`."""
+    """The loop on pairs of primals and tangents, for all that has a tangent at any step.
+
+    Operands are `low, high, *consts, *carry, *xs`, consts and carry without rows, xs with `bound` rows; results are
+    `num_steps, *carry, *ys, *saved, checkpoint_rows`. Integers have no tangents: neither do `low`, `high`, `num_steps`
+    and `checkpoint_rows`. The derivative of a composition is the composition of derivatives, and primals of the loop on
+    pairs are those of the loop itself: it stops after the same step, since its predicate is a primal.
+    """
     return jvp_of_results(Loop(**params), run, primals, tangents)

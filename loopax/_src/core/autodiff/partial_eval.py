@@ -12,9 +12,9 @@ from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
 from loopax._src.core.ir.kind import Checkpoints, EveryResidual, Nothing, saving_for
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, select_each
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
@@ -23,7 +23,6 @@ from loopax._src.core.jaxpr.util import (
     num_bytes,
     reject,
     select,
-    split_list,
     trace,
     weakly_cached,
 )
@@ -74,13 +73,9 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         (*linear.consts, *(False,) * sum(last)),
         tuple(linear.carry),
         tuple(linear.xs),
-        bound=loop.bound,
-        reverse=loop.reverse,
-        unroll=loop.unroll,
-        storage=loop.storage,
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
-        stages=loop.stages,
+        **traversal(loop),
     )
     return _handing_over_states(loop, PartialEval(known, part, unknown, outputs, uses, last))
 
@@ -128,7 +123,7 @@ def _known_body(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) 
     known, used = dce(body, outputs, inputs)
     if used == inputs:
         return known
-    # An effect inside an equation with unknown operands (a `cond`, an inner loop), which JAX can divide.
+    # An effect inside an equation with unknown operands (a `cond`, an inner loop), which JAX can evaluate partially.
     known, _, _ = partial_eval_jaxpr(body, invert(inputs), invert(outputs))
     residuals = len(known.out_avals) - sum(outputs)
     return dce(known, [True] * sum(outputs) + [False] * residuals, True)[0]
@@ -199,11 +194,7 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
         linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
-        bound=loop.bound,
-        reverse=loop.reverse,
-        unroll=loop.unroll,
-        storage=loop.storage,
-        stages=loop.stages,
+        **traversal(loop),
     )
     return PartialEval(
         loop._replace(
@@ -266,33 +257,45 @@ def _hoisted(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int])
     return dce(without_effects(known), wanted, is_const)[0]
 
 
+class _LinearInputs(NamedTuple):
+    """What stands for each input of the body of a linear part that reads residuals, behind the row."""
+
+    hoisted: Sequence[Any]  # residuals that are the same at every step
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    forwarded: Sequence[Any]  # residuals that are rows of known xs
+    stacked: Sequence[Any]  # residuals of each step
+    xs: Sequence[Any]
+
+
 def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[_Residual], unknown: LoopInputs) -> ClosedJaxpr:
     """(row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y)."""
     function = jaxpr_as_fun(later)
     avals = later.in_avals[: len(residuals)]
     forwarded = sorted({r.forwarded for r in residuals if r.forwarded is not None})
     first_of = {f: next(a for r, a in zip(residuals, avals, strict=True) if r.forwarded == f) for f in forwarded}
-    consts, carry, xs, _ = split_list(later.in_avals[len(residuals) :], [sum(mask) for mask in unknown])
-    groups = [
-        [a for r, a in zip(residuals, avals, strict=True) if r.hoisted],
-        consts,
-        carry,
-        [first_of[f] for f in forwarded],
-        [a for r, a in zip(residuals, avals, strict=True) if not r.hoisted and r.forwarded is None],
-        xs,
-    ]
+    masks = LoopInputs(*((True,) * sum(mask) for mask in unknown))
+    consts, carry, xs = unflatten(masks, later.in_avals[len(residuals) :])
+    inputs = _LinearInputs(
+        hoisted=[a for r, a in zip(residuals, avals, strict=True) if r.hoisted],
+        consts=consts,
+        carry=carry,
+        forwarded=[first_of[f] for f in forwarded],
+        stacked=[a for r, a in zip(residuals, avals, strict=True) if not r.hoisted and r.forwarded is None],
+        xs=xs,
+    )
 
     def body(_: Any, *operands: Any) -> list[Any]:
-        hoisted, consts, carry, rows, stacked, xs, _ = split_list(operands, [len(group) for group in groups])
-        hoisted_values, stacked_values = iter(hoisted), iter(stacked)
+        given = unflatten(inputs, operands)
+        hoisted, stacked = iter(given.hoisted), iter(given.stacked)
         values = [
-            next(hoisted_values)
+            next(hoisted)
             if r.hoisted
-            else next(stacked_values)
+            else next(stacked)
             if r.forwarded is None
-            else rows[forwarded.index(r.forwarded)]
+            else given.forwarded[forwarded.index(r.forwarded)]
             for r in residuals
         ]
-        return function(*values, *consts, *carry, *xs)
+        return function(*values, *given.consts, *given.carry, *given.xs)
 
-    return trace(body, [loop.body.in_avals[0], *(aval for group in groups for aval in group)])
+    return trace(body, [loop.body.in_avals[0], *flatten(inputs)])

@@ -12,7 +12,7 @@ from loopax._src.core.autodiff.transpose import LinearOperands, linear_loop_p, t
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
 from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
-from loopax._src.core.jaxpr.util import merge_lists, reject, select, split_list
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.core.jaxpr.varying_axes import retyped
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -35,7 +35,7 @@ def run_known(
     """
     known = reject_each(parts.unknown, inputs)
     out = run(parts.known, low, high, *known)
-    ys, residual_rows = split_list(out.ys, [parts.num_known_ys])
+    ys, residual_rows = out.ys[: parts.num_known_ys], out.ys[parts.num_known_ys :]
     used = reject_each(parts.unknown, parts.uses)
     saved = dict(zip(select(parts.known.saved_mask, range(len(known.carry))), out.saved, strict=True))
     states = [] if all(parts.linear.linear_carry) else select(parts.states, range(len(known.carry)))
@@ -75,21 +75,17 @@ def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any,
 
 def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[Any]) -> list[Any]:
     """The loop's results from those of its two parts."""
-    unknown = parts.unknown_outputs
-    carry, ys, saved = split_list(linear, [sum(unknown.carry), sum(unknown.ys)])
-    unknown_saved = select(loop.saved_mask, unknown.carry)
-    return known._replace(
-        carry=merge_lists(unknown.carry, known.carry, carry),
-        ys=merge_lists(unknown.ys, known.ys, ys),
-        saved=merge_lists(unknown_saved, known.saved, saved),
-    ).leaves
+    return merge_lists(loop.results_from(False, parts.unknown_outputs, False).leaves, known.leaves, linear)
 
 
 def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part of a loop, and stage its linear rest with what that needs of the known part.
+    """Run the known part of a loop now, and stage its linear part, with what the linear part needs of the known one.
 
-    Operands are `low, high, *consts, *carry, *xs`. Unknown are those of tangents. Where the number of steps is unknown,
-    or nothing is known of the results, the whole loop is staged.
+    Operands are `low, high, *consts, *carry, *xs`; xs have `bound` rows, consts and carry have none. JAX asks when it
+    linearises a program on primals and tangents: primals are known then, tangents are not. A leaf of the carry is
+    unknown if it depends on an unknown operand after any number of steps (`unknown_outputs`), so the known part is a
+    loop of its own. The linear part reads the known carry of each step: from checkpoints, as rows, or as residuals, as
+    `loop.storage` says. The whole loop is staged where its number of steps is unknown, or where all its results are.
     """
     loop = Loop(**params)
     low, high, *unknown = (not is_known(t) for t in tracers)
@@ -109,7 +105,12 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 
 
 def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Of a loop that is linear in some operands, where JAX transposes without linearising first: no forward pass."""
+    """Transpose a loop that is linear in some operands, where JAX does not linearise first (`jax.linear_transpose`).
+
+    Operands are `low, high, *consts, *carry, *xs`; undefined primals are linear, the others are values. `cts` are those
+    of the results. The loop is evaluated partially with the linear operands as the unknown ones; its linear part has
+    the transpose. `low` and `high`, and all that have values, get None.
+    """
     loop = Loop(**strip_progress_of_params(params))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))

@@ -7,7 +7,7 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
-from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome
+from loopax._src.core.ir.loop import Loop, LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select
@@ -17,14 +17,20 @@ from loopax._src.jax_internals import Literal, happens
 def stage_all(
     eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
 ) -> Any:
-    """The answer of a rule that stages the whole equation for later, in silence, and runs `known` now."""
+    """The answer of a rule that stages the whole equation for later, without its progress, and runs `known` now."""
     everything = [True] * len(eqn.outvars)
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
     return known, strip_progress_of_equation(eqn), unknown_outputs or everything, everything, missing
 
 
 def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Run the known part now; stage the whole loop, for `jax.checkpoint` is to store nothing of it."""
+    """Of a loop in `jax.checkpoint`: run its known part now, and stage the whole loop for later.
+
+    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer is the
+    equation to run now, the one to run later, which results are unknown, which of them later gives, and the operands
+    that later needs besides. Known results are those of the known loop. Later runs all of it again, since
+    `jax.checkpoint` is to store nothing of what a loop computes.
+    """
     loop = Loop(**eqn.params)
     low, high, *flags = unknown
     inputs = map_leaves(bool, loop.inputs(flags))
@@ -33,20 +39,22 @@ def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequ
         return stage_all(eqn, instantiated)
     inputs = inputs._replace(carry=outputs.carry)
     known = known_loop(loop, inputs, outputs)
-    unknown_in = [False, False, *flatten(inputs)]
-    saved = select(loop.saved_mask, outputs.carry)
-    unknown_out = Outcome(False, list(outputs.carry), list(outputs.ys), saved, [False] if loop.saving else []).leaves
+    unknown_in, unknown_out = [False, False, *flatten(inputs)], loop.results_from(False, outputs, False).leaves
     return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
 
 
 def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """The same for a reverse sweep."""
-    static = ReverseSweep(**eqn.params)
+    """Of a sweep in `jax.checkpoint`: run its known part now, and stage the whole sweep for later.
+
+    `unknown` and `instantiated` have a flag for each operand: `low, high, checkpoint_rows, *consts, *init, *saved,
+    *carry, *xs`. The answer is as in `loop_partial_eval_custom`, for the same reason.
+    """
+    sweep = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
         return stage_all(eqn, instantiated)
-    flags = map_leaves(bool, static.operands(unknown[3:]))
-    inputs, ys = sweep_fixpoint(static, flags.inputs(either(flags.init, flags.saved)), typed=False)
-    known = known_sweep(static, inputs, ys)
+    flags = map_leaves(bool, sweep.operands(unknown[3:]))
+    inputs, ys = sweep_fixpoint(sweep, flags.inputs(either(flags.init, flags.saved)), typed=False)
+    known = known_sweep(sweep, inputs, ys)
     unknown_in = [False, False, False, *flatten(SweepOperands.of(inputs))]
     unknown_out = [*inputs.carry, *ys]
     return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
@@ -62,7 +70,13 @@ def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], kno
 
 
 def loop_dce(used: list[bool], *rest: Any) -> Any:
-    """Remove what the used results do not need; from JAX 0.12 on a rule also takes live inputs."""
+    """Remove from a loop what its used results do not need.
+
+    `used` has a flag for each result: `num_steps, *carry, *ys, *saved, checkpoint_rows`. A leaf of the carry is needed
+    if it is used, or if a needed leaf depends on it after any number of steps (`prune`). The predicate is always
+    needed: it decides on the number of steps. A loop with effects stays as it is. The rule answers which of `low, high,
+    *consts, *carry, *xs` are needed, and the new equation. From JAX 0.12 on it is also given the live inputs.
+    """
     eqn = rest[-1]
     loop = Loop(**eqn.params)
     if not any(used) and not happens(eqn.effects):
@@ -101,14 +115,19 @@ def _used_of_saved(loop: Loop, used: Sequence[bool]) -> Mask:
 
 
 def sweep_dce(used: list[bool], *rest: Any) -> Any:
-    """The same for a reverse sweep."""
+    """Remove from a sweep what its used results do not need.
+
+    `used` has a flag for each result: `*carry, *ys`. A leaf of the carry or of the state is needed if it is used, or if
+    a needed one depends on it after any number of steps (`needs`). The rule answers which of `low, high,
+    checkpoint_rows, *consts, *init, *saved, *carry, *xs` are needed, and the new equation.
+    """
     eqn = rest[-1]
-    static = ReverseSweep(**eqn.params)
+    sweep = ReverseSweep(**eqn.params)
     if not any(used):
         return [False] * len(eqn.invars), None
-    carry, ys = static.outputs(used)
-    keep = needs(static, carry, ys)
-    slim = with_inputs(static, keep, (*keep.carry, *ys))
+    carry, ys = sweep.outputs(used)
+    keep = needs(sweep, carry, ys)
+    slim = with_inputs(sweep, keep, (*keep.carry, *ys))
     used_in = [True, True, True, *flatten(SweepOperands.of(keep))]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),

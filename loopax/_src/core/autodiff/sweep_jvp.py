@@ -7,7 +7,7 @@ from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tang
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.groups import append_each, map_leaves
-from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.jax_internals import is_nonzero
 
 
@@ -31,13 +31,9 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
     """The sweep on pairs. Rows of xs that the forward body reads come first, with their tangents behind them."""
     consts, state, carry, xs = perturbed
     front, back = xs[: sweep.num_forward_xs], xs[sweep.num_forward_xs :]
-    groups = [consts, state, front]
-    forward = jvp_body(sweep.forward, list(map(len, groups)), groups, [sweep.num_state], [state])
-    groups = [consts, carry, state, front, back]
-    backward = jvp_body(sweep.backward, list(map(len, groups)), groups, [sweep.num_carry, len(ys)], [carry, ys])
     return sweep._replace(
-        forward=forward,
-        backward=backward,
+        forward=jvp_body(sweep.forward, [consts, state, front], [state]),
+        backward=jvp_body(sweep.backward, [consts, carry, state, front, back], [carry, ys]),
         num_consts=sweep.num_consts + sum(consts),
         num_state=sweep.num_state + sum(state),
         num_carry=sweep.num_carry + sum(carry),
@@ -46,10 +42,11 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
 
 
 def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    """The sweep on pairs, whose states are pairs as well.
+    """The sweep on pairs of primals and tangents, whose states are pairs as well.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; where a state is perturbed, so is
-    what was saved of it.
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; results are `*carry, *ys`. Both
+    bodies become bodies on pairs (`jvp_body`). If a state is perturbed, so is what was saved of it: the forward loop on
+    pairs has saved pairs.
     """
     sweep = ReverseSweep(**params)
     low, high, checkpoint_rows, *leaves = primals
@@ -62,7 +59,6 @@ def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
     xs = [*operands.xs[:cut], *given.xs[:cut_dots], *operands.xs[cut:], *given.xs[cut_dots:]]
     pairs = append_each(operands, given)._replace(xs=xs)
     carry, ys = run_sweep(pair, low, high, checkpoint_rows, *pairs)
-    carry, carry_dots = split_list(carry, [sweep.num_carry])
-    ys, y_dots = split_list(ys, [len(ys_mask)])
-    results = [*carry, *ys]
-    return results, fill_tangents([*perturbed.carry, *ys_mask], results, [*carry_dots, *y_dots])
+    results = [*carry[: sweep.num_carry], *ys[: len(ys_mask)]]
+    dots = [*carry[sweep.num_carry :], *ys[len(ys_mask) :]]
+    return results, fill_tangents([*perturbed.carry, *ys_mask], results, dots)

@@ -11,10 +11,10 @@ from loopax._src.core.autodiff.sweep_transpose import (
     linear_sweep_p,
     transpose_linear_sweep,
 )
-from loopax._src.core.ir.loop import LoopOutputs
+from loopax._src.core.ir.loop import LoopOutputs, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
-from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, weakly_cached
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
+from loopax._src.core.jaxpr.util import Mask, either, invert, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
 
 
@@ -44,12 +44,8 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
         backward,
         *map(tuple, select_each(uses, unknown)),
         num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
-        bound=sweep.bound,
         saving=sweep.saving,
-        reverse=sweep.reverse,
-        unroll=sweep.unroll,
-        storage=sweep.storage,
-        stages=sweep.stages,
+        **traversal(sweep),
     )
     return SweepPartialEval(known_sweep(sweep, unknown, ys), linear, unknown, ys, uses)
 
@@ -105,7 +101,7 @@ def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> Swe
 def _run_known(parts: SweepPartialEval, window: Sequence[Any], operands: SweepOperands) -> LoopOutputs:
     known = reject_each(SweepOperands.of(parts.unknown), operands)
     low, high, checkpoint_rows = window
-    return LoopOutputs(*run_sweep(parts.known, low, high, checkpoint_rows, *known))
+    return run_sweep(parts.known, low, high, checkpoint_rows, *known)
 
 
 def _linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:
@@ -121,10 +117,14 @@ def _unknown_inputs(sweep: ReverseSweep, flags: Sequence[bool]) -> SweepInputs:
 
 
 def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part of a sweep, and stage its linear rest.
+    """Run the known part of a sweep now, and stage its linear part.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`. Unknown are those of tangents. Where
-    one of the first three is unknown, or nothing is known of the results, the whole sweep is staged.
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; consts, init and carry without rows,
+    saved with a row for each checkpoint, xs with `bound` rows. JAX asks when it linearises a program on primals and
+    tangents: primals are known then, tangents are not. A result is unknown if it depends on an unknown operand after
+    any number of steps (`sweep_fixpoint`), so the known results are those that the known sweep computes alone. The
+    linear part gets, of the known operands, those that it reads. The whole sweep is staged where its rows are unknown,
+    or where all its results are.
     """
     sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
@@ -133,17 +133,23 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags[3:]))
     if all(flatten(parts.unknown_outputs)):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
-    window, operands = split_list(map(known_value, tracers), [3])
-    known = _run_known(parts, window, sweep.operands(operands))
+    low, high, rows, *operands = map(known_value, tracers)
+    known = _run_known(parts, [low, high, rows], sweep.operands(operands))
     # Leaves that become unknown on the way have a known start, hence the tracers.
-    linear = _linear_operands(parts, window[0], window[1], sweep.operands(tracers[3:]))
+    linear = _linear_operands(parts, low, high, sweep.operands(tracers[3:]))
     out = stage_unknown(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
-    unknown = LoopOutputs(*split_list(out, [sum(parts.unknown.carry)]))
+    unknown = unflatten(parts.linear.output_avals, out)
     return flatten(merge_each(parts.unknown_outputs, known, unknown))
 
 
 def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Of a sweep that is linear in some operands, where JAX transposes without linearising first."""
+    """Transpose a sweep that is linear in some operands, where JAX does not linearise first (`jax.linear_transpose`).
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; undefined primals are linear, the
+    others are values. `cts` are those of `*carry, *ys`. The sweep is evaluated partially with the linear operands as
+    the unknown ones; its linear part has the transpose. What was saved gets None: the states come from `init`, of which
+    `saved` is a copy.
+    """
     sweep = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
     parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags))

@@ -1,7 +1,7 @@
 """Reverse mode through a reverse sweep: second derivatives by reverse over reverse.
 
-A sweep is divided as a loop is: a known sweep, and the linear rest. With states s (walked forward),
-carry l (walked backward) and their tangents ds and dl, the rest computes::
+A sweep is evaluated partially as a loop is: there is a known sweep, and its linear part. With states s (walked
+forward), carry l (walked backward) and their tangents ds and dl, the linear part computes::
 
     forward:   ds' = F(s) ds            backward:   dl = G(s) dl' + H(s, l') ds
 
@@ -9,9 +9,9 @@ Its transpose has cotangents p of dl (walked forward) and m of ds (walked backwa
 
     forward:   p' = G(s)^T p            backward:   m = F(s)^T m' + H(s, l')^T p
 
-which is a loop on (s, p) that saves, and then a replay of (s, p) with the carry (l, m). Only where
-G depends on l as well (a `custom_vjp` whose backward function is not linear, say, which clips
-gradients) are the values of l stored for every step.
+This is a loop on (s, p) that saves, and then a reverse sweep with the states (s, p) and the carry (l, m). G may depend
+on l as well: in a `custom_vjp` whose backward function is not linear, say, which clips gradients. Only then are the
+values of l stored for every step.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src.core.autodiff.transpose import cotangents_of_linear
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import LoopOutputs, run
+from loopax._src.core.ir.loop import LoopOutputs, run, traversal
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -34,7 +35,7 @@ from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
+from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     select,
@@ -86,11 +87,6 @@ class LinearSweep(NamedTuple):
         return self.whole.of_backward(self.backward.in_avals[1:])
 
     @property
-    def y_avals(self) -> list[Any]:
-        """The types of rows of ys."""
-        return self.backward.out_avals[len(self.linear_carry) :]
-
-    @property
     def whole(self) -> ReverseSweep:
         """The whole sweep, known part included."""
         return ReverseSweep(
@@ -100,20 +96,22 @@ class LinearSweep(NamedTuple):
             num_state=len(self.linear_state),
             num_carry=len(self.linear_carry),
             num_forward_xs=self.num_forward_xs,
-            bound=self.bound,
             saving=self.saving,
-            reverse=self.reverse,
-            unroll=self.unroll,
-            storage=self.storage,
-            stages=self.stages,
+            **traversal(self),
         )
+
+    @property
+    def output_avals(self) -> LoopOutputs:
+        """The types of the linear carry and of rows of ys, which are all linear."""
+        carry, ys = self.whole.outputs(self.backward.out_avals)
+        return LoopOutputs(select(self.linear_carry, carry), ys)
 
     @property
     def known(self) -> "LinearSweep":
         """The known part: the same bodies without what is linear."""
         keep, whole = map_leaves(not_, self.masks), self.whole
         forward = dce(self.forward, keep.state, [True, *whole.forward_inputs(keep)])[0]
-        outputs = [*keep.carry, *(False for _ in self.y_avals)]
+        outputs = [*keep.carry, *(False for _ in self.output_avals.ys)]
         backward = dce(self.backward, outputs, [True, *whole.backward_inputs(keep)])[0]
         consts, state, carry, xs = ((False,) * sum(mask) for mask in keep)
         return self._replace(
@@ -136,10 +134,10 @@ class LinearSweepOperands(NamedTuple):
     linear: SweepInputs
 
     @classmethod
-    def of(cls, static: LinearSweep, operands: Sequence[Any]) -> "LinearSweepOperands":
+    def of(cls, sweep: LinearSweep, operands: Sequence[Any]) -> "LinearSweepOperands":
         """From the flat list."""
         low, high, *rest = operands
-        sizes = [mask.count(False) for mask in static.masks] + [sum(mask) for mask in static.masks]
+        sizes = [mask.count(False) for mask in sweep.masks] + [sum(mask) for mask in sweep.masks]
         *groups, _ = split_list(rest, sizes)
         return cls(low, high, SweepInputs(*groups[:4]), SweepInputs(*groups[4:]))
 
@@ -153,131 +151,181 @@ linear_sweep_p = new_primitive("linear_sweep")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
-    """The linear sweep as the sweep that it is the rest of."""
-    static = LinearSweep(**params)
-    given = LinearSweepOperands.of(static, flat)
-    inputs = merge_each(static.masks, given.known, given.linear)
-    carry, rows = checkpoint_and_sweep(static.whole, given.low, given.high, inputs)
-    return [*select(static.linear_carry, carry), *rows]
+    """The whole sweep, known part included; returns what is linear of its results."""
+    sweep = LinearSweep(**params)
+    given = LinearSweepOperands.of(sweep, flat)
+    inputs = merge_each(sweep.masks, given.known, given.linear)
+    carry, rows = checkpoint_and_sweep(sweep.whole, given.low, given.high, inputs)
+    return [*select(sweep.linear_carry, carry), *rows]
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
-    static = LinearSweep(**params)
-    ys = [stacked(aval, static.bound or 0) for aval in static.y_avals]
-    return [*select(static.linear_carry, static.avals.carry), *ys]
+    """The types of the linear carry and of the ys."""
+    sweep = LinearSweep(**params)
+    carry, ys = sweep.output_avals
+    return [*carry, *(stacked(aval, sweep.bound or 0) for aval in ys)]
 
 
 def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results, if operands fit the whole sweep."""
-    static = LinearSweep(**params)
-    check_count("linear_sweep", 2 + sum(map(len, static.masks)), avals)
-    given = LinearSweepOperands.of(static, avals)
-    inputs = merge_each(static.masks, given.known, given.linear)
-    check_sweep("linear_sweep", static.whole, [given.low, given.high], *map(list, inputs))
+    """The types of the results, if the operands fit the whole sweep."""
+    sweep = LinearSweep(**params)
+    check_count("linear_sweep", 2 + sum(map(len, sweep.masks)), avals)
+    given = LinearSweepOperands.of(sweep, avals)
+    inputs = merge_each(sweep.masks, given.known, given.linear)
+    check_sweep("linear_sweep", sweep.whole, [given.low, given.high], inputs)
     return _abstract(*avals, **params), frozenset()
 
 
+class _StepInputs(NamedTuple):
+    """What stands for each input of a transposed step behind the row. It reads the known ones."""
+
+    consts: Sequence[Any]
+    state: Sequence[Any]
+    carry: Sequence[Any]
+    xs: Sequence[Any]
+    ct_state: Sequence[Any]
+    ct_carry: Sequence[Any]
+    ct_ys: Sequence[Any]
+
+    @property
+    def known(self) -> SweepInputs:
+        """Of both bodies."""
+        return SweepInputs(self.consts, self.state, self.carry, self.xs)
+
+
+class _StepOutputs(NamedTuple):
+    """What stands for the outputs of both bodies."""
+
+    state: Sequence[Any]
+    carry: Sequence[Any]
+    ys: Sequence[Any]
+
+
+def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _StepInputs:
+    """The types of the inputs of a transposed step."""
+    known, linear = (each(sweep.masks, sweep.avals) for each in (reject_each, select_each))
+    return _StepInputs(*known, linear.state, linear.carry, select(nonzero_ys, sweep.output_avals.ys))
+
+
 @weakly_cached
-def _transposed_step(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
+def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     """One step of both bodies, transposed.
 
     (row, *known consts, *states, *carry, *x, *ct states, *ct carry, *ct y)
     -> (*ct consts, *ct states, *ct carry, *ct x).
     """
-    forward, backward, whole = jaxpr_as_fun(static.forward), jaxpr_as_fun(static.backward), static.whole
-    known, linear = (each(static.masks, static.avals) for each in (reject_each, select_each))
-    inputs = [*known, linear.state, linear.carry, select(nonzero_ys, static.y_avals)]
+    forward, backward, whole = jaxpr_as_fun(sweep.forward), jaxpr_as_fun(sweep.backward), sweep.whole
+    avals, linear = _step_avals(sweep, nonzero_ys), map_leaves(strong, select_each(sweep.masks, sweep.avals))
+    wanted = _StepOutputs(sweep.linear_state, sweep.linear_carry, nonzero_ys)
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        groups = split_list(operands, [len(group) for group in inputs])[:-1]
-        given, (ct_state, ct_carry, ct_y) = SweepInputs(*groups[:4]), groups[4:]
+        given = unflatten(avals, operands)
 
-        def linear_part(*dots: list[Any]) -> tuple[list[Any], ...]:
-            values = merge_each(static.masks, given, SweepInputs(*dots))
+        def linear_part(dots: SweepInputs) -> _StepOutputs:
+            values = merge_each(sweep.masks, given.known, dots)
             new_state = forward(row, *whole.forward_inputs(values))
             new_carry, y = whole.outputs(backward(row, *whole.backward_inputs(values)))
-            return (
-                select(static.linear_state, new_state),
-                select(static.linear_carry, new_carry),
-                select(nonzero_ys, y),
-            )
+            return select_each(wanted, _StepOutputs(new_state, new_carry, y))
 
-        arguments = [[strong(aval) for aval in group] for group in linear]
-        return flatten(jax.linear_transpose(linear_part, *arguments)((ct_state, ct_carry, ct_y)))
+        cts = _StepOutputs(given.ct_state, given.ct_carry, given.ct_ys)
+        (found,) = jax.linear_transpose(linear_part, linear)(cts)
+        return flatten(found)
 
-    return trace(step, [static.forward.in_avals[0], *flatten(inputs)])
+    return trace(step, [sweep.forward.in_avals[0], *flatten(avals)])
 
 
 @weakly_cached
-def _cotangents_of_carry(static: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
+def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
     """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l."""
-    step = _transposed_step(static, nonzero_ys)
-    sizes = [sum(mask) for mask in static.masks]
-    wanted = [group == 2 for group, size in enumerate(sizes) for _ in range(size)]
-    consts, state, carry, xs = (mask.count(False) for mask in static.masks)
-    first = 1 + consts + state
-    of_carry = to_bits([first <= i < first + carry for i in range(len(step.in_avals))])
-    reads_carry = any(bits & of_carry for bits, keep in zip(dependence(step), wanted, strict=True) if keep)
-    keep = [True] * (1 + consts + state) + [reads_carry] * carry + [True] * xs
-    keep += [False] * sizes[1] + [True] * (len(step.in_avals) - len(keep) - sizes[1])
-    return dce(step, wanted, keep)[0], reads_carry
+    step, avals = _transposed_step(sweep, nonzero_ys), _step_avals(sweep, nonzero_ys)
+    nothing, cts = map_leaves(lambda _: False, avals), select_each(sweep.masks, sweep.avals)
+    wanted = flatten(map_leaves(lambda _: False, cts)._replace(carry=[True] * len(cts.carry)))
+    of_carry = to_bits([False, *flatten(nothing._replace(carry=[True] * len(avals.carry)))])
+    reads_carry = any(bits & of_carry for bits in select(wanted, dependence(step)))
+    keep = map_leaves(lambda _: True, avals)._replace(carry=[reads_carry] * len(avals.carry), ct_state=nothing.ct_state)
+    return dce(step, wanted, [True, *flatten(keep)])[0], reads_carry
+
+
+class _PairInputs(NamedTuple):
+    """What stands for each input of the loop on (s, p) behind the row. It reads the known ones."""
+
+    consts: Sequence[Any]
+    state: Sequence[Any]
+    p: Sequence[Any]
+    xs: Sequence[Any]
+    ct_ys: Sequence[Any]
+    carry: Sequence[Any]  # l; nothing unless p depends on it
 
 
 @weakly_cached
-def _forward_pair(static: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
+def _forward_pair(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     """The loop on (s, p): (row, *known consts, *s, *p, *x, *ct y, [*l]) -> (*s, *p)."""
-    known = static.known
-    step, reads_carry = _cotangents_of_carry(static, nonzero_ys)
-    consts, state, carry, xs = known.avals
-    p = select(static.linear_carry, static.avals.carry)
-    inputs = [consts, state, p, xs, select(nonzero_ys, static.y_avals), carry if reads_carry else []]
+    known, of_step = sweep.known, _step_avals(sweep, nonzero_ys)
+    step, reads_carry = _cotangents_of_carry(sweep, nonzero_ys)
+    carry = of_step.carry if reads_carry else []
+    avals = _PairInputs(of_step.consts, of_step.state, of_step.ct_carry, of_step.xs, of_step.ct_ys, carry)
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        consts, state, p, xs, ct_y, carry = split_list(operands, [len(group) for group in inputs])[:-1]
+        consts, state, p, xs, ct_ys, carry = unflatten(avals, operands)
         new_state = jaxpr_as_fun(known.forward)(row, *consts, *state, *xs[: known.num_forward_xs])
-        return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_y)]
+        return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_ys)]
 
-    return trace(body, [static.forward.in_avals[0], *flatten(inputs)])
+    return trace(body, [sweep.forward.in_avals[0], *flatten(avals)])
+
+
+class _BackInputs(NamedTuple):
+    """What stands for each input of the backward body of the transposed sweep behind the row."""
+
+    consts: Sequence[Any]
+    carry: Sequence[Any]  # l
+    m: Sequence[Any]
+    ct_consts: Sequence[Any]
+    state: Sequence[Any]
+    p: Sequence[Any]
+    xs: Sequence[Any]
+    ct_ys: Sequence[Any]
+    extra_xs: Sequence[Any]  # l as rows, where p depends on it; not read here
 
 
 @weakly_cached
-def _backward_pair(static: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
-    """The carry (l, m, ct consts) reading (s, p): also returns cotangents of rows of linear xs."""
-    known = static.known
-    step = jaxpr_as_fun(_transposed_step(static, nonzero_ys))
-    consts, state, carry, xs = known.avals
-    linear_consts, m, p, _ = select_each(static.masks, static.avals)
+def _backward_pair(sweep: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
+    """One step of the carry (l, m, ct consts), which reads (s, p); it also returns a row of cotangents of linear xs.
+
+    (row, *known consts, *l, *m, *ct consts, *s, *p, *x, *ct y, [*l as rows]) -> (*l, *m, *ct consts, *ct x)
+    """
+    known, linear = sweep.known, select_each(sweep.masks, sweep.avals)
+    step = jaxpr_as_fun(_transposed_step(sweep, nonzero_ys))
+    consts, state, carry, xs, m, p, ct_ys = _step_avals(sweep, nonzero_ys)
     extra = carry if num_extra_xs else []
-    ct_y = select(nonzero_ys, static.y_avals)
-    inputs = [consts, carry, m, linear_consts, state, p, xs, ct_y, extra]
+    avals = _BackInputs(consts, carry, m, linear.consts, state, p, xs, ct_ys, extra)
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, m, ct_consts, state, p, xs, ct_y, _ = split_list(operands, [len(group) for group in inputs])[:-1]
+        consts, carry, m, ct_consts, state, p, xs, ct_ys, _ = unflatten(avals, operands)
         new_carry = jaxpr_as_fun(known.backward)(row, *consts, *carry, *state, *xs)
-        found = step(row, *consts, *state, *carry, *xs, *m, *p, *ct_y)
-        more_consts, m, _, ct_xs = split_list(found, [len(linear_consts), len(m), len(p)])
-        return [*new_carry, *m, *(a + b for a, b in zip(ct_consts, more_consts, strict=True)), *ct_xs]
+        cts = unflatten(linear, step(row, *consts, *state, *carry, *xs, *m, *p, *ct_ys))
+        sums = (old + new for old, new in zip(ct_consts, cts.consts, strict=True))
+        return [*new_carry, *cts.state, *sums, *cts.xs]
 
-    return trace(body, [static.forward.in_avals[0], *flatten(inputs)])
+    return trace(body, [sweep.forward.in_avals[0], *flatten(avals)])
 
 
-def transpose_linear_sweep(cts: LoopOutputs, static: LinearSweep, given: LinearSweepOperands) -> SweepInputs:
-    """Cotangents of the linear inputs (of the states: of their start), from those of the linear carry and of ys."""
+def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSweepOperands) -> SweepInputs:
+    """Cotangents of the linear inputs, and of the first linear state, from those of the linear carry and of ys."""
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     consts, init, carry, xs = given.known
-    extra = _every_carry(static, given) if _cotangents_of_carry(static, nonzero_ys)[1] else []
+    extra = _every_carry(sweep, given) if _cotangents_of_carry(sweep, nonzero_ys)[1] else []
     rows = [*xs, *select(nonzero_ys, cts.ys), *extra]
     states = [*init, *map(written_out, cts.carry)]
 
-    forward = _forward_pair(static, nonzero_ys)
-    loop = checkpointing_loop(static.whole, forward, len(consts), len(states))
+    forward = _forward_pair(sweep, nonzero_ys)
+    loop = checkpointing_loop(sweep.whole, forward, len(consts), len(states))
     out = run(loop, given.low, given.high, consts, states, rows)
 
-    avals = select_each(static.masks, static.avals)
+    avals = select_each(sweep.masks, sweep.avals)
     start = [*carry, *map(zeros, avals.state), *map(zeros, avals.consts)]
-    back = static.whole._replace(
+    back = sweep.whole._replace(
         forward=forward,
-        backward=_backward_pair(static, nonzero_ys, len(extra)),
+        backward=_backward_pair(sweep, nonzero_ys, len(extra)),
         num_consts=len(consts),
         num_state=len(states),
         num_carry=len(start),
@@ -289,26 +337,29 @@ def transpose_linear_sweep(cts: LoopOutputs, static: LinearSweep, given: LinearS
     return SweepInputs(ct_consts, ct_init, out.carry[len(init) :], ct_xs)
 
 
-def _every_carry(static: LinearSweep, given: LinearSweepOperands) -> list[Any]:
+def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     """The known carry before every backward step, as rows."""
-    known = static.known
+    known = sweep.known
     inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
     first = 1 + len(known.linear_consts)
     body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
     whole = known._replace(backward=body).whole
-    return checkpoint_and_sweep(whole, given.low, given.high, given.known)[1]
+    return list(checkpoint_and_sweep(whole, given.low, given.high, given.known).ys)
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
-    """Operands are those of `LinearSweepOperands`; only linear ones have cotangents."""
-    static = LinearSweep(**params)
+    """Transpose the linear part of a sweep: cotangents of its linear inputs from those of its results.
+
+    Operands are those of `LinearSweepOperands`: known ones are values and get None, linear ones are undefined primals,
+    of which only the types are used. `cts` are those of the linear carry, and of the ys with `bound` rows each. The
+    equations in this file's docstring say why a loop and a sweep give the transpose.
+    """
+    sweep = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
-    given = LinearSweepOperands.of(static, flat)
-    linear_cts = LoopOutputs(*split_list(cts, [sum(static.linear_carry)]))
-    found, operands = flatten(transpose_linear_sweep(linear_cts, static, given)), flatten(given.linear)
-    wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
-    return [None] * (len(flat) - len(operands)) + wanted
+    given = LinearSweepOperands.of(sweep, flat)
+    found = transpose_linear_sweep(unflatten(sweep.output_avals, cts), sweep, given)
+    return cotangents_of_linear(flat, given.linear, found)
 
 
 register(

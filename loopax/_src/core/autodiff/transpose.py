@@ -1,36 +1,37 @@
 """The linear part of a loop whose known part has been run: what reverse mode transposes.
 
 Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear init,
-*linear xs`, results the linear part of the carry, the ys (all linear) and linear saved carries. Run
-as it stands (by `jax.linearize`), it is the whole loop, known part included. Transposed, it is a loop
-over the same rows in the other direction, which needs the known carry before every step: it has none
-(a linear recurrence, or everything needed comes as rows of xs), or a reverse sweep finds it again from `saved`.
+*linear xs`. Results are the linear leaves of the carry, the ys (all are linear) and the saved linear carries. Run as it
+stands (by `jax.linearize`), the linear part evaluates the whole loop, known part included.
+
+Its transpose is a loop over the same rows in the other direction. A step of it needs the known carry before that step.
+There may be none: in a linear recurrence, or where all that is needed comes as rows of xs. Else a reverse sweep
+recomputes it from `saved`.
 """
 
 from collections.abc import Sequence
+from operator import and_
 from typing import Any, NamedTuple
 
 import jax
 
 from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
-from loopax._src.core.jaxpr.util import (
-    Mask,
-    invert,
-    merge_lists,
-    select,
-    split_list,
-    stacked,
-    trace,
-    weakly_cached,
-    written_out,
+from loopax._src.core.jaxpr.groups import (
+    Groups,
+    flatten,
+    map_leaves,
+    merge_each,
+    reject_each,
+    select_each,
+    unflatten,
 )
+from loopax._src.core.jaxpr.util import Mask, invert, select, split_list, trace, weakly_cached, written_out
 from loopax._src.core.row_buffers.versions import chained, read_only
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, new_primitive, register, strong, zeros
 from loopax._src.schedule.saving import Saving
@@ -60,8 +61,8 @@ class LinearLoop(NamedTuple):
     def known_sizes(self) -> list[int]:
         """Lengths of known consts, known init, saved, checkpoint_rows and known xs among the operands."""
         consts, carry, xs = (mask.count(False) for mask in self.masks)
-        replays = carry > 0 and self.saving is not None
-        return [consts, carry, carry if replays else 0, int(replays), xs]
+        recomputes = carry > 0 and self.saving is not None
+        return [consts, carry, carry if recomputes else 0, int(recomputes), xs]
 
     @property
     def linear_sizes(self) -> list[int]:
@@ -90,25 +91,15 @@ class LinearLoop(NamedTuple):
     @property
     def as_loop(self) -> Loop:
         """The whole loop, known part included."""
-        saved = tuple(
-            merge_lists(
-                self.linear_carry,
-                (False,) * self.linear_carry.count(False),
-                self.saved or (False,) * sum(self.linear_carry),
-            )
-        )
+        of_linear = iter(self.saved)
         return Loop(
             self.body,
             num_consts=len(self.linear_consts),
             num_carry=len(self.linear_carry),
-            bound=self.bound,
-            reverse=self.reverse,
             predicated=False,
-            unroll=self.unroll,
-            storage=self.storage,
-            saving=self.saving if any(saved) else None,
-            saved=saved if any(saved) else (),
-            stages=self.stages,
+            saving=self.saving if any(self.saved) else None,
+            saved=tuple(linear and next(of_linear) for linear in self.linear_carry) if any(self.saved) else (),
+            **traversal(self),
         )
 
 
@@ -118,8 +109,8 @@ class LinearOperands(NamedTuple):
     low: Any
     high: Any
     known: LoopInputs
-    saved: list[Any]  # known carries before some steps, where the loop replays
-    checkpoint_rows: list[Any]  # one array: before which steps; none where the loop does not replay
+    saved: list[Any]  # known carries before some steps, where others are recomputed from these
+    checkpoint_rows: list[Any]  # one array: before which steps; none where nothing is recomputed
     linear: LoopInputs
 
     @classmethod
@@ -141,7 +132,7 @@ linear_loop_p = new_primitive("linear_loop")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
-    """The linear part as the loop of which it is a part, known part included."""
+    """The whole loop, known part included; returns what is linear of its results."""
     linear = LinearLoop(**params)
     given = LinearOperands.of(linear, flat)
     out = run(linear.as_loop, given.low, given.high, *merge_each(linear.masks, given.known, given.linear))
@@ -149,20 +140,19 @@ def _whole(*flat: Any, **params: Any) -> list[Any]:
 
 
 def _abstract(*_: Any, **params: Any) -> list[Any]:
+    """The types of the linear carry, of the ys and of the saved linear carries."""
     linear = LinearLoop(**params)
-    carry, ys = linear.output_avals
-    saved = select(linear.saved or (False,) * len(carry), carry)
-    loop = linear.as_loop
-    return [*carry, *(stacked(a, linear.bound or 0) for a in ys), *(stacked(a, loop.saved_rows) for a in saved)]
+    types = result_avals(linear.as_loop)
+    return [*linear.output_avals.carry, *types.ys, *types.saved]
 
 
 def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results, if operands fit the whole loop, and what was saved its known part."""
+    """The types of the results, if the operands fit the whole loop, and `saved` fits its known part."""
     linear = LinearLoop(**params)
     check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(linear.linear_sizes), avals)
     given = LinearOperands.of(linear, avals)
     inputs = merge_each(linear.masks, given.known, given.linear)
-    check_loop("linear_loop", linear.as_loop, [given.low, given.high], *map(list, inputs))
+    check_loop("linear_loop", linear.as_loop, [given.low, given.high], inputs)
     if given.checkpoint_rows and linear.saving:
         (numbers,), states = given.checkpoint_rows, reject_each(linear.masks, linear.input_avals).carry
         check_checkpoints("linear_loop", states, given.saved, numbers, linear.saving, linear.bound)
@@ -172,43 +162,62 @@ def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
 @weakly_cached
 def known_recurrence(linear: LinearLoop) -> ClosedJaxpr:
     """The known part of the carry: (row, *known consts, *known carry, *known x) -> known carry."""
-    wanted = [*invert(linear.linear_carry), *(False for _ in linear.output_avals[1])]
-    known = [True, *(flag for mask in linear.masks for flag in invert(mask))]
-    return dce(linear.body, wanted, known)[0]
+    wanted = [*invert(linear.linear_carry), *(False for _ in linear.output_avals.ys)]
+    return dce(linear.body, wanted, [True, *invert(flatten(linear.masks))])[0]
+
+
+class _StepInputs(NamedTuple):
+    """What stands for each input of a transposed step behind the row."""
+
+    known_consts: Sequence[Any]
+    ct_carry: Sequence[Any]
+    ct_consts: Sequence[Any]
+    known_carry: Sequence[Any]
+    known_xs: Sequence[Any]
+    ct_ys: Sequence[Any]
+
+
+class _LinearOutputs(NamedTuple):
+    """What stands for the outputs of a step that are transposed."""
+
+    carry: Sequence[Any]
+    ys: Sequence[Any]
+    last_consts: Sequence[Any]  # the last versions of the consts (`row_buffers/versions.py`)
 
 
 @weakly_cached
 def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     """One step backward.
 
-    (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y)
-    -> (*ct carry, *ct consts, *ct x): cotangents of constants add up in the carry.
+    (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y) -> (*ct carry, *ct consts, *ct x)
+
+    A linear step `c' = A c + B k + D x, y = E c + ...` has the transpose `ct c = A^T ct c' + E^T ct y` and so on. A
+    constant is read by every step, so its cotangents are summed in the carry of the transposed loop. Where a constant
+    is a buffer of which steps only read rows, the transposed step adds to these rows of the sum, in place.
     """
     function = chained(linear.body)
-    # Where such a constant is only read row by row, its cotangent is added to row by row.
     read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
     by_row = select(linear.linear_consts, read)
+    wanted = _LinearOutputs(linear.linear_carry, nonzero_ys, tuple(map(and_, linear.linear_consts, read)))
     known, cts = (each(linear.masks, linear.input_avals) for each in (reject_each, select_each))
     ct_ys = select(nonzero_ys, linear.output_avals.ys)
-    inputs = [known.consts, cts.carry, cts.consts, known.carry, known.xs, ct_ys]
+    avals = _StepInputs(known.consts, cts.carry, cts.consts, known.carry, known.xs, ct_ys)
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        groups = split_list(operands, list(map(len, inputs)))[:-1]
-        known_consts, ct_carry, ct_consts, known_carry, known_x, ct_y = groups
+        given = unflatten(avals, operands)
+        known = LoopInputs(given.known_consts, given.known_carry, given.known_xs)
 
-        def linear_part(*linear_inputs: list[Any]) -> tuple[list[Any], ...]:
-            given = LoopInputs(known_consts, known_carry, known_x)
-            out, last = function(row, *flatten(merge_each(linear.masks, given, LoopInputs(*linear_inputs))))
-            new_carry, y = linear.outputs(out)
-            last_consts = select(linear.linear_consts, last[1 : 1 + len(linear.linear_consts)])
-            return select(linear.linear_carry, new_carry), select(nonzero_ys, y), select(by_row, last_consts)
+        def linear_part(linear_inputs: LoopInputs) -> _LinearOutputs:
+            out, last = function(row, *flatten(merge_each(linear.masks, known, linear_inputs)))
+            return select_each(wanted, _LinearOutputs(*linear.outputs(out), linear.inputs(last[1:]).consts))
 
-        transpose = jax.linear_transpose(linear_part, *([strong(a) for a in group] for group in cts))
-        more_consts, ct_carry, ct_x = transpose((ct_carry, ct_y, select(by_row, ct_consts)))
-        sums = [b if is_sum else a + b for is_sum, a, b in zip(by_row, ct_consts, more_consts, strict=True)]
-        return [*ct_carry, *sums, *ct_x]
+        (found,) = jax.linear_transpose(linear_part, map_leaves(strong, cts))(
+            _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
+        )
+        sums = zip(by_row, given.ct_consts, found.consts, strict=True)
+        return [*found.carry, *(new if is_sum else old + new for is_sum, old, new in sums), *found.xs]
 
-    return trace(step, [linear.body.in_avals[0], *flatten(inputs)])
+    return trace(step, [linear.body.in_avals[0], *flatten(avals)])
 
 
 def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOperands, avals: LoopInputs) -> LoopInputs:
@@ -220,14 +229,14 @@ def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOpe
     start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]
     xs = [*given.known.xs, *select(nonzero_ys, cts.ys)]
     carry, ct_xs = (_sweep_back if given.known.carry else _run_back)(linear, step, given, start, xs)
-    ct_carry, ct_consts = split_list(carry, [len(cts.carry)])
-    return LoopInputs(ct_consts, ct_carry, ct_xs)
+    num_carry = len(cts.carry)
+    return LoopInputs(consts=carry[num_carry:], carry=carry[:num_carry], xs=ct_xs)
 
 
 def _sweep_back(
     linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Take the transposed steps in a reverse sweep, which finds the known carry before each step again."""
+) -> LoopOutputs:
+    """Take the transposed steps in a reverse sweep, which recomputes the known carry before each step."""
     assert linear.saving is not None
     known = given.known
     backward = ReverseSweep(
@@ -237,12 +246,8 @@ def _sweep_back(
         num_state=len(known.carry),
         num_carry=len(carry),
         num_forward_xs=len(known.xs),
-        bound=linear.bound,
         saving=linear.saving,
-        reverse=linear.reverse,
-        unroll=linear.unroll,
-        storage=linear.storage,
-        stages=linear.stages,
+        **traversal(linear),
     )
     (rows,) = given.checkpoint_rows
     return run_sweep(backward, given.low, given.high, rows, known.consts, known.carry, given.saved, carry, xs)
@@ -250,25 +255,23 @@ def _sweep_back(
 
 def _run_back(
     linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
-) -> tuple[list[Any], list[Any]]:
+) -> LoopOutputs:
     """Take the transposed steps in a loop: they need no known carry, or read it from rows of xs."""
-    loop = Loop(
-        step,
-        num_consts=len(given.known.consts),
-        num_carry=len(carry),
-        bound=linear.bound,
-        reverse=not linear.reverse,
-        predicated=False,
-        unroll=linear.unroll,
-        storage=linear.storage,
-        stages=linear.stages,
-    )
-    out = run(loop, given.low, given.high, given.known.consts, carry, xs)
-    return out.carry, out.ys
+    consts = given.known.consts
+    loop = Loop(step, num_consts=len(consts), num_carry=len(carry), predicated=False, **traversal(linear))
+    out = run(loop._replace(reverse=not linear.reverse), given.low, given.high, consts, carry, xs)
+    return LoopOutputs(out.carry, out.ys)
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
-    """Operands are those of `LinearOperands`; only linear ones have cotangents, those that are known do not."""
+    """Run the loop backward: cotangents of the linear inputs from those of the linear carry and of the ys.
+
+    Operands are those of `LinearOperands`: known ones are values and get None, linear ones are undefined primals, of
+    which only the types are used. `cts` are, in the order of the results, those of the linear carry, of the ys with
+    `bound` rows each, and of the saved linear carries. Each step is transposed alone (`transposed_step`), and the
+    transposed steps are taken from the last row to the first: the transpose of a product is the product of the
+    transposes in the other order.
+    """
     linear = LinearLoop(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
@@ -276,11 +279,17 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     avals = map_leaves(type_of_linear, given.linear)
     # Checkpoints get no real cotangent: their only consumer, a reverse sweep, routes derivatives through the start of
     # the carry. An outer loop may have instantiated the symbolic zeros, so they are dropped, not asserted.
-    ct_carry, ct_ys, _ = split_list(cts, list(map(len, linear.output_avals)))
-    found = flatten(transpose_linear_loop(LoopOutputs(ct_carry, ct_ys), linear, given, avals))
-    operands = flatten(given.linear)
-    wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, operands, strict=True)]
-    return [None] * (len(flat) - len(operands)) + wanted
+    num_saved = len(cts) - sum(map(len, linear.output_avals))
+    linear_cts = unflatten(linear.output_avals, cts[: len(cts) - num_saved])
+    found = transpose_linear_loop(linear_cts, linear, given, avals)
+    return cotangents_of_linear(flat, given.linear, found)
+
+
+def cotangents_of_linear(flat: Sequence[Any], linear: Groups, cts: Groups) -> list[Any]:
+    """The answer of a transpose rule whose last operands are the linear ones: None for those that have a value."""
+    pairs = zip(flatten(cts), flatten(linear), strict=True)
+    wanted = [ct if ad.is_undefined_primal(x) else None for ct, x in pairs]
+    return [None] * (len(flat) - len(wanted)) + wanted
 
 
 def type_of_linear(x: Any) -> Any:

@@ -11,6 +11,7 @@ from loopax._src.core.batching.masked_step import (
     step_lanes,
 )
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
+from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
@@ -20,44 +21,40 @@ from loopax._src.jax_internals import ClosedJaxpr
 
 @weakly_cached
 def lockstep_sweep(
-    static: ReverseSweep, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
+    sweep: ReverseSweep, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
 ) -> ReverseSweep:
     """Both bodies for lanes with windows of their own: consts are [lows], [highs], *consts."""
-    avals, forward_avals = static.backward_avals, static.forward_avals
-    state, carry = (True,) * static.num_state, (True,) * static.num_carry
-    front = xs[: static.num_forward_xs]
-    groups = [(consts, avals[0]), (state, forward_avals[1]), (front, forward_avals[2])]
-    forward = _lanes_body(static.forward, axis, windows, window_avals, groups)
-    groups = [(consts, avals[0]), (carry, avals[1]), ((*state, *xs), avals[2] + avals[3])]
-    backward = _lanes_body(static.backward, axis, windows, window_avals, groups)
-    num_consts = static.num_consts + len(window_avals)
-    return static._replace(forward=forward, backward=backward, num_consts=num_consts, stages=None)
+    state, carry = (True,) * sweep.num_state, (True,) * sweep.num_carry
+    front = xs[: sweep.num_forward_xs]
+    forward = _lanes_body(sweep.forward, axis, windows, window_avals, [consts, state, front])
+    backward = _lanes_body(sweep.backward, axis, windows, window_avals, [consts, carry, (*state, *xs)])
+    num_consts = sweep.num_consts + len(window_avals)
+    return sweep._replace(forward=forward, backward=backward, num_consts=num_consts, stages=None)
 
 
 def _lanes_body(
-    closed: ClosedJaxpr,
-    axis: Axis,
-    windows: Mask,
-    window_avals: tuple[Any, ...],
-    groups: Sequence[tuple[Mask, Sequence[Any]]],
+    closed: ClosedJaxpr, axis: Axis, windows: Mask, window_avals: tuple[Any, ...], mapped: Sequence[Mask]
 ) -> ClosedJaxpr:
-    """A body (row, *consts, *carry, *rest) -> (*carry, *y) for lanes with windows of their own."""
-    batched = [flag for mask, _ in groups for flag in mask]
-    function = lane_function(closed, batched, axis.arguments)
-    num_consts, num_carry = len(groups[0][0]), len(groups[1][0])
-    filled_consts, filled = filled_operands(closed, groups[0][0], num_carry, groups[2][0])
+    """A body (row, *consts, *carry, *others) -> (*carry, *y) for lanes with windows of their own.
+
+    mapped: which consts, carry leaves and others have an axis of lanes.
+    """
+    function = lane_function(closed, flatten(mapped), axis.arguments)
+    consts_mapped, carry_mapped, others_mapped = mapped
+    num_consts, num_carry = len(consts_mapped), len(carry_mapped)
+    filled_consts, filled = filled_operands(closed, consts_mapped, num_carry, others_mapped)
     in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        window, consts, carry, rest = split_list(operands, [sum(windows), num_consts, num_carry])
+        window, consts, carry, others = split_list(operands, [sum(windows), num_consts, num_carry])
         active = in_window(row, window, windows, axis)
         consts = fill_inactive(active, consts, filled_consts)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, consts, [*carry, *rest], filled, carry, in_place)
+            return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place)
 
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 
-    lanes = [aval for mask, group in groups for aval in lane_avals(group, mask, axis)]
+    lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])

@@ -25,7 +25,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     refuse_sharded_lanes,
     uniform_body,
 )
-from loopax._src.core.jaxpr.util import collective_over, either, select, weakly_cached
+from loopax._src.core.jaxpr.util import collective_over, either, weakly_cached
 from loopax._src.jax_internals import axis_arguments, batched_outputs
 from loopax._src.messages import symbolic_lanes_message
 
@@ -39,8 +39,10 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """One loop for all lanes where they take the same steps; else lanes in lockstep, or in stages.
 
-    Operands are `low, high, *consts, *carry, *xs`. Lanes take different steps where they have limits of their own, or
-    where the predicate is batched.
+    Operands are `low, high, *consts, *carry, *xs`; `dims` says where each has its axis of lanes, None for those that
+    all lanes share. Lanes take different steps if they have limits of their own, or if the predicate is batched. The
+    axis of lanes is in front of consts and carry, and behind the rows of xs, ys and saved carries: a row is then the
+    rows of all lanes, which are next to each other in memory, and the loop reads it in one piece.
     """
     loop, axis = Loop(**params), Axis.of(axis_data)
     low, high, *leaves = operands
@@ -56,8 +58,11 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
             loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
         )
     out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
-    saved, rows = axes_of(select(loop.saved_mask, outputs.carry), 1), [None for _ in out.checkpoint_rows]
-    return out.leaves, Outcome(None, axes_of(outputs.carry), axes_of(outputs.ys, 1), saved, rows).leaves
+    has_lanes = loop.results_from(None, outputs, None)
+    dims = has_lanes._replace(
+        carry=axes_of(has_lanes.carry), ys=axes_of(has_lanes.ys, 1), saved=axes_of(has_lanes.saved, 1)
+    )
+    return out.leaves, dims.leaves
 
 
 def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:

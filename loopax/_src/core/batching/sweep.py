@@ -48,8 +48,7 @@ def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -
     """A sweep that does not rely on what the forward loop saved."""
     sweep = ReverseSweep(**params)
     given = sweep.operands(operands)
-    carry, ys = checkpoint_and_sweep(sweep, low, high, given.inputs(given.init))
-    return [*carry, *ys]
+    return flatten(checkpoint_and_sweep(sweep, low, high, given.inputs(given.init)))
 
 
 # Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
@@ -59,7 +58,9 @@ _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """One sweep for all lanes where they walk the same rows; else lanes in lockstep, or in stages.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; `dims` says where each has its axis
+    of lanes, None for those that all lanes share. Axes of lanes are where they are in a loop (`batch_loop`), with which
+    the sweep shares its rows and its checkpoints.
     """
     sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
     low, high, checkpoint_rows, *leaves = operands
@@ -81,8 +82,8 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
             sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))
         )
         low, high = hull(low, high)
-    carry, ys_out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
-    return [*carry, *ys_out], [*axes_of(batched.carry), *axes_of(ys, 1)]
+    out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
+    return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
 
 
 def _batched(sweep: ReverseSweep, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:

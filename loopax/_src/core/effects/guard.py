@@ -1,4 +1,4 @@
-"""Effects in the bodies of loops: not repeated by replays, not caused by finished lanes."""
+"""Effects in the bodies of loops: not repeated where steps are recomputed, not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from loopax._src.jax_internals import (
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop effectful equations without results (debug prints) and progress, so that a replay does not repeat them."""
+    """Drop effectful equations without results (debug prints) and progress: recomputed steps do not repeat these."""
     closed = strip_progress(closed)
     if not closed.effects:
         return closed
@@ -48,7 +48,7 @@ def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _equation_without_effects(eqn: Any) -> Any:
-    """The same for the jaxprs inside an equation."""
+    """The equation with `without_effects` of the jaxprs inside it."""
     if is_cond(eqn):
         return with_branches(eqn, list(map(without_effects, branches(eqn))))
     pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
@@ -90,7 +90,10 @@ def _only_if_abstract(_: Any, *avals: Any, happening: Primitive, params: tuple[t
 
 
 def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Lane by lane, as JAX batches debug callbacks: a batched condition could not suppress anything."""
+    """Lane by lane, as JAX batches debug callbacks: a batched condition could not suppress anything.
+
+    Operands are `active, *operands` of the effect; there are no results.
+    """
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     for lane in range(size):
         of_lane = [
@@ -196,10 +199,10 @@ def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     """The sweep with the flag as its first constant; effects of both bodies are guarded."""
-    static = ReverseSweep(**eqn.params)
-    forward, backward = _with_flag(static.forward, 1), _with_flag(static.backward, 1)
-    static = static._replace(forward=forward, backward=backward, num_consts=static.num_consts + 1)
-    return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **static._asdict())
+    sweep = ReverseSweep(**eqn.params)
+    forward, backward = _with_flag(sweep.forward, 1), _with_flag(sweep.backward, 1)
+    sweep = sweep._replace(forward=forward, backward=backward, num_consts=sweep.num_consts + 1)
+    return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
 
 
 _GUARDS_OF_JAX: list[tuple[Callable[[Any], bool], Guard]] = [

@@ -1,4 +1,4 @@
-"""Programs with the loops in them made silent: a replay does not show once more how far it is."""
+"""Programs whose loops do not show progress: recomputed steps are not shown a second time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +14,12 @@ def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
-    """The same for the parameters of an equation."""
+    """The parameters of an equation, with programs that do not show progress."""
     return {name: _stripped_value(value) for name, value in params.items()}
 
 
 def strip_progress_of_equation(eqn: Any) -> Any:
-    """The same for an equation."""
+    """The equation, with programs that do not show progress."""
     return eqn.replace(params=strip_progress_of_params(eqn.params)) if _equation_reports(eqn) else eqn
 
 

@@ -25,7 +25,7 @@ class Names(NamedTuple):
         return Names(*(_kept(mask, names) for mask, names in zip(masks, self, strict=True)))
 
     def with_tangents(self, *masks: Sequence[bool]) -> "Names":
-        """The same, with those of the tangents that some have behind them."""
+        """The names of operands on pairs: behind each group, those of its tangents."""
         pairs = zip(self, self.keep(*masks), strict=True)
         return Names(*((*names, *(f"tangent of {name}" for name in dots)) for names, dots in pairs))
 
@@ -52,7 +52,7 @@ class DebugInfo:
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
 
     def renamed(self, names: Names) -> "DebugInfo":
-        """The same with other names."""
+        """Give the operands and results other names."""
         return replace(self, names=names)
 
     def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "DebugInfo":

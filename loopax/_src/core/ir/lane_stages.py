@@ -23,7 +23,7 @@ class Stages:
         return sizes
 
     def groups(self, lanes: int) -> list[tuple[int, int]]:
-        """How many groups, and of how many lanes, a batch is dealt into whose lanes are sorted by their steps.
+        """How many groups, and of how many lanes, a batch is cut into whose lanes are sorted by their steps.
 
         The lanes with the most steps differ most, so these are in smaller groups than the others. Together groups
         may have a few places more than there are lanes.

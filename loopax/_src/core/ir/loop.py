@@ -9,10 +9,13 @@ Meaning, for a loop that walks forward (`reverse` walks the same rows from the l
         row += 1
     return row - low, carry, ys
 
-Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`. A loop that saves also
-returns `*saved, checkpoint_rows`: the carry before some of the steps, from which reverse mode replays the others, and
-the rows of these steps in the order in which they were taken, `EMPTY_SLOT` where there were fewer (for
-blocks, the row of the first). A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`.
+
+A loop that saves also returns `*saved, checkpoint_rows`. Saved are checkpoints: the carry before some of the steps,
+from which reverse mode recomputes the others. `checkpoint_rows` are the rows of these steps in the order in which they
+were taken, `EMPTY_SLOT` where there were fewer; for two-level checkpoints, the row of the first step alone.
+
+A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
 from collections.abc import Sequence
@@ -108,6 +111,12 @@ class Loop(NamedTuple):
         (num_steps,), *groups = split_list(leaves, sizes)
         return Outcome(num_steps, *groups)
 
+    def results_from(self, num_steps: Any, outputs: LoopOutputs, checkpoint_rows: Any) -> "Outcome":
+        """What stands for each result, from what stands for the outputs of the body: a saved carry is a carry."""
+        carry, ys = map(list, outputs)
+        saved = select(self.saved_mask, carry)
+        return Outcome(num_steps, carry, ys, saved, [checkpoint_rows] if self.saving else [])
+
     @property
     def input_avals(self) -> LoopInputs:
         """The types of consts, carry and rows of xs."""
@@ -134,6 +143,11 @@ class Loop(NamedTuple):
     def saved_rows(self) -> int:
         """The most carries that are saved."""
         return self.saving.rows(self.bound) if self.saving else 0
+
+
+def traversal(static: Any) -> dict[str, Any]:
+    """The fields that loops, sweeps and their linear parts share: how rows are walked, and what a gradient stores."""
+    return {field: getattr(static, field) for field in ("bound", "reverse", "unroll", "storage", "stages")}
 
 
 class Outcome(NamedTuple):
@@ -220,19 +234,25 @@ def _with_fixed_as_consts(inputs: LoopInputs, fixed: Mask) -> LoopInputs:
     return LoopInputs([*inputs.consts, *select(fixed, inputs.carry)], reject(fixed, inputs.carry), inputs.xs)
 
 
-def result_avals(loop: Loop, axes: Axes = frozenset()) -> list[Any]:
-    """The types of the results: number of steps, carry, ys, saved, checkpoint_rows. The first and the last may vary."""
+def result_avals(loop: Loop, axes: Axes = frozenset()) -> Outcome:
+    """The types of the results. The number of steps and `checkpoint_rows` may vary over the axes of a `shard_map`."""
     index = with_varying_axes(core.ShapedArray(INDEX.shape, INDEX.dtype), axes)
-    saved = [stacked(aval, loop.saved_rows) for aval in select(loop.saved_mask, loop.output_avals.carry)]
-    ys = [stacked(aval, loop.bound or 0) for aval in loop.output_avals.ys]
-    checkpoint_rows = [stacked(index, loop.saving.num_checkpoint_rows())] if loop.saving else []
-    return Outcome(index, list(loop.output_avals.carry), ys, saved, checkpoint_rows).leaves
+    num_rows = loop.saving.num_checkpoint_rows() if loop.saving else 0
+    types = loop.results_from(index, loop.output_avals, stacked(index, num_rows))
+    return types._replace(
+        ys=[stacked(aval, loop.bound or 0) for aval in types.ys],
+        saved=[stacked(aval, loop.saved_rows) for aval in types.saved],
+    )
 
 
 def loop_abstract_eval(low: Any, high: Any, *operands: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results, and the effects of the body."""
+    """The types of the results, and the effects of the body. Operands are `low, high, *consts, *carry, *xs`.
+
+    Results are `num_steps, *carry, *ys, *saved, checkpoint_rows`: the carry typed as the body returns it, ys with
+    `bound` rows, saved with a row for each checkpoint.
+    """
     loop = Loop(**params)
-    return result_avals(loop, _differing(loop, low, high, operands)), loop.body.effects
+    return result_avals(loop, _differing(loop, low, high, operands)).leaves, loop.body.effects
 
 
 def loop_dependence(eqn: Any) -> list[int]:
@@ -247,5 +267,4 @@ def loop_dependence(eqn: Any) -> list[int]:
     ends = [0, *flatten(inputs._replace(carry=carry))]
     everywhere = low | high | (carry[0] if loop.predicated else 0)
     ys = [union(ends, bits) for bits in needed.ys]
-    found = Outcome(0, carry, ys, select(loop.saved_mask, carry), [0] if loop.saving else [])
-    return [everywhere | bits for bits in found.leaves]
+    return [everywhere | bits for bits in loop.results_from(0, LoopOutputs(carry, ys), 0).leaves]

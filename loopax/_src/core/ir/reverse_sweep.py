@@ -8,15 +8,14 @@ The meaning, where the forward loop walked the rows `low ... high - 1`::
     for row in reversed(rows):
         carry, ys[row] = backward(row, consts, carry, states[row], xs[row])
 
-The states are not stored. `saved` holds those before the rows `checkpoint_rows`, as the forward loop saved them on
-its way; segment by segment, from the last to the first, the others are evaluated again
-(`core/lowering/sweep_two_level.py`, `core/lowering/sweep_binomial.py`).
+Only some states are stored: `saved` holds those before the rows `checkpoint_rows`, as the forward loop saved them on
+its way. The others are recomputed, segment by segment, from the last to the first (`core/lowering/sweep_two_level.py`,
+`core/lowering/sweep_binomial.py`).
 
-Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. As a function,
-a replay depends on the forward loop's `init`; `saved` is a hint, and has no
-derivative of its own in reverse mode. The primitive is closed under differentiation: a derivative of
-a replay is a replay of the derivative of both parts, so second derivatives store no more than
-first ones do.
+Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. As a function, a
+sweep depends on the forward loop's `init`. `saved` follows from `init`, and has no derivative of its own in reverse
+mode. The primitive is closed under differentiation: the derivative of a sweep is a sweep of the derivatives of both
+bodies. So second derivatives store no more than first ones do.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import Loop, LoopOutputs, run
+from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
@@ -119,14 +118,14 @@ class ReverseSweep(NamedTuple):
         return range(1 + self.num_consts, 1 + self.num_consts + self.num_carry)
 
     @property
-    def forward_avals(self) -> list[list[Any]]:
+    def forward_avals(self) -> SweepInputs:
         """The types of consts, state and rows of the xs that `forward` reads."""
-        return split_list(self.forward.in_avals[1:], [self.num_consts, self.num_state])
+        return self.of_forward(self.forward.in_avals[1:])
 
     @property
-    def backward_avals(self) -> list[list[Any]]:
-        """The types of consts, carry, state and rows of xs."""
-        return split_list(self.backward.in_avals[1:], [self.num_consts, self.num_carry, self.num_state])
+    def backward_avals(self) -> SweepInputs:
+        """The types of consts, state, carry and rows of xs."""
+        return self.of_backward(self.backward.in_avals[1:])
 
     @property
     def y_avals(self) -> list[Any]:
@@ -138,7 +137,7 @@ reverse_sweep_p = new_primitive("reverse_sweep")
 
 
 def run_sweep(
-    static: ReverseSweep,
+    sweep: ReverseSweep,
     low: Any,
     high: Any,
     checkpoint_rows: Any,
@@ -147,47 +146,42 @@ def run_sweep(
     saved: Sequence[Any],
     carry: Sequence[Any],
     xs: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Bind the primitive, as `run` does; returns carry and ys."""
+) -> LoopOutputs:
+    """Bind the primitive, as `run` does."""
     operands = [*consts, *init, *saved, *carry, *xs]
     if axes := differing([low, high, checkpoint_rows]):
-        static, operands = _apart(static, axes), varying(operands, axes)
-    outputs = reverse_sweep_p.bind(low, high, checkpoint_rows, *operands, **static._asdict())
-    new_carry, ys = split_list(outputs, [static.num_carry])
-    return new_carry, ys
+        sweep, operands = _apart(sweep, axes), varying(operands, axes)
+    outputs = reverse_sweep_p.bind(low, high, checkpoint_rows, *operands, **sweep._asdict())
+    return sweep.outputs(outputs)
 
 
-def _apart(static: ReverseSweep, axes: Axes) -> ReverseSweep:
+def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:
     """The sweep for devices that take different numbers of steps."""
-    forward, backward = (apart(body, axes) or body for body in (static.forward, static.backward))
-    return static._replace(forward=forward, backward=backward)
+    forward, backward = (apart(body, axes) or body for body in (sweep.forward, sweep.backward))
+    return sweep._replace(forward=forward, backward=backward)
 
 
 def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
-    """The types of carry and ys."""
-    static = ReverseSweep(**params)
-    carry = static.backward.out_avals[: static.num_carry]
-    return [*carry, *(stacked(aval, static.bound or 0) for aval in static.y_avals)]
+    """The types of the results `*carry, *ys`: the carry as the backward body returns it, ys with `bound` rows."""
+    sweep = ReverseSweep(**params)
+    carry = sweep.backward.out_avals[: sweep.num_carry]
+    return [*carry, *(stacked(aval, sweep.bound or 0) for aval in sweep.y_avals)]
 
 
-def checkpointing_loop(static: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
+def checkpointing_loop(sweep: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
     """A loop over the rows of the forward loop that saves its whole carry as that loop did."""
     return Loop(
         body,
         num_consts=num_consts,
         num_carry=num_state,
-        bound=static.bound,
-        reverse=static.reverse,
         predicated=False,
-        unroll=static.unroll,
-        storage=static.storage,
-        saving=length_known(static.saving),
+        saving=length_known(sweep.saving),
         saved=(True,) * num_state,
-        stages=static.stages,
+        **traversal(sweep),
     )
 
 
-def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: SweepInputs) -> tuple[list[Any], list[Any]]:
+def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: SweepInputs) -> LoopOutputs:
     """The whole sweep where nothing has been saved yet: run forward saving, then sweep back."""
     loop = checkpointing_loop(sweep, sweep.forward, sweep.num_consts, sweep.num_state)
     consts, init, carry, xs = inputs

@@ -9,9 +9,9 @@ from typing import Any
 
 from jax import core
 
-from loopax._src.core.ir.loop import Loop, loop_abstract_eval
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, sweep_abstract_eval
-from loopax._src.core.jaxpr.util import INDEX, split_list, stacked
+from loopax._src.core.ir.loop import Loop, LoopInputs, loop_abstract_eval
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, sweep_abstract_eval
+from loopax._src.core.jaxpr.util import INDEX, stacked
 from loopax._src.jax_internals import JaxprTypeError, fits, varying_axes, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
@@ -29,7 +29,7 @@ def check_types(what: str, expected: Sequence[Any], given: Sequence[Any]) -> Non
 
 
 def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> None:
-    """The same for arrays with so many rows of the expected types."""
+    """Raise where these are not arrays with so many rows of the expected types."""
     check_types(what, [stacked(aval, rows or 0) for aval in expected], given)
 
 
@@ -52,56 +52,52 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def loop_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of a loop's results and its effects, if operands and results of the body fit."""
+    """The types of a loop's results and its effects, if operands and results of the body fit.
+
+    Operands are the types of `low, high, *consts, *carry, *xs`. The body's carry must fit itself: a loop is a fixed
+    point of types.
+    """
     loop = Loop(**params)
-    check_loop("loop", loop, *split_list(avals, [2, *loop.sizes]))
+    low, high, *leaves = avals
+    check_loop("loop", loop, [low, high], loop.inputs(leaves))
     return loop_abstract_eval(*avals, **params)
 
 
-def check_loop(
-    what: str, loop: Loop, window: Sequence[Any], consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
-) -> None:
+def check_loop(what: str, loop: Loop, window: Sequence[Any], given: LoopInputs) -> None:
     """Raise where operands of these types do not fit a loop's body, or the body's carry does not fit itself."""
-    expected_consts, expected_carry, expected_x = loop.input_avals
+    expected = loop.input_avals
     check_numbers(f"{what}: low and high", window)
-    check_types(f"{what}: consts", expected_consts, consts)
-    check_types(f"{what}: carry", expected_carry, carry)
-    check_types(f"{what}: carry that the body returns", expected_carry, loop.output_avals[0])
-    check_rows(f"{what}: xs", expected_x, xs, loop.bound)
+    check_types(f"{what}: consts", expected.consts, given.consts)
+    check_types(f"{what}: carry", expected.carry, given.carry)
+    check_types(f"{what}: carry that the body returns", expected.carry, loop.output_avals.carry)
+    check_rows(f"{what}: xs", expected.xs, given.xs, loop.bound)
 
 
 def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of a reverse sweep's results, if operands and results of both bodies fit. A sweep has no effects."""
-    static = ReverseSweep(**params)
-    (low, high, numbers), consts, init, saved, carry, xs = split_list(avals, [3, *static.sizes])
-    check_sweep("reverse_sweep", static, [low, high], consts, init, carry, xs)
-    check_checkpoints("reverse_sweep", static.forward_avals[1], saved, numbers, static.saving, static.bound)
+    """The types of a reverse sweep's results, if operands and results of both bodies fit. A sweep has no effects.
+
+    Operands are the types of `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
+    """
+    sweep = ReverseSweep(**params)
+    low, high, rows, *leaves = avals
+    given, states = sweep.operands(leaves), sweep.forward_avals.state
+    check_sweep("reverse_sweep", sweep, [low, high], given.inputs(given.init))
+    check_checkpoints("reverse_sweep", states, given.saved, rows, sweep.saving, sweep.bound)
     return sweep_abstract_eval(*avals, **params), frozenset()
 
 
-def check_sweep(
-    what: str,
-    static: ReverseSweep,
-    window: Sequence[Any],
-    consts: Sequence[Any],
-    init: Sequence[Any],
-    carry: Sequence[Any],
-    xs: Sequence[Any],
-) -> None:
+def check_sweep(what: str, sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> None:
     """Raise where operands of these types do not fit one of a sweep's bodies, or its results do not."""
-    forward_consts, state, forward_x = static.forward_avals
-    backward_consts, expected_carry, read_state, x = static.backward_avals
+    forward, backward = sweep.forward_avals, sweep.backward_avals
+    returned = sweep.outputs(sweep.backward.out_avals)
     check_numbers(f"{what}: low and high", window)
-    check_types(f"{what}: consts of the forward step", forward_consts, consts)
-    check_types(f"{what}: consts of the backward step", backward_consts, consts)
-    check_types(f"{what}: init", state, init)
-    check_types(f"{what}: states that the backward step reads", read_state, state)
-    check_types(f"{what}: states that the forward step returns", state, static.forward.out_avals)
-    check_types(f"{what}: carry", expected_carry, carry)
-    check_types(
-        f"{what}: carry that the backward step returns",
-        expected_carry,
-        static.backward.out_avals[: static.num_carry],
-    )
-    check_rows(f"{what}: xs that the forward step reads", forward_x, xs[: static.num_forward_xs], static.bound)
-    check_rows(f"{what}: xs", x, xs, static.bound)
+    check_types(f"{what}: consts of the forward step", forward.consts, given.consts)
+    check_types(f"{what}: consts of the backward step", backward.consts, given.consts)
+    check_types(f"{what}: init", forward.state, given.state)
+    check_types(f"{what}: states that the backward step reads", backward.state, forward.state)
+    check_types(f"{what}: states that the forward step returns", forward.state, sweep.forward.out_avals)
+    check_types(f"{what}: carry", backward.carry, given.carry)
+    check_types(f"{what}: carry that the backward step returns", backward.carry, returned.carry)
+    forward_xs = given.xs[: sweep.num_forward_xs]
+    check_rows(f"{what}: xs that the forward step reads", forward.xs, forward_xs, sweep.bound)
+    check_rows(f"{what}: xs", backward.xs, given.xs, sweep.bound)

@@ -34,7 +34,7 @@ FUNCTION = 1.5
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
 # For loopax's own primitives: what an equation computes, where that is not all of its results; and, for those with
-# bodies, the limit on their steps and whether that is a precaution, far above the steps that are taken perhaps.
+# bodies, the limit on their steps and whether it is loose: perhaps far above the steps that are taken.
 computed: dict[Primitive, Callable[[Any], Sequence[Any]]] = {}
 step_limits: dict[Primitive, Callable[[Any], tuple[int | None, bool]]] = {}
 

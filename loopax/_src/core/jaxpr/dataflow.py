@@ -33,7 +33,7 @@ def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
 
 
 def of_equation(eqn: Any) -> list[int]:
-    """The same for the outputs and inputs of one equation."""
+    """For each output of an equation, the set of its inputs on which the output depends."""
     everything = [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
     if len(eqn.outvars) == 1:
         return everything

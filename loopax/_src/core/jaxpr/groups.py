@@ -8,7 +8,7 @@ functions work on all groups at once.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from loopax._src.core.jaxpr.util import merge_lists, reject, select
+from loopax._src.core.jaxpr.util import merge_lists, reject, select, split_list
 
 Groups = TypeVar("Groups", bound=tuple[Sequence[Any], ...])
 
@@ -16,6 +16,13 @@ Groups = TypeVar("Groups", bound=tuple[Sequence[Any], ...])
 def flatten(groups: Iterable[Iterable[Any]]) -> list[Any]:
     """The leaves of all groups in one list."""
     return [leaf for group in groups for leaf in group]
+
+
+def unflatten(groups: Groups, leaves: Iterable[Any]) -> Groups:
+    """The inverse of `flatten`: leaves in groups as long as those given."""
+    *pieces, more = split_list(leaves, list(map(len, groups)))
+    assert not more
+    return _of_same_class(groups, pieces)
 
 
 def map_leaves(function: Callable[..., Any], groups: Groups, *others: Groups) -> Groups:

@@ -30,7 +30,7 @@ class Axis:
         return cls(arguments["axis_size"], *names, mesh_axis=mesh_axis(data))
 
     def resized(self, size: int, similar: bool = False) -> "Axis":
-        """The same with other lanes."""
+        """The axis with another number of lanes."""
         return replace(self, size=size, similar=similar)
 
     @property
@@ -40,7 +40,11 @@ class Axis:
 
 
 def refuse_sharded_lanes(axis: Axis) -> None:
-    """Lanes that take different numbers of steps ask and lend to each other, which JAX does not do across devices."""
+    """Raise where lanes that take different numbers of steps are on several devices of an `Explicit` mesh.
+
+    A step asks whether any lane is active, and fills inactive lanes from an active one. JAX does neither across
+    devices.
+    """
     if axis.mesh_axis is not None:
         raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
 

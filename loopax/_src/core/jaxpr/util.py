@@ -40,7 +40,7 @@ MOST_STEPS = 2**31 - 1  # the largest; the count of a loop without a bound stays
 
 
 def split_list(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
-    """Cut a list into pieces of these sizes, and the rest."""
+    """Cut a list into pieces of these sizes, and a last piece of what remains."""
     items, pieces = list(items), []
     for size in sizes:
         pieces.append(items[:size])
@@ -65,6 +65,12 @@ def merge_lists(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> 
     for rest in sources:
         assert next(rest, None) is None
     return merged
+
+
+def of_selected(function: Callable[..., Any], mask: Sequence[bool], values: Sequence[Any]) -> Callable[..., Any]:
+    """The function of those arguments alone whose mask is True; the others have these values."""
+    fixed = reject(mask, values)
+    return lambda *selected: function(*merge_lists(mask, fixed, selected))
 
 
 def invert(mask: Sequence[bool]) -> Mask:
@@ -128,7 +134,7 @@ def evaluate_inlined(
     equation: Callable[[Any, list[Any]], Sequence[Any]],
     program_of: Callable[[Any], ClosedJaxpr | None],
 ) -> list[Any]:
-    """The same, with the programs of calls evaluated in their places: of those for which `program_of` gives one."""
+    """Evaluate a jaxpr as `evaluate` does, and inline the calls for which `program_of` gives a program."""
 
     def inline(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         inner = program_of(eqn)
@@ -154,7 +160,7 @@ def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The same without their constants."""
+    """The jaxprs in the parameters of an equation, without their constants."""
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 

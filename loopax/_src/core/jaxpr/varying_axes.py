@@ -45,7 +45,10 @@ def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
 
 
 def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
-    """The cotangent of `x`, typed as `x` is: summed over the axes in `summed`, and as it is over all others."""
+    """The cotangent of `x`, typed as `x` is: summed over the axes in `summed`, and as it is over all others.
+
+    The one operand is `x`, in which the identity is linear. A sum over an axis is the transpose of `pvary`.
+    """
     del varying
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval)]

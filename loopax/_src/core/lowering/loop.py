@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, result_avals
 from loopax._src.core.ir.progress import UNKNOWN, Reports
-from loopax._src.core.jaxpr.util import split_list, stacked
+from loopax._src.core.jaxpr.groups import flatten
+from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.active_sets import active_of, filled_outside
 from loopax._src.core.lowering.checkpointed import run_saving
@@ -18,7 +19,10 @@ from loopax._src.jax_internals import jaxpr_as_fun, zeros
 
 
 def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
-    """The meaning of `loop_p` as a function of JAX, by which it is run and compiled."""
+    """The meaning of `loop_p` as a function of JAX, by which it is run and compiled.
+
+    Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys, *saved, checkpoint_rows`.
+    """
     loop, low, high = Loop(**params), unvarying(low), unvarying(high)
     if loop.reporting is None:
         return _walk(loop, None, low, high, operands)
@@ -29,9 +33,10 @@ def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[An
 
 
 def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:
-    consts, carry, xs = split_list(operands, loop.sizes)
+    consts, carry, xs = map(list, loop.inputs(operands))
     if loop.bound == 0:  # there are no rows that a step could read
-        return [jnp.int32(0), *carry, *(zeros(aval) for aval in result_avals(loop)[1 + loop.num_carry :])]
+        _, _, *others = result_avals(loop)
+        return [jnp.int32(0), *carry, *map(zeros, flatten(others))]
     steps = _steps(loop, consts, xs)
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
@@ -53,8 +58,8 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
 
 def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
     def step(body: Any, consts: Sequence[Any], row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split_list(body(row, *consts, *carry, *(read(x, row) for x in xs)), [loop.num_carry])
-        return carry, y
+        out = loop.outputs(body(row, *consts, *carry, *(read(x, row) for x in xs)))
+        return list(out.carry), list(out.ys)
 
     def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
         return lambda consts: partial(step, body, consts)

@@ -3,7 +3,7 @@
 Run by run, from the last to the first: from the last stored state on, states are evaluated again, and
 stored where the binomial schedule says, until all that remain fit into the free slots (but for the very
 last, which is current when it is needed). This run of states is stored, and read on the way back.
-`schedule.replay` is the same in Python.
+`schedule.binomial.replay` has the same schedule in Python.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
 
 
 def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment:
-    """Pass on, leaving states in slots, to where all states of the rest fit into the free slots."""
+    """Pass on, leaving states in slots, to where all states from there on fit into the free slots."""
     count = segment.stored_steps.size
 
     def too_long(segment: Segment) -> Any:

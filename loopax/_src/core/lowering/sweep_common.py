@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.active_sets import FilledOutside, active_of, filled_outside
 from loopax._src.core.lowering.while_loop import Common, RowLoop, Step, Steps, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
@@ -23,11 +22,11 @@ class Track(NamedTuple):
     ahead: RowLoop  # how the forward loop walked
 
     @classmethod
-    def of(cls, static: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
+    def of(cls, sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
         """From the window of rows, and where the forward loop saved."""
-        ahead = RowLoop(static.reverse, static.unroll)
+        ahead = RowLoop(sweep.reverse, sweep.unroll)
         first_row = checkpoint_rows[0]
-        num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if static.reverse else high), 0)
+        num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if sweep.reverse else high), 0)
         return cls(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
 
     def row(self, step: Any) -> Any:
@@ -93,24 +92,23 @@ def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
     return (high, low) if ahead.reverse else (low, high)
 
 
-def bodies_of(static: ReverseSweep, consts: list[Any], xs: list[Any]) -> Bodies:
+def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any]) -> Bodies:
     """The bodies of a sweep, as they are compiled."""
-    rows = common_rows(static.backward, consts)
+    rows = common_rows(sweep.backward, consts)
 
     def forward(body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
-        return body(row, *consts, *state, *(read(x, row) for x in xs[: static.num_forward_xs]))
+        return body(row, *consts, *state, *(read(x, row) for x in xs[: sweep.num_forward_xs]))
 
     def backward(
         body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        out = body(row, *consts, *carry, *state, *(read(x, row) for x in xs))
-        carry, y = split_list(out, [static.num_carry])
-        return carry, y
+        out = sweep.outputs(body(row, *consts, *carry, *state, *(read(x, row) for x in xs)))
+        return list(out.carry), list(out.ys)
 
     def compiled(closed: ClosedJaxpr, run: Callable[..., Any]) -> Body:
-        outside = filled_outside(closed, static.num_consts, 0)
+        outside = filled_outside(closed, sweep.num_consts, 0)
         body = outside.body if outside else closed
         common = None if rows is None else (rows, partial(run, unmasked(closed)))
         return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common)
 
-    return Bodies(compiled(static.forward, forward), compiled(static.backward, backward))
+    return Bodies(compiled(sweep.forward, forward), compiled(sweep.backward, backward))

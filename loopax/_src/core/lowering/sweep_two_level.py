@@ -25,22 +25,22 @@ class TwoLevelState(NamedTuple):
 
 
 def sweep_blocks(
-    static: ReverseSweep, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: LoopState
+    sweep: ReverseSweep, track: Track, bodies: Bodies, size: int, saved: list[Any], progress: LoopState
 ) -> LoopState:
     """Walk back through all blocks."""
 
-    def one_block(sweep: TwoLevelState) -> TwoLevelState:
-        start = track.row(sweep.block * size)
-        length = jnp.minimum(track.num_steps - sweep.block * size, size)
-        state = [read(s, sweep.block) for s in saved]
-        states = _states_of_block(track.ahead, bodies, start, length, state, sweep.states)
-        progress = _walk_back(track.ahead, bodies, start, length, states, sweep.progress)
-        return TwoLevelState(sweep.block - 1, states, progress)
+    def one_block(at: TwoLevelState) -> TwoLevelState:
+        start = track.row(at.block * size)
+        length = jnp.minimum(track.num_steps - at.block * size, size)
+        state = [read(s, at.block) for s in saved]
+        states = _states_of_block(track.ahead, bodies, start, length, state, at.states)
+        progress = _walk_back(track.ahead, bodies, start, length, states, at.progress)
+        return TwoLevelState(at.block - 1, states, progress)
 
-    states = [zeros(stacked(aval, size)) for aval in static.forward_avals[1]]
+    states = [zeros(stacked(aval, size)) for aval in sweep.forward_avals.state]
     last_block = (track.num_steps + (size - 1)) // size - 1
-    sweep = TwoLevelState(last_block, states, progress)
-    return lax.while_loop(lambda sweep: sweep.block >= 0, one_block, sweep).progress
+    at = TwoLevelState(last_block, states, progress)
+    return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress
 
 
 def _states_of_block(

@@ -131,7 +131,7 @@ class RowLoop(NamedTuple):
         return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
 
     def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
-        """The same for a loop of one step or none, as a condition: XLA moves what is constant out of a loop."""
+        """Run a loop of one step or none, as a condition: XLA would move what is constant out of a loop."""
         one = self._several(steps.make(steps.consts), 1, steps.row_of)
         return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
 

@@ -53,7 +53,7 @@ register(
 
 
 def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
-    """The same, as an operation that stays visible in a body."""
+    """Which lanes are active (`active_lanes`), as a primitive that stays visible in a body."""
     (active,) = active_p.bind(row, *window, windows=windows, lanes=lanes)
     return active
 

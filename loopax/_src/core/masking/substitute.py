@@ -71,21 +71,31 @@ def _of_active(active: Any, x: Any) -> Any:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, batch_axes: int) -> Any:
-    """Tangents of active lanes are their own; those of the others are zero."""
+    """Tangents of active lanes are their own; those of the others are zero.
+
+    Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
+    """
     out = fill_inactive_p.bind(*primals, batch_axes=batch_axes)
     dot = tangents[2]
     return out, _of_active(primals[0], dot) if is_nonzero(dot) else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _transpose(ct: Any, active: Any, _first: Any, x: Any, *, batch_axes: int) -> list[Any]:
-    """Linear in x. Operands that a batch of linear loops fills are tangents themselves."""
+    """The cotangent of `x`: that of the result for active lanes, and zeros.
+
+    Operands are `active, first, x`; `x` is the linear one. It is a tangent where a batch of linear loops fills its
+    operands, and a filled tangent is one that nothing reads.
+    """
     del batch_axes
     ct = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else _of_active(active, ct)
     return [None, None, ct]
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int) -> Any:
-    """Lanes of several batches: each batch fills its lanes with one of its own."""
+    """Lanes of several batches: each batch fills its lanes with one of its own.
+
+    Operands are `active, first, x`; the new axis of lanes is in front of all of them, and of the result.
+    """
     if all(d is None for d in dims):  # JAX asks inside batched control flow
         return fill_inactive_p.bind(*operands, batch_axes=batch_axes), None
     axis = Axis.of(axis_data)

@@ -74,7 +74,7 @@ class Machine(NamedTuple):
         ends = inside & ~self.inner.goes_on(at)
         values = [*state.carry, *map(zeros, self.loop.output_avals[1])]
         outputs = at_most_once(ends, lambda *_: self.inner.after(inputs(), at), values)
-        carry, rows = split_list(outputs, [self.loop.num_carry])
+        carry, rows = map(list, self.loop.outputs(outputs))
         counted = ends.astype(jnp.int32)
         row = RowLoop(self.loop.reverse).advance(state.row, counted)
         ys = written(state.ys, state.row, rows, ends)

@@ -70,7 +70,7 @@ def nowhere(rows: Any, lanes: int) -> Any:
 
 
 def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The same for arrays with lanes."""
+    """The function mapped over as many leading axes of lanes as the primitive says."""
 
     def mapped(*operands: Any, lanes: int, **params: Any) -> list[Any]:
         one = partial(function, is_alone=lanes == 0, **params)
@@ -179,7 +179,10 @@ def _abstract_of(meaning: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _jvp_of(primitive: Primitive, row_at: int | None = None) -> Callable[..., Any]:
-    """Tangents take the way of primals; `row_at` is where the row stands among the operands."""
+    """A jvp rule: the operation is linear in the array and in the row, so it is applied to their tangents.
+
+    Operands begin with the array; `row_at` is where the row stands, if there is one. Places and flags have no tangents.
+    """
     linear = [0] if row_at is None else [0, row_at]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -199,7 +202,10 @@ def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
 
 
 def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: int) -> list[Any]:
-    """The cotangent of the row is added to that of the array, for lanes that are active."""
+    """Add the cotangent of the row to that of the array, in place, for lanes that are active.
+
+    Operands are `rows, place, active`, results the row and the array as it was: both results depend on the array.
+    """
     ct_row, ct_rows = cts
     if isinstance(ct_row, ad.Zero):
         return [ct_rows, None, None]
@@ -208,7 +214,10 @@ def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: i
 
 
 def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int, appends: bool) -> list[Any]:
-    """The row's cotangent is taken out of that of the array: the row that was there before had no effect."""
+    """Take the row's cotangent out of that of the array: the row that was there before had no effect.
+
+    Operands are `rows, place, row`, the result is the array; it is linear in `rows` and in `row`.
+    """
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
@@ -218,7 +227,10 @@ def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 
 def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int) -> list[Any]:
-    """The row's cotangent is read from that of the array, which stays as it is."""
+    """Read the row's cotangent from that of the array, which stays as it is.
+
+    Operands are `rows, place, row`, the result is the array; it is linear in `rows` and in `row`.
+    """
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
@@ -227,13 +239,19 @@ def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 
 def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
-    """The row's cotangent is put into that of the array, in which that row has none."""
+    """Put the row's cotangent into that of the array, in which that row has none: zeros are left there.
+
+    Operands are `rows, place`, results the row and the array without it; they are linear in `rows`.
+    """
     ct_row, ct_rows = cts
     return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
 
 
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
-    """The cotangent of all rows is added to that of the array, for lanes that are active."""
+    """Add the cotangent of all rows to that of the array, for lanes that are active.
+
+    Operands are `rows, active`, results the rows to be seen and the array as it was: both depend on the array.
+    """
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
@@ -244,7 +262,11 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
 
 
 def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int) -> Any:
-    """Lanes that share the array read many rows of it; others one row each of their own."""
+    """Lanes that share the array read many rows of it; others one row each of their own.
+
+    Operands are `rows, place, active`; results, with lanes in front, the rows and the array, which stays shared. A lane
+    that is not active reads what an active one does, since the body goes on with it.
+    """
     (rows, place, active), (rows_dim, place_dim, active_dim) = operands, dims
     axis = Axis.of(axis_data)
     if rows_dim is None:
@@ -261,7 +283,10 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
 
 
 def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """Lanes that share the array see it; others see one each of their own."""
+    """Lanes that share the array see it; others see one each of their own, or that of an active lane.
+
+    Operands are `rows, active`; results, with lanes in front, are the rows to be seen and the array.
+    """
     (rows, active), (rows_dim, active_dim) = operands, dims
     if rows_dim is None:
         return view(rows), [None, None]
@@ -272,7 +297,10 @@ def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
 
 
 def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
-    """Every lane gets an array of its own, with one more axis of lanes in front."""
+    """A batching rule: every lane gets an array of its own, with one more axis of lanes in front of all operands.
+
+    Lanes that write to a shared array would write to arrays that differ afterwards, so none is shared.
+    """
 
     def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
         if all(d is None for d in dims):  # JAX asks inside batched control flow

@@ -99,10 +99,10 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
         mask = buffers(loop.body, loop.carry_range, only_appended)
         mask = [b and not saved for b, saved in zip(mask, loop.saved_mask, strict=True)]
     elif primitive is reverse_sweep_p:
-        static = ReverseSweep(**eqn.params)
-        leaf, first = position - 3 - sum(static.sizes[:3]), 0
-        start = 1 + static.num_consts
-        mask = buffers(static.backward, range(start, start + static.num_carry), only_appended)
+        sweep = ReverseSweep(**eqn.params)
+        leaf, first = position - 3 - sum(sweep.sizes[:3]), 0
+        start = 1 + sweep.num_consts
+        mask = buffers(sweep.backward, range(start, start + sweep.num_carry), only_appended)
     else:
         return None
     return first + leaf if 0 <= leaf < len(mask) and mask[leaf] else None

@@ -36,7 +36,12 @@ def _runs_in_stages(inner: CompactVmap) -> bool:
 
 
 def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    """The batch of the loop on pairs, where lanes run in stages; else the derivative of the program."""
+    """The batch of the loop on pairs, where lanes run in stages; else the derivative of the program.
+
+    Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; a tangent has its
+    primal's. Lanes in stages stop at the same steps with and without tangents, since predicates are primals. So the
+    derivative of the batch is the batch of derivatives, with the stages of the batch itself.
+    """
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
@@ -92,10 +97,12 @@ def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
 
 
 def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part in stages, and evaluate the rest, as lanes in groups with known numbers of steps, partially.
+    """Run the known part in stages; then what is unknown is a batch of lanes with known numbers of steps, in groups.
 
-    Operands are those of the loop, with an axis of lanes where they are mapped. Where numbers of steps are not known,
-    the whole batch is staged.
+    Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; unknown ones are
+    tangents. The known part gives each lane's number of steps. The later loop takes so many steps in each lane, without
+    a predicate; it computes the unknown results, and its program is evaluated partially in its turn. The whole batch is
+    staged where numbers of steps are unknown.
     """
     inner = CompactVmap(**params)
     loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
@@ -125,17 +132,20 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """In `jax.checkpoint`: run the known part now; stage the whole batch, for nothing of it is to be stored."""
+    """Of a batch in `jax.checkpoint`: run its known part now, and stage the whole batch for later.
+
+    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer is as in
+    `loop_partial_eval_custom`: nothing of what the batch computes is to be stored.
+    """
     inner = CompactVmap(**eqn.params)
     if not _steps_are_known(inner, unknown):
         return stage_all(eqn, instantiated)
     loop = inner.static
     parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
-    unknown_in = [False, False, *flatten(parts.unknown)]
-    saved = select(loop.saved_mask, parts.outputs.carry)
-    unknown_out = Outcome(
-        False, list(parts.outputs.carry), list(parts.outputs.ys), saved, [False] if loop.saving else []
-    ).leaves
+    unknown_in, unknown_out = (
+        [False, False, *flatten(parts.unknown)],
+        loop.results_from(False, parts.outputs, False).leaves,
+    )
     invars = reject(unknown_in, eqn.invars)
     known = compact_vmap_of(
         LOOPS, parts.known, inner.axis, tuple(reject(unknown_in, inner.mapped)), [v.aval for v in invars]

@@ -76,7 +76,7 @@ def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows:
 
 
 def _windows(is_lane: Any, mapped: Mask, low: Any, high: Any) -> tuple[Any, Any]:
-    """No rows for a place that is left."""
+    """The windows of a group; a place that is left over, and repeats a lane, gets an empty one."""
     if mapped[1]:
         return low, jnp.where(is_lane, high, low)
     return jnp.where(is_lane, low, high), high

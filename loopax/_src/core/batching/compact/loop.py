@@ -1,6 +1,6 @@
 """A batch of loops that does not wait for its slowest lane.
 
-Lanes whose numbers of steps are known at the start are dealt into groups of lanes that take similar numbers, and one
+Lanes whose numbers of steps are known at the start are sorted into groups of lanes that take similar numbers, and one
 group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
 those are gathered into a smaller batch, which goes on; in the end results are put back in their places.
 

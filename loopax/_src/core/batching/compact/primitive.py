@@ -23,10 +23,11 @@ from loopax._src.core.jaxpr.util import (
     collective_over,
     merge_lists,
     num_bytes,
-    reject,
+    of_selected,
     select,
     trace,
     weakly_cached,
+    written_out,
 )
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -35,7 +36,6 @@ from loopax._src.jax_internals import (
     batched_outputs,
     jaxpr_as_fun,
     new_primitive,
-    zeros,
 )
 from loopax._src.messages import collective_message
 
@@ -89,7 +89,12 @@ def evaluate_batch(*operands: Any, **params: Any) -> list[Any]:
 
 
 def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Batch a batch: one flat batch, unless all new lanes take the same steps, or too much would be repeated."""
+    """Batch a batch: one flat batch, unless all new lanes take the same steps, or too much would be repeated.
+
+    Operands are those of the loop or sweep, with an axis of lanes where `mapped` says so, and where the rules say;
+    `dims` says where each has its new axis of lanes. Lanes are independent of each other, so a batch of n batches of m
+    lanes is a batch of n m lanes: results are reshaped to (n, m), new lanes first.
+    """
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):
         raise NotImplementedError(collective_message(outer.name))
@@ -122,7 +127,7 @@ def _joins(inner: CompactVmap, outer: Axis, operands: Sequence[Any], dims: Seque
         return False
     bodies = [part for part in inner.static if isinstance(part, ClosedJaxpr)]
     if not inner.program.effects and any(body.effects for body in bodies):
-        return False  # a replay, from which effects have been removed
+        return False  # steps that are recomputed, from which effects have been removed
     repeated = own = 0
     for x, mapped, dim in zip(operands, inner.mapped, dims, strict=True):
         size = num_bytes([jax.typeof(x)])
@@ -151,16 +156,16 @@ def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) ->
 
 
 def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    """The transpose of the program, in the operands in which it is linear."""
+    """The transpose of the program, in the operands in which it is linear.
+
+    Operands are those of the program; undefined primals are linear and get cotangents, the others are values and get
+    None. Progress is not shown a second time.
+    """
     linear = [ad.is_undefined_primal(x) for x in operands]
     program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
-
-    def of_linear(*values: Any) -> list[Any]:
-        return program(*merge_lists(linear, reject(linear, operands), values))
-
+    of_linear = of_selected(program, linear, operands)
     found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
-    given = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
-    return merge_lists(linear, [None] * linear.count(False), found(given))
+    return merge_lists(linear, [None] * linear.count(False), found(list(map(written_out, cts))))
 
 
 jvp_of_program = jvp_expanded(evaluate_batch)
@@ -173,7 +178,7 @@ def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
 
 
 def compact_vmap_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The same, if operands of these types fit the program, and there is an axis of lanes for each of them or none."""
+    """The types of the results and the effects, if operands of these types fit the program."""
     inner = CompactVmap(**params)
     check_count("compact_vmap", len(inner.mapped), avals)
     check_types("compact_vmap", inner.program.in_avals, avals)

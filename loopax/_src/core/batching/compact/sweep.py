@@ -1,7 +1,8 @@
 """A batch of reverse sweeps that does not wait for the lane with the most rows.
 
-The windows of all lanes are known, for their loops have run, so lanes are dealt into groups. Their loops saved nothing
-for that (lanes that leave a batch early are in another place there), so each group walks forward again, saving.
+The windows of all lanes are known, for their loops have run, so lanes are sorted into groups of similar lengths. What
+their loops saved does not fit these groups: lanes that leave a batch early are in another place there. So each group
+walks forward again, saving.
 """
 
 from collections.abc import Sequence
@@ -15,48 +16,48 @@ from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import run
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpointing_loop, run_sweep
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, checkpoint_and_sweep
+from loopax._src.core.jaxpr.groups import flatten, unflatten
 from loopax._src.core.jaxpr.mapped_axis import Axis
-from loopax._src.core.jaxpr.util import Mask, split_list
+from loopax._src.core.jaxpr.util import Mask
 
 
-def _run(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """The program of a batch; operands are low, high, *consts, *init, *carry, *xs."""
-    assert static.stages is not None
+def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """The program of a batch; operands are `low, high, *consts, *init, *carry, *xs`."""
+    assert sweep.stages is not None
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
-        return _in_lockstep(static, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
+        return _in_lockstep(sweep, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
 
     low, high = operands[:2]
-    program = GroupProgram(run_group, mapped, _operand_axes(static), _result_axes(static))
-    return in_groups(program, static.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
+    program = GroupProgram(run_group, mapped, _operand_axes(sweep), _result_axes(sweep))
+    return in_groups(program, sweep.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 
-def _in_lockstep(static: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+def _in_lockstep(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Walk forward saving, then back."""
-    (low, high), consts, init, carry, xs = split_list(operands, _sizes(static))
-    windows, mapped_consts, _, _, mapped_xs = (tuple(m) for m in split_list(mapped, _sizes(static)))
+    low, high, *leaves = operands
+    windows, has_lanes = mapped[:2], _inputs(sweep, mapped[2:])
     own = own_limits(windows, low, high)
-    lanes = lockstep_sweep(static, axis, mapped_consts, mapped_xs, windows, tuple(map(jax.typeof, own)))
-    rows, consts = hull(low, high), [*own, *consts]
-    loop = checkpointing_loop(lanes, lanes.forward, len(consts), len(init))
-    out = run(loop, *rows, consts, init, xs[: static.num_forward_xs])
-    (checkpoint_rows,) = out.checkpoint_rows
-    new_carry, ys = run_sweep(lanes, *rows, checkpoint_rows, consts, init, out.saved, carry, xs)
-    return [*new_carry, *ys]
+    own_avals = tuple(map(jax.typeof, own))
+    lanes = lockstep_sweep(sweep, axis, tuple(has_lanes.consts), tuple(has_lanes.xs), windows, own_avals)
+    inputs = _inputs(sweep, leaves)
+    inputs = inputs._replace(consts=[*own, *inputs.consts])
+    return flatten(checkpoint_and_sweep(lanes, *hull(low, high), inputs))
 
 
-def _sizes(static: ReverseSweep) -> list[int]:
-    return [2, static.num_consts, static.num_state, static.num_carry]
+def _inputs(sweep: ReverseSweep, leaves: Sequence[Any]) -> SweepInputs:
+    """By name what stands for each operand behind `low` and `high`: the states are given by the first one, `init`."""
+    return unflatten(sweep.backward_avals, leaves)
 
 
-def _operand_axes(static: ReverseSweep) -> list[int]:
-    return [0] * sum(_sizes(static)) + [1] * len(static.backward_avals[3])
+def _operand_axes(sweep: ReverseSweep) -> list[int]:
+    consts, state, carry, xs = sweep.backward_avals
+    return [0, 0, *(0 for _ in (*consts, *state, *carry)), *(1 for _ in xs)]
 
 
-def _result_axes(static: ReverseSweep) -> list[int]:
-    return [0] * static.num_carry + [1] * len(static.y_avals)
+def _result_axes(sweep: ReverseSweep) -> list[int]:
+    return [0] * sweep.num_carry + [1] * len(sweep.y_avals)
 
 
 SWEEPS = BatchRules(_run, _operand_axes, _result_axes, lambda _, mapped: any(mapped[:2]))
