@@ -49,13 +49,13 @@ def lane_with_equinox(weights: Any, y: Array, n: Array) -> Array:
 
 
 def ensemble(size: int = 64) -> tuple[Any, ...]:
-    """Lanes with weights of their own, in which borrowing is most expensive."""
+    """Lanes with weights of their own, in which filling inactive lanes is most expensive."""
     starts = jnp.asarray(np.random.RandomState(1).randn(size, 16), jnp.float32)
     return weights(size), starts, log_normal_counts(size)
 
 
-def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same program with finished lanes computing on their own state: what borrowing costs."""
+def without_filling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same program with finished lanes computing on their own state: what filling costs."""
 
     def traced(*arguments: Any) -> Any:
         modules: list[Any] = [masked_step, lockstep_loop, lockstep_sweep]
@@ -71,17 +71,17 @@ def without_borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def borrowing() -> Group:
-    """What borrowing costs where every lane has weights of its own: no peer, and no target."""
+def filling() -> Group:
+    """What filling inactive lanes costs where every lane has weights of its own: no peer, and no target."""
     forward = jax.vmap(lane_with_loopax)
     gradient = jax.vmap(jax.grad(lane_with_loopax))
     outside = jax.grad(lambda weights, y, n: forward(weights, y, n).sum())
     programs = {"forward": forward, "vmap of grad": gradient, "grad of vmap": outside}
-    programs |= {f"{name}, not borrowing": without_borrowing(f) for name, f in programs.items()}
+    programs |= {f"{name}, not filled": without_filling(f) for name, f in programs.items()}
     cases = [Case(name, program, ensemble()) for name, program in programs.items()]
-    return Group("64 lanes with weights of their own: what borrowing costs", cases, [])
+    return Group("64 lanes with weights of their own: what filling inactive lanes costs", cases, [])
 
 
 def groups() -> list[Group]:
     """One table."""
-    return [borrowing()]
+    return [filling()]

@@ -26,7 +26,7 @@ REMARK = (
     f"{LANES} lanes on {DEVICES} virtual CPU devices, with log-normal counts (sigma = 1). Step work of a device: the "
     "sum of the steps of its lanes. Evaluations of a device: how often it evaluates the body, times the lanes of the "
     "batch in which it does, counted as the program runs. The target is for the step work of the busiest device over "
-    "the mean, where lanes are dealt by their counts."
+    "the mean, where lanes are assigned by their counts."
 )
 
 
@@ -53,42 +53,42 @@ def counts() -> np.ndarray:
     return np.ceil(20 * np.random.RandomState(0).lognormal(sigma=1.0, size=LANES)).astype(np.int32)
 
 
-def evaluations(lanes: lx.Lanes, body: Callable[[Any], Any], is_dealt: bool) -> np.ndarray:
+def evaluations(lanes: lx.Lanes, body: Callable[[Any], Any], is_assigned: bool) -> np.ndarray:
     """What each device evaluates of a loop whose carry counts its steps."""
     counter, steps = DeviceCounter(), counts()
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
     lane = lambda n: lx.fori_loop(0, n, lambda _, x: body(counter(x)), jnp.float32(0.0), lanes=lanes)
-    run = jax.jit(lambda n: lx.sharded_lanes(lane, mesh, "d")(n, counts=steps if is_dealt else None))
+    run = jax.jit(lambda n: lx.sharded_lanes(lane, mesh, "d")(n, counts=steps if is_assigned else None))
     assert (np.asarray(run(steps)) == steps).all()
     return counter.evaluations
 
 
-def step_work(is_dealt: bool) -> np.ndarray:
+def step_work(is_assigned: bool) -> np.ndarray:
     """The steps of the lanes of each device: a loop on each that adds those of its own up."""
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
     place = lambda n: jax.lax.axis_index("d").astype(jnp.int32)
     steps = counts()
-    where = jax.jit(lambda n: lx.sharded_lanes(place, mesh, "d")(n, counts=steps if is_dealt else None))(steps)
+    where = jax.jit(lambda n: lx.sharded_lanes(place, mesh, "d")(n, counts=steps if is_assigned else None))(steps)
     return np.bincount(np.asarray(where), weights=steps, minlength=DEVICES)
 
 
 def measured() -> list[dict[str, Any]]:
     """A row for each way to deal and to run the lanes. Needs as many devices."""
     rows, useful = [], int(counts().sum())
-    for is_dealt in (False, True):
-        work = step_work(is_dealt)
+    for is_assigned in (False, True):
+        work = step_work(is_assigned)
         for lanes in (lx.Lockstep(), lx.Compact(min_lanes=4), lx.Compact(min_lanes=1)):
-            found = evaluations(lanes, lambda x: x + 1.0, is_dealt)
+            found = evaluations(lanes, lambda x: x + 1.0, is_assigned)
             busiest = work.max() / work.mean()
             rows.append(
                 {
                     "lanes": str(lanes),
-                    "dealt by counts": "yes" if is_dealt else "no",
+                    "assigned by counts": "yes" if is_assigned else "no",
                     "step work, busiest / mean": busiest,
                     "evaluations, busiest / mean": found.max() / found.mean(),
                     "evaluations of the busiest device": float(found.max()),
                     "useful evaluations": useful / found.sum(),
-                    f"at most {TARGET}": bool(busiest <= TARGET) if is_dealt else None,
+                    f"at most {TARGET}": bool(busiest <= TARGET) if is_assigned else None,
                 }
             )
     return rows

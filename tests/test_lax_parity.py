@@ -296,7 +296,7 @@ def in_scan(m: Any, add: Any) -> Any:
 @pytest.mark.parametrize("loop", [in_fori_loop, in_while_loop, in_scan])
 @pytest.mark.parametrize("jit", [jax.jit, eagerly])
 def test_mutable_array_that_the_body_closes_over_is_refused(loop: Any, jit: Any) -> None:
-    """`jax.lax` lets a body write to one; a replay would write again, so loopax says that it does not."""
+    """`jax.lax` lets a body write to one; recomputed steps would write again, so loopax says that it does not."""
 
     def run() -> Any:
         ref = jax.new_ref(jnp.float64(0.0))

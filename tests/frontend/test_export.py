@@ -149,7 +149,7 @@ def test_hessians_of_any_number_of_lanes() -> None:
 
 
 def test_any_number_of_lanes_with_weights_of_their_own() -> None:
-    """Constants of each lane, whose size decides how finished lanes borrow them."""
+    """Constants of each lane, whose size decides how those of finished lanes are filled."""
 
     def total(strengths: Array, h: Array, n: Array) -> Array:
         lane = lambda s, h, n: lx.fori_loop(0, n, lambda _, h: jnp.sin(s * h), h, max_steps=BOUND, throw=False)

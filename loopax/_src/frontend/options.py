@@ -143,8 +143,8 @@ def refuse_references(where: str, values: Sequence[Any]) -> None:
     """Mutable arrays cannot be closed over."""
     if any(is_reference(value) for value in values):
         raise NotImplementedError(
-            f"{where} closes over a mutable array (`jax.new_ref`), which loopax's loops do not support: a replay would "
-            "write to it again. Pass its value through the carry instead."
+            f"{where} closes over a mutable array (`jax.new_ref`), which loopax's loops do not support: a gradient "
+            "recomputes steps, which would write to it again. Pass its value through the carry instead."
         )
 
 

@@ -27,7 +27,7 @@ class Stored:
     reason
         Why `Auto` takes it.
     carries
-        How many carries are stored at most, those of a block that is replayed included; of `Residuals()`, how many
+        How many carries are stored at most, those of a block that is recomputed included; of `Residuals()`, how many
         sets of residuals.
     size
         Of one of them.

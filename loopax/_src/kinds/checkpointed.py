@@ -21,7 +21,7 @@ class Checkpointed(Kind):
     them). Forward and gradient evaluate the body at most 3 n times. N is `max_steps`, the rows of
     `xs`, or a static length.
 
-    With `checkpoints` as many carries are stored, at most, those of a replayed block included. A loop
+    With `checkpoints` as many carries are stored, at most, those of a recomputed block included. A loop
     that knows its length when it starts (`fori_loop`, `scan` without `stop`) needs as few evaluations as
     possible (Griewank & Walther 2000). One that does not (`while_loop`, `scan` with `stop`) needs at most
     1.15 times as many (an online schedule after Stumm & Walther 2010), and no bound.

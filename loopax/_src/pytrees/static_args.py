@@ -27,7 +27,7 @@ def static_int(what: str, value: Any, why: Why) -> int:
 
 
 def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
-    """The same for a number of something from 1 on."""
+    """A number of something, from 1 on, that is known when the program is traced."""
     refuse_arrays(what, value, "a Python int", why)
     number = an_int(what, value, f", the number of {unit}")
     if number < 1:
@@ -88,7 +88,7 @@ def an_int(what: str, value: Any, role: str = "") -> int:
 
 
 def int_within(what: str, value: Any, low: int, high: int, role: str = "") -> int:
-    """The same for an int from `low` to `high`."""
+    """An int from `low` to `high`."""
     number = an_int(what, value, role)
     if not low <= number <= high:
         raise ValueError(f"{what}: got {number}, expected an int from {low} to {high}.")

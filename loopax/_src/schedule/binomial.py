@@ -21,7 +21,7 @@ def evaluations(num_steps: int, slots: int) -> int:
 
 
 def evaluations_from(stored: Sequence[int], num_steps: int, slots: int) -> int:
-    """The same where the forward pass has stored these steps' carries, which need not be the best ones.
+    """Evaluations where the forward pass has stored the carries of these steps, which need not be the best ones.
 
     The forward pass evaluates each step once, its derivative again, and a segment of n steps between
     two stored carries takes r n - C(c + r, r - 1) evaluations to find the states in it, where c slots
@@ -107,7 +107,7 @@ def starts(num_steps: int, slots: int) -> Iterator[int]:
 
 
 def replay(stored: Sequence[int], num_steps: int, slots: int) -> Iterator[Action]:
-    """Reverse all steps from some stored carries: the meaning of what `core.slot_sweep` compiles.
+    """Reverse all steps from some stored carries: the meaning of what `core/lowering/sweep_binomial.py` compiles.
 
     The last segment is divided by `advance` until the carries of what remains fit into the free slots,
     or none is free. These are stored, reversed from the last to the first, and dropped.

@@ -76,5 +76,5 @@ def _blocks(size: int) -> Saving | None:
 
 
 def length_known(saving: Saving) -> Saving:
-    """The same for a loop over the rows that another loop has walked."""
+    """How to save in a loop over the rows that another loop has walked: their number is known."""
     return replace(saving, length_known=True) if isinstance(saving, Slots) else saving
