@@ -1,4 +1,4 @@
-"""Models in loops: `local`."""
+"""`local`: a copy of NNX objects, for a loop that changes them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether the run in a directory is the one that is asked for, and whether its state can be written."""
+"""Describes the run that is asked for, and lets all hosts settle whether it goes on: `stored_program.check` decides."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a stored run is a run of, and whether it is the one that is asked for."""
+"""What is stored of a program, and whether a stored program is the one that is asked for."""
 
 import difflib
 import json

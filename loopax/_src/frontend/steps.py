@@ -1,4 +1,7 @@
-"""What the three loops repeat: the user's functions as the `call` of a `Step`, also where a loop is durable."""
+"""What the three loops repeat: the user's functions as the `call` of a `Step`, also where a loop is durable.
+
+`Options.step_key` gives each step its key.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

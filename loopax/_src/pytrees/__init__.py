@@ -1,4 +1,4 @@
-"""Users' pytrees: their leaves, how two differ, and arguments that are static.
+"""Users' pytrees, models included: their leaves become arrays and back, how two differ, static arguments.
 
 May import: jax_internals.
 """

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
-from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, merge_each
 from loopax._src.core.jaxpr.nan import nan_if
+from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, merge_each
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._src.messages import effects_message
@@ -138,11 +138,14 @@ def jvp_of_results(
 
 
 def loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    """The loop on pairs of primals and tangents, for all that has a tangent at any step.
+    """Run the loop on pairs: a leaf that has a tangent in some step is paired with it, the others stay alone.
 
-    Operands are `low, high, *consts, *carry, *xs`, consts and carry without rows, xs with `bound` rows; results are
-    `num_steps, *carry, *ys, *saved, checkpoint_rows`. Integers have no tangents: neither do `low`, `high`, `num_steps`
-    and `checkpoint_rows`. The derivative of a composition is the composition of derivatives, and primals of the loop on
-    pairs are those of the loop itself: it stops after the same step, since its predicate is a primal.
+    Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. Results are
+    `num_steps, *carry, *ys, *saved, checkpoint_rows`: ys have `bound` rows, saved leaves one for each checkpoint.
+    `low`, `high`, `num_steps` and `checkpoint_rows` are integers, so they have no tangents.
+
+    The derivative of a composition is the composition of the derivatives. The predicate is a primal, so the loop on
+    pairs stops after the same step, and its primals are those of the loop. A loop without a bound gives NaN tangents if
+    it takes more steps than can be counted: reverse mode could not walk them back.
     """
     return jvp_of_results(Loop(**params), run, primals, tangents)

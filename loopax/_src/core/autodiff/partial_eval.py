@@ -14,7 +14,7 @@ from loopax._src.core.ir.debug_info import DebugInfo
 from loopax._src.core.ir.kind import Checkpoints, EveryResidual, Nothing, saving_for
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, select_each, unflatten
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,

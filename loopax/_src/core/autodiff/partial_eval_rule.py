@@ -11,7 +11,7 @@ from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.transpose import LinearOperands, linear_loop_p, transpose_linear_loop, type_of_linear
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.core.jaxpr.varying_axes import retyped
 from loopax._src.jax_internals import (
@@ -79,13 +79,16 @@ def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[A
 
 
 def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part of a loop now, and stage its linear part, with what the linear part needs of the known one.
+    """Run the known part of a loop now. Stage its linear part, which gets what it needs of the known part as operands.
 
-    Operands are `low, high, *consts, *carry, *xs`; xs have `bound` rows, consts and carry have none. JAX asks when it
-    linearises a program on primals and tangents: primals are known then, tangents are not. A leaf of the carry is
-    unknown if it depends on an unknown operand after any number of steps (`unknown_outputs`), so the known part is a
-    loop of its own. The linear part reads the known carry of each step: from checkpoints, as rows, or as residuals, as
-    `loop.storage` says. The whole loop is staged where its number of steps is unknown, or where all its results are.
+    Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. Results are those
+    of the loop. JAX asks when it linearises a program on primals and tangents: primals are known then, tangents are
+    not.
+
+    A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
+    No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
+    known carry of each step: from checkpoints, as rows, or as residuals, as `loop.storage` says. The whole loop is
+    staged if its number of steps is unknown, if all its results are unknown, or if no operand is.
     """
     loop = Loop(**params)
     low, high, *unknown = (not is_known(t) for t in tracers)
@@ -107,9 +110,10 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
     """Transpose a loop that is linear in some operands, where JAX does not linearise first (`jax.linear_transpose`).
 
-    Operands are `low, high, *consts, *carry, *xs`; undefined primals are linear, the others are values. `cts` are those
-    of the results. The loop is evaluated partially with the linear operands as the unknown ones; its linear part has
-    the transpose. `low` and `high`, and all that have values, get None.
+    Operands are `low, high, *consts, *carry, *xs`; undefined primals are linear, the others are values. `cts` are the
+    cotangents of `num_steps, *carry, *ys, *saved, checkpoint_rows`. Partial evaluation, with the linear operands as the
+    unknown ones, splits the loop into a known and a linear part. The known part runs, and the transpose of the linear
+    part is the answer. `low`, `high` and all operands that have values get None.
     """
     loop = Loop(**strip_progress_of_params(params))
     if all(isinstance(ct, ad.Zero) for ct in cts):

@@ -9,7 +9,7 @@ from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, wit
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation
 from loopax._src.core.ir.loop import Loop, LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
-from loopax._src.core.jaxpr.groups import flatten, map_leaves
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select
 from loopax._src.jax_internals import Literal, happens
 
@@ -24,12 +24,13 @@ def stage_all(
 
 
 def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Of a loop in `jax.checkpoint`: run its known part now, and stage the whole loop for later.
+    """Run the known part of a loop in `jax.checkpoint` now, and stage the whole loop for later.
 
-    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer is the
-    equation to run now, the one to run later, which results are unknown, which of them later gives, and the operands
-    that later needs besides. Known results are those of the known loop. Later runs all of it again, since
-    `jax.checkpoint` is to store nothing of what a loop computes.
+    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer has five
+    parts: the equation to run now, the equation to run later, a flag for each result (is it unknown?), another one
+    (does the later equation give it?), and the operands that the later equation also needs. Known results are those of
+    the known loop. The later equation runs the whole loop again, because `jax.checkpoint` must store nothing that the
+    loop computes. If the number of steps is unknown, nothing runs now.
     """
     loop = Loop(**eqn.params)
     low, high, *flags = unknown
@@ -44,10 +45,10 @@ def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequ
 
 
 def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Of a sweep in `jax.checkpoint`: run its known part now, and stage the whole sweep for later.
+    """Run the known part of a sweep in `jax.checkpoint` now, and stage the whole sweep for later.
 
     `unknown` and `instantiated` have a flag for each operand: `low, high, checkpoint_rows, *consts, *init, *saved,
-    *carry, *xs`. The answer is as in `loop_partial_eval_custom`, for the same reason.
+    *carry, *xs`. The answer has the parts of that of `loop_partial_eval_custom`, for the same reason.
     """
     sweep = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
@@ -73,9 +74,12 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     """Remove from a loop what its used results do not need.
 
     `used` has a flag for each result: `num_steps, *carry, *ys, *saved, checkpoint_rows`. A leaf of the carry is needed
-    if it is used, or if a needed leaf depends on it after any number of steps (`prune`). The predicate is always
-    needed: it decides on the number of steps. A loop with effects stays as it is. The rule answers which of `low, high,
-    *consts, *carry, *xs` are needed, and the new equation. From JAX 0.12 on it is also given the live inputs.
+    if it is used, or if a needed leaf depends on it after some number of steps (`prune`). The predicate is always
+    needed: it decides on the number of steps. The answer says which of `low, high, *consts, *carry, *xs` are needed
+    (the first two always are), and has the new equation.
+
+    If no result is used, and the loop has no effect that must happen, the loop is removed. A loop whose body has such
+    effects stays as it is. From JAX 0.12 on, JAX also passes the live inputs to this rule, which ignores them.
     """
     eqn = rest[-1]
     loop = Loop(**eqn.params)
@@ -118,8 +122,9 @@ def sweep_dce(used: list[bool], *rest: Any) -> Any:
     """Remove from a sweep what its used results do not need.
 
     `used` has a flag for each result: `*carry, *ys`. A leaf of the carry or of the state is needed if it is used, or if
-    a needed one depends on it after any number of steps (`needs`). The rule answers which of `low, high,
-    checkpoint_rows, *consts, *init, *saved, *carry, *xs` are needed, and the new equation.
+    a needed one depends on it after some number of steps (`needs`). The answer says which of `low, high,
+    checkpoint_rows, *consts, *init, *saved, *carry, *xs` are needed (the first three always are), and has the new
+    equation.
     """
     eqn = rest[-1]
     sweep = ReverseSweep(**eqn.params)

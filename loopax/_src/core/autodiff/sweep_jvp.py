@@ -6,7 +6,7 @@ from typing import Any
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tangents_or_zeros
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
-from loopax._src.core.jaxpr.groups import append_each, map_leaves
+from loopax._src.core.jaxpr.operand_groups import append_each, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.jax_internals import is_nonzero
 

@@ -13,7 +13,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
 )
 from loopax._src.core.ir.loop import LoopOutputs, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.util import Mask, either, invert, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
 
@@ -117,14 +117,16 @@ def _unknown_inputs(sweep: ReverseSweep, flags: Sequence[bool]) -> SweepInputs:
 
 
 def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part of a sweep now, and stage its linear part.
+    """Run the known part of a sweep now. Stage its linear part, which gets what it needs of the known part as operands.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; consts, init and carry without rows,
-    saved with a row for each checkpoint, xs with `bound` rows. JAX asks when it linearises a program on primals and
-    tangents: primals are known then, tangents are not. A result is unknown if it depends on an unknown operand after
-    any number of steps (`sweep_fixpoint`), so the known results are those that the known sweep computes alone. The
-    linear part gets, of the known operands, those that it reads. The whole sweep is staged where its rows are unknown,
-    or where all its results are.
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`: saved have a row for each
+    checkpoint, xs have `bound` rows, the others have none. Results are `*carry, *ys`. JAX asks when it linearises a
+    program on primals and tangents: primals are known then, tangents are not.
+
+    A result is unknown if, after some number of steps, it depends on an unknown operand (`sweep_fixpoint`). The known
+    sweep computes the other results alone. The linear part gets only those known operands that it reads, and recomputes
+    the states from `init`. The whole sweep is staged if its rows are unknown, if all its results are unknown, or if no
+    operand is.
     """
     sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
@@ -146,9 +148,9 @@ def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: 
     """Transpose a sweep that is linear in some operands, where JAX does not linearise first (`jax.linear_transpose`).
 
     Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; undefined primals are linear, the
-    others are values. `cts` are those of `*carry, *ys`. The sweep is evaluated partially with the linear operands as
-    the unknown ones; its linear part has the transpose. What was saved gets None: the states come from `init`, of which
-    `saved` is a copy.
+    others are values. `cts` are the cotangents of `*carry, *ys`. Partial evaluation, with the linear operands as the
+    unknown ones, gives the linear part, whose transpose is the answer. `saved` gets None: its states are computed from
+    `init`, so all cotangents of states go to `init`.
     """
     sweep = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))

@@ -35,7 +35,7 @@ from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
-from loopax._src.core.jaxpr.groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     select,
@@ -350,9 +350,13 @@ def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     """Transpose the linear part of a sweep: cotangents of its linear inputs from those of its results.
 
-    Operands are those of `LinearSweepOperands`: known ones are values and get None, linear ones are undefined primals,
-    of which only the types are used. `cts` are those of the linear carry, and of the ys with `bound` rows each. The
-    equations in this file's docstring say why a loop and a sweep give the transpose.
+    Operands are `low, high`, then consts, init, carry and xs that are known, then the linear ones in the same order.
+    Known ones are values and get None. The linear ones are undefined primals: the rule uses only their types. `cts` are
+    the cotangents of the linear carry and of ys (`bound` rows each).
+
+    Linear states are walked forward, so their cotangents m are walked backward; the linear carry is walked backward, so
+    its cotangents p are walked forward. A loop on (states, p) runs first and saves, and a sweep with the carry (carry,
+    m) follows.
     """
     sweep = LinearSweep(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):

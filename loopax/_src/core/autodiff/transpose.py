@@ -4,9 +4,9 @@ Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *k
 *linear xs`. Results are the linear leaves of the carry, the ys (all are linear) and the saved linear carries. Run as it
 stands (by `jax.linearize`), the linear part evaluates the whole loop, known part included.
 
-Its transpose is a loop over the same rows in the other direction. A step of it needs the known carry before that step.
-There may be none: in a linear recurrence, or where all that is needed comes as rows of xs. Else a reverse sweep
-recomputes it from `saved`.
+Its transpose is a loop over the same rows in the other direction. A step of it needs the known carry before that step,
+which a reverse sweep recomputes from `saved`. It needs none if the recurrence is linear, or if all that it reads comes
+as rows of xs.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
-from loopax._src.core.jaxpr.groups import (
+from loopax._src.core.jaxpr.operand_groups import (
     Groups,
     flatten,
     map_leaves,
@@ -187,13 +187,14 @@ class _LinearOutputs(NamedTuple):
 
 @weakly_cached
 def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
-    """One step backward.
+    """One step backward, with cotangents for those ys that have any (`nonzero_ys`).
 
     (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y) -> (*ct carry, *ct consts, *ct x)
 
-    A linear step `c' = A c + B k + D x, y = E c + ...` has the transpose `ct c = A^T ct c' + E^T ct y` and so on. A
-    constant is read by every step, so its cotangents are summed in the carry of the transposed loop. Where a constant
-    is a buffer of which steps only read rows, the transposed step adds to these rows of the sum, in place.
+    For a linear step `c' = A c + B k + D x, y = E c` this is `ct c = A^T ct c' + E^T ct y`, `ct k += B^T ct c'` and `ct
+    x = D^T ct c'`. All steps read a constant k, so its cotangents are summed in the carry. One step reads a row of xs,
+    so the row's cotangent is a row of ys of the transposed loop, and nothing is added. If steps only read rows of a
+    constant (a buffer), the transposed step adds to these rows of its cotangent alone, in place.
     """
     function = chained(linear.body)
     read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
@@ -266,11 +267,14 @@ def _run_back(
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     """Run the loop backward: cotangents of the linear inputs from those of the linear carry and of the ys.
 
-    Operands are those of `LinearOperands`: known ones are values and get None, linear ones are undefined primals, of
-    which only the types are used. `cts` are, in the order of the results, those of the linear carry, of the ys with
-    `bound` rows each, and of the saved linear carries. Each step is transposed alone (`transposed_step`), and the
-    transposed steps are taken from the last row to the first: the transpose of a product is the product of the
-    transposes in the other order.
+    Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear
+    init, *linear xs`. All before the linear ones are values and get None. The linear ones are undefined primals: the
+    rule uses only their types. `cts` are the cotangents of the linear carry, of ys (`bound` rows each) and of the saved
+    linear carries, in this order. The rule drops the last: derivatives reach checkpoints through the start of the
+    carry.
+
+    Each step is transposed alone (`transposed_step`), and the transposed steps are taken from the last row to the
+    first: the transpose of a product is the product of the transposes in the other order.
     """
     linear = LinearLoop(**params)
     if all(isinstance(ct, ad.Zero) for ct in cts):

@@ -19,8 +19,8 @@ from loopax._src.core.batching.masked_step import (
     step_lanes,
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, run
-from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.core.row_buffers.versions import buffers

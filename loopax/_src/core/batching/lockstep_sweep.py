@@ -11,8 +11,8 @@ from loopax._src.core.batching.masked_step import (
     step_lanes,
 )
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.groups import flatten
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.core.row_buffers.versions import buffers

@@ -15,7 +15,6 @@ from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, ru
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
-from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
     axes_of,
@@ -25,6 +24,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     refuse_sharded_lanes,
     uniform_body,
 )
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import collective_over, either, weakly_cached
 from loopax._src.jax_internals import axis_arguments, batched_outputs
 from loopax._src.messages import symbolic_lanes_message
@@ -37,12 +37,14 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
 
 
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """One loop for all lanes where they take the same steps; else lanes in lockstep, or in stages.
+    """Run one loop for all lanes if they take the same steps; else run lanes in lockstep, or in stages.
 
-    Operands are `low, high, *consts, *carry, *xs`; `dims` says where each has its axis of lanes, None for those that
-    all lanes share. Lanes take different steps if they have limits of their own, or if the predicate is batched. The
-    axis of lanes is in front of consts and carry, and behind the rows of xs, ys and saved carries: a row is then the
-    rows of all lanes, which are next to each other in memory, and the loop reads it in one piece.
+    Operands are `low, high, *consts, *carry, *xs`; `dims` says at which axis each has its lanes, None if all lanes
+    share it. In the new loop, consts and carry are `[lanes, ...]`; xs, ys and saved carries are `[rows, lanes, ...]`. A
+    row of all lanes is then contiguous in memory, and the loop reads it in one piece.
+
+    Lanes take different steps if they have limits of their own, or if the predicate is batched. In lockstep, finished
+    lanes keep their carry and write no rows, so every lane has the results that it would have alone.
     """
     loop, axis = Loop(**params), Axis.of(axis_data)
     low, high, *leaves = operands

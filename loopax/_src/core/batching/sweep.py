@@ -20,7 +20,6 @@ from loopax._src.core.ir.reverse_sweep import (
     run_sweep,
 )
 from loopax._src.core.jaxpr.expand import batch_expanded
-from loopax._src.core.jaxpr.groups import flatten, map_leaves
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
     axes_of,
@@ -30,6 +29,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     refuse_sharded_lanes,
     uniform_body,
 )
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.messages import symbolic_lanes_message
 
@@ -56,11 +56,12 @@ _save_again = batch_expanded(reverse_sweep_p, _without_saved)
 
 
 def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """One sweep for all lanes where they walk the same rows; else lanes in lockstep, or in stages.
+    """Run one sweep for all lanes if they walk the same rows; else run lanes in lockstep, or in groups.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; `dims` says where each has its axis
-    of lanes, None for those that all lanes share. Axes of lanes are where they are in a loop (`batch_loop`), with which
-    the sweep shares its rows and its checkpoints.
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; `dims` says at which axis each has
+    its lanes, None if all lanes share it. In the new sweep, consts, init and carry are `[lanes, ...]`; saved, xs and ys
+    are `[rows, lanes, ...]`, as in the loop that saved them (`batch_loop`). If lanes have `checkpoint_rows` of their
+    own and do not run in groups, the sweep first walks forward again, to save before the same rows in all lanes.
     """
     sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
     low, high, checkpoint_rows, *leaves = operands

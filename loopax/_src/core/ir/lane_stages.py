@@ -1,4 +1,4 @@
-"""Which sizes a batch of lanes has as they finish."""
+"""How many stages or groups of lanes a batch has, and how large they are."""
 
 from dataclasses import dataclass
 

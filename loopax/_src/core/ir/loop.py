@@ -28,7 +28,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
-from loopax._src.core.jaxpr.groups import flatten
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,

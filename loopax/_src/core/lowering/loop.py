@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, result_avals
 from loopax._src.core.ir.progress import UNKNOWN, Reports
-from loopax._src.core.jaxpr.groups import flatten
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
 from loopax._src.core.lowering.active_sets import active_of, filled_outside

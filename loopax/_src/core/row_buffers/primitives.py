@@ -9,9 +9,12 @@ read, and nothing is written)::
     take(rows, place)         -> rows[place], rows with rows[place] = 0
     view(rows, active)        -> rows, rows
 
-Each is the transpose of another: of `get`, `add`; of `put`, `take`. What only reads hands the array on, so that
-in the body of a loop every version of it is used once (`row_buffers/versions.py`). Its cotangent then has versions in
-the opposite order, and is changed in place as well: the gradient of a step costs the same whatever the capacity.
+The transpose of `get` is `add`, that of `put` is `take`, and the other way round; the transpose of `view` adds whole
+arrays. `get` and `view` return the array as well, so that a loop's body uses each version of it once
+(`row_buffers/versions.py`). Its cotangent then has versions in the opposite order, and is changed in place as well: the
+gradient of a step costs the same whatever the capacity.
+
+With lanes, `rows` is `[*lanes, capacity, ...]` and `place` an int32 `[*lanes]`; the row is `[*lanes, ...]`.
 
 A lane of a batch that has finished is not `active`: it reads what a lane that is still active reads.
 """
@@ -204,7 +207,8 @@ def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
 def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: int) -> list[Any]:
     """Add the cotangent of the row to that of the array, in place, for lanes that are active.
 
-    Operands are `rows, place, active`, results the row and the array as it was: both results depend on the array.
+    Operands are `rows, place, active`. Results are the row and the unchanged array. Both depend on the array, so their
+    cotangents are added.
     """
     ct_row, ct_rows = cts
     if isinstance(ct_row, ad.Zero):
@@ -214,9 +218,10 @@ def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: i
 
 
 def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int, appends: bool) -> list[Any]:
-    """Take the row's cotangent out of that of the array: the row that was there before had no effect.
+    """The cotangent of the row is the row at `place` of the array's cotangent, in which it is then set to zero.
 
-    Operands are `rows, place, row`, the result is the array; it is linear in `rows` and in `row`.
+    Operands are `rows, place, row`; `rows` and `row` are linear. The old row at `place` no longer matters, hence the
+    zeros. If the row was appended, nobody reads what is left in its place, so the row is only read.
     """
     (ct,) = cts
     if isinstance(ct, ad.Zero):
@@ -229,7 +234,7 @@ def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int) -> list[Any]:
     """Read the row's cotangent from that of the array, which stays as it is.
 
-    Operands are `rows, place, row`, the result is the array; it is linear in `rows` and in `row`.
+    Operands are `rows, place, row`; `rows` and `row` are linear.
     """
     (ct,) = cts
     if isinstance(ct, ad.Zero):
@@ -239,9 +244,10 @@ def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
 
 
 def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
-    """Put the row's cotangent into that of the array, in which that row has none: zeros are left there.
+    """Write the row's cotangent at `place` in the array's cotangent.
 
-    Operands are `rows, place`, results the row and the array without it; they are linear in `rows`.
+    Operands are `rows, place`; results are the row, and the array with zeros in its place. The zeros depend on nothing,
+    so what the array's cotangent has there is replaced.
     """
     ct_row, ct_rows = cts
     return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
@@ -250,7 +256,8 @@ def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     """Add the cotangent of all rows to that of the array, for lanes that are active.
 
-    Operands are `rows, active`, results the rows to be seen and the array as it was: both depend on the array.
+    Operands are `rows, active`. Results are the rows to be seen and the unchanged array. Both depend on the array, so
+    their cotangents are added.
     """
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
@@ -262,10 +269,10 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
 
 
 def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int) -> Any:
-    """Lanes that share the array read many rows of it; others one row each of their own.
+    """If lanes share the array, one `get` reads a row for each lane. Else each lane reads a row of its own array.
 
-    Operands are `rows, place, active`; results, with lanes in front, the rows and the array, which stays shared. A lane
-    that is not active reads what an active one does, since the body goes on with it.
+    Operands are `rows, place, active`; results are the rows with lanes in front, and the array, which stays shared. A
+    lane that is not active reads what an active one does, since the body goes on with it.
     """
     (rows, place, active), (rows_dim, place_dim, active_dim) = operands, dims
     axis = Axis.of(axis_data)
@@ -283,9 +290,9 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
 
 
 def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """Lanes that share the array see it; others see one each of their own, or that of an active lane.
+    """If lanes share the array, all see it. Else an active lane sees its own, and a finished one an active one's.
 
-    Operands are `rows, active`; results, with lanes in front, are the rows to be seen and the array.
+    Operands are `rows, active`; results are the rows to be seen and the array, with lanes in front.
     """
     (rows, active), (rows_dim, active_dim) = operands, dims
     if rows_dim is None:
@@ -299,7 +306,7 @@ def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
 def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
     """A batching rule: every lane gets an array of its own, with one more axis of lanes in front of all operands.
 
-    Lanes that write to a shared array would write to arrays that differ afterwards, so none is shared.
+    After a write the lanes' arrays differ, so none is shared.
     """
 
     def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.jaxpr.groups import flatten
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,

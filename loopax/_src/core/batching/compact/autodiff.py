@@ -25,8 +25,8 @@ from loopax._src.core.batching.compact.primitive import (
 )
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
-from loopax._src.core.jaxpr.groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.mapped_axis import Axis
+from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
 from loopax._src.jax_internals import evaluate_partially, is_known, is_nonzero, known_value, stage_unknown
 
@@ -97,12 +97,12 @@ def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
 
 
 def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
-    """Run the known part in stages; then what is unknown is a batch of lanes with known numbers of steps, in groups.
+    """Run the known part in stages, which gives each lane's number of steps; the unknown part then runs in groups.
 
     Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; unknown ones are
-    tangents. The known part gives each lane's number of steps. The later loop takes so many steps in each lane, without
-    a predicate; it computes the unknown results, and its program is evaluated partially in its turn. The whole batch is
-    staged where numbers of steps are unknown.
+    tangents. Results are those of the loop, with lanes. The later loop has no predicate: each lane takes exactly the
+    steps that it took in the known part, so it computes the same. Its program gives the unknown results, and is itself
+    evaluated partially. The whole batch is staged if numbers of steps are unknown.
     """
     inner = CompactVmap(**params)
     loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
@@ -132,10 +132,10 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Of a batch in `jax.checkpoint`: run its known part now, and stage the whole batch for later.
+    """Run the known part of a batch in `jax.checkpoint` now, and stage the whole batch for later.
 
-    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer is as in
-    `loop_partial_eval_custom`: nothing of what the batch computes is to be stored.
+    `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer has the
+    parts of that of `loop_partial_eval_custom`, for the same reason.
     """
     inner = CompactVmap(**eqn.params)
     if not _steps_are_known(inner, unknown):

@@ -1,4 +1,7 @@
-"""Lanes whose numbers of steps are known, in groups of lanes that take similar numbers, one after another."""
+"""Lanes whose numbers of steps are known, in groups of lanes that take similar numbers, one after another.
+
+`ir/lane_stages.py` says how many groups there are.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

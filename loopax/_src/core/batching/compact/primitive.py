@@ -89,11 +89,14 @@ def evaluate_batch(*operands: Any, **params: Any) -> list[Any]:
 
 
 def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Batch a batch: one flat batch, unless all new lanes take the same steps, or too much would be repeated.
+    """Join two batches into one flat batch, or map the first one as it is.
 
-    Operands are those of the loop or sweep, with an axis of lanes where `mapped` says so, and where the rules say;
-    `dims` says where each has its new axis of lanes. Lanes are independent of each other, so a batch of n batches of m
-    lanes is a batch of n m lanes: results are reshaped to (n, m), new lanes first.
+    Operands are those of the loop or sweep; `mapped` says which have an axis of lanes, `rules.operand_axes` at which
+    position; `dims` says where each has its new axis of lanes. Lanes do not depend on each other, so a batch of n
+    batches of m lanes is a batch of n m lanes. Results are reshaped to (n, m), new lanes first.
+
+    The first batch is mapped as it is if all new lanes take the same steps, if too much would be copied, or if it
+    recomputes steps, which have lost their effects (`_joins`).
     """
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):

@@ -17,8 +17,8 @@ from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, checkpoint_and_sweep
-from loopax._src.core.jaxpr.groups import flatten, unflatten
 from loopax._src.core.jaxpr.mapped_axis import Axis
+from loopax._src.core.jaxpr.operand_groups import flatten, unflatten
 from loopax._src.core.jaxpr.util import Mask
 
 

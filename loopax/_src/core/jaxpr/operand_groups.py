@@ -20,9 +20,9 @@ def flatten(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 def unflatten(groups: Groups, leaves: Iterable[Any]) -> Groups:
     """The inverse of `flatten`: leaves in groups as long as those given."""
-    *pieces, more = split_list(leaves, list(map(len, groups)))
-    assert not more
-    return _of_same_class(groups, pieces)
+    leaves, sizes = list(leaves), list(map(len, groups))
+    assert len(leaves) == sum(sizes)
+    return _of_same_class(groups, split_list(leaves, sizes)[:-1])
 
 
 def map_leaves(function: Callable[..., Any], groups: Groups, *others: Groups) -> Groups:

@@ -1,0 +1,60 @@
+"""Which outputs of a body depend on which inputs, in one step and after any number of steps."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_fixpoint, members
+from loopax._src.core.jaxpr.util import trace
+from tests.support.core_loops import loop_of
+
+F = jax.ShapeDtypeStruct((), jnp.float64)
+
+
+def depends(function, num_inputs):
+    return [members(bits) for bits in dependence(trace(function, [F] * num_inputs))]
+
+
+def test_one_step():
+    assert depends(lambda a, b, c: [a * b, c, jnp.sin(b)], 3) == [[0, 1], [2], [1]]
+
+
+def test_calls_are_looked_into():
+    inner = jax.jit(lambda a, b: (a + 1, b + 1))
+    assert depends(lambda a, b: list(inner(a, b)), 2) == [[0], [1]]
+
+
+def test_a_loop_of_jax_depends_on_what_decides_on_its_steps():
+    """`a` decides how often the third leaf is doubled. The second one stays as it is, whatever `a` is."""
+
+    def function(a, b, c):
+        return list(lax.while_loop(lambda s: s[0] < 3 * a, lambda s: (s[0] + 1, s[1], s[2] * 2), (b, b, c)))
+
+    assert depends(function, 3) == [[0, 1], [1], [0, 1, 2]]
+
+
+def test_any_number_of_steps():
+    """A leaf that is handed from one to the next reaches the last one after two steps."""
+    shift = trace(lambda a, b, c: [a, a + b, b + c], [F] * 3)
+    assert dependence_fixpoint(shift, (True, False, False), range(3)) == (True, True, True)
+    assert dependence_fixpoint(shift, (False, False, True), range(3)) == (False, False, True)
+    assert close_over_carry(dependence(shift), range(3), [1, 2, 4]) == [1, 3, 7]
+
+
+def test_only_allowed_outputs_get_the_property():
+    shift = trace(lambda a, b, c: [a, a + b, b + c], [F] * 3)
+    assert dependence_fixpoint(shift, (True, False, False), range(3), (True, False, True)) == (True, False, False)
+
+
+def test_a_leaf_keeps_the_property_that_it_has_at_the_start():
+    """After no steps, the carry is what it was at the start."""
+    forget = trace(lambda a, b: [b, b], [F] * 2)
+    assert dependence_fixpoint(forget, (True, False), range(2)) == (True, False)
+
+
+def test_the_body_of_the_rule_tests():
+    """Inputs: row, a, b, h, count, fixed, x. Outputs: h, count, fixed, h squared, x + 1."""
+    loop = loop_of()
+    assert [members(bits) for bits in dependence(loop.body)] == [[1, 3, 5, 6], [4], [2, 5], [1, 3, 5, 6], [6]]
+    of_b = (False, False, True, False, False, False, False)
+    assert dependence_fixpoint(loop.body, of_b, loop.carry_range) == (True, False, True, True, False)
