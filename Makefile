@@ -10,6 +10,9 @@ OTHERS := .envs/lowest .envs/newest
 PYTHON311 ?= $(shell .ci/find-python 3.11)
 PYTHON312 ?= $(shell .ci/find-python 3.12)
 
+# Test workers, and the processes that tests start, share their bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 

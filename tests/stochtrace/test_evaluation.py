@@ -15,7 +15,6 @@ from tests.stochtrace.cases import (
     N,
     compiled,
     each_estimator,
-    each_estimator_two_fast,
     estimate,
     fast_and_slow,
 )
@@ -70,7 +69,7 @@ def test_one_compilation_for_ten_counts(estimator: Any) -> None:
         assert_close(got[n], compiled(estimator, num_matvecs=n)(PSD))
 
 
-@each_estimator_two_fast
+@fast_and_slow(ESTIMATORS[:2], ESTIMATORS[3:])
 def test_lanes_have_counts_and_tolerances_of_their_own(estimator: Any) -> None:
     counts, tolerances = np.array([3, 11, 6]), np.array([10.0, 1e-3, 0.1])
     bounded = compiled(estimator, max_matvecs=N)
@@ -81,7 +80,7 @@ def test_lanes_have_counts_and_tolerances_of_their_own(estimator: Any) -> None:
     assert_close(got, stacked([until(PSD, rtol=rtol) for rtol in tolerances]))
 
 
-@each_estimator_two_fast
+@fast_and_slow(ESTIMATORS[:2], ESTIMATORS[2:3])
 def test_lanes_have_operators_and_keys_of_their_own(estimator: Any) -> None:
     keys, scales = jax.random.split(jax.random.key(1), 3), np.arange(1.0, 4.0)
     run = jax.jit(lambda scale, key: estimate(estimator, key=key)(scale * PSD))
@@ -104,7 +103,7 @@ def test_without_compilation_as_compiled(estimator: Any) -> None:
         assert_close(estimate(estimator)(PSD), result)
 
 
-@each_estimator_two_fast
+@fast_and_slow(ESTIMATORS[:2], ESTIMATORS[3:])
 def test_in_the_body_of_a_loop(estimator: Any) -> None:
     def body(i: Any, total: Any) -> Any:
         return total + estimate(estimator, key=jax.random.fold_in(KEY, i), num_matvecs=3 + i, max_matvecs=N)(PSD).value
