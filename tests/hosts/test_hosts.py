@@ -10,10 +10,8 @@ import pytest
 from tests.hosts.processes import Processes, run
 from tests.hosts.programs import results, shards
 
-pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def pair(request):
     """The shards of all processes, and those of one process with as many devices."""
     found = run("tests.hosts.programs:show", request.param)
@@ -38,6 +36,7 @@ def value(bits):
     return float(np.frombuffer(bytes.fromhex(bits))[0])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others():
     """With an error, soon, though they wait for its part of a sum."""
     with Processes("tests.hosts.programs:sum_for_ever", 2, heartbeat=3) as processes:
