@@ -34,7 +34,7 @@ def loops_in(jaxpr):
     return [eqn for eqn in jaxpr.eqns if eqn.primitive is loop_p]
 
 
-@pytest.mark.parametrize("lanes_of", [{"a"}, {"b"}, {"h"}, {"x"}, {"high"}, {"high", "x", "fixed"}], ids=str)
+@pytest.mark.parametrize("lanes_of", [["a"], ["b"], ["h"], ["x"], ["high"], ["high", "x", "fixed"]], ids="-".join)
 @pytest.mark.parametrize("stages", [None, Stages(2.0, 1)], ids=["lockstep", "compact"])
 def test_every_lane_has_the_results_that_it_would_have_alone(lanes_of, stages):
     function, operands = batched(lanes_of, stages=stages)
@@ -47,20 +47,20 @@ def test_every_lane_has_the_results_that_it_would_have_alone(lanes_of, stages):
 def test_lanes_of_one_operand_do_not_make_all_results_batched():
     """`b` reaches the carry but not the second rows, `a` neither the third leaf nor these."""
     for name, shapes in (("a", [(), (3,), (), (), (5, 3), (5,)]), ("b", [(), (3,), (), (3,), (5, 3), (5,)])):
-        function, operands = batched({name})
+        function, operands = batched([name])
         (eqn,) = loops_in(jax.make_jaxpr(function)(*operands).jaxpr)
         assert [variable.aval.shape for variable in eqn.outvars] == shapes
 
 
 def test_rows_have_their_lanes_behind():
     """One row of all lanes is contiguous in memory."""
-    function, operands = batched({"x"})
+    function, operands = batched(["x"])
     (eqn,) = loops_in(jax.make_jaxpr(function)(*operands).jaxpr)
     assert eqn.invars[-1].aval.shape == (BOUND, LANES)
 
 
 def test_lanes_with_limits_of_their_own_are_one_loop_up_to_the_largest():
-    function, operands = batched({"high"})
+    function, operands = batched(["high"])
     (eqn,) = loops_in(jax.make_jaxpr(function)(*operands).jaxpr)
     assert eqn.invars[1].aval.shape == ()  # one `high` for all
     assert all(variable.aval.shape[:1] == (LANES,) for variable in eqn.outvars[1:4])
