@@ -3,8 +3,8 @@
     python -m tests.faults.run [--slow] [name of a fault ...]
 
 Each patch beside this file is one fault: a mask inverted, a slot off by one, a cotangent dropped. It is applied to a
-copy of the project, and the tests run there until one fails: first those in the folder of the changed file, then all of
-`make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is printed. It fails where
+copy of the project, and the tests run there until one fails: first those in the folder of the changed file, then those
+around it, then all of `make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is printed. It fails where
 `make test` leaves more than two unnoticed, and where a test fails without a fault.
 """
 
@@ -35,10 +35,10 @@ def changed_file(patch: Path) -> Path:
     return Path(line.removeprefix("+++ b/"))
 
 
-def nearest_tests(patch: Path) -> Path | None:
-    """The folder of tests that has the name of the changed file's folder."""
+def folders_of_tests(patch: Path) -> list[Path]:
+    """The folder of tests that has the name of the changed file's folder, those that hold it, and all tests."""
     folder = Path("tests") / changed_file(patch).parent.relative_to("loopax/_src")
-    return next((path for path in (folder, *folder.parents) if (ROOT / path).is_dir() and path != Path("tests")), None)
+    return [path for path in (folder, *folder.parents) if path != Path() and (ROOT / path).is_dir()]
 
 
 def copied_project(to: Path) -> None:
@@ -81,11 +81,9 @@ def noticed_by(patch: Path, with_slow: bool) -> str:
         project = Path(folder)
         copied_project(project)
         subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=project, check=True)
-        near = nearest_tests(patch)
-        if near and (failed := is_noticed(project, str(near), "-m", "not slow")):
-            return f"make test: {failed}"
-        if failed := is_noticed(project, "-m", "not slow"):
-            return f"make test: {failed}"
+        for folder in folders_of_tests(patch):
+            if failed := is_noticed(project, str(folder), "-m", "not slow"):
+                return f"make test: {failed}"
         if with_slow and (failed := is_noticed(project, "-m", "slow")):
             return f"make test-slow: {failed}"
     return ""

@@ -1,10 +1,11 @@
 """The seeded faults of `make faults` are edits of the code as it is."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.faults.run import ROOT, changed_file, faults, nearest_tests
+from tests.faults.run import ROOT, changed_file, faults, folders_of_tests
 
 
 def test_there_are_forty() -> None:
@@ -15,7 +16,7 @@ def test_there_are_forty() -> None:
 def test_a_fault_can_be_applied(name: str) -> None:
     patch = faults()[name]
     assert (ROOT / changed_file(patch)).exists()
-    assert nearest_tests(patch) is None or (ROOT / str(nearest_tests(patch))).is_dir()
+    assert folders_of_tests(patch)[-1] == Path("tests")
     done = subprocess.run(
         ["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -8,6 +8,7 @@ import pytest
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import loop_p, run
 from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.util import INDEX, trace
 from tests.support.core_loops import BOUND, INPUTS, expected, loop_of
 from tests.support.reference import assert_close
 
@@ -70,3 +71,27 @@ def test_no_lanes_at_all():
     function = lambda high: run(loop_of(), np.int32(0), high, *INPUTS).leaves
     results = jax.jit(jax.vmap(function))(jnp.zeros(0, jnp.int32))
     assert [y.shape for y in results] == [(0,), (0,), (0,), (0,), (0, BOUND), (0, BOUND)]
+
+
+@pytest.mark.parametrize(
+    ("reverse", "lows", "highs"), [(False, [0, 3], 5), (True, 0, [5, 2])], ids=["ahead", "reverse"]
+)
+def test_rows_in_which_no_lane_is_active_are_passed_over(reverse, lows, highs):
+    """Each lane takes one step, the first and the last row of its own; the rows between are nobody's."""
+    seen = []
+
+    def step(row, _, h):
+        shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        counted = jax.pure_callback(lambda h: seen.append(1) or h, shape, h, vmap_method="expand_dims")
+        return [jnp.bool_(False), counted + row.astype(h.dtype)]
+
+    scalar = lambda x: jnp.asarray(x).aval
+    body = trace(step, [INDEX, scalar(True), scalar(0.0)])
+    loop = loop_of(body=body, num_consts=0, num_carry=2, predicated=True, reverse=reverse)
+    low, high = np.array(lows, np.int32), np.array(highs, np.int32)
+    lane = lambda low, high: run(loop, low, high, [], [jnp.bool_(True), jnp.zeros(())], [])
+    in_axes = tuple(0 if limit.ndim else None for limit in (low, high))
+    out = jax.block_until_ready(jax.jit(jax.vmap(lane, in_axes))(low, high))
+    np.testing.assert_array_equal(out.num_steps, [1, 1])
+    np.testing.assert_array_equal(out.carry[1], [4, 1] if reverse else [0, 3])
+    assert len(seen) == 2
