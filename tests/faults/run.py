@@ -4,8 +4,8 @@
 
 Each patch beside this file is one fault: a mask inverted, a slot off by one, a cotangent dropped. It is applied to a
 copy of the project, and the tests run there until one fails: first those in the folder of the changed file, then those
-around it, then all of `make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is printed.
-The command fails where `make test` leaves more than two unnoticed, and where a test fails without a fault.
+around it, then all of `make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is
+printed. The command fails where `make test` leaves more than two unnoticed, and where a test fails without a fault.
 """
 
 import argparse
