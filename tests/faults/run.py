@@ -64,7 +64,7 @@ def is_noticed(project: Path, *arguments: str) -> str:
         return f"tests do not end in {MOST_SECONDS} s"
     if process.returncode == 0:
         return ""
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.returncode}"
 
 
