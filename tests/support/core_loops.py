@@ -40,7 +40,8 @@ def loop_of(storage=None, **fields):
 
 def expected(num_steps, consts=INPUTS[0], carry=INPUTS[1], xs=INPUTS[2]):
     """What the loop gives, in Python: number of steps, carry, rows of ys with zeros behind the last step."""
-    carry, ys = list(carry), [np.zeros(BOUND), np.zeros(BOUND)]
+    (a, b), (h, count, fixed), ys = consts, carry, [np.zeros(BOUND), np.zeros(BOUND)]
     for row in range(num_steps):
-        *carry, ys[0][row], ys[1][row] = map(np.asarray, body(row, *consts, *carry, xs[0][row]))
-    return [np.int32(num_steps), *carry, *ys]
+        new = body(row, a, b, h, count, fixed, xs[0][row])
+        h, count, fixed, ys[0][row], ys[1][row] = map(np.asarray, new)
+    return [np.int32(num_steps), h, count, fixed, *ys]

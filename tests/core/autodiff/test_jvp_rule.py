@@ -48,7 +48,7 @@ def test_saved_leaves_save_their_tangents():
 @pytest.mark.parametrize("num_steps", [0, 1, BOUND])
 def test_values_and_tangents(num_steps):
     """Central differences of the same loop in Python; the operands are perturbed one after the other."""
-    loop, window = loop_of(), [np.int32(0), np.int32(num_steps)]
+    loop = loop_of()
     floats = [0, 1, 2, 4, 5]
     flat = flatten(INPUTS)
 
@@ -56,7 +56,8 @@ def test_values_and_tangents(num_steps):
         operands = list(flat)
         for i, value in zip(floats, values, strict=True):
             operands[i] = value
-        return run(loop, *window, *loop.inputs(operands)).leaves
+        inputs = loop.inputs(operands)
+        return run(loop, np.int32(0), np.int32(num_steps), inputs.consts, inputs.carry, inputs.xs).leaves
 
     def in_python(values):
         operands = list(flat)
@@ -80,7 +81,7 @@ def test_values_and_tangents(num_steps):
 
 def test_one_loop_is_bound():
     loop = loop_of()
-    function = lambda a: run(loop, np.int32(0), np.int32(3), [a, 2.0], *INPUTS[1:]).carry[0]
+    function = lambda a: run(loop, np.int32(0), np.int32(3), [a, 2.0], INPUTS[1], INPUTS[2]).carry[0]
     jaxpr = jax.make_jaxpr(lambda a: jax.jvp(function, (a,), (1.0,)))(0.8).jaxpr
     assert [eqn.primitive for eqn in jaxpr.eqns].count(loop_p) == 1
 
@@ -91,8 +92,8 @@ def test_tangents_are_nan_after_more_steps_than_can_be_counted(first, known):
     f, i = jnp.zeros(()).aval, jnp.int32(0)
     closed = trace(lambda _, go, h, n: [n < 2, h * 0.5, n + 1], [INDEX, jnp.bool_(True).aval, f, i.aval])
     loop = loop_of(body=closed, num_consts=0, num_carry=3, bound=None, predicated=True)
-    window = [np.int32(first), np.int32(MOST_STEPS)]
-    function = lambda h: run(loop, *window, [], [jnp.bool_(True), h, i], []).carry[1]
+    low, high = np.int32(first), np.int32(MOST_STEPS)
+    function = lambda h: run(loop, low, high, [], [jnp.bool_(True), h, i], []).carry[1]
     value, tangent = jax.jit(lambda h: jax.jvp(function, (h,), (1.0,)))(8.0)
     assert value == 1.0
     assert tangent == 0.125 if known else jnp.isnan(tangent)
