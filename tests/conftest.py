@@ -51,7 +51,13 @@ def resident_bytes() -> float:
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Compiled programs add up to gigabytes. Eager operations are among them, which serve the next files, too."""
+    """Compiled programs add up to gigabytes. Eager operations are among them, which serve the next files, too.
+
+    What a file leaves behind lives on, so it is taken out of the search for garbage (`gc.freeze`).
+    """
     yield
     if resident_bytes() > MOST_BYTES:
+        gc.unfreeze()
         jax.clear_caches()
+        gc.collect()
+    gc.freeze()
