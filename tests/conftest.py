@@ -1,10 +1,9 @@
 """Strict settings for all tests: float64, no silent promotion, eight virtual devices."""
 
 import gc
+import itertools
 import os
 from importlib.metadata import version
-from math import inf
-from pathlib import Path
 
 # Nearly all time goes to compilation, and the programs are small. Without optimization they take half the time, give
 # the same values up to rounding, and report the same temporary memory to the byte (`memory_analysis`).
@@ -40,23 +39,18 @@ settings.register_profile("loopax", deadline=None, suppress_health_check=[Health
 settings.load_profile("loopax")
 
 
-MOST_BYTES = 3 * 2**30  # of each process
-
-
-def resident_bytes() -> float:
-    """The memory of this process; infinite where no file says it."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else inf
+FILES_AT_A_TIME = 10
+files = itertools.count(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
     """Compiled programs add up to gigabytes. Eager operations are among them, which serve the next files, too.
 
-    What a file leaves behind lives on, so it is taken out of the search for garbage (`gc.freeze`).
+    What a file leaves behind lives on for some files, so it is taken out of the search for garbage (`gc.freeze`).
     """
     yield
-    if resident_bytes() > MOST_BYTES:
+    if next(files) % FILES_AT_A_TIME == 0:
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
