@@ -1,7 +1,6 @@
 """Strict settings for all tests: float64, no silent promotion, eight virtual devices."""
 
 import gc
-import itertools
 import os
 from importlib.metadata import version
 
@@ -39,19 +38,8 @@ settings.register_profile("loopax", deadline=None, suppress_health_check=[Health
 settings.load_profile("loopax")
 
 
-FILES_AT_A_TIME = 10
-files = itertools.count(1)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Compiled programs add up to gigabytes. Eager operations are among them, which serve the next files, too.
-
-    What a file leaves behind lives on for some files, so it is taken out of the search for garbage (`gc.freeze`).
-    """
+    """Compiled programs of one file are of no use to the next, and add up to gigabytes."""
     yield
-    if next(files) % FILES_AT_A_TIME == 0:
-        gc.unfreeze()
-        jax.clear_caches()
-        gc.collect()
-    gc.freeze()
+    jax.clear_caches()
