@@ -55,7 +55,7 @@ def ensemble(size: int = 64) -> tuple[Any, ...]:
 
 
 def without_filling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same program with finished lanes computing on their own state: what filling costs."""
+    """Let finished lanes of a program compute on their own state, to measure what filling them costs."""
 
     def traced(*arguments: Any) -> Any:
         modules: list[Any] = [masked_step, lockstep_loop, lockstep_sweep]

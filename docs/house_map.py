@@ -176,7 +176,7 @@ def apart(layer: list[str], wanted: Mapping[str, float]) -> dict[str, float]:
 
 
 def inside(layer: list[str], x: dict[str, float]) -> dict[str, float]:
-    """The same within the picture's edges."""
+    """Move nodes so that none stands beyond the edges of the picture or on its neighbour."""
     edge = 4.0
     for node in layer:
         x[node] = max(x[node], edge + width(node) / 2)

@@ -11,6 +11,7 @@ from jax import lax
 
 import loopax as lx
 from tests.support.limited_loops import eagerly, raises
+from tests.support.wrong_rows import WRONG_ROWS
 
 
 def test_beyond_the_capacity() -> None:
@@ -100,15 +101,7 @@ def test_what_the_message_says_to_do_instead() -> None:
     assert sums(lx.Buffer(3, like=1.0).append(1.0).append(2.0)) == (3.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (jnp.ones(2, jnp.float32), ["the row itself", "float32[2]", "expected float64[2]", "astype"]),
-        (jnp.ones(3), ["got float64[3]", "expected float64[2]"]),
-        ((jnp.ones(2),), ["another structure"]),
-        ("abc", ["'abc'"]),
-    ],
-)
+@pytest.mark.parametrize(("row", "says"), WRONG_ROWS)
 def test_rows_that_do_not_match(row: Any, says: list[str]) -> None:
     with raises(TypeError, "Buffer.append", *says):
         lx.Buffer(3, like=jnp.ones(2)).append(row)

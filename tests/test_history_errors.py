@@ -12,6 +12,7 @@ import loopax as lx
 from loopax._src import history as module
 from tests.support.limited_loops import raises
 from tests.support.reference import assert_close
+from tests.support.wrong_rows import WRONG_ROWS
 
 START = np.array([[0.3, 0.7], [0.1, 0.2], [-0.5, 0.4]])
 
@@ -80,15 +81,7 @@ def test_a_row_is_made_of_arrays(like: Any) -> None:
         lx.History(2, like=like)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (jnp.ones(2, jnp.float32), ["the row itself", "float32[2]", "expected float64[2]", "astype"]),
-        (jnp.ones(3), ["got float64[3]", "expected float64[2]"]),
-        ((jnp.ones(2),), ["another structure"]),
-        ("abc", ["'abc'"]),
-    ],
-)
+@pytest.mark.parametrize(("row", "says"), WRONG_ROWS)
 def test_rows_that_do_not_match(storage: str, row: Any, says: list[str]) -> None:
     with raises(TypeError, "History.push", *says):
         lx.History(2, START).push(row)

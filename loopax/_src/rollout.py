@@ -175,7 +175,7 @@ class _Once(NamedTuple):
 
 
 class _Saving(NamedTuple):
-    """The same with outputs saved in the carry, and no rows."""
+    """Steps that put outputs into a carry at their save points, and return no rows."""
 
     once: _Once
     every: int

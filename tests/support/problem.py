@@ -146,9 +146,3 @@ LOOPS = {
 def expected_gradient(loop: str, n: int) -> Any:
     """The value, and its gradient with respect to weights, start and rows."""
     return jax.value_and_grad(LOOPS[loop][1], (0, 1, 2))(W, H, XS, n)
-
-
-@ft.cache
-def expected_hessian(loop: str, n: int) -> Array:
-    """With respect to the start."""
-    return jax.hessian(LOOPS[loop][1], 1)(W, H, XS, n)

@@ -26,7 +26,7 @@ def chosen(take, new, old):
 
 
 class Plain:
-    """The same loops by the scans of JAX: each takes `MOST` steps, of which a device uses its own."""
+    """Loops of the reference: scans of JAX that take `MOST` steps, of which a device uses its own."""
 
     def fori_loop(self, lower, upper, body, init):
         step = lambda i, c: (i + 1, body(i, c))
@@ -150,7 +150,7 @@ def forward_over_reverse(f):
 
 
 def second(f):
-    """The same, and the second derivative once more, in the other way."""
+    """The second derivative forward over reverse with all that this computes, then reverse over reverse."""
     return lambda w: (*forward_over_reverse(f)(w), jax.grad(jax.grad(f))(w))
 
 
@@ -192,7 +192,7 @@ def in_lanes(shard):
 
 
 def plain(f, counts=COUNTS, lanes=((1.0, 1),)):
-    """The same without devices."""
+    """The reference: all lanes on one device, without `shard_map`."""
     starts, shares = np.concatenate([s * XS for s, _ in lanes]), np.concatenate([counts // m for _, m in lanes])
     weights = np.tile(np.arange(1.0, 9), len(lanes))
     return lambda w: weights @ jax.vmap(lambda x, n: f(Plain(), w, x, n))(starts, shares)

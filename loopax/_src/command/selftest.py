@@ -65,7 +65,7 @@ VALUES, SLOPES, CURVATURES = zip(*map(in_python, STARTS, COUNTS), strict=True)
 
 
 def loop(x: Any, n: Any, kind: Any = "auto", bound: int | None = BOUND, lanes: Any = "lockstep") -> Any:
-    """The same with loopax, for a traced number of steps."""
+    """The iteration of `in_python` as a loop of loopax, for a traced number of steps."""
     return lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=bound, kind=kind, lanes=lanes)
 
 

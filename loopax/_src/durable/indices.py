@@ -8,7 +8,7 @@ import numpy as np
 
 
 def in_bounds(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """The same index with numbers from 0 on, slices cut to the array, and no ellipsis; IndexError as in NumPy."""
+    """Write an index with numbers from 0 on, slices cut to the array, and no ellipsis. IndexError as in NumPy."""
     parts = [part for one in (index if isinstance(index, tuple) else (index,)) for part in _plain(one)]
     taken = sum(part is not None and part is not ... for part in parts)
     if taken > len(shape):

@@ -29,7 +29,7 @@ class Durability(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """The same, understood."""
+    """Options after the check, as the classes that use them."""
 
     directory: Directory
     every: Every

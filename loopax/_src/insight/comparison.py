@@ -79,7 +79,7 @@ class Comparison:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """The same: what a notebook and a Python prompt show."""
+        """The text of `str`, which a notebook and a Python prompt show."""
         return str(self)
 
     def plot(self, axes: Any = None) -> Any:

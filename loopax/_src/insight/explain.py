@@ -62,7 +62,7 @@ class Explanation:
         return showing.text(self._heading(), self.loops, self._summary())
 
     def __repr__(self) -> str:
-        """The same: what a notebook and a Python prompt show."""
+        """The text of `str`, which a notebook and a Python prompt show."""
         return str(self)
 
     def show(self) -> None:

@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What is known of a value in a program."""
+    """The name of a value in a program, and whether it has a derivative."""
 
     name: str = UNNAMED  # as an argument of the user's function, or as a part of a loop's carry
     perturbed: bool = False  # it depends on what is differentiated

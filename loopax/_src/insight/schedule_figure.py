@@ -24,7 +24,7 @@ def as_text(found: Timeline, num_steps: int) -> str:
 
 
 def plot(found: Timeline, num_steps: int, axes: Any) -> Any:
-    """The same with matplotlib, into some axes or new ones."""
+    """Draw the timeline with matplotlib, into given axes or new ones."""
     if axes is None:
         axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a schedule").subplots(layout="constrained")[1]
     line_collection = optional("matplotlib.collections", "matplotlib", "A picture of a schedule").LineCollection

@@ -33,12 +33,12 @@ _OURS = {
 
 
 def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program as one list of JAX's operations, without dead code; bodies of loops stay as they are."""
+    """Write a program as one list of JAX's operations, without dead code. Bodies of loops stay as they are."""
     return _evaluated(closed, _operation)
 
 
 def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without calls, with loopax's operations as they are."""
+    """Inline the calls of a program. Operations of loopax stay as they are."""
     return _evaluated(closed, _call)
 
 

@@ -11,7 +11,7 @@ from loopax._src.kinds import Kind
 
 
 def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
-    """The same program with this kind for every loop of loopax that a user has called; others stay as they are."""
+    """Give every loop of loopax that a user has called this kind. Loops that loopax makes itself keep theirs."""
     jaxpr = closed.jaxpr
     return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
 

@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval as pe
 def replace_jaxpr(
     closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None
 ) -> ClosedJaxpr:
-    """The same equations, or some of them, with other inputs and outputs; names of arguments no longer apply."""
+    """A jaxpr with other inputs and outputs, and other equations if given. It loses the names of its arguments."""
     jaxpr = closed.jaxpr
     debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
     changes: dict[str, Any] = {"invars": list(invars), "outvars": list(outvars), "debug_info": debug_info}

@@ -15,7 +15,7 @@ AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shap
 
 
 def strong(aval: AbstractValue) -> AbstractValue:
-    """The same type without JAX's "weak type" flag (`strip_weak_type` is not a public method)."""
+    """Take JAX's "weak type" flag off a type (`strip_weak_type` is not a public method)."""
     return aval.strip_weak_type()
 
 

@@ -68,7 +68,7 @@ def _is_root(x: Any) -> bool:
 
 
 def freeze(tree: Any) -> Any:
-    """The same pytree with NNX objects as pytrees."""
+    """Make pytrees of the NNX objects in a pytree."""
     return freeze_numbered(tree)[0]
 
 

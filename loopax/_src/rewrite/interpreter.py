@@ -67,7 +67,7 @@ class Exchange:
         return bind_again(eqn.replace(params=params), operands)
 
     def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """The same jaxpr with other loops."""
+        """Trace a jaxpr again with its loops exchanged."""
         return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
 
     def _while(self, loop: While, operands: list[Any]) -> Sequence[Any]:

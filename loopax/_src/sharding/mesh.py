@@ -25,7 +25,7 @@ class Devices:
         return self.mesh.shape[self.axis]
 
     def with_shardings_of(self, arrays: Sequence[Any]) -> "Devices":
-        """The same devices, where JAX decides on shardings if none of the arrays and no mesh in force says otherwise.
+        """These devices, on a mesh whose axes are `Auto` unless the arrays or the mesh in force have other types.
 
         Types with shardings on a mesh that is not in force cannot leave `jit`.
         """

@@ -14,7 +14,10 @@ Square = Inexact[Array, "m m"]
 
 
 class Sketch(NamedTuple):
-    """What is known of an operator A. A row is a sample; its probe w, a direction q of the basis, and so on."""
+    """Products of an operator A with random probes, and a basis of them. Each row belongs to a sample.
+
+    A sample has a probe w, a direction q of the basis, and so on.
+    """
 
     probes: Rows
     basis: Rows

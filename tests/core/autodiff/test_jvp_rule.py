@@ -86,9 +86,12 @@ def test_one_loop_is_bound():
     assert [eqn.primitive for eqn in jaxpr.eqns].count(loop_p) == 1
 
 
-@pytest.mark.parametrize(("first", "known"), [(MOST_STEPS - 4, True), (MOST_STEPS - 3, False)])
+@pytest.mark.parametrize(("first", "known"), [(MOST_STEPS - 4, True), (MOST_STEPS - 3, False), (MOST_STEPS - 1, False)])
 def test_tangents_are_nan_after_more_steps_than_can_be_counted(first, known):
-    """Three steps of a loop without a bound: the number of a row, and with it of steps, stays at the largest one."""
+    """Three steps of a loop without a bound: the number of a row, and with it of steps, stays at the largest one.
+
+    All three are taken, so the value is right; only the derivative is unknown.
+    """
     f, i = jnp.zeros(()).aval, jnp.int32(0)
     closed = trace(lambda _, go, h, n: [n < 2, h * 0.5, n + 1], [INDEX, jnp.bool_(True).aval, f, i.aval])
     loop = loop_of(body=closed, num_consts=0, num_carry=3, bound=None, predicated=True)

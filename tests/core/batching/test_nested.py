@@ -98,7 +98,7 @@ def test_second_derivatives_of_mixed_kinds(kind, inner):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "inner"), MIXED, ids=name_of)
 def test_batches_of_second_derivatives_of_mixed_kinds(kind, inner):
-    """The same as `jax.jacrev` takes them, all directions at once."""
+    """`jax.jacrev` takes the derivatives in all directions at once."""
     f = lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)
     assert_close(jax.jit(jax.jacrev(jax.jacrev(f)))(H, np.int32(3)), expected_derivatives()[2])
 
@@ -205,7 +205,7 @@ def sine_steps(kind):
 
 
 def counting_steps(kind):
-    """The same with a part of the carry that depends on nothing around."""
+    """A part of the carry may depend on nothing outside the inner loop."""
 
     def steps(h):
         body = lambda c: (jnp.sin(W @ c[0]) * (1.0 + 0.1 * c[1]), c[1] + 1.0)

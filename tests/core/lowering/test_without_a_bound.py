@@ -185,14 +185,3 @@ def test_inside_a_scan_of_jax():
         found = expected(9, h=h)
         h, slopes = h * 0.5 + 0.1 * found.of_start, (np.eye(3) * 0.5 + 0.1 * found.hessian) @ slopes
     assert_close(jax.jit(jax.grad(program))(H, 9), slopes.sum(0))
-
-
-@SLOW
-def test_more_steps_than_can_be_counted():
-    """The value is right, since nothing else is needed for it; the derivative is not known, and NaN."""
-    with jax.enable_x64(True):
-        body = lambda c: (c[0] * 0.5 + 1.0, c[1] + 1)
-        loop = lambda x: lx.while_loop(lambda c: c[1] < 2**31 + 5, body, (x, jnp.int64(0)))[0]
-        value, tangent = jax.jit(lambda x: jax.jvp(loop, (x,), (1.0,)))(1.0)
-    assert value == 2.0
-    assert jnp.isnan(tangent)

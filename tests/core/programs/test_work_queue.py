@@ -53,7 +53,7 @@ def values_and_gradients(mapped):
 
 @ft.cache
 def expected(f):
-    """The same for all kinds."""
+    """Values and gradients, which do not depend on the kind."""
     plain = lambda w, xs: jax.vmap(lambda x, n: f(w, x, n, lx.Residuals()))(xs, COUNTS)
     return jax.jit(values_and_gradients(plain))(W, XS)
 

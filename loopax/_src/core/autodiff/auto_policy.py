@@ -18,7 +18,7 @@ LOOSE_BOUND_MEMORY = 1 / 8
 
 
 class StepCost(NamedTuple):
-    """What is known of a step; sizes in bytes."""
+    """What one step stores, in bytes, and what evaluating it costs."""
 
     carry: int  # the part that reverse mode needs
     residuals: int

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.nan import nan_if
-from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, merge_each
+from loopax._src.core.jaxpr.operand_groups import append_each, fill_each, flatten, map_leaves
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._src.messages import effects_message
@@ -25,11 +25,6 @@ def fill_tangents(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequen
     """One tangent per primal: the given ones where marked, symbolic zeros elsewhere."""
     given = iter(tangents)
     return [next(given) if m else ad.Zero(jax.typeof(p).to_tangent_aval()) for m, p in zip(mask, primals, strict=True)]
-
-
-def nonzero_mask(tangents: Sequence[Any]) -> Mask:
-    """Which operands are perturbed."""
-    return tuple(map(is_nonzero, tangents))
 
 
 def inexact(avals: Sequence[Any]) -> Mask:
@@ -96,8 +91,7 @@ def _exact_outputs(
     marked = (*tangents[: pair.carry_range.start], *carry, *tangents[pair.carry_range.stop :])
     flags = pair.outputs(dependence_fixpoint(pair.body, marked, pair.carry_range))
     dots = LoopOutputs(flags.carry[loop.num_carry :], flags.ys[len(bound.ys) :])
-    nothing = LoopOutputs(*([False] * mask.count(False) for mask in bound))
-    return map_leaves(bool, merge_each(bound, nothing, dots))
+    return map_leaves(bool, fill_each(bound, False, dots))
 
 
 def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
@@ -111,7 +105,7 @@ def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
 
 
 def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
-    """NaN after more steps than can be counted, for then reverse mode cannot know how many to walk back."""
+    """NaN after more steps than can be counted: reverse mode cannot know how many of them to walk back."""
     if loop.bound is not None or not loop.predicated:
         return tangent
     return nan_if(row >= MOST_STEPS, tangent)

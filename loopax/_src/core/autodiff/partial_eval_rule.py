@@ -11,7 +11,7 @@ from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.transpose import LinearOperands, linear_loop_p, transpose_linear_loop, type_of_linear
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each
+from loopax._src.core.jaxpr.operand_groups import fill_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.core.jaxpr.varying_axes import retyped
 from loopax._src.jax_internals import (
@@ -134,6 +134,4 @@ def _cotangents_of_inputs(parts: PartialEval, unknown: LoopInputs, cts: LoopInpu
     """Cotangents of the linear part's inputs as cotangents of the loop's; None for those that get none."""
     uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
     used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, uses)
-    nothing = LoopInputs(*([None] * mask.count(False) for mask in used))
-    found = merge_each(used, nothing, cts)
-    return map_leaves(lambda ct, is_unknown: ct if is_unknown else None, found, unknown)
+    return map_leaves(lambda ct, is_unknown: ct if is_unknown else None, fill_each(used, None, cts), unknown)

@@ -13,7 +13,15 @@ from loopax._src.core.autodiff.sweep_transpose import (
 )
 from loopax._src.core.ir.loop import LoopOutputs, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
+from loopax._src.core.jaxpr.operand_groups import (
+    fill_each,
+    flatten,
+    map_leaves,
+    merge_each,
+    reject_each,
+    select_each,
+    unflatten,
+)
 from loopax._src.core.jaxpr.util import Mask, either, invert, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
 
@@ -98,12 +106,6 @@ def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> Swe
     return SweepInputs(either(used.consts, ahead.consts), state, carry, either(used.xs, forward_xs))
 
 
-def _run_known(parts: SweepPartialEval, window: Sequence[Any], operands: SweepOperands) -> LoopOutputs:
-    known = reject_each(SweepOperands.of(parts.unknown), operands)
-    low, high, checkpoint_rows = window
-    return run_sweep(parts.known, low, high, checkpoint_rows, *known)
-
-
 def _linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:
     """Of the linear part. Leaves that become unknown on the way go in with their known start."""
     masks = select_each(parts.uses, parts.unknown)
@@ -136,7 +138,8 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if all(flatten(parts.unknown_outputs)):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
     low, high, rows, *operands = map(known_value, tracers)
-    known = _run_known(parts, [low, high, rows], sweep.operands(operands))
+    known_operands = reject_each(SweepOperands.of(parts.unknown), sweep.operands(operands))
+    known = run_sweep(parts.known, low, high, rows, *known_operands)
     # Leaves that become unknown on the way have a known start, hence the tracers.
     linear = _linear_operands(parts, low, high, sweep.operands(tracers[3:]))
     out = stage_unknown(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
@@ -158,7 +161,6 @@ def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: 
     given = _linear_operands(parts, low, high, sweep.operands(operands))
     found = transpose_linear_sweep(select_each(parts.unknown_outputs, sweep.outputs(cts)), parts.linear, given)
     used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, parts.uses)
-    nothing = SweepInputs(*([None] * mask.count(False) for mask in used))
-    consts, init, carry, xs = merge_each(used, nothing, found)
+    consts, init, carry, xs = fill_each(used, None, found)
     wanted = [*consts, *init, *(None for _ in init), *carry, *xs]
     return [None, None, None, *(ct if u else None for ct, u in zip(wanted, flags, strict=True))]

@@ -18,9 +18,9 @@ from loopax._src.core.batching.masked_step import (
     skip_idle_rows,
     step_lanes,
 )
-from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, run
-from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
-from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
+from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, lane_avals
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.core.row_buffers.versions import buffers
@@ -35,6 +35,15 @@ class LaneOperands(NamedTuple):
     own: list[Any]  # these
     mapped: LoopInputs  # which other operands lanes have of their own; each leaf of the carry
     inputs: LoopInputs
+
+
+def result_axes(loop: Loop, num_steps: Any, checkpoint_rows: Any, batched: LoopOutputs | None = None) -> Outcome:
+    """At which axis each result has its lanes, None where it has none: lanes stand behind the rows of ys and saved.
+
+    `num_steps` and `checkpoint_rows` are their own answers. `batched` says which outputs have lanes; None: all.
+    """
+    results = loop.results_from(num_steps, batched or map_leaves(lambda _: True, loop.output_avals), checkpoint_rows)
+    return results._replace(carry=axes_of(results.carry), ys=axes_of(results.ys, 1), saved=axes_of(results.saved, 1))
 
 
 def more_than(leave: int, active: Any) -> Any:

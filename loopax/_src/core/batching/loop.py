@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
-from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, run_lanes
+from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
-    axes_of,
     fill_axis,
     is_batched,
     move,
@@ -60,11 +59,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
             loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
         )
     out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
-    has_lanes = loop.results_from(None, outputs, None)
-    dims = has_lanes._replace(
-        carry=axes_of(has_lanes.carry), ys=axes_of(has_lanes.ys, 1), saved=axes_of(has_lanes.saved, 1)
-    )
-    return out.leaves, dims.leaves
+    return out.leaves, result_axes(loop, None, None, outputs).leaves
 
 
 def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
@@ -101,11 +96,4 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
     out, num_steps = run_lanes(loop, axis, *hull(low, high), lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    dims = Outcome(
-        0,
-        [0 for _ in out.carry],
-        [1 for _ in out.ys],
-        [1 for _ in out.saved],
-        [None for _ in out.checkpoint_rows],
-    )
-    return out._replace(num_steps=num_steps).leaves, dims.leaves
+    return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves

@@ -82,4 +82,5 @@ def _iterations(eqn: Any) -> int:
     if eqn.primitive not in step_limits:
         return 1
     limit, is_loose = step_limits[eqn.primitive](eqn)
-    return min(limit or _UNKNOWN_LENGTH, _UNKNOWN_LENGTH) if is_loose else limit or _UNKNOWN_LENGTH
+    limit = limit or _UNKNOWN_LENGTH
+    return min(limit, _UNKNOWN_LENGTH) if is_loose else limit

@@ -45,6 +45,11 @@ def merge_each(masks: Groups, false: Groups, true: Groups) -> Groups:
     return _of_same_class(false, map(merge_lists, masks, false, true))
 
 
+def fill_each(masks: Groups, false: Any, true: Groups) -> Groups:
+    """Like `merge_each`, with one value for all leaves whose mask is False."""
+    return merge_each(masks, _of_same_class(masks, ([false] * mask.count(False) for mask in masks)), true)
+
+
 def append_each(groups: Groups, more: Groups) -> Groups:
     """Each group with the leaves of another one behind its own."""
     return _of_same_class(groups, ([*group, *others] for group, others in zip(groups, more, strict=True)))

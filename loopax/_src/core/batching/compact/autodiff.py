@@ -142,14 +142,10 @@ def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiat
         return stage_all(eqn, instantiated)
     loop = inner.static
     parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
-    unknown_in, unknown_out = (
-        [False, False, *flatten(parts.unknown)],
-        loop.results_from(False, parts.outputs, False).leaves,
-    )
-    invars = reject(unknown_in, eqn.invars)
-    known = compact_vmap_of(
-        LOOPS, parts.known, inner.axis, tuple(reject(unknown_in, inner.mapped)), [v.aval for v in invars]
-    )
+    unknown_in = [False, False, *flatten(parts.unknown)]
+    unknown_out = loop.results_from(False, parts.outputs, False).leaves
+    invars, mapped = reject(unknown_in, eqn.invars), tuple(reject(unknown_in, inner.mapped))
+    known = compact_vmap_of(LOOPS, parts.known, inner.axis, mapped, [v.aval for v in invars])
     part = eqn.replace(
         invars=invars,
         outvars=reject(unknown_out, eqn.outvars),

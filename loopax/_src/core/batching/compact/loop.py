@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from loopax._src.core.batching.compact.gather import active_first, take, take_mapped, with_rows
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
 from loopax._src.core.batching.compact.primitive import BatchRules
-from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_limits, run_lanes
+from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_limits, result_axes, run_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
@@ -88,7 +88,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
         carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
         return [*carry, *ys]
 
-    program = GroupProgram(run_group, mapped, operand_axes(loop), result_axes(loop)[1:])
+    program = GroupProgram(run_group, mapped, _operand_axes(loop), _result_axes(loop)[1:])
     results = in_groups(program, stages, num_steps, operands)
     return Results(num_steps, *split_list(results, [loop.num_carry]))
 
@@ -107,11 +107,9 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
     sizes = stages.sizes(axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting)
-    places, left, finished = (
-        jnp.arange(axis.size, dtype=jnp.int32),
-        Results(jnp.int32(0), list(lanes.inputs.carry), []),
-        [],
-    )
+    places = jnp.arange(axis.size, dtype=jnp.int32)
+    left = Results(jnp.int32(0), list(lanes.inputs.carry), [])
+    finished = []
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
         out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
         reached = high - out.num_steps if loop.reverse else low + out.num_steps
@@ -153,21 +151,14 @@ def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
     return joined.take(back)
 
 
-def operand_axes(loop: Loop) -> list[int]:
+def _operand_axes(loop: Loop) -> list[int]:
     """Where operands have their lanes."""
     return [0, 0, *(0,) * (loop.num_consts + loop.num_carry), *(1 for _ in loop.input_avals.xs)]
 
 
-def result_axes(loop: Loop) -> list[int]:
-    """Where results have their lanes."""
-    checkpoint_rows = [0] if loop.saving else []
-    return [
-        0,
-        *(0,) * loop.num_carry,
-        *(1 for _ in loop.output_avals.ys),
-        *(1,) * sum(loop.saved_mask),
-        *checkpoint_rows,
-    ]
+def _result_axes(loop: Loop) -> list[int]:
+    """Where results have their lanes. Each lane has checkpoint rows of its own."""
+    return result_axes(loop, 0, 0).leaves
 
 
 def _steps_differ(loop: Loop, mapped: Mask) -> bool:
@@ -176,4 +167,4 @@ def _steps_differ(loop: Loop, mapped: Mask) -> bool:
     )
 
 
-LOOPS = BatchRules(_run, operand_axes, result_axes, _steps_differ)
+LOOPS = BatchRules(_run, _operand_axes, _result_axes, _steps_differ)
