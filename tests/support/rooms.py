@@ -1,12 +1,14 @@
 """The rooms of the house: the folders of `loopax/_src`, the files beside them, and what they import."""
 
 import ast
+import functools as ft
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "loopax"
 SOURCE = PACKAGE / "_src"
 FILES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = {file.parent for file in FILES}
 
 
 def imported(file: Path) -> Iterator[Path]:
@@ -26,10 +28,11 @@ def imported(file: Path) -> Iterator[Path]:
 def room(path: Path) -> str:
     """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
-    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in {file.parent for file in FILES}
+    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in FOLDERS
     return "/".join(parts[:2] if inside else parts[:1])
 
 
+@ft.cache
 def imports_of_rooms() -> dict[str, set[str]]:
     """What each room imports of the others."""
     found: dict[str, set[str]] = {
