@@ -69,12 +69,19 @@ def rename_primitives(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_stored_in_format_2_go_on(name: str, whole: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    """Under any version of JAX, and when loopax's primitives have other names than they had."""
+    """Also when loopax's primitives have other names than they had, and under JAX 0.12.
+
+    Another JAX may trace the user's own operations to another program, as 0.10.0 does with `jnp.stack`. It says so.
+    """
     expected = whole(name)
     rename_primitives(monkeypatch)
     directory = unpack("format2", tmp_path) / name
-    with maybe_another_jax(directory):
-        goes_on(name, directory, expected)
+    if (name, jax.__version__) == ("loops", "0.10.0"):
+        with pytest.raises(ValueError, match=r"(?s)JAX: stored 0\.10\.2, now 0\.10\.0.* = stack axis=0 "):
+            goes_on(name, directory, expected)
+    else:
+        with maybe_another_jax(directory):
+            goes_on(name, directory, expected)
 
 
 @pytest.mark.parametrize("name", ["outputs", pytest.param("loops", marks=pytest.mark.slow)])

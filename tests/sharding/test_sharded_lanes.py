@@ -284,6 +284,11 @@ def test_another_axis_of_the_mesh(axis_type):
     assert_close(jax.device_get(actual), jax.device_get(wanted))
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 10, 1),
+    reason="JAX 0.10.0 lowers no callback inside of two shard_maps, not even that of a check",
+    raises=NotImplementedError,
+)
 def test_within_a_shard_map_over_another_axis():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "d"))
     counts, x = COUNTS[:7], STARTS[:14].reshape(2, 7)
