@@ -281,36 +281,6 @@ def test_linear_transpose() -> None:
     same(*(transpose(module)((jnp.float64(1.0), jnp.arange(3.0))) for module in (lx, lax)))
 
 
-def in_fori_loop(m: Any, add: Any) -> Any:
-    return m.fori_loop(0, 3, lambda _, c: c + add(), 0.0)
-
-
-def in_while_loop(m: Any, add: Any) -> Any:
-    return m.while_loop(lambda c: c < 5.0, lambda c: c + add(), 0.0)
-
-
-def in_scan(m: Any, add: Any) -> Any:
-    return m.scan(lambda c, x: (c + x, add()), 0.0, jnp.arange(3.0))
-
-
-@pytest.mark.parametrize("loop", [in_fori_loop, in_while_loop, in_scan])
-@pytest.mark.parametrize("jit", [jax.jit, eagerly])
-def test_mutable_array_that_the_body_closes_over_is_refused(loop: Any, jit: Any) -> None:
-    """`jax.lax` lets a body write to one; recomputed steps would write again, so loopax says that it does not."""
-
-    def run() -> Any:
-        ref = jax.new_ref(jnp.float64(0.0))
-
-        def add() -> Any:
-            ref[...] += 1.0
-            return ref[...]
-
-        return loop(lx, add), ref[...]
-
-    with pytest.raises(NotImplementedError, match="closes over a mutable array"):
-        jit(run)()
-
-
 def test_shapes_without_running() -> None:
     run = lambda m, xs: m.scan(lambda c, x: (c, c * x), 1.0, xs)
     assert jax.eval_shape(partial(run, lx), ROWS) == jax.eval_shape(partial(run, lax), ROWS)

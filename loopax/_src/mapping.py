@@ -9,7 +9,8 @@ from jaxtyping import PyTree
 
 from loopax._src import core
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.frontend.options import check_callable, refuse_references
+from loopax._src.frontend.options import check_callable
+from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.frontend.runtime_checks import Check, collecting, settle
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import open_constants
@@ -80,7 +81,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     called = Called("lanes_map", (f,), ("x",))
     called.name_in_errors(flat, item_spec.names(called.name("x")))
     program, shared = open_constants(jax.make_jaxpr(flat)(*item_spec.avals))
-    refuse_references("f of lanes_map", shared)
+    refuse_closed_over("f of lanes_map", shared)
     if not items:
         outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in program.out_avals]
     else:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -23,6 +24,7 @@ SMALL = {
     "SMALL_STEPS": 20,
 }
 HAS_DIFFRAX = importlib.util.find_spec("diffrax") is not None  # not in all environments
+CUSTOM_VJP3 = getattr(jax.config, "jax_custom_vjp3", False)
 LIBRARIES = {
     "neural_ode": {"Equinox", "jax.lax, to the bound", "Flax NNX, to the bound", *(["Diffrax"] if HAS_DIFFRAX else [])},
     "ragged": {"Equinox", "jax.lax, to the bound", "Flax NNX, to the bound"},
@@ -52,6 +54,9 @@ def test_all_libraries_compute_the_same(build):
     assert rows[0].library.startswith("loopax")
     assert rows[0].ratio == 1.0
     for row in rows:
+        if row.library == "Equinox" and CUSTOM_VJP3 and build is programs.ragged:
+            assert "under vmap, the custom_vjp function" in row.note  # JAX refuses Equinox's rule
+            continue
         assert row.note == "", row
         assert row.milliseconds is not None
         assert row.temporary_mib is not None

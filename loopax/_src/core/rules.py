@@ -5,17 +5,21 @@ their blocks in their own files.
 """
 
 from loopax._src.core.autodiff.jvp import loop_jvp
+from loopax._src.core.autodiff.linearize import loop_linearize
 from loopax._src.core.autodiff.partial_eval_rule import loop_partial_eval, loop_transpose
 from loopax._src.core.autodiff.remat_dce import (
+    evaluate_again,
     loop_dce,
     loop_partial_eval_custom,
     sweep_dce,
     sweep_partial_eval_custom,
 )
 from loopax._src.core.autodiff.sweep_jvp import sweep_jvp
+from loopax._src.core.autodiff.sweep_linearize import sweep_linearize
 from loopax._src.core.autodiff.sweep_partial_eval import sweep_partial_eval, sweep_transpose
 from loopax._src.core.batching.compact.autodiff import (
     compact_vmap_jvp,
+    compact_vmap_linearize,
     compact_vmap_partial_eval,
     compact_vmap_partial_eval_custom,
 )
@@ -49,9 +53,11 @@ register(
     effectful_abstract_eval=loop_abstract_eval,
     typecheck=loop_typecheck,
     jvp=loop_jvp,
+    linearize=loop_linearize,
     transpose=loop_transpose,
     partial_eval=loop_partial_eval,
     partial_eval_custom=loop_partial_eval_custom,
+    rematerialize=evaluate_again(loop_p),
     dce=loop_dce,
     batch=batch_loop,
 )
@@ -66,9 +72,11 @@ register(
     abstract_eval=sweep_abstract_eval,
     typecheck=sweep_typecheck,
     jvp=sweep_jvp,
+    linearize=sweep_linearize,
     transpose=sweep_transpose,
     partial_eval=sweep_partial_eval,
     partial_eval_custom=sweep_partial_eval_custom,
+    rematerialize=evaluate_again(reverse_sweep_p),
     dce=sweep_dce,
     batch=batch_sweep,
 )
@@ -83,9 +91,11 @@ register(
     effectful_abstract_eval=compact_vmap_abstract_eval,
     typecheck=compact_vmap_typecheck,
     jvp=compact_vmap_jvp,
+    linearize=compact_vmap_linearize,
     transpose=compact_vmap_transpose,
     partial_eval=compact_vmap_partial_eval,
     partial_eval_custom=compact_vmap_partial_eval_custom,
+    rematerialize=evaluate_again(compact_vmap_p),
     batch=join_batches,
 )
 dependence_rules[compact_vmap_p] = compact_vmap_dependence

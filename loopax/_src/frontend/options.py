@@ -10,7 +10,6 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.jax_internals import is_reference
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
@@ -137,15 +136,6 @@ def check_callable(what: str, function: Any) -> None:
     """Refuse what cannot be called."""
     if not callable(function):
         raise TypeError(f"{what}: got {describe(function)}, expected a callable (a function).")
-
-
-def refuse_references(where: str, values: Sequence[Any]) -> None:
-    """Mutable arrays cannot be closed over."""
-    if any(is_reference(value) for value in values):
-        raise NotImplementedError(
-            f"{where} closes over a mutable array (`jax.new_ref`), which loopax's loops do not support: a gradient "
-            "recomputes steps, which would write to it again. Pass its value through the carry instead."
-        )
 
 
 def is_traced_int(what: str, value: Any) -> bool:

@@ -13,14 +13,24 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import INDEX, split_list, take_out_places, trace
+from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.core.row_buffers.versions import chained
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.options import SCAN, no_capacity, refuse_references
+from loopax._src.frontend.options import SCAN, no_capacity
+from loopax._src.frontend.references import refuse_closed_over, refuse_references_in
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.frontend.runtime_checks import Check, collecting, failures
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import ClosedJaxpr, open_constants, trace_context, vary_like, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    is_reference,
+    open_constants,
+    trace_context,
+    uses_references,
+    vary_like,
+    with_values,
+    zeros,
+)
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
 from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw_numbered
@@ -72,8 +82,10 @@ class LoopSpec:
 class Traced:
     """A traced step."""
 
-    body: ClosedJaxpr  # (row, *closed over, *extras, [goes on], *carry, *flags, *x) -> ([goes on], *carry, *flags, *y)
+    # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x) -> ([goes on], *carry, *flags, *refs, *y)
+    body: ClosedJaxpr
     closed_over: list[Any]  # values that the user's functions close over
+    references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
     y_spec: Spec
     changes: Changes  # what the body does to NNX objects in the carry
@@ -92,6 +104,7 @@ class Finished:
     carry: Any
     ys: Any
     checks: list[Check]
+    references: list[Any]  # mutable arrays that the user's functions close over
     hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
 
 
@@ -101,6 +114,7 @@ def run(
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = loop_spec.extent
     fixed = extent.fixed and goes_on is None
+    refuse_references_in(f"{loop_spec.name}, carry", init)
     storage = loop_spec.kind.storage(extent.bound, fixed, extent.bound_is_loose)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
@@ -116,7 +130,7 @@ def run(
     loop = core.Loop(
         traced.body,
         num_consts=len(traced.closed_over) + len(extras),
-        num_carry=len(start) + len(arrays) + len(flags),
+        num_carry=len(start) + len(arrays) + len(flags) + len(traced.references),
         bound=extent.bound,
         reverse=loop_spec.reverse,
         predicated=goes_on is not None,
@@ -128,7 +142,8 @@ def run(
             loop_spec.name, loop_spec.kind, loop_spec.lanes, fixed, extent.bound_is_loose, traced.names
         ),
     )
-    consts, carry = [*traced.closed_over, *extras], [*start, *arrays, *flags]
+    consts = [*traced.closed_over, *extras]
+    carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
     run_loop = core.run_free if loop_spec.lanes.is_free else core.run
     rows = [x[: extent.bound] for x in x_arrays]
 
@@ -136,11 +151,13 @@ def run(
         return run_loop(loop, extent.low, extent.high, consts, carry, rows)
 
     out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-    last, carry, flags = split_list(out.carry, [len(start), len(arrays)])
+    last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
+    for reference, value in zip(traced.references, values, strict=True):
+        reference[...] = value
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
     rows, ys = split_list(ys, [sum(traced.rows.written)])
-    xs_after = traced.rows.xs_after(x_arrays, rows, _taken(extent, loop_spec.reverse, out.num_steps))
+    xs_after = traced.rows.xs_after(x_arrays, rows, taken(extent, loop_spec.reverse, out.num_steps))
 
     def hand_over_all(carry: Any) -> Any:
         hand_over(step.where, xs, xs_after, traced.row_changes)
@@ -152,16 +169,19 @@ def run(
         spec.unpack(restore_weak(carry, traced.carry_avals)),
         traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals)),
         checks,
+        traced.references,
         hand_over_all,
     )
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
     """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
-    return _trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
+    traced = _trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
+    refuse_closed_over(step.where, traced.references)
+    return traced
 
 
-def _taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
+def taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     """Which rows the loop has been at."""
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
     return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
@@ -246,7 +266,8 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     except TypeError:  # a leaf that is not an array cannot be hashed
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     traced = _trace_now(step, extras, init, spec, x_rows, predicated)
-    if keeps_closures(traced.closed_over) and not any(isinstance(value, Tracer) for value in traced.closed_over):
+    is_lasting = not traced.references and not any(isinstance(value, Tracer) for value in traced.closed_over)
+    if is_lasting and keeps_closures(traced.closed_over):
         entries[key] = traced
     return traced
 
@@ -271,6 +292,8 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
             carry, y, goes_on = step.call(row, given, carry, x)
+        refuse_references_in(f"{step.where} returned carry", carry)
+        refuse_references_in(f"{step.where} returned y", y)
         flags = failures(checks)
         carry, found["changes"] = take_back(step.where, start, objects, carry)
         matched = match_carry(step.where, init, spec, carry)
@@ -289,10 +312,13 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     open_body, closed_over = open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
-    refuse_references(step.where, closed_over)
+    open_body = with_values(open_body) if uses_references(open_body) else open_body
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
-    return Traced(body, closed_over, **found, names=_names(body, spec, x_rows, found, predicated))
+    is_mutable = list(map(is_reference, closed_over))
+    constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
+    names = _names(body, spec, x_rows, found, predicated, len(references))
+    return Traced(body, constants, references, **found, names=names)
 
 
 def _name_in_errors(flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec) -> None:
@@ -301,13 +327,15 @@ def _name_in_errors(flat: Callable[..., Any], called: Called, num_extras: int, s
     called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x])
 
 
-def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool) -> core.Names:
+def _names(
+    body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool, num_references: int
+) -> core.Names:
     """What the operands and the rows of results are called in the user's pytrees."""
 
     def unnamed(count: int) -> tuple[str, ...]:
         return (core.UNNAMED,) * count
 
-    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(len(found["messages"])))
+    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(len(found["messages"]) + num_references))
     xs, ys = x_rows.names("xs"), found["y_spec"].names("ys")
     consts = unnamed(len(body.in_avals) - 1 - len(carry) - len(xs))
     return core.Names(consts, carry, tuple(xs), (*unnamed(sum(found["rows"].written)), *ys))
@@ -329,19 +357,22 @@ def _as_body(
     num_flags: int,
     predicated: bool,
 ) -> ClosedJaxpr:
-    """Give a traced step the core's form: the condition and the flags join the carry."""
+    """Give a traced step the core's form: the condition, the flags and the values of references join the carry."""
     function, num_go = chained(raw), int(predicated)
     go, flags = raw.out_avals[:num_go], raw.out_avals[num_go + len(carry) :][:num_flags]
-    sizes = [len(closed_over), len(extras), len(go), len(carry), num_flags]
+    is_mutable, avals = list(map(is_reference, closed_over)), raw.in_avals[: len(closed_over)]
+    constants, references = reject(is_mutable, avals), select(is_mutable, avals)
+    sizes = [len(constants), len(extras), len(go), len(carry), num_flags, len(references)]
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        closed, given, _, arrays, flags, x = split_list(operands, sizes)
-        out, _ = function(*closed, row, *given, *arrays, *x)
-        new, new_flags, ys = split_list(out, [len(go) + len(carry), num_flags])
+        closed, given, _, arrays, flags, values, x = split_list(operands, sizes)
+        out, _ = function(*merge_lists(is_mutable, closed, values), row, *given, *arrays, *x)
+        new, new_flags, results = split_list(out, [len(go) + len(carry), num_flags])
+        ys, values = split_list(results, [len(results) - len(references)])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
-        return [strongly_typed(x) for x in (*new, *flags, *ys)]
+        return [strongly_typed(x) for x in (*new, *flags, *values, *ys)]
 
-    return trace(body, [INDEX, *map(jax.typeof, (*closed_over, *extras)), *go, *carry, *flags, *xs])
+    return trace(body, [INDEX, *constants, *map(jax.typeof, extras), *go, *carry, *flags, *references, *xs])
 
 
 def strongly_typed(x: Any) -> jax.Array:

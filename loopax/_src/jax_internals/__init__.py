@@ -20,6 +20,7 @@ from jax.interpreters import ad
 
 from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
 from loopax._src.jax_internals.effects import happens, undifferentiable_effects
+from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
 from loopax._src.jax_internals.operations import (
     is_addition,
@@ -59,7 +60,6 @@ from loopax._src.jax_internals.primitives import (
     called,
     collective_name,
     contracted_size,
-    function_object,
     inlinable,
     is_axis_index,
     is_cond,
@@ -76,6 +76,7 @@ from loopax._src.jax_internals.primitives import (
     stops_gradient,
     with_branches,
 )
+from loopax._src.jax_internals.references import dereferenced, is_reference, uses_references, with_values
 from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
 from loopax._src.jax_internals.source import (
     argument_names,
@@ -89,8 +90,8 @@ from loopax._src.jax_internals.tracing import is_for_export, is_tracing, trace_c
 from loopax._src.jax_internals.types import (
     AbstractValue,
     fits,
+    has_tangents,
     is_nonzero,
-    is_reference,
     of_weak_type,
     on_mesh,
     strong,
@@ -125,11 +126,14 @@ __all__ = [
     "communicates_over",
     "contracted_size",
     "dce",
+    "dereferenced",
     "equation_context",
     "evaluate_partially",
     "fits",
     "function_object",
     "happens",
+    "has_tangents",
+    "held_program",
     "inlinable",
     "is_addition",
     "is_axis_index",
@@ -191,10 +195,13 @@ __all__ = [
     "updates",
     "used_inputs",
     "user_lines",
+    "uses_references",
     "vary",
     "vary_like",
     "varying_axes",
     "with_branches",
+    "with_held_program",
+    "with_values",
     "with_varying_axes",
     "without_folding",
     "zeros",

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from loopax._src.jax_internals.held_programs import called_program, function_object, is_held_checkpoint
+
 
 def one_of(*names: str) -> Callable[[Any], bool]:
     """A function that says whether an equation is one of these primitives."""
@@ -29,7 +31,7 @@ is_axis_index = one_of("axis_index")
 
 # ---- calls: one program, evaluated once on all operands. Several names are those of other versions of JAX.
 
-_is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
 _is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -39,7 +41,7 @@ def called(eqn: Any) -> ClosedJaxpr | None:
 
     A function with derivatives of its own is a call: its values are those of its program.
     """
-    return _program(eqn) if _is_plain_call(eqn) or _is_custom_call(eqn) else None
+    return _program(eqn) if _is_plain_call(eqn) or _is_custom_call(eqn) else called_program(eqn)
 
 
 def inlinable(eqn: Any) -> ClosedJaxpr | None:
@@ -47,11 +49,13 @@ def inlinable(eqn: Any) -> ClosedJaxpr | None:
 
     A function with derivatives of its own is left out: its program has others.
     """
-    return _program(eqn) if _is_plain_call(eqn) else None
+    return _program(eqn) if _is_plain_call(eqn) or is_held_checkpoint(eqn) else None
 
 
 def _program(eqn: Any) -> ClosedJaxpr:
-    """That of `jax.checkpoint` is an open jaxpr."""
+    """That of `jax.checkpoint` is an open jaxpr, or held by an object."""
+    if (held := called_program(eqn)) is not None:
+        return held
     program = next(eqn.params[name] for name in _PROGRAMS if name in eqn.params)
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
 
@@ -65,7 +69,7 @@ class OpenCall(NamedTuple):
 
 def open_call(eqn: Any) -> OpenCall | None:
     """The `shard_map` or `jax.checkpoint` that an equation is."""
-    bind = _OPEN_CALLS.get(eqn.primitive.name)
+    bind = _bind_checkpoint if is_held_checkpoint(eqn) else _OPEN_CALLS.get(eqn.primitive.name)
     return bind and OpenCall(_program(eqn), partial(bind, eqn))
 
 
@@ -85,7 +89,8 @@ def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: 
 
 def _bind_checkpoint(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
     """A `jax.checkpoint` as in this equation, of another function; the primitive's parameters are private."""
-    checkpoint = jax.checkpoint(function, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+    params = function_object(eqn).params if is_held_checkpoint(eqn) else eqn.params
+    checkpoint = jax.checkpoint(function, prevent_cse=params.get("prevent_cse", True), policy=params["policy"])
     return checkpoint(*operands)
 
 
@@ -216,14 +221,6 @@ _WITHOUT_MEANING = {
 def meaningful_params(eqn: Any) -> dict[str, Any]:
     """The parameters that have a part in what is computed: no names, shardings, types or rules of derivatives."""
     return {name: value for name, value in eqn.params.items() if name not in _WITHOUT_MEANING}
-
-
-def function_object(eqn: Any) -> Any:
-    """The object that an equation calls; None if its primitive says what is done.
-
-    From JAX 0.11 on some functions of `jnp` are objects with parameters, behind one primitive for all.
-    """
-    return eqn.params.get("_prim")
 
 
 def contracted_size(eqn: Any) -> int:

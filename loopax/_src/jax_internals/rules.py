@@ -7,10 +7,14 @@ from typing import Any
 import jax
 from jax._src import checkify as _checkify
 from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import remat as _remat
 from jax.experimental import jet
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprTypeError, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+
+from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
 
 
 def new_primitive(name: str) -> Primitive:
@@ -40,10 +44,12 @@ def register(
     effectful_abstract_eval: Callable[..., Any] | None = None,
     typecheck: Callable[..., Any] | None = None,
     jvp: Callable[..., Any] | None = None,
+    linearize: Callable[..., Any] | None = None,
+    linear_in: Sequence[int] | None = None,
     transpose: Callable[..., Any] | None = None,
-    linear_transpose: Callable[..., Any] | None = None,
     partial_eval: Callable[..., Any] | None = None,
     partial_eval_custom: Callable[..., Any] | None = None,
+    rematerialize: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
     batch: Callable[..., Any] | None = None,
     batch_without_axis: Callable[..., Any] | None = None,
@@ -67,19 +73,26 @@ def register(
         `(*types, **p) -> (types of results, effects)`, in its place.
     typecheck
         `(*types, **p) -> (types of results, effects)`: raises `JaxprTypeError` where operands do not fit. Only
-        `check_jaxpr` calls it.
+        `check_jaxpr` calls it. If nothing is given, operands fit that the primitive has results for.
     jvp
         `(primals, tangents, **p) -> (results, tangents of results)`.
+    linearize
+        `(nonzero, *operands, **p) -> (results, nonzero, linear)`. `nonzero` says which operands have a tangent, and in
+        the answer, which results have one. `linear(*tangents)` gives the tangents of all results, from those of all
+        operands; where there is none, a tangent is an `ad.Zero`.
+    linear_in
+        The operands in which the primitive is linear, all its results in all of them, by position. In the place of
+        `jvp` and `linearize`: the primitive is applied to their tangents, and to the other operands as they are.
     transpose
         `(cotangents, *operands, **p) -> cotangents of operands`, None for those that are no `UndefinedPrimal`.
-    linear_transpose
-        `(cotangent, operand, **p) -> [cotangent of the operand]`, in the place of `jvp` and `transpose`: of a primitive
-        that is linear in its only operand.
     partial_eval
         `(trace, *tracers, **p) -> results`: runs what is known, stages the rest.
     partial_eval_custom
         The same under `jax.checkpoint`: `(saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
         unknown results, instantiated results, operands to store)`.
+    rematerialize
+        `(*operands, **p) -> results`: how a reverse pass through `jax.checkpoint` evaluates the primitive again, under
+        JAX's flag `jax_remat3`; as it is, if nothing is given. Nothing is stored, whatever the checkpoint's policy.
     dce
         `(used results, [live operands,] eqn) -> (used operands, equation)`; live ones are given from JAX 0.12 on.
     batch
@@ -91,21 +104,24 @@ def register(
     if meaning is not None:
         impl = jax.jit(meaning, static_argnames=params)
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+    if linear_in is not None:
+        jvp, linearize = partial(_linear_jvp, primitive, linear_in), partial(_linear_linearize, primitive, linear_in)
     for definition, rule in (
         (primitive.def_impl, impl),
         (primitive.def_abstract_eval, abstract_eval),
         (primitive.def_effectful_abstract_eval, effectful_abstract_eval),
         (partial(mlir.register_lowering, primitive), lowering),
-        (partial(ad.deflinear2, primitive), linear_transpose),
     ):
         if rule is not None:
             definition(rule)
     tables: list[tuple[Any, Callable[..., Any] | None]] = [
-        (_core.custom_typechecks, typecheck and partial(_check_types, typecheck)),
+        (_core.custom_typechecks, partial(_check_types, typecheck or partial(_types_of_results, primitive))),
         (ad.primitive_jvps, jvp),
+        (_ad.primitive_linearizations, linearize and partial(_linearize, linearize)),
         (ad.primitive_transposes, transpose),
         (pe.custom_partial_eval_rules, partial_eval),
         (pe.partial_eval_jaxpr_custom_rules, partial_eval_custom),
+        (_remat.rules, partial(_rematerialize, primitive, rematerialize or primitive.bind)),
         (pe.dce_rules, dce),
         (batching.fancy_primitive_batchers, batch),
         (batching.primitive_batchers, batch_without_axis),
@@ -118,6 +134,64 @@ def register(
 def _check_types(rule: Callable[..., Any], _: Any, /, *atoms: Any, **params: Any) -> Any:
     """JAX hands over variables and constants, behind a function that names them in errors."""
     return rule(*(atom.aval for atom in atoms), **params)
+
+
+def _types_of_results(primitive: Primitive, *avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results and the effects, if the primitive takes operands of these types."""
+    try:
+        found, effects = primitive.abstract_eval(*avals, **params)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:
+        given = ", ".join(map(str, avals))
+        raise JaxprTypeError(f"{primitive} takes no operands of types ({given}): {error}") from error
+    return found if primitive.multiple_results else [found], effects
+
+
+def _linearize(rule: Callable[..., Any], _: bool, nonzero: Sequence[bool], *operands: Any, **p: Any) -> Any:
+    """The rule as JAX calls it, which also wants residuals. `linear` holds them, for JAX calls it at once."""
+    nonzero = [flag and has_tangents(x) for flag, x in zip(nonzero, operands, strict=True)]
+    results, nonzero_results, linear = rule(nonzero, *operands, **p)
+    if jax.__version_info__ >= (0, 11, 1):
+        return results, nonzero_results, (), None, lambda _residuals, _structured, *tangents: linear(*tangents)
+    return results, nonzero_results, (), lambda _residuals, *tangents: linear(*tangents)
+
+
+def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *operands: Any, **params: Any) -> Any:
+    """The rule as JAX calls it: results, nothing stored, and how they are evaluated again."""
+    results = primitive.bind(*operands, **params)
+    if jax.__version_info__ >= (0, 12):
+        return results, (), lambda _stored, *operands: again(*operands, **params)
+    return results, lambda *operands: again(*operands, **params)
+
+
+def _linear_jvp(primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, **params: Any) -> Any:
+    """Of a primitive that is linear in some operands."""
+    results = primitive.bind(*primals, **params)
+    return results, _on_tangents(primitive, linear_in, primals, tangents, results, params)
+
+
+def _linear_linearize(
+    primitive: Primitive, linear_in: Sequence[int], nonzero: Any, *primals: Any, **params: Any
+) -> Any:
+    """Of a primitive that is linear in some operands."""
+    results = primitive.bind(*primals, **params)
+    has_tangent = any(nonzero[i] for i in linear_in)
+
+    def linear(*tangents: Any) -> Any:
+        return _on_tangents(primitive, linear_in, primals, tangents, results, params)
+
+    return results, [has_tangent] * len(results) if primitive.multiple_results else has_tangent, linear
+
+
+def _on_tangents(
+    primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, results: Any, params: dict[str, Any]
+) -> Any:
+    """The tangents of the results: the primitive on the tangents of its linear operands, if one of them is not zero."""
+    if not any(is_nonzero(tangents[i]) for i in linear_in):
+        return jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), results)
+    operands = list(primals)
+    for i in linear_in:
+        operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
+    return primitive.bind(*operands, **params)
 
 
 def _refuse_jet(*_: Any, **__: Any) -> None:

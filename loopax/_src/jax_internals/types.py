@@ -83,6 +83,6 @@ def is_nonzero(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero) and jax.typeof(tangent).dtype != _dtypes.float0
 
 
-def is_reference(x: Any) -> bool:
-    """Whether this is a mutable array (`jax.new_ref`), whose class is not public."""
-    return "Ref" in type(jax.typeof(x)).__name__
+def has_tangents(x: Any) -> bool:
+    """Whether there can be a tangent of an array that is more than a symbolic zero."""
+    return jax.typeof(x).to_tangent_aval().dtype != _dtypes.float0

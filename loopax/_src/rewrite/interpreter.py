@@ -1,6 +1,6 @@
 """Evaluate a jaxpr with its `jax.lax` loops exchanged for those of loopax, wherever they stand in it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, split_list
+from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, inner_jaxprs, map_programs, split_list
 from loopax._src.core.masking.substitute import pick
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import (
@@ -40,21 +40,20 @@ class Exchange:
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
-        if not self._concerns(closed):
+        if not self._concerns(closed.jaxpr):
             return jaxpr_as_fun(closed)(*operands)
         results = evaluate(closed, operands, self._equation)
         return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
 
-    def _concerns(self, jaxpr: Any) -> bool:
+    def _concerns(self, jaxpr: Jaxpr) -> bool:
         """Whether it holds a loop to exchange."""
-        eqns = (jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr).eqns
-        return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in eqns)
+        return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
     def _exchanges(self, eqn: Any) -> bool:
         return is_while(eqn) or (self.scans and is_scan(eqn))
 
     def _concerns_inside(self, eqn: Any) -> bool:
-        return not is_kernel(eqn) and any(map(self._concerns, _jaxprs(list(eqn.params.values()))))
+        return not is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if self._exchanges(eqn):
@@ -63,8 +62,7 @@ class Exchange:
             return bind_again(eqn, operands)
         if call := open_call(eqn):
             return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
-        params = {name: _map_jaxprs(self._exchanged, value) for name, value in eqn.params.items()}
-        return bind_again(eqn.replace(params=params), operands)
+        return bind_again(map_programs(eqn, self._exchanged), operands)
 
     def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Trace a jaxpr again with its loops exchanged."""
@@ -107,25 +105,6 @@ class Exchange:
 
         carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **self.options)
         return [*carry, *ys]
-
-
-def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs in a parameter."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _jaxprs(item)
-
-
-def _map_jaxprs(function: Callable[[ClosedJaxpr], ClosedJaxpr], value: Any) -> Any:
-    """A parameter with its jaxprs replaced."""
-    if isinstance(value, ClosedJaxpr):
-        return function(value)
-    if isinstance(value, tuple | list):
-        items = [_map_jaxprs(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequence[Any], run: Any) -> list[Any]:

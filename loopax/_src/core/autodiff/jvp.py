@@ -1,7 +1,7 @@
 """Forward mode: the same loop on pairs of primals and tangents, for what has a tangent at all."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,24 +111,48 @@ def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
     return nan_if(row >= MOST_STEPS, tangent)
 
 
+def refuse_effects(loop: Loop) -> None:
+    """Raise where an effect in the body stands against derivatives."""
+    if refused := undifferentiable_effects(loop.body):
+        raise NotImplementedError(effects_message(refused))
+
+
+class _Pairs(NamedTuple):
+    """Of the results of a loop on pairs: those of the loop, and tangents of its carry, its ys and its saved leaves."""
+
+    results: Outcome
+    carry: list[Any]
+    ys: list[Any]
+    saved: list[Any]
+
+
+def split_pairs(loop: Loop, perturbed: LoopOutputs, out: Outcome) -> _Pairs:
+    """Part the results on pairs; `perturbed` says which outputs have a tangent."""
+    mask = loop.results_from(False, perturbed, False)
+    (carry, carry_dots), (ys, y_dots), (saved, saved_dots) = (
+        (group[: len(flags)], group[len(flags) :]) for group, flags in zip(out[1:4], mask[1:4], strict=True)
+    )
+    return _Pairs(out._replace(carry=carry, ys=ys, saved=saved), carry_dots, y_dots, saved_dots)
+
+
+def tangents_of_results(loop: Loop, perturbed: LoopOutputs, low: Any, pairs: _Pairs) -> list[Any]:
+    """One tangent for each result of the loop."""
+    mask = loop.results_from(False, perturbed, False)
+    carry = [_if_counted(loop, low + pairs.results.num_steps, dot) for dot in pairs.carry]
+    return fill_tangents(mask.leaves, pairs.results.leaves, [*carry, *pairs.ys, *pairs.saved])
+
+
 def jvp_of_results(
     loop: Loop, run: Callable[..., Outcome], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The results of a loop, or of a batch of it, and their tangents; `run` runs the loop on pairs."""
-    if refused := undifferentiable_effects(loop.body):
-        raise NotImplementedError(effects_message(refused))
+    refuse_effects(loop)
     low, high, *operands = primals
     inputs, dots = loop.inputs(operands), loop.inputs(tangents[2:])
     pair, perturbed, outputs = jvp_loop(loop, map_leaves(is_nonzero, dots))
     tangent_operands = LoopInputs(*map(tangents_or_zeros, perturbed, inputs, dots))
-    out = run(pair, low, high, *append_each(inputs, tangent_operands))
-    mask = loop.results_from(False, outputs, False)
-    (carry, carry_dots), (ys, y_dots), (saved, saved_dots) = (
-        (group[: len(flags)], group[len(flags) :]) for group, flags in zip(out[1:4], mask[1:4], strict=True)
-    )
-    carry_dots = [_if_counted(loop, low + out.num_steps, dot) for dot in carry_dots]
-    results = out._replace(carry=carry, ys=ys, saved=saved).leaves
-    return results, fill_tangents(mask.leaves, results, [*carry_dots, *y_dots, *saved_dots])
+    pairs = split_pairs(loop, outputs, run(pair, low, high, *append_each(inputs, tangent_operands)))
+    return pairs.results.leaves, tangents_of_results(loop, outputs, low, pairs)
 
 
 def loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:

@@ -1,6 +1,7 @@
-"""Reverse mode: run the known part of a loop and leave its linear part for the transpose.
+"""Partial evaluation of a loop under JAX's transformations: run the known part, and leave the linear part for later.
 
-JAX linearises by partial evaluation of the jvp, in which primals are known and tangents are not.
+JAX asks where a loop stands in a body that is evaluated partially; for the derivative of the loop itself it asks
+`linearize.py`.
 """
 
 from collections.abc import Sequence
@@ -47,14 +48,14 @@ def run_known(
         LoopInputs([*consts, *last], [known.carry[i] for i in states], [*select(used.xs, known.xs), *residual_rows]),
         saved=[saved[i] for i in states if is_saved],
         checkpoint_rows=out.checkpoint_rows if is_saved else [],
-        linear=_linear_inputs(parts, inputs),
+        linear=linear_inputs(parts, inputs),
     )
     wanted = [i for i, keep in enumerate(reject(parts.unknown.carry, loop.saved_mask)) if keep]
     rows = out.checkpoint_rows if loop.saving else []
     return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], rows), operands
 
 
-def _linear_inputs(parts: PartialEval, inputs: LoopInputs) -> LoopInputs:
+def linear_inputs(parts: PartialEval, inputs: LoopInputs) -> LoopInputs:
     """The inputs of the loop that the linear part takes as linear ones: of the carry, all that are unknown."""
     uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
     return select_each(select_each(parts.unknown, uses), select_each(parts.unknown, inputs))
@@ -73,17 +74,18 @@ def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any,
     return (high - num_steps, high) if loop.reverse else (low, low + num_steps)
 
 
-def _assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[Any]) -> list[Any]:
+def assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[Any]) -> Outcome:
     """The loop's results from those of its two parts."""
-    return merge_lists(loop.results_from(False, parts.unknown_outputs, False).leaves, known.leaves, linear)
+    unknown = loop.results_from(False, parts.unknown_outputs, False).leaves
+    return loop.results(merge_lists(unknown, known.leaves, linear))
 
 
 def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     """Run the known part of a loop now. Stage its linear part, which gets what it needs of the known part as operands.
 
     Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. Results are those
-    of the loop. JAX asks when it linearises a program on primals and tangents: primals are known then, tangents are
-    not.
+    of the loop. JAX asks where it evaluates a program on primals and tangents partially (the body of a loop, the rule
+    of a `jax.custom_jvp`): primals are known then, tangents are not.
 
     A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
     No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
@@ -102,9 +104,9 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
     known, linear = run_known(loop, parts, low, high, loop.inputs(operands))
-    linear = linear._replace(linear=_linear_inputs(parts, loop.inputs(tracers[2:])))
+    linear = linear._replace(linear=linear_inputs(parts, loop.inputs(tracers[2:])))
     out = stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
-    return _assemble(loop, parts, known, out)
+    return assemble(loop, parts, known, out).leaves
 
 
 def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:

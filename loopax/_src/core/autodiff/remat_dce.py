@@ -1,17 +1,17 @@
 """`jax.checkpoint` of programs with loops, and dead-code elimination inside loops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
-from loopax._src.core.effects.strip_progress import strip_progress_of_equation
+from loopax._src.core.effects.strip_progress import strip_progress_of_equation, strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select
-from loopax._src.jax_internals import Literal, happens
+from loopax._src.jax_internals import Literal, Primitive, happens
 
 
 def stage_all(
@@ -21,6 +21,15 @@ def stage_all(
     everything = [True] * len(eqn.outvars)
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
     return known, strip_progress_of_equation(eqn), unknown_outputs or everything, everything, missing
+
+
+def evaluate_again(primitive: Primitive) -> Callable[..., list[Any]]:
+    """How `jax.checkpoint` evaluates a loop again, with JAX's flag `jax_remat3`: all of it, without its progress.
+
+    Nothing that the loop computes is stored, whatever the checkpoint's policy says. A policy sees what stands in the
+    checkpointed function; what the gradient of a loop stores is the loop's kind.
+    """
+    return lambda *operands, **params: primitive.bind(*operands, **strip_progress_of_params(params))
 
 
 def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:

@@ -1,9 +1,10 @@
 """Forward mode through a reverse sweep: the sweep of both bodies on pairs of primals and tangents."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tangents_or_zeros
+from loopax._src.core.ir.loop import LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.operand_groups import append_each, map_leaves
@@ -41,6 +42,38 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
     )
 
 
+class SweepOnPairs(NamedTuple):
+    """A sweep on pairs of primals and tangents."""
+
+    sweep: ReverseSweep
+    perturbed: SweepInputs  # which inputs of the bodies have a tangent, after any number of steps
+    perturbed_ys: Mask
+    num_forward_xs: int  # of the sweep on primals alone
+
+    @property
+    def mask(self) -> list[bool]:
+        """Which results have a tangent."""
+        return [*self.perturbed.carry, *self.perturbed_ys]
+
+    def operands(self, primals: SweepOperands, tangents: SweepOperands) -> SweepOperands:
+        """Primals with the tangents of those that have one; also what is said of each of them."""
+        cut, cut_dots = self.num_forward_xs, sum(self.perturbed.xs[: self.num_forward_xs])
+        xs = [*primals.xs[:cut], *tangents.xs[:cut_dots], *primals.xs[cut:], *tangents.xs[cut_dots:]]
+        return append_each(primals, tangents)._replace(xs=xs)
+
+    def split(self, out: LoopOutputs) -> tuple[list[Any], list[Any]]:
+        """The results on primals, and the tangents of those that have one."""
+        sizes = len(self.perturbed.carry), len(self.perturbed_ys)
+        primals = [x for group, size in zip(out, sizes, strict=True) for x in group[:size]]
+        return primals, [dot for group, size in zip(out, sizes, strict=True) for dot in group[size:]]
+
+
+def sweep_on_pairs(sweep: ReverseSweep, nonzero: SweepOperands) -> SweepOnPairs:
+    """The sweep on pairs, for operands of which these have a tangent."""
+    perturbed, ys = sweep_fixpoint(sweep, nonzero.inputs(either(nonzero.init, nonzero.saved)), typed=True)
+    return SweepOnPairs(_jvp_sweep(sweep, perturbed, ys), perturbed, ys, sweep.num_forward_xs)
+
+
 def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     """The sweep on pairs of primals and tangents, whose states are pairs as well.
 
@@ -51,14 +84,8 @@ def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
     sweep = ReverseSweep(**params)
     low, high, checkpoint_rows, *leaves = primals
     operands, dots = sweep.operands(leaves), sweep.operands(tangents[3:])
-    nonzero = map_leaves(is_nonzero, dots)
-    perturbed, ys_mask = sweep_fixpoint(sweep, nonzero.inputs(either(nonzero.init, nonzero.saved)), typed=True)
-    pair = _jvp_sweep(sweep, perturbed, ys_mask)
-    given = SweepOperands(*map(tangents_or_zeros, SweepOperands.of(perturbed), operands, dots))
-    cut, cut_dots = sweep.num_forward_xs, sum(perturbed.xs[: sweep.num_forward_xs])
-    xs = [*operands.xs[:cut], *given.xs[:cut_dots], *operands.xs[cut:], *given.xs[cut_dots:]]
-    pairs = append_each(operands, given)._replace(xs=xs)
-    carry, ys = run_sweep(pair, low, high, checkpoint_rows, *pairs)
-    results = [*carry[: sweep.num_carry], *ys[: len(ys_mask)]]
-    dots = [*carry[sweep.num_carry :], *ys[len(ys_mask) :]]
-    return results, fill_tangents([*perturbed.carry, *ys_mask], results, dots)
+    pairs = sweep_on_pairs(sweep, map_leaves(is_nonzero, dots))
+    given = SweepOperands(*map(tangents_or_zeros, SweepOperands.of(pairs.perturbed), operands, dots))
+    out = run_sweep(pairs.sweep, low, high, checkpoint_rows, *pairs.operands(operands, given))
+    results, dots = pairs.split(out)
+    return results, fill_tangents(pairs.mask, results, dots)

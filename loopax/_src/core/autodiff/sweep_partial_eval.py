@@ -106,15 +106,16 @@ def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> Swe
     return SweepInputs(either(used.consts, ahead.consts), state, carry, either(used.xs, forward_xs))
 
 
-def _linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:
-    """Of the linear part. Leaves that become unknown on the way go in with their known start."""
+def linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:
+    """Those of the linear part. Leaves that become unknown on the way go in with their known start."""
     masks = select_each(parts.uses, parts.unknown)
     used = select_each(parts.uses, operands.inputs(operands.init))
     return LinearSweepOperands(low, high, reject_each(masks, used), select_each(masks, used))
 
 
-def _unknown_inputs(sweep: ReverseSweep, flags: Sequence[bool]) -> SweepInputs:
-    unknown = map_leaves(bool, sweep.operands(flags))
+def unknown_inputs(operands: SweepOperands) -> SweepInputs:
+    """Which inputs of the bodies are unknown at the start, where these operands are."""
+    unknown = map_leaves(bool, operands)
     return unknown.inputs(either(unknown.init, unknown.saved))
 
 
@@ -122,8 +123,8 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     """Run the known part of a sweep now. Stage its linear part, which gets what it needs of the known part as operands.
 
     Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`: saved have a row for each
-    checkpoint, xs have `bound` rows, the others have none. Results are `*carry, *ys`. JAX asks when it linearises a
-    program on primals and tangents: primals are known then, tangents are not.
+    checkpoint, xs have `bound` rows, the others have none. Results are `*carry, *ys`. JAX asks where it evaluates a
+    program on primals and tangents partially: primals are known then, tangents are not.
 
     A result is unknown if, after some number of steps, it depends on an unknown operand (`sweep_fixpoint`). The known
     sweep computes the other results alone. The linear part gets only those known operands that it reads, and recomputes
@@ -134,14 +135,14 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
-    parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags[3:]))
+    parts = partial_eval_sweep(sweep, unknown_inputs(sweep.operands(flags[3:])))
     if all(flatten(parts.unknown_outputs)):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
     low, high, rows, *operands = map(known_value, tracers)
     known_operands = reject_each(SweepOperands.of(parts.unknown), sweep.operands(operands))
     known = run_sweep(parts.known, low, high, rows, *known_operands)
     # Leaves that become unknown on the way have a known start, hence the tracers.
-    linear = _linear_operands(parts, low, high, sweep.operands(tracers[3:]))
+    linear = linear_operands(parts, low, high, sweep.operands(tracers[3:]))
     out = stage_unknown(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
     unknown = unflatten(parts.linear.output_avals, out)
     return flatten(merge_each(parts.unknown_outputs, known, unknown))
@@ -157,8 +158,8 @@ def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: 
     """
     sweep = ReverseSweep(**params)
     flags = list(map(ad.is_undefined_primal, operands))
-    parts = partial_eval_sweep(sweep, _unknown_inputs(sweep, flags))
-    given = _linear_operands(parts, low, high, sweep.operands(operands))
+    parts = partial_eval_sweep(sweep, unknown_inputs(sweep.operands(flags)))
+    given = linear_operands(parts, low, high, sweep.operands(operands))
     found = transpose_linear_sweep(select_each(parts.unknown_outputs, sweep.outputs(cts)), parts.linear, given)
     used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, parts.uses)
     consts, init, carry, xs = fill_each(used, None, found)

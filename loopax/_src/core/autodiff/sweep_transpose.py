@@ -34,7 +34,7 @@ from loopax._src.core.ir.reverse_sweep import (
 from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
-from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
+from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -373,6 +373,7 @@ register(
     abstract_eval=_abstract,
     typecheck=_typecheck,
     jvp=jvp_expanded(_whole),
+    linearize=linearize_expanded(_whole),
     transpose=_transpose,
     batch=batch_expanded(linear_sweep_p, _whole),
 )

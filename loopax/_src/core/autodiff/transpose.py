@@ -21,7 +21,7 @@ from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.cost import step_limits
-from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded
+from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.operand_groups import (
     Groups,
     flatten,
@@ -308,6 +308,7 @@ register(
     abstract_eval=_abstract,
     typecheck=_typecheck,
     jvp=jvp_expanded(_whole),
+    linearize=linearize_expanded(_whole),
     transpose=_transpose,
     batch=batch_expanded(linear_loop_p, _whole),
 )

@@ -10,12 +10,11 @@ from jax import lax
 from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
+from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs, map_programs, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     Primitive,
     Scan,
     While,
@@ -51,16 +50,9 @@ def _equation_without_effects(eqn: Any) -> Any:
     """The equation with `without_effects` of the jaxprs inside it."""
     if is_cond(eqn):
         return with_branches(eqn, list(map(without_effects, branches(eqn))))
-    pruned = {name: _pruned(value) for name, value in eqn.params.items() if isinstance(value, ClosedJaxpr | Jaxpr)}
-    if not pruned:
-        return eqn
-    effects = set().union(*(closed.effects for closed in pruned.values()))
-    return eqn.replace(params={**eqn.params, **pruned}, effects=effects)
-
-
-def _pruned(inner: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
-    """The jaxpr of `jax.checkpoint` is an open one."""
-    return without_effects(inner) if isinstance(inner, ClosedJaxpr) else without_effects(ClosedJaxpr(inner, ())).jaxpr
+    pruned = map_programs(eqn, without_effects)
+    programs = list(inner_programs(pruned))
+    return pruned.replace(effects=set().union(*(program.effects for program in programs))) if programs else eqn
 
 
 # An effect without results that happens where `active` is True. Operands: active, *operands.
@@ -110,6 +102,7 @@ register(
     params=OnlyIf._fields,
     effectful_abstract_eval=_only_if_abstract,
     jvp=lambda primals, _, **params: (only_if_p.bind(*primals, **params), []),
+    linearize=lambda _, *operands, **params: (only_if_p.bind(*operands, **params), [], lambda *_: []),
     batch_without_axis=_only_if_batch,
 )
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from loopax._src.core.ir.progress import Reporting
-from loopax._src.core.jaxpr.util import inner_jaxprs, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr
+from loopax._src.core.jaxpr.util import inner_jaxprs, map_parameter, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr
 
 
 def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -15,7 +15,11 @@ def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of an equation, with programs that do not show progress."""
-    return {name: _stripped_value(value) for name, value in params.items()}
+    return {name: map_parameter(value, strip_progress, _without_reporting) for name, value in params.items()}
+
+
+def _without_reporting(value: Any) -> Any:
+    return None if isinstance(value, Reporting) else value
 
 
 def strip_progress_of_equation(eqn: Any) -> Any:
@@ -47,19 +51,3 @@ def _with_fields(value: Any) -> Iterator[Any]:
 def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
     eqns = list(map(strip_progress_of_equation, closed.jaxpr.eqns))
     return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
-
-
-def _stripped_value(value: Any) -> Any:
-    """A parameter without what makes loops report; itself where nothing does."""
-    if isinstance(value, Reporting):
-        return None
-    if isinstance(value, ClosedJaxpr):
-        return strip_progress(value)
-    if isinstance(value, Jaxpr):
-        return strip_progress(ClosedJaxpr(value, ())).jaxpr
-    if not isinstance(value, tuple | list):
-        return value
-    items = list(map(_stripped_value, value))
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -28,7 +28,7 @@ from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
-from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -169,17 +169,44 @@ loop_p = new_primitive("loop")
 
 
 def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
-    """Bind the primitive; leaves of the carry that the body returns unchanged become constants.
+    """Bind the primitive, with the loop as it is best bound (`BoundLoop`)."""
+    inputs = LoopInputs(consts, carry, xs)
+    bound = BoundLoop.of(loop, low, high, inputs)
+    operands = flatten(bound.inputs(inputs))
+    return bound.outcome(bound.loop.results(loop_p.bind(low, high, *operands, **bound.loop._asdict())), carry)
 
-    Where devices take different numbers of steps, the loop becomes one in which they do not communicate.
+
+class BoundLoop(NamedTuple):
+    """A loop as it is bound.
+
+    Leaves of the carry that the body returns unchanged are constants. Where devices take different numbers of steps,
+    the loop is one in which they do not communicate.
     """
-    fixed = _unchanged(loop)
-    slim = _hoisted(loop, fixed) if any(fixed) else loop
-    operands = flatten(_with_fixed_as_consts(LoopInputs(consts, carry, xs), fixed))
-    if axes := _differing(slim, low, high, operands):
-        slim, operands = _apart(slim, axes) or slim, varying(operands, axes)
-    out = slim.results(loop_p.bind(low, high, *operands, **slim._asdict()))
-    return out._replace(carry=merge_lists(fixed, out.carry, select(fixed, carry)))
+
+    loop: Loop
+    fixed: Mask  # which leaves of the carry have become constants
+    axes: Axes  # along which devices take different numbers of steps
+
+    @classmethod
+    def of(cls, loop: Loop, low: Any, high: Any, inputs: LoopInputs) -> "BoundLoop":
+        """For these operands."""
+        fixed = _unchanged(loop)
+        slim = _hoisted(loop, fixed) if any(fixed) else loop
+        axes = _differing(slim, low, high, flatten(_with_fixed_as_consts(inputs, fixed)))
+        return cls(_apart(slim, axes) or slim if axes else slim, fixed, axes)
+
+    def inputs(self, inputs: LoopInputs) -> LoopInputs:
+        """Its operands from those of the loop."""
+        groups = _with_fixed_as_consts(inputs, self.fixed)
+        return LoopInputs(*(varying(group, self.axes) for group in groups)) if self.axes else groups
+
+    def masks(self, masks: LoopInputs) -> LoopInputs:
+        """What is said of its operands, from what is said of those of the loop."""
+        return map_leaves(bool, _with_fixed_as_consts(masks, self.fixed))
+
+    def outcome(self, out: "Outcome", carry: Sequence[Any]) -> "Outcome":
+        """The results of the loop from its own, and from the carry that the loop starts with."""
+        return out._replace(carry=merge_lists(self.fixed, out.carry, select(self.fixed, carry)))
 
 
 def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes:

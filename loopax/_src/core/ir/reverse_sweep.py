@@ -148,11 +148,16 @@ def run_sweep(
     xs: Sequence[Any],
 ) -> LoopOutputs:
     """Bind the primitive, as `run` does."""
-    operands = [*consts, *init, *saved, *carry, *xs]
-    if axes := differing([low, high, checkpoint_rows]):
-        sweep, operands = _apart(sweep, axes), varying(operands, axes)
+    sweep, axes = as_bound(sweep, low, high, checkpoint_rows)
+    operands = varying([*consts, *init, *saved, *carry, *xs], axes)
     outputs = reverse_sweep_p.bind(low, high, checkpoint_rows, *operands, **sweep._asdict())
     return sweep.outputs(outputs)
+
+
+def as_bound(sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> tuple[ReverseSweep, Axes]:
+    """The sweep as it is bound, whose operands vary over these axes: devices take different numbers of steps."""
+    axes = differing([low, high, checkpoint_rows])
+    return _apart(sweep, axes) if axes else sweep, axes
 
 
 def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:

@@ -22,6 +22,7 @@ from loopax._src.jax_internals import (
     communicates_over,
     dce,
     equation_context,
+    held_program,
     inlinable,
     is_axis_index,
     names_axis,
@@ -29,6 +30,7 @@ from loopax._src.jax_internals import (
     replace_jaxpr,
     strong,
     unmapped_aval,
+    with_held_program,
     zeros,
 )
 
@@ -157,11 +159,41 @@ def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
         for inner in value if isinstance(value, tuple | list) else [value]:
             if isinstance(inner, ClosedJaxpr | Jaxpr):
                 yield inner
+            elif (held := held_program(inner)) is not None:
+                yield held
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The jaxprs in the parameters of an equation, without their constants."""
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
+
+
+def map_parameter(
+    value: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """A parameter of an equation with its jaxprs replaced, and with `other` of what is none; itself if nothing changes.
+
+    An open jaxpr is closed for the function. Where `other` leaves a tuple as it is, its items are looked at.
+    """
+    if isinstance(value, ClosedJaxpr):
+        return function(value)
+    if isinstance(value, Jaxpr):
+        return function(ClosedJaxpr(value, ())).jaxpr
+    if (held := held_program(value)) is not None:
+        new = function(held)
+        return value if new is held else with_held_program(value, new)
+    new = other(value)
+    if new is not value or not isinstance(value, tuple | list):
+        return new
+    items = [map_parameter(item, function, other) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def map_programs(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    """An equation with other programs in its parameters. Its effects stay as they are."""
+    return eqn.replace(params={name: map_parameter(value, function) for name, value in eqn.params.items()})
 
 
 def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:

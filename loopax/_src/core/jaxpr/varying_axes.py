@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from loopax._src.core.jaxpr.cost import computed
-from loopax._src.core.jaxpr.util import collective_in, inner_jaxprs, trace, weakly_cached
+from loopax._src.core.jaxpr.util import collective_in, inner_jaxprs, map_programs, trace, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
@@ -62,7 +62,8 @@ register(
     impl=lambda x, **_: x,
     lowering=lambda _, x, **__: [x],
     abstract_eval=lambda x, *, varying, summed: with_varying_axes(x, varying),  # noqa: ARG005
-    linear_transpose=_transpose,
+    linear_in=[0],
+    transpose=_transpose,
     batch_without_axis=lambda operands, dims, **params: (retyped_p.bind(*operands, **params), dims[0]),
 )
 computed[retyped_p] = lambda _: []
@@ -82,8 +83,10 @@ def differing(deciding: Sequence[Any]) -> Axes:
 
 
 def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
-    """The arrays, marked as varying over these axes, too."""
-    return [vary(x, axes - varying_axes(x)) for x in values]
+    """The arrays, marked as varying over these axes, too. Undefined primals stay as they are."""
+    if not axes:
+        return list(values)
+    return [x if ad.is_undefined_primal(x) else vary(x, axes - varying_axes(x)) for x in values]
 
 
 def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
@@ -116,7 +119,7 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     row, *avals = body.in_avals
     if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body.jaxpr, axes):
         return None
-    function = jaxpr_as_fun(ClosedJaxpr(_marked_locally(body.jaxpr, axes), body.consts))
+    function = jaxpr_as_fun(_marked_locally(body, axes))
 
     def step(row: Any, *operands: Any) -> list[Any]:
         given = [retyped(x, varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
@@ -132,27 +135,15 @@ def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
     )
 
 
-def _marked_locally(jaxpr: Any, axes: Axes) -> Any:
+def _marked_locally(closed: ClosedJaxpr, axes: Axes) -> ClosedJaxpr:
     """A jaxpr whose marks over these axes are replaced by local ones."""
-    return jaxpr.replace(eqns=[_equation(eqn, axes) for eqn in jaxpr.eqns])
+    eqns = [_equation(eqn, axes) for eqn in closed.jaxpr.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
 
 
 def _equation(eqn: Any, axes: Axes) -> Any:
     marked = marked_varying(eqn)
     if not marked & axes:
-        return eqn.replace(params={name: _parameter(value, axes) for name, value in eqn.params.items()})
+        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(inner.jaxpr, axes) else inner)
     params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
     return eqn.replace(primitive=retyped_p, params=params)
-
-
-def _parameter(value: Any, axes: Axes) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(_marked_locally(value.jaxpr, axes), value.consts) if _marks(value.jaxpr, axes) else value
-    if isinstance(value, Jaxpr):
-        return _marked_locally(value, axes) if _marks(value, axes) else value
-    if not isinstance(value, tuple | list):
-        return value
-    items = [_parameter(item, axes) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -76,8 +76,18 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, batch_axes: int) ->
     Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
     """
     out = fill_inactive_p.bind(*primals, batch_axes=batch_axes)
-    dot = tangents[2]
-    return out, _of_active(primals[0], dot) if is_nonzero(dot) else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _tangent(primals[0], out, tangents[2])
+
+
+def _linearize(nonzero: Sequence[bool], *operands: Any, batch_axes: int) -> Any:
+    """The derivative as `_jvp` has it. It is linear in the tangent of `x`, and needs to know who is active."""
+    out = fill_inactive_p.bind(*operands, batch_axes=batch_axes)
+    return out, nonzero[2], lambda *tangents: _tangent(operands[0], out, tangents[2])
+
+
+def _tangent(active: Any, out: Any, tangent: Any) -> Any:
+    """The tangent of the result, from that of `x`."""
+    return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _transpose(ct: Any, active: Any, _first: Any, x: Any, *, batch_axes: int) -> list[Any]:
@@ -109,6 +119,7 @@ register(
     params=["batch_axes"],
     abstract_eval=_abstract,
     jvp=_jvp,
+    linearize=_linearize,
     transpose=_transpose,
     batch=_batch,
 )

@@ -33,7 +33,7 @@ from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
-from loopax._src.jax_internals import Primitive, ad, is_nonzero, new_primitive, register, zeros
+from loopax._src.jax_internals import Primitive, ad, new_primitive, register
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
 # in `get` and `add` perhaps more: so many rows are read from one array.
@@ -181,25 +181,6 @@ def _abstract_of(meaning: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 # ---- derivatives: all are linear in the array and in the row
 
 
-def _jvp_of(primitive: Primitive, row_at: int | None = None) -> Callable[..., Any]:
-    """A jvp rule: the operation is linear in the array and in the row, so it is applied to their tangents.
-
-    Operands begin with the array; `row_at` is where the row stands, if there is one. Places and flags have no tangents.
-    """
-    linear = [0] if row_at is None else [0, row_at]
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        out = primitive.bind(*primals, **params)
-        if not any(is_nonzero(tangents[i]) for i in linear):
-            return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-        operands = list(primals)
-        for i in linear:
-            operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
-        return out, primitive.bind(*operands, **params)
-
-    return rule
-
-
 def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
     return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, cts, strict=True)]
 
@@ -328,7 +309,7 @@ register(
     meaning=_get_where_active,
     params=["lanes"],
     abstract_eval=_abstract_of(_get_where_active),
-    jvp=_jvp_of(get_p),
+    linear_in=[0],
     transpose=_transpose_get,
     batch=_batch_get,
 )
@@ -337,7 +318,7 @@ register(
     meaning=_put,
     params=["lanes", "appends"],
     abstract_eval=_abstract_of(_put),
-    jvp=_jvp_of(put_p, row_at=2),
+    linear_in=[0, 2],
     transpose=_transpose_put,
     batch=_batch_rule(put_p),
 )
@@ -346,7 +327,7 @@ register(
     meaning=_add,
     params=["lanes"],
     abstract_eval=_abstract_of(_add),
-    jvp=_jvp_of(add_p, row_at=2),
+    linear_in=[0, 2],
     transpose=_transpose_add,
     batch=_batch_rule(add_p),
 )
@@ -355,7 +336,7 @@ register(
     meaning=_take,
     params=["lanes"],
     abstract_eval=_abstract_of(_take),
-    jvp=_jvp_of(take_p),
+    linear_in=[0],
     transpose=_transpose_take,
     batch=_batch_rule(take_p),
 )
@@ -363,7 +344,7 @@ register(
     view_p,
     meaning=_view,
     abstract_eval=_abstract_of(_view),
-    jvp=_jvp_of(view_p),
+    linear_in=[0],
     transpose=_transpose_view,
     batch_without_axis=_batch_view,
 )

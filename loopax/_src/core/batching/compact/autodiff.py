@@ -6,15 +6,15 @@ storing what its kind says, and in the end back. Stages would have to store what
 compile as many forward and backward loops as there are stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from loopax._src.core.autodiff.jvp import jvp_of_results
+from loopax._src.core.autodiff.linearize import linearize_loop
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import stage_all
+from loopax._src.core.autodiff.transpose import type_of_linear
 from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
 from loopax._src.core.batching.compact.primitive import (
     CompactVmap,
@@ -22,13 +22,22 @@ from loopax._src.core.batching.compact.primitive import (
     compact_vmap_of,
     compact_vmap_p,
     jvp_of_program,
+    linearize_program,
 )
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
+from loopax._src.core.jaxpr.expand import evaluate_in_parts
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
-from loopax._src.jax_internals import evaluate_partially, is_known, is_nonzero, known_value, stage_unknown
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    evaluate_partially,
+    is_known,
+    is_nonzero,
+    known_value,
+    stage_unknown,
+)
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
@@ -49,10 +58,15 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))
 
     def run(pair: Loop, low: Any, high: Any, *inputs: Sequence[Any]) -> Outcome:
-        pairs = append_each(mapped, select_each(perturbed, mapped))._replace(carry=(True,) * pair.num_carry)
-        return _bind(pair, inner.axis, (*windows, *flatten(pairs)), [low, high, *flatten(inputs)])
+        is_mapped = (*windows, *_mapped_pairs(pair, mapped, perturbed))
+        return _bind(pair, inner.axis, is_mapped, [low, high, *flatten(inputs)])
 
     return jvp_of_results(inner.static, run, primals, tangents)
+
+
+def _mapped_pairs(pair: Loop, mapped: LoopInputs, perturbed: LoopInputs) -> list[bool]:
+    """Which operands on pairs have an axis of lanes: a tangent has its primal's, and every carry has one."""
+    return flatten(append_each(mapped, select_each(perturbed, mapped))._replace(carry=(True,) * pair.num_carry))
 
 
 def _bind(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Outcome:
@@ -108,27 +122,81 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
     if not _steps_are_known(inner, unknown):
         return stage_unknown(trace, compact_vmap_p, tracers, params)
-    low, high = map(known_value, tracers[:2])
-    mapped_low, mapped_high, *mapped = inner.mapped
-    mapped, inputs = loop.inputs(mapped), loop.inputs(tracers[2:])
+    mapped, inputs = inner.mapped, loop.inputs(tracers[2:])
     parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
-    known, known_mapped = (flatten(reject_each(parts.unknown, groups)) for groups in (inputs, mapped))
-    operands = [low, high, *map(known_value, known)]
-    out = _bind(parts.known, inner.axis, (mapped_low, mapped_high, *known_mapped), operands)
-
-    windows = (True, mapped_high) if parts.later.reverse else (mapped_low, True)
+    low, high = map(known_value, tracers[:2])
+    out = _run_known(loop, parts, inner.axis, mapped, low, high, map_leaves(known_value, inputs))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    used, used_mapped = (flatten(select_each(parts.uses, groups)) for groups in (inputs, mapped))
-    operands = [*window_walked(parts.known, low, high, out.num_steps), *used]
-    avals = list(map(jax.typeof, operands))
-    program = compact_vmap_of(LOOPS, parts.later, inner.axis, (*windows, *used_mapped), avals).program
-    later = parts.later.results(evaluate_partially(trace, program, operands))
-    return [
-        out.num_steps,
-        *merge_lists(parts.outputs.carry, out.carry, select(parts.unknown_carry_of_later, later.carry)),
-        *merge_lists(parts.outputs.ys, out.ys, later.ys),
-        *nothing_saved(loop, inner.axis),
-    ]
+    program, operands = _later(loop, parts, inner.axis, mapped, low, high, out.num_steps, inputs)
+    return _assemble(loop, parts, inner.axis, out, evaluate_partially(trace, program, operands)).leaves
+
+
+def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
+    """The same for a derivative, where lanes run in stages; else the linearisation of the program.
+
+    Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; `nonzero` says which
+    have a tangent. The loop on pairs runs in stages, its known part. The numbers of steps are known then, and never
+    depend on a tangent, so the linear part is that of lanes in groups.
+    """
+    inner = CompactVmap(**params)
+    if not _runs_in_stages(inner):
+        return linearize_program(nonzero, *operands, **params)
+    *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
+    is_nonzero = inner.static.inputs(nonzero[2:])
+
+    def run_in_parts(
+        pair: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+    ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+        all_mapped = (*windows, *_mapped_pairs(pair, mapped, is_nonzero))
+        parts, axis = _partial_eval_loop(pair, unknown), inner.axis
+        out = _run_known(pair, parts, axis, all_mapped, low, high, inputs)
+        program, values = _later(pair, parts, axis, all_mapped, low, high, out.num_steps, inputs)
+        flags = [False, False, *flatten(select_each(parts.uses, unknown))]
+        later, finish_program = evaluate_in_parts(program, flags, values)
+
+        def finish(inputs: LoopInputs) -> Outcome:
+            given = select(flags[2:], flatten(select_each(parts.uses, inputs)))
+            return _assemble(pair, parts, axis, out, finish_program(*given))
+
+        return _assemble(pair, parts, axis, out, later), finish
+
+    return linearize_loop(inner.static, run_in_parts, nonzero, *operands)
+
+
+def _run_known(
+    loop: Loop, parts: _BatchPartialEval, axis: Axis, mapped: Mask, low: Any, high: Any, inputs: LoopInputs
+) -> Outcome:
+    """Run the known part of a batch in stages."""
+    windows, is_mapped = mapped[:2], loop.inputs(mapped[2:])
+    known, known_mapped = (flatten(reject_each(parts.unknown, groups)) for groups in (inputs, is_mapped))
+    return _bind(parts.known, axis, (*windows, *known_mapped), [low, high, *known])
+
+
+def _later(
+    loop: Loop,
+    parts: _BatchPartialEval,
+    axis: Axis,
+    mapped: Mask,
+    low: Any,
+    high: Any,
+    num_steps: Any,
+    inputs: LoopInputs,
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """The program of the later loop, whose lanes take these numbers of steps, and its operands."""
+    (mapped_low, mapped_high), is_mapped = mapped[:2], loop.inputs(mapped[2:])
+    windows = (True, mapped_high) if parts.later.reverse else (mapped_low, True)
+    used, used_mapped = (flatten(select_each(parts.uses, groups)) for groups in (inputs, is_mapped))
+    operands = [*window_walked(parts.known, low, high, num_steps), *used]
+    avals = list(map(type_of_linear, operands))
+    return compact_vmap_of(LOOPS, parts.later, axis, (*windows, *used_mapped), avals).program, operands
+
+
+def _assemble(loop: Loop, parts: _BatchPartialEval, axis: Axis, out: Outcome, results: Sequence[Any]) -> Outcome:
+    """The results of the batch from those of its known part, and of the later loop's program."""
+    later = parts.later.results(results)
+    carry = merge_lists(parts.outputs.carry, out.carry, select(parts.unknown_carry_of_later, later.carry))
+    ys = merge_lists(parts.outputs.ys, out.ys, later.ys)
+    return loop.results([out.num_steps, *carry, *ys, *nothing_saved(loop, axis)])
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:

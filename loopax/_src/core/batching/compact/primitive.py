@@ -16,7 +16,7 @@ from loopax._src.core.effects.guard import guarded
 from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.typecheck import check_count, check_types
 from loopax._src.core.jaxpr.dataflow import dependence
-from loopax._src.core.jaxpr.expand import jvp_expanded
+from loopax._src.core.jaxpr.expand import jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -172,6 +172,7 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
 
 
 jvp_of_program = jvp_expanded(evaluate_batch)
+linearize_program = linearize_expanded(evaluate_batch)
 
 
 def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:

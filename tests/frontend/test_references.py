@@ -1,0 +1,252 @@
+"""Mutable arrays (`jax.new_ref`) in loops, against `jax.lax`: values and derivatives are equal, the rest is refused."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopax as lx
+from loopax import durable
+
+XS = np.linspace(0.4, 1.3, 4)
+
+
+def add_to_closed_over(m: Any, w: Any) -> Any:
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(c: Any, x: Any) -> Any:
+        c = jnp.sin(w * c + x)
+        total[...] += c * x
+        return c, c
+
+    c, ys = m.scan(step, 0.1, XS)
+    return jax.freeze(total) + c + ys.sum()
+
+
+def write_rows_of_closed_over(m: Any, w: Any) -> Any:
+    rows = jax.new_ref(jnp.zeros(4))
+
+    def step(i: Any, c: Any) -> Any:
+        c = jnp.sin(w * c + i)
+        rows[i] += c
+        return c
+
+    c = m.fori_loop(0, 4, step, jnp.float64(0.1))
+    return (jax.freeze(rows) ** 2).sum() + c
+
+
+def read_and_write(m: Any, w: Any) -> Any:
+    state = jax.new_ref(w * jnp.ones(3))
+
+    def step(c: Any, x: Any) -> Any:
+        old = state[...]
+        state[...] = jnp.sin(old) * x
+        return c + old.sum(), old
+
+    c, ys = m.scan(step, 0.1, XS, reverse=True)
+    return jax.freeze(state).sum() + c + (ys**2).sum()
+
+
+def two_loops_one_after_another(m: Any, w: Any) -> Any:
+    state = jax.new_ref(w)
+
+    def step(c: Any, x: Any) -> Any:
+        state[...] = jnp.sin(state[...] + x)
+        return c * state[...], None
+
+    first, _ = m.scan(step, w, XS)
+    second, _ = m.scan(step, w, XS)
+    return jax.freeze(state) + first * second
+
+
+def loop_in_a_loop(m: Any, w: Any) -> Any:
+    state = jax.new_ref(w)
+
+    def inner(c: Any, x: Any) -> Any:
+        state[...] = jnp.sin(state[...] * x)
+        return c, None
+
+    m.scan(lambda c, x: (m.scan(inner, c, XS * x)[0], None), w, XS)
+    return jax.freeze(state)
+
+
+def jax_loop_in_a_loop(m: Any, w: Any) -> Any:
+    state = jax.new_ref(w)
+
+    def inner(c: Any, x: Any) -> Any:
+        state[...] = jnp.sin(state[...] * x)
+        return c, None
+
+    m.scan(lambda c, x: (lax.scan(inner, c, XS * x)[0], None), w, XS)
+    return jax.freeze(state)
+
+
+def made_in_the_body(m: Any, w: Any) -> Any:
+    def step(c: Any, x: Any) -> Any:
+        local = jax.new_ref(c)
+        local[...] += x * w
+        return jnp.sin(jax.freeze(local)), None
+
+    return m.scan(step, w, XS)[0]
+
+
+def rows_as_xs(m: Any, w: Any) -> Any:
+    rows = jax.new_ref(w * XS)
+
+    def step(c: Any, x: Any) -> Any:
+        row, number = x
+        row[...] = jnp.sin(row[...]) * c + number
+        return c + row[...], c
+
+    c, ys = m.scan(step, w, (rows, XS), reverse=True)
+    return c + (jax.freeze(rows) ** 2).sum() + ys.sum()
+
+
+def custom_rule_in_the_body(m: Any, w: Any) -> Any:
+    total = jax.new_ref(jnp.zeros(()))
+
+    @jax.custom_jvp
+    def steep(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    @steep.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return steep(*primals), 5.0 * tangents[0]
+
+    def step(c: Any, x: Any) -> Any:
+        total[...] += steep(c * x)
+        return steep(c), None
+
+    m.scan(step, w, XS)
+    return jax.freeze(total)
+
+
+PROGRAMS = [
+    add_to_closed_over,
+    write_rows_of_closed_over,
+    read_and_write,
+    two_loops_one_after_another,
+    loop_in_a_loop,
+    jax_loop_in_a_loop,
+    made_in_the_body,
+    rows_as_xs,
+    custom_rule_in_the_body,
+]
+
+
+def all_of(function: Any) -> Any:
+    """Its value and its derivatives, from one compiled program."""
+
+    @jax.jit
+    def run(w: Any) -> Any:
+        value, slope = jax.value_and_grad(function)(w)
+        forward = jax.jvp(function, (w,), (jnp.ones(()),))[1]
+        second = jax.jvp(jax.grad(function), (w,), (jnp.ones(()),))[1]
+        return value, slope, forward, second
+
+    return run(0.7)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_values_and_derivatives_are_those_of_jax(program: Any) -> None:
+    np.testing.assert_allclose(all_of(partial(program, lx)), all_of(partial(program, lax)), rtol=1e-10)
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not rows_as_xs])
+def test_batches_are_those_of_jax(program: Any) -> None:
+    run = lambda m: jax.jit(jax.vmap(jax.value_and_grad(partial(program, m))))(np.array([0.7, -0.4]))
+    np.testing.assert_allclose(run(lx), run(lax), rtol=1e-10)
+
+
+def test_a_batch_of_rows_as_xs() -> None:
+    """`jax.lax` does not map a scan over rows of mutable arrays."""
+    ws = np.array([0.7, -0.4])
+    got = jax.jit(jax.vmap(jax.value_and_grad(partial(rows_as_xs, lx))))(ws)
+    expected = [jax.value_and_grad(partial(rows_as_xs, lax))(w) for w in ws]
+    np.testing.assert_allclose(np.transpose(got), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
+@pytest.mark.parametrize("program", [read_and_write, write_rows_of_closed_over])
+def test_every_kind(program: Any, kind: Any) -> None:
+    class Loops:
+        scan = partial(lx.scan, kind=kind)
+        fori_loop = partial(lx.fori_loop, kind=kind)
+
+    np.testing.assert_allclose(all_of(partial(program, Loops)), all_of(partial(program, lax)), rtol=1e-10)
+
+
+def test_eagerly_and_twice() -> None:
+    """A reference that lives outside of any program keeps what a loop has written, call after call."""
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(c: Any, x: Any) -> Any:
+        total[...] += x
+        return c, None
+
+    for calls in (1, 2):
+        lx.scan(step, 0.0, XS)
+        np.testing.assert_allclose(total[...], calls * XS.sum())
+
+
+def test_while_loop_reads_it_in_its_condition() -> None:
+    def run(w: Any) -> Any:
+        state = jax.new_ref(w)
+
+        def body(i: Any) -> Any:
+            state[...] = state[...] * 1.5
+            return i + 1
+
+        count = lx.while_loop(lambda _: state[...] < 4.0, body, 0, max_steps=20)
+        return jax.freeze(state), count
+
+    (value, count), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(1.0)[0], jax.grad(lambda w: run(w)[0])(1.0)
+    assert count == 4
+    np.testing.assert_allclose([value, slope], [1.5**4, 1.5**4])
+
+
+def test_rows_that_no_step_has_walked_stay_as_they_are() -> None:
+    def run(length: Any) -> Any:
+        rows = jax.new_ref(jnp.arange(1.0, 6.0))
+
+        def step(c: Any, row: Any) -> Any:
+            row[...] *= 10.0
+            return c + 1, row[...]
+
+        lx.scan(step, 0, rows, length=length, stop=lambda _, y: y >= 30.0)
+        return jax.freeze(rows)
+
+    run = jax.jit(run)
+    np.testing.assert_array_equal(run(2), [10, 20, 3, 4, 5])
+    np.testing.assert_array_equal(run(5), [10, 20, 30, 4, 5])
+    np.testing.assert_array_equal(run(0), [1, 2, 3, 4, 5])
+
+
+def test_refused_by_name(tmp_path: Any) -> None:
+    reference = jax.new_ref(jnp.zeros(()))
+    rows = jax.new_ref(jnp.arange(3.0))
+
+    def writes(*arguments: Any) -> Any:
+        reference[...] += 1.0
+        return arguments[-1]
+
+    def with_row(c: Any, x: Any) -> Any:
+        rows[0] += 1.0
+        return c + x[...], None
+
+    with pytest.raises(TypeError, match=r"fori_loop, carry\['a'\]: got a mutable array"):
+        lx.fori_loop(0, 3, lambda _, c: c, {"a": reference})
+    with pytest.raises(TypeError, match=r"f of scan returned y\[1\]: got a mutable array"):
+        lx.scan(lambda c, x: (c, (x, reference)), 0.0, XS)
+    with pytest.raises(TypeError, match=r"body_fun of fori_loop returned carry: got a mutable array"):
+        lx.fori_loop(0, 3, lambda *_: reference, 0.0)
+    with pytest.raises(ValueError, match=r"f of scan closes over a mutable array .* among the xs as well"):
+        lx.scan(with_row, 0.0, rows)
+    with pytest.raises(NotImplementedError, match="f of lanes_map closes over a mutable array"):
+        lx.lanes_map(writes, XS, lanes=2)
+    with pytest.raises(NotImplementedError, match=r"body_fun of .*fori_loop closes over a mutable array"):
+        durable.fori_loop(0, 3, writes, 0.0, directory=tmp_path)
