@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from loopax._src.jax_internals import is_reference
+from loopax._src.nnx.functional import is_object
 
 
 def refuse_references_in(where: str, tree: Any) -> None:
@@ -42,7 +43,7 @@ class ReferenceRows:
     @classmethod
     def of(cls, xs: Any) -> "ReferenceRows | None":
         """None where there is none."""
-        leaves, treedef = jax.tree.flatten(xs)
+        leaves, treedef = jax.tree.flatten(xs, is_leaf=is_object)
         mask = list(map(is_reference, leaves))
         if not any(mask):
             return None
@@ -54,7 +55,7 @@ class ReferenceRows:
 
         @wraps(f)
         def on_rows(carry: Any, x: Any, **key: Any) -> Any:
-            leaves, treedef = jax.tree.flatten(x)
+            leaves, treedef = jax.tree.flatten(x, is_leaf=is_object)
             leaves = [jax.new_ref(leaf) if m else leaf for leaf, m in zip(leaves, self.mask, strict=True)]
             out = f(carry, treedef.unflatten(leaves), **key)
             if not isinstance(out, tuple) or len(out) != 2:

@@ -114,10 +114,11 @@ def run(
     """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
     extent = loop_spec.extent
     fixed = extent.fixed and goes_on is None
-    refuse_references_in(f"{loop_spec.name}, carry", init)
+    frozen = freeze(init)
+    refuse_references_in(f"{loop_spec.name}, carry", frozen)
     storage = loop_spec.kind.storage(extent.bound, fixed, extent.bound_is_loose)
     x_arrays, x_spec = pack(freeze(xs))
-    traced, arrays, spec = _trace_promoting(step, extras, freeze(init), x_spec.rows(), goes_on is not None)
+    traced, arrays, spec = _trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
     if extent.capacity is None and any(traced.rows.written):
         raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
@@ -292,15 +293,16 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
             carry, y, goes_on = step.call(row, given, carry, x)
-        refuse_references_in(f"{step.where} returned carry", carry)
-        refuse_references_in(f"{step.where} returned y", y)
         flags = failures(checks)
         carry, found["changes"] = take_back(step.where, start, objects, carry)
+        refuse_references_in(f"{step.where} returned carry", carry)
         matched = match_carry(step.where, init, spec, carry)
         carry = _as_they_came(arrays, spec, leaves, matched, carry)
         x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
-        ys, found["y_spec"] = pack(_without_flags(freeze(y)))
+        y = freeze(y)
+        refuse_references_in(f"{step.where} returned y", y)
+        ys, found["y_spec"] = pack(_without_flags(y))
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = list(flags)
         go = [goes_on] if predicated else []
