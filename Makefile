@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest faults kill-test test-all lint types bench docs map pictures clean
+.PHONY: demo test test-slow test-lowest test-newest faults fuzz kill-test test-all lint types bench docs map pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -44,6 +44,10 @@ test-all: $(VENV)/.installed $(OTHERS:=/.installed)
 # Forty small wrong edits of the core, one after another: which test notices each? It takes an hour.
 faults: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.run --slow
+
+# Ten thousand random programs against unrolled Python loops (PROGRAMS= for another number): an hour and a half.
+fuzz: $(VENV)/.installed
+	LOOPAX_FUZZ=$(or $(PROGRAMS),10000) $(BIN)/python $(PYTEST) tests/fuzz
 
 # Fifty runs of ten seconds, each killed at a random moment and resumed.
 kill-test: $(VENV)/.installed

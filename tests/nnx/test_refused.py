@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
+from jax import lax
 
 import loopax as lx
 from tests.nnx.cells import COUNTS, EACH_LOOP, STEPS, Counter, Tied, X, cell, count, unchanged
@@ -143,3 +145,29 @@ def test_local() -> None:
 def test_variables_with_references_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="ref=True"):
         lx.fori_loop(0, 2, lambda _, c: c, nnx.Variable(jnp.zeros(2), ref=True))
+
+
+def test_variables_with_references_may_be_closed_over() -> None:
+    calls = nnx.Variable(jnp.zeros(()), ref=True)
+
+    def step(_: Any, x: Any) -> Any:
+        calls[...] += 1.0
+        return jnp.sin(x) * calls[...]
+
+    run = jax.jit(lambda m, x: m.fori_loop(0, 4, step, x), static_argnums=0)
+    results = []
+    for loops in (lx, lax):
+        calls[...] = 0.0
+        results.append(run(loops, 1.0))
+        assert calls[...] == 4.0
+    assert results[0] == results[1]
+
+
+def test_hijax_variables_are_refused() -> None:
+    """Flax's flag makes all Variables so."""
+    with flax.config.temp_flip_flag("hijax_variable", True):
+        model = nnx.Linear(2, 2, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        with pytest.raises(NotImplementedError, match="in a loop is made with `hijax=True`"):
+            lx.fori_loop(0, 2, lambda _, c: c, model)
+        with pytest.raises(NotImplementedError, match="closes over a value of the type AbstractVariable"):
+            lx.fori_loop(0, 2, lambda _, x: model(x), jnp.ones(2))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from loopax._src.jax_internals import is_reference
@@ -30,6 +31,18 @@ def refuse_closed_over(where: str, values: Sequence[Any]) -> None:
             f"{where} closes over a mutable array (`jax.new_ref`), which is not supported here. Pass its value through "
             "the carry instead; loopax.scan, fori_loop and while_loop take functions that close over one."
         )
+
+
+def refuse_other_types(where: str, values: Sequence[Any]) -> None:
+    """Values that a function closes over are arrays, or mutable ones. JAX lets libraries make types of their own."""
+    for value in values:
+        aval = jax.typeof(value)
+        if not (isinstance(aval, core.ShapedArray) or is_reference(value)):
+            raise NotImplementedError(
+                f"{where} closes over a value of the type {type(aval).__name__}, which is neither an array nor a "
+                "mutable array (`jax.new_ref`). Flax makes such values of NNX Variables with `hijax=True`, or where "
+                "its flag `flax_hijax_variable` is on: make them without it, with `ref=True` if the loop changes them."
+            )
 
 
 @dataclass(frozen=True)

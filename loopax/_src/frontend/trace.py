@@ -17,7 +17,7 @@ from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, spli
 from loopax._src.core.row_buffers.versions import chained
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
-from loopax._src.frontend.references import refuse_closed_over, refuse_references_in
+from loopax._src.frontend.references import refuse_closed_over, refuse_other_types, refuse_references_in
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.frontend.runtime_checks import Check, collecting, failures
 from loopax._src.function_names import Called
@@ -314,6 +314,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     open_body, closed_over = open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
+    refuse_other_types(step.where, closed_over)
     open_body = with_values(open_body) if uses_references(open_body) else open_body
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
     refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)

@@ -101,8 +101,8 @@ def _value(leaf: Any) -> Any:
     if leaf.ref or leaf.hijax:
         raise NotImplementedError(
             f"a {type(leaf).__name__} in a loop is made with `{'ref' if leaf.ref else 'hijax'}=True`: it is a mutable "
-            "array of JAX's own, which loopax's loops do not support: a gradient recomputes steps, which would write "
-            "to it again. Make Variables without it, or convert them: `nnx.with_vars(module, ref=False, hijax=False)`."
+            "array of JAX's own, which loops of loopax take closed over by a function, not in a carry or in xs. Make "
+            "Variables without it, or convert them: `nnx.with_vars(module, ref=False, hijax=False)`."
         )
     return leaf.get_raw_value()
 

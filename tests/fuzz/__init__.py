@@ -1,0 +1,1 @@
+"""Random programs: bodies, loops and transformations that nobody wrote, against unrolled Python loops."""

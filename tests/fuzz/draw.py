@@ -1,0 +1,63 @@
+"""Random programs, of which each can be run: what loopax or JAX refuses is not drawn, with the reason."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.fuzz.operations import ALWAYS, OF_LEAVES, WITHOUT_FORWARD_MODE
+from tests.fuzz.program import KINDS, LANES, ROWS, Program
+from tests.fuzz.transformations import DERIVATIVES, FORWARD, TRANSFORMATIONS
+
+STORES_EVERY_STEP = ("bounded", "residuals")
+FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while")
+OTHER_INNER_LOOPS = ("batch", "slope", "loop_in_checkpoint")
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    """One of them."""
+    leaves = "".join(sorted(draw(st.sets(st.sampled_from("zfkm"), max_size=2))))
+    operations = [*ALWAYS, *(operation for leaf in leaves for operation in OF_LEAVES[leaf])]
+    names = [operation.__name__ for operation in operations]
+    body = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)))
+    loop = draw(st.sampled_from(["scan", "fori", "while"]))
+    steps = draw(st.sampled_from([None, None, None, *range(ROWS + 1)]))
+    stop = loop != "fori" and draw(st.booleans())
+    counted = loop != "while" and steps is not None
+    kinds = [kind for kind in KINDS if kind != "lax" or (counted and not stop)]  # `lax` has reverse mode there alone
+    kind = draw(st.sampled_from(kinds))
+    max_steps = None if kind == "lax" else draw(st.sampled_from([None, None, ROWS + 1, 2, 0]))
+    if max_steps is None and kind in STORES_EVERY_STEP and loop != "scan":
+        max_steps = ROWS + 2  # these kinds need a static bound
+    return Program(
+        loop,
+        body,
+        leaves,
+        steps,
+        reverse=loop == "scan" and draw(st.booleans()),
+        unroll=draw(st.integers(1, 3)) if counted and not stop and max_steps is None else 1,
+        stop=stop,
+        max_steps=max_steps,
+        kind=kind,
+        lanes=draw(st.sampled_from(_lanes(body))),
+        transformations=draw(_transformations(body)),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def _lanes(body: tuple[str, ...]) -> list[str]:
+    """Free lanes are for a body with one inner loop."""
+    one = sum(name in FREE_INNER_LOOPS for name in body) == 1 and not set(body) & set(OTHER_INNER_LOOPS)
+    return [name for name in LANES if name != "free" or one]
+
+
+def _transformations(body: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    names = list(TRANSFORMATIONS)
+    if WITHOUT_FORWARD_MODE & set(body):
+        names = [name for name in names if name not in FORWARD]
+    return st.lists(st.sampled_from(names), max_size=3).map(tuple).filter(_is_small)
+
+
+def _is_small(names: tuple[str, ...]) -> bool:
+    """Three derivatives in a row take seconds to compile, for JAX's own loops as well: two of them and a batch."""
+    return sum(name in DERIVATIVES for name in names) <= 2

@@ -1,0 +1,213 @@
+"""A program as a function of JAX: with loopax's loops, with those of `jax.lax`, or unrolled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import loopax as lx
+from tests.fuzz.operations import OPERATIONS, Layer, Values
+from tests.fuzz.program import KINDS, LANES, ROWS, Program
+from tests.fuzz.transformations import TRANSFORMATIONS, Function
+
+MOST_INNER_STEPS = 8
+
+
+class Given(NamedTuple):
+    """What a loop is given."""
+
+    start: Values
+    xs: Any
+    step: Callable[[Values, Any], Values]
+    steps: Any  # how many, if nothing stops it
+
+
+Run = Callable[[Program, Given], Any]
+
+
+def function(program: Program, loops: Any) -> Callable[[Any, Any], Any]:
+    """`f(t, n)`, transformed as the program says. Weights, start and rows depend on `t`."""
+    random = np.random.RandomState(program.seed)
+    fixed = {name: random.uniform(-1, 1, shape) for name, shape in SHAPES.items()}
+    along = {name: random.uniform(-0.5, 0.5, (*shape, 2)) for name, shape in SHAPES.items()}
+
+    def given(t: Any, n: Any) -> Any:
+        number = {name: fixed[name] + along[name] @ t for name in SHAPES}
+        start: Values = {"v": number["v"], "s": number["s"], "n": jnp.int32(program.seed % 3)}
+        if "z" in program.leaves:
+            start["z"] = lax.complex(number["re"], number["im"])
+        if "f" in program.leaves:
+            start["f"] = number["re"].astype(jnp.float32)
+        if "k" in program.leaves:
+            start["k"] = jax.random.key(program.seed)
+        if "m" in program.leaves:
+            start["m"] = Layer(number["weight"], 0.7)
+        steps = jnp.clip(n, 0, ROWS) if program.steps is None else program.steps
+
+        def step(values: Values, x: Any) -> Values:
+            for name in program.body:
+                values = OPERATIONS[name](values, x, number["w"], loops)
+            return values
+
+        return loops.run(program, Given(start, number["xs"], step, steps))
+
+    f: Function = given
+    for name in program.transformations:
+        f = TRANSFORMATIONS[name](f)
+    return f
+
+
+SHAPES = {"v": (3,), "s": (), "w": (3, 3), "xs": (ROWS,), "re": (2,), "im": (2,), "weight": (3, 3)}
+
+
+def row(values: Values, x: Any) -> Any:
+    """What a step of a scan gives beside the carry."""
+    return {"vx": values["v"] * x, "n": values["n"]}
+
+
+def stops(values: Values) -> Any:
+    """Whether a scan stops behind these values."""
+    return values["s"] > 0.4
+
+
+def results(values: Values, ys: Any, num_steps: Any, limit_reached: Any) -> Any:
+    """What is compared; a key by the integers behind it."""
+    if "k" in values:
+        values = values | {"k": jax.random.key_data(values["k"])}
+    return {"last": values, "ys": ys, "num_steps": num_steps, "limit": limit_reached}
+
+
+def where(flag: Any, new: Any, old: Any) -> Any:
+    """The leaves of one of two pytrees."""
+    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), new, old)
+
+
+class WithLoopax:
+    """The loops of loopax."""
+
+    @staticmethod
+    def inner(n: Any, f: Any, v: Any) -> Any:
+        return lx.fori_loop(0, n, lambda _, v: f(v), v, max_steps=2)
+
+    @staticmethod
+    def inner_while(cond: Any, f: Any, s: Any) -> Any:
+        return lx.while_loop(cond, f, s, max_steps=MOST_INNER_STEPS, throw=False)
+
+    @staticmethod
+    def run(program: Program, given: Given) -> Any:
+        start, xs, step, steps = given
+        options: dict[str, Any] = {
+            "kind": KINDS[program.kind],
+            "lanes": LANES[program.lanes],
+            "max_steps": program.max_steps,
+            "throw": False,
+            "info": True,
+        }
+        ys = None
+        if program.loop == "scan":
+            stop = (lambda c, _: stops(c)) if program.stop else None
+            f = lambda c, x: (new := step(c, x), row(new, x))
+            (last, ys), info = lx.scan(f, start, xs, steps, program.reverse, program.unroll, stop=stop, **options)
+        elif program.loop == "fori":
+            unroll = program.unroll if program.steps is not None else None
+            last, info = lx.fori_loop(0, steps, lambda i, c: step(c, xs[i % ROWS]), start, unroll=unroll, **options)
+        else:
+            goes_on = lambda c: (c[0] < steps) & ~(program.stop & stops(c[1]))
+            body = lambda c: (c[0] + 1, step(c[1], xs[c[0] % ROWS]))
+            (_, last), info = lx.while_loop(goes_on, body, (jnp.int32(0), start), **options)
+        return results(last, ys, info.num_steps, info.limit_reached)
+
+
+class Unrolled:
+    """Python loops, whose steps do nothing behind the last one."""
+
+    @staticmethod
+    def inner(n: Any, f: Any, v: Any) -> Any:
+        for i in range(2):
+            v = jnp.where(i < n, f(v), v)
+        return v
+
+    @staticmethod
+    def inner_while(cond: Any, f: Any, s: Any) -> Any:
+        for _ in range(MOST_INNER_STEPS):
+            s = jnp.where(cond(s), f(s), s)
+        return s
+
+    @staticmethod
+    def run(program: Program, given: Given) -> Any:
+        c, xs, step, steps = given
+        most = ROWS if program.max_steps is None else min(ROWS, program.max_steps)
+        stops_before, stops_after = program.stop & (program.loop == "while"), program.stop & (program.loop == "scan")
+        goes_on, num_steps = jnp.bool_(True), jnp.int32(0)
+        ys = jax.tree.map(lambda y: jnp.zeros((ROWS, *y.shape), y.dtype), row(c, xs[0]))
+        for k in range(most):
+            active = goes_on & (k < steps) & ~(stops_before & stops(c))
+            i = jnp.clip(steps - 1 - k, 0) if program.reverse else k
+            new = step(c, xs[i])
+            written = jax.tree.map(lambda rows, y, i=i: rows.at[i].set(y), ys, row(new, xs[i]))
+            ys, c = where(active, written, ys), where(active, new, c)
+            num_steps = jnp.where(active, k + 1, num_steps)
+            goes_on = active & ~(stops_after & stops(c))
+        limit = jnp.asarray(steps > most) & goes_on & ~(stops_before & stops(c))
+        return results(c, ys if program.loop == "scan" else None, num_steps, limit)
+
+
+class WithLax(Unrolled):
+    """The loops of `jax.lax`, for programs that have a `lax.scan` of the same meaning."""
+
+    @staticmethod
+    def inner(n: Any, f: Any, v: Any) -> Any:
+        return lax.scan(lambda v, i: (jnp.where(i < n, f(v), v), None), v, jnp.arange(2, dtype=jnp.int32))[0]
+
+    @staticmethod
+    def inner_while(cond: Any, f: Any, s: Any) -> Any:
+        return lax.scan(lambda s, _: (jnp.where(cond(s), f(s), s), None), s, None, MOST_INNER_STEPS)[0]
+
+    @staticmethod
+    def can(program: Program) -> bool:
+        """A static number of steps, which nothing stops."""
+        most = ROWS if program.max_steps is None else program.max_steps
+        return program.steps is not None and not program.stop and program.steps <= most
+
+    @staticmethod
+    def run(program: Program, given: Given) -> Any:
+        start, xs, step, steps = given
+        f = lambda c, x: (new := step(c, x), row(new, x))
+        last, ys = lax.scan(f, start, xs[:steps], reverse=program.reverse)
+        ys = jax.tree.map(lambda y: jnp.pad(y, [(0, ROWS - steps), *[(0, 0)] * (y.ndim - 1)]), ys)
+        return results(last, ys if program.loop == "scan" else None, jnp.int32(steps), jnp.bool_(False))
+
+
+T, N = np.array([0.4, -0.9]), np.int32(3)
+
+
+def difference(program: Program) -> str | None:
+    """What loopax has wrong; None: nothing."""
+    got = jax.jit(function(program, WithLoopax))(T, N)
+    for loops in (Unrolled, WithLax):
+        if loops is WithLax and not WithLax.can(program):
+            continue
+        expected = jax.jit(function(program, loops))(T, N)
+        if problem := _difference(got, expected, 1e-8 if "f" not in program.leaves else 1e-3):
+            return f"against {loops.__name__}: {problem}"
+    return None
+
+
+def _difference(got: Any, expected: Any, tolerance: float) -> str | None:
+    (leaves, structure), (others, other) = (jax.tree_util.tree_flatten_with_path(tree) for tree in (got, expected))
+    if structure != other:
+        return f"structure {structure}, expected {other}"
+    for (path, a), (_, b) in zip(leaves, others, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        where = jax.tree_util.keystr(path)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{where}: {a.dtype}{a.shape}, expected {b.dtype}{b.shape}"
+        if not np.all(np.isfinite(b)):
+            return f"{where}: the reference is not finite"
+        scale = np.max(np.abs(b), initial=1.0)
+        if not np.all(np.abs(a - b) <= tolerance * scale if a.dtype.kind in "fc" else a == b):
+            return f"{where}: {a}, expected {b}"
+    return None

@@ -1,0 +1,213 @@
+"""What bodies are made of: operations on the values of a carry, bounded, so that no value grows beyond float64.
+
+Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `k`
+a PRNG key and `m` an Equinox module. `x` is the row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops
+are those of `loops`: loopax's, or unrolled ones.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Values = dict[str, Any]
+Operation = Callable[[Values, Any, Any, Any], Values]
+
+
+class Layer(eqx.Module):
+    """A leaf of the carry that is a module, with a static field."""
+
+    weight: Any
+    rate: float = eqx.field(static=True)
+
+    def __call__(self, v: Any) -> Any:
+        """Bounded by one."""
+        return jnp.tanh(self.weight @ v * self.rate)
+
+
+def product(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.tanh(w @ c["v"] + x)}
+
+
+def elementwise(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.sin(c["v"] * c["s"]) + 0.5 * c["v"], "s": jnp.cos(c["s"] + x)}
+
+
+def total(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": jnp.tanh(c["v"].sum() + 0.3 * c["s"])}
+
+
+def count(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"n": c["n"] + 1, "s": c["s"] * 0.9 + jnp.sin(c["n"].astype(float)) * 0.1}
+
+
+def swap(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": c["v"] * 0.5 + c["s"], "s": c["v"][1]}
+
+
+def overwrite(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.stack([x, c["s"], x * c["s"]])}
+
+
+def sort(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.sort(c["v"] * jnp.array([1.0, -0.7, 0.4]))}
+
+
+def largest(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": 0.5 * c["v"].max() + 0.2 * jnp.abs(c["s"])}
+
+
+def gather(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": c["v"][(jnp.arange(3, dtype=jnp.int32) + c["n"]) % 3] * 0.9, "n": c["n"] + 2}
+
+
+def scatter(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": c["v"].at[c["n"] % 3].multiply(jnp.cos(c["s"]))}
+
+
+def cumulative(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.tanh(jnp.cumsum(c["v"])) - 0.1 * x}
+
+
+def where(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jnp.where(c["v"] > c["s"], c["v"], -0.5 * c["v"])}
+
+
+def square_root(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Outside of its domain below -2, where no value is."""
+    return c | {"v": 0.4 * jnp.sqrt(2.0 + jnp.tanh(c["v"])), "s": jnp.log(2.0 + jnp.sin(c["s"]))}
+
+
+def cond(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    v = lax.cond(c["s"] > 0.1, lambda v, s: jnp.sin(w @ v), lambda v, s: v * s * 0.5, c["v"], c["s"])
+    return c | {"v": v}
+
+
+def switch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    branches = [jnp.sin, lambda v: v * 0.5 + x, lambda v: v[::-1]]
+    return c | {"v": lax.switch(c["n"] % 3, branches, c["v"])}
+
+
+def lax_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    s, v = lax.scan(lambda s, e: (jnp.tanh(s + e), s * e), c["s"], c["v"])
+    return c | {"s": s, "v": v}
+
+
+def lax_fori(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": lax.fori_loop(0, 2, lambda i, v: jnp.sin(w @ v) + i * x, c["v"])}
+
+
+def inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": loops.inner(2, lambda v: jnp.sin(w @ v) + c["s"] * 0.2, c["v"])}
+
+
+def inner_loop_of_any_length(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": loops.inner(c["n"] % 3, lambda v: jnp.tanh(w @ v + x), c["v"]), "n": c["n"] + 1}
+
+
+def inner_while(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": loops.inner_while(lambda s: jnp.abs(s) > 0.3, lambda s: s * 0.6 * jnp.cos(x), c["s"])}
+
+
+def checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jax.checkpoint(lambda v, s: jnp.sin(w @ jnp.sin(v * s)))(c["v"], c["s"])}
+
+
+def loop_in_checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    function = lambda v: loops.inner(2, lambda v: jnp.tanh(w @ v), v)
+    return c | {"v": jax.checkpoint(function)(c["v"])}
+
+
+@jax.custom_jvp
+def steep(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+@steep.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return steep(*primals), 0.7 * jnp.cos(primals[0]) * tangents[0]
+
+
+def custom_jvp(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": steep(c["v"] + x)}
+
+
+@jax.custom_vjp
+def skewed(x: Any, y: Any) -> Any:
+    return jnp.sin(x) * y
+
+
+skewed.defvjp(
+    lambda x, y: (skewed(x, y), (x, y)),
+    lambda stored, ct: (0.8 * jnp.cos(stored[0]) * stored[1] * ct, (ct * jnp.sin(stored[0])).sum()),
+)
+
+
+def custom_vjp(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": skewed(c["v"], c["s"])}
+
+
+def stop_gradient(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": c["v"] * 0.5 + lax.stop_gradient(jnp.sin(c["v"]))}
+
+
+def jit(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": jax.jit(lambda v, s: jnp.sin(v) * s)(c["v"], c["s"])}
+
+
+def batch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Inner loops in a batch, each with a length of its own."""
+    ends = jax.vmap(lambda n, e: loops.inner(n, lambda e: jnp.sin(e) + 0.3 * x, e))(
+        jnp.arange(3, dtype=jnp.int32), c["v"]
+    )
+    return c | {"v": ends}
+
+
+def slope(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """A derivative of an inner loop."""
+    return c | {"v": 0.5 * jax.grad(lambda v: loops.inner(2, lambda v: jnp.sin(w @ v), v).sum())(c["v"])}
+
+
+def complex_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    turn = lax.complex(0.8 * jnp.cos(c["s"]), 0.8 * jnp.sin(c["s"]))
+    z = c["z"] * turn + lax.complex(0.1 * c["v"][:2], 0.2 * c["v"][1:])
+    return c | {"z": z, "s": c["s"] * 0.5 + jnp.real(z * jnp.conj(z[::-1])).sum() * 0.1}
+
+
+def float32(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    f = c["f"] * jnp.float32(0.5) + jnp.sin(c["v"][:2]).astype(jnp.float32)
+    return c | {"f": f, "s": 0.5 * c["s"] + 0.2 * f.sum().astype(float)}
+
+
+def random(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    key, following = jax.random.split(c["k"])
+    return c | {"k": following, "v": 0.8 * c["v"] + 0.2 * jax.random.uniform(key, (3,), float)}
+
+
+def module(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": c["m"](c["v"])}
+
+
+def trained_module(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    weight = 0.9 * c["m"].weight + 0.1 * jnp.outer(c["v"], c["v"])
+    return c | {"m": Layer(weight, c["m"].rate)}
+
+
+ALWAYS: list[Operation] = [
+    *(product, elementwise, total, count, swap, overwrite, sort, largest, gather, scatter, cumulative, where),
+    *(square_root, cond, switch, lax_scan, lax_fori, inner_loop, inner_loop_of_any_length, inner_while, checkpoint),
+    *(loop_in_checkpoint, custom_jvp, custom_vjp, stop_gradient, jit, batch, slope),
+]
+OF_LEAVES: dict[str, list[Operation]] = {
+    "z": [complex_product],
+    "f": [float32],
+    "k": [random],
+    "m": [module, trained_module],
+}
+OPERATIONS: dict[str, Operation] = {
+    operation.__name__: operation for group in (ALWAYS, *OF_LEAVES.values()) for operation in group
+}
+WITHOUT_FORWARD_MODE = {"custom_vjp"}

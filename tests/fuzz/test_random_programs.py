@@ -1,0 +1,38 @@
+"""Random programs give what unrolled Python loops give: some here, ten thousand by `make fuzz`.
+
+`LOOPAX_FUZZ` says how many, `LOOPAX_FUZZ_SEED` where they begin. What fails is printed as a `Program`: keep it in
+`KEPT`.
+"""
+
+import os
+
+import pytest
+from hypothesis import given, seed, settings
+
+from tests.fuzz.draw import programs
+from tests.fuzz.evaluate import difference
+from tests.fuzz.program import Program
+
+PROGRAMS = int(os.environ.get("LOOPAX_FUZZ", "200"))
+FIRST = int(os.environ.get("LOOPAX_FUZZ_SEED", "0"))
+IN_ONE_TEST = 25  # so that tests run in parallel
+
+
+@pytest.mark.parametrize("part", range(FIRST, FIRST + PROGRAMS // IN_ONE_TEST))
+def test_random_programs(part):
+    @seed(part)
+    @settings(max_examples=IN_ONE_TEST, derandomize=False, database=None, report_multiple_bugs=False)
+    @given(programs())
+    def check(program):
+        assert difference(program) is None, program
+
+    check()
+
+
+# Programs that were wrong once, each as small as it is still wrong.
+KEPT: list[Program] = []
+
+
+@pytest.mark.parametrize("program", KEPT, ids=str)
+def test_programs_that_were_wrong(program):
+    assert difference(program) is None
