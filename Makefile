@@ -1,14 +1,15 @@
-# `make demo` and `make test` need Python (3.11 or later) and pip, and nothing else. `make test-all` needs Python 3.11
-# and 3.12: where it does not find them, name them with PYTHON311= and PYTHON312=.
+# `make demo` and `make test` need Python (3.11 or later) and pip, and nothing else. `make test-all` needs Python 3.11,
+# 3.12, 3.13 and 3.14: where it does not find them, name them with PYTHON311= and so on.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOCK ?= requirements.lock
 
-# The other versions that `make test-all` tests on, each with a lock file: requirements-NAME.lock.
-OTHERS := .envs/lowest .envs/newest
+# The Pythons of the other environments that `make test-all` tests on.
 PYTHON311 ?= $(shell .ci/find-python 3.11)
 PYTHON312 ?= $(shell .ci/find-python 3.12)
+PYTHON313 ?= $(shell .ci/find-python 3.13)
+PYTHON314 ?= $(shell .ci/find-python 3.14)
 
 # Test workers, and the processes that tests start, share their bytecode.
 export PYTHONDONTWRITEBYTECODE :=
@@ -16,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest faults fuzz kill-test test-all lint types bench docs map pictures clean
+.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 faults fuzz kill-test test-all lint types bench docs map pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -28,18 +29,13 @@ test: lint types $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m slow
 
-# The same as in `make test` on one of the other versions.
-test-lowest test-newest: test-%: .envs/%/.installed
+# The same as in `make test` on one of the other versions. Flags of JAX can be set: JAX_REMAT3=1 make test-newest.
+test-lowest test-newest test-python3.13 test-python3.14: test-%: .envs/%/.installed
 	.envs/$*/bin/python $(PYTEST) -m "not slow"
 
-# All versions are tested, also after a failure on one of them.
-test-all: $(VENV)/.installed $(OTHERS:=/.installed)
-	@failed=; \
-	for env in $(VENV) $(OTHERS); do \
-		echo "== $$env: $$($$env/bin/python --version), $$($$env/bin/python -m pip freeze | grep ^jax== )"; \
-		$$env/bin/python $(PYTEST) || failed="$$failed $$env"; \
-	done; \
-	test -z "$$failed" || { echo "Tests fail in$$failed"; exit 1; }
+# All versions of Python and JAX, and JAX's flags that are to become defaults: three hours.
+test-all: $(VENV)/.installed
+	.ci/test-all
 
 # Forty small wrong edits of the core, one after another: which test notices each? It takes an hour.
 faults: $(VENV)/.installed
@@ -96,6 +92,12 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 
 .envs/newest/.installed: requirements-newest.lock pyproject.toml
 	$(call install,$(PYTHON312),.envs/newest,$<)
+
+.envs/python3.13/.installed: requirements-newest.lock pyproject.toml
+	$(call install,$(PYTHON313),.envs/python3.13,$<)
+
+.envs/python3.14/.installed: requirements-newest.lock pyproject.toml
+	$(call install,$(PYTHON314),.envs/python3.14,$<)
 
 clean:
 	rm -rf $(VENV) .envs site

@@ -37,8 +37,8 @@ def test_pre_commit_has_the_locked_ruff() -> None:
 def test_hosted_tests_call_targets_that_are_there() -> None:
     """`make test-${{ matrix.name }}` is one for each other environment."""
     makefile, workflow = (ROOT / "Makefile").read_text(), (ROOT / ".github/workflows/tests.yml").read_text()
-    others = re.findall(r"- name: (\w+)\n", workflow)
-    targets = {target for line in re.findall(r"run: make ([\w -]+\w)", workflow) for target in line.split()}
-    assert len(others) == 2
+    others = set(re.findall(r"- \{?name: ([\w.]+)[,\n]", workflow))
+    targets = {target for line in re.findall(r"run: (?:env .* )?make ([\w -]+\w)", workflow) for target in line.split()}
+    assert others == {"lowest", "newest", "python3.13", "python3.14"}
     for target in targets | {f"test-{name}" for name in others}:
-        assert re.search(rf"^(?:[\w-]+ )*{target}(?: [\w-]+)*:", makefile, re.MULTILINE), target
+        assert re.search(rf"^(?:[\w.-]+ )*{re.escape(target)}(?: [\w.-]+)*:", makefile, re.MULTILINE), target
