@@ -90,3 +90,31 @@ def test_reverse_over_reverse(name, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_forward_over_reverse_of_custom_jvp(kind):
     assert_close(jax.jit(jax.hessian(program("custom_jvp", kind)))(STARTS[0]), expected("custom_jvp")[1][0])
+
+
+COMPACT = lx.Compact(min_lanes=1, shrink=2)
+WEIGHTS = np.array([1.0, -2.0, 0.5])
+IN_STAGES = {
+    "of each lane": lambda f: lambda x: jax.vmap(jax.grad(lambda x, w: f(x) * w))(x, WEIGHTS),
+    "of a batch": lambda f: jax.grad(lambda x: jax.vmap(f)(x) @ WEIGHTS),
+    "of a batch in a checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x: jax.vmap(f)(x) @ WEIGHTS)),
+    "of a batch of checkpoints": lambda f: jax.grad(lambda x: jax.vmap(jax.checkpoint(f))(x) @ WEIGHTS),
+    "of a batch of batches": lambda f: jax.grad(lambda x: jax.vmap(jax.vmap(f))(x[None])[0] @ WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("gradient", IN_STAGES)
+@pytest.mark.parametrize(("name", "bound"), [("custom_vjp", None), ("not linear backward", 6)])
+def test_lanes_in_stages(name, gradient, bound):
+    """Finished lanes leave the batch. A `jax.custom_vjp` has no forward mode, and its tangents cannot be mapped."""
+    step = lambda x: FUNCTIONS[name](x) + 1.2 * x
+    loop = lambda x: lx.while_loop(lambda x: x < 2.0, step, x, max_steps=bound, lanes=COMPACT)
+
+    def unrolled(x):
+        for _ in range(6):
+            x = jnp.where(x < 2.0, step(x), x)
+        return x
+
+    starts = np.array([0.5, 0.7, 0.2])
+    expected = jax.vmap(jax.grad(lambda x, w: unrolled(x) * w))(starts, WEIGHTS)
+    assert_close(jax.jit(IN_STAGES[gradient](loop))(starts), expected)

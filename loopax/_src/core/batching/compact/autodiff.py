@@ -6,11 +6,12 @@ storing what its kind says, and in the end back. Stages would have to store what
 compile as many forward and backward loops as there are stages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.jvp import jvp_of_results
-from loopax._src.core.autodiff.linearize import linearize_loop
+import jax
+
+from loopax._src.core.autodiff.jvp import jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import stage_all
@@ -26,12 +27,11 @@ from loopax._src.core.batching.compact.primitive import (
 )
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
-from loopax._src.core.jaxpr.expand import evaluate_in_parts
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
-from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
+from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
 from loopax._src.jax_internals import (
-    ClosedJaxpr,
+    ad,
     evaluate_partially,
     is_known,
     is_nonzero,
@@ -54,6 +54,8 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
+    if calls_custom_vjp(inner.static.body.jaxpr):
+        return _jvp_again(inner, primals, tangents)
     *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
     perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))
 
@@ -62,6 +64,20 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
         return _bind(pair, inner.axis, is_mapped, [low, high, *flatten(inputs)])
 
     return jvp_of_results(inner.static, run, primals, tangents)
+
+
+def _jvp_again(inner: CompactVmap, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The results in stages, and tangents of the same lanes in groups, where the body calls a `jax.custom_vjp`.
+
+    JAX cannot map the tangents of such a function. So the lanes come first here, and the tangents then. JAX asks this
+    where reverse mode is to follow, for there is no forward mode through a `jax.custom_vjp`.
+    """
+    refuse_effects(inner.static)
+    out = inner.static.results(compact_vmap_p.bind(*primals, **inner._asdict()))
+    again = _Again.of(inner, list(map(is_nonzero, tangents)), primals, out)
+    windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
+    _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
+    return out.leaves, again.tangents(primals[0], out, found)
 
 
 def _mapped_pairs(pair: Loop, mapped: LoopInputs, perturbed: LoopInputs) -> list[bool]:
@@ -91,6 +107,12 @@ class _BatchPartialEval(NamedTuple):
 def _partial_eval_loop(loop: Loop, unknown: LoopInputs) -> _BatchPartialEval:
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
+    later, uses = _with_known_steps(loop, outputs)
+    return _BatchPartialEval(known_loop(loop, unknown, outputs), later, unknown, outputs, uses)
+
+
+def _with_known_steps(loop: Loop, outputs: LoopOutputs) -> tuple[Loop, LoopInputs]:
+    """The loop without its predicate, for these outputs alone, and which inputs it uses."""
     body, uses = prune(loop, without_effects(loop.body), outputs)
     later = loop._replace(
         body=body,
@@ -101,13 +123,15 @@ def _partial_eval_loop(loop: Loop, unknown: LoopInputs) -> _BatchPartialEval:
         saved=(),
         reporting=None,
     )
-    return _BatchPartialEval(known_loop(loop, unknown, outputs), later, unknown, outputs, uses)
+    return later, uses
 
 
 def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
-    if not _runs_in_stages(inner) or any(unknown[:2]) or not any(unknown):
-        return False
-    return not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
+    return (
+        _runs_in_stages(inner)
+        and not any(unknown[:2])
+        and not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
+    )
 
 
 def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
@@ -127,40 +151,67 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     low, high = map(known_value, tracers[:2])
     out = _run_known(loop, parts, inner.axis, mapped, low, high, map_leaves(known_value, inputs))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    program, operands = _later(loop, parts, inner.axis, mapped, low, high, out.num_steps, inputs)
-    return _assemble(loop, parts, inner.axis, out, evaluate_partially(trace, program, operands)).leaves
+    batch, operands = _in_groups(inner, parts.later, parts.uses, [low, high], inputs, out.num_steps)
+    return _assemble(loop, parts, inner.axis, out, evaluate_partially(trace, batch.program, operands)).leaves
 
 
 def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
-    """The same for a derivative, where lanes run in stages; else the linearisation of the program.
+    """Run the lanes in stages now. The linear part is that of the same lanes in groups, with known numbers of steps.
 
     Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; `nonzero` says which
-    have a tangent. The loop on pairs runs in stages, its known part. The numbers of steps are known then, and never
-    depend on a tangent, so the linear part is that of lanes in groups.
+    have a tangent. A batch that does not run in stages is linearised as its program.
     """
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return linearize_program(nonzero, *operands, **params)
-    *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
-    is_nonzero = inner.static.inputs(nonzero[2:])
+    refuse_effects(inner.static)
+    out = inner.static.results(compact_vmap_p.bind(*operands, **params))
+    again = _Again.of(inner, nonzero, operands, out)
+    _, mask, linear = linearize_program(again.inputs(nonzero), *again.operands, **again.batch._asdict())
 
-    def run_in_parts(
-        pair: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
-    ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
-        all_mapped = (*windows, *_mapped_pairs(pair, mapped, is_nonzero))
-        parts, axis = _partial_eval_loop(pair, unknown), inner.axis
-        out = _run_known(pair, parts, axis, all_mapped, low, high, inputs)
-        program, values = _later(pair, parts, axis, all_mapped, low, high, out.num_steps, inputs)
-        flags = [False, False, *flatten(select_each(parts.uses, unknown))]
-        later, finish_program = evaluate_in_parts(program, flags, values)
+    def tangents_later(*tangents: Any) -> list[Any]:
+        return again.tangents(operands[0], out, linear(*again.inputs(tangents)))
 
-        def finish(inputs: LoopInputs) -> Outcome:
-            given = select(flags[2:], flatten(select_each(parts.uses, inputs)))
-            return _assemble(pair, parts, axis, out, finish_program(*given))
+    return out.leaves, again.results(mask, [False] * len(out.leaves)).leaves, tangents_later
 
-        return _assemble(pair, parts, axis, out, later), finish
 
-    return linearize_loop(inner.static, run_in_parts, nonzero, *operands)
+class _Again(NamedTuple):
+    """The lanes of a batch in stages once more, in groups: each takes the steps that it has taken."""
+
+    loop: Loop  # in stages
+    outputs: LoopOutputs  # which of its outputs have a tangent; the loop in groups computes no others
+    uses: LoopInputs  # which of its inputs the loop in groups has
+    batch: CompactVmap  # the batch of the loop in groups, and its operands
+    operands: list[Any]
+
+    @classmethod
+    def of(cls, inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any], out: Outcome) -> "_Again":
+        """The batch for tangents of these operands; `out` are the results of that in stages."""
+        loop, (low, high, *leaves) = inner.static, operands
+        outputs = perturbed_outputs(loop, map_leaves(bool, loop.inputs(nonzero[2:])))
+        later, uses = _with_known_steps(loop, outputs)
+        batch, values = _in_groups(inner, later, uses, [low, high], loop.inputs(leaves), out.num_steps)
+        return cls(loop, outputs, uses, batch, values)
+
+    def inputs(self, values: Sequence[Any]) -> list[Any]:
+        """What there is for each operand, from what there is for each operand of the batch in stages."""
+        return [*values[:2], *flatten(select_each(self.uses, self.loop.inputs(values[2:])))]
+
+    def results(self, found: Sequence[Any], others: Sequence[Any]) -> Outcome:
+        """What there is for each result in stages: what is `found` for those in groups, else that of `others`."""
+        later, stages = self.batch.static.results(found), self.loop.results(others)
+        carry = select(select(self.uses.carry, self.outputs.carry), later.carry)
+        return stages._replace(
+            carry=merge_lists(self.outputs.carry, reject(self.outputs.carry, stages.carry), carry),
+            ys=merge_lists(self.outputs.ys, reject(self.outputs.ys, stages.ys), later.ys),
+        )
+
+    def tangents(self, low: Any, out: Outcome, found: Sequence[Any]) -> list[Any]:
+        """The tangents of the results in stages, from those in groups."""
+        zero = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out.leaves]
+        tangents = self.results(found, zero)
+        carry = [nan_if_uncounted(self.loop, low + out.num_steps, dot) for dot in tangents.carry]
+        return tangents._replace(carry=carry).leaves
 
 
 def _run_known(
@@ -172,23 +223,16 @@ def _run_known(
     return _bind(parts.known, axis, (*windows, *known_mapped), [low, high, *known])
 
 
-def _later(
-    loop: Loop,
-    parts: _BatchPartialEval,
-    axis: Axis,
-    mapped: Mask,
-    low: Any,
-    high: Any,
-    num_steps: Any,
-    inputs: LoopInputs,
-) -> tuple[ClosedJaxpr, list[Any]]:
-    """The program of the later loop, whose lanes take these numbers of steps, and its operands."""
-    (mapped_low, mapped_high), is_mapped = mapped[:2], loop.inputs(mapped[2:])
-    windows = (True, mapped_high) if parts.later.reverse else (mapped_low, True)
-    used, used_mapped = (flatten(select_each(parts.uses, groups)) for groups in (inputs, is_mapped))
-    operands = [*window_walked(parts.known, low, high, num_steps), *used]
+def _in_groups(
+    inner: CompactVmap, later: Loop, uses: LoopInputs, windows: Sequence[Any], inputs: LoopInputs, num_steps: Any
+) -> tuple[CompactVmap, list[Any]]:
+    """The batch of the later loop, whose lanes take these numbers of steps, and its operands."""
+    (mapped_low, mapped_high), is_mapped = inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
+    mapped_windows = (True, mapped_high) if later.reverse else (mapped_low, True)
+    used, used_mapped = (flatten(select_each(uses, groups)) for groups in (inputs, is_mapped))
+    operands = [*window_walked(inner.static, *windows, num_steps), *used]
     avals = list(map(type_of_linear, operands))
-    return compact_vmap_of(LOOPS, parts.later, axis, (*windows, *used_mapped), avals).program, operands
+    return compact_vmap_of(LOOPS, later, inner.axis, (*mapped_windows, *used_mapped), avals), operands
 
 
 def _assemble(loop: Loop, parts: _BatchPartialEval, axis: Axis, out: Outcome, results: Sequence[Any]) -> Outcome:
@@ -203,9 +247,11 @@ def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiat
     """Run the known part of a batch in `jax.checkpoint` now, and stage the whole batch for later.
 
     `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer has the
-    parts of that of `loop_partial_eval_custom`, for the same reason.
+    parts of that of `loop_partial_eval_custom`, for the same reason. JAX also asks where every operand is known.
     """
     inner = CompactVmap(**eqn.params)
+    if not any(unknown):
+        return stage_all(eqn, instantiated, eqn, [False] * len(eqn.outvars))
     if not _steps_are_known(inner, unknown):
         return stage_all(eqn, instantiated)
     loop = inner.static
