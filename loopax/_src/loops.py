@@ -11,7 +11,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent, fori_extent, while_extent
 from loopax._src.frontend.limits import Limits
-from loopax._src.frontend.references import ReferenceRows
+from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, take_references
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.frontend.steps import always, fori_step, scan_rows, scan_step, while_step
 from loopax._src.function_names import Called
@@ -266,9 +266,7 @@ def scan(
 
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
-    references = ReferenceRows.of(xs)
-    if references is not None:
-        xs, f, stop = references.xs, references.step(f), references.stop(stop)
+    xs, references = take_references("scan(xs=...)", xs)
     loop_spec = scan_spec(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
     body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
     result, loop_info = run_scan(body, options, loop_spec, init, xs, references)
@@ -315,21 +313,17 @@ def run_scan(
     loop_spec: tracing.LoopSpec,
     init: PyTree[Any],
     xs: PyTree[Any],
-    references: ReferenceRows | None = None,
+    references: ReferenceRows = NO_REFERENCES,
 ) -> tuple[tuple[Any, Any], LoopInfo]:
-    """A scan, by whatever name the user has called it; `references` were among its xs."""
+    """A scan, by whatever name the user has called it; `references` are those whose values are among xs."""
     words, f, stop = body[:3]
     extent = loop_spec.extent
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     spec = (words.name, extent.capacity is None, options.key_spec, body.options)
     called = Called(words.name, body.functions, body.parameters)
     step = tracing.Step(call, words.where, body.functions, spec, called)
-    done = tracing.run(step, loop_spec, options.extras, init, xs, None if stop is None else always)
+    done = tracing.run(step, loop_spec, options.extras, init, xs, None if stop is None else always, references)
     carry, ys, loop_info = _finish(options, extent, done)
-    if references is not None:
-        ys, rows = ys
-        references.refuse_closed_over(words.where, done.references)
-        references.write_back(rows, tracing.taken(extent, loop_spec.reverse, loop_info.num_steps))
     return (carry, ys), loop_info
 
 

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from loopax._src import core
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
-from loopax._src.frontend.references import refuse_closed_over
+from loopax._src.frontend.references import refuse_closed_over, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, collecting, settle
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import open_constants
@@ -65,7 +65,9 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     """
     check_callable("f of lanes_map", f)
     lanes = positive_int("lanes_map(lanes=...)", lanes, "lanes", _LANES)
-    arrays, spec = pack(freeze(xs))
+    frozen = freeze(xs)
+    refuse_references_in("lanes_map(xs=...)", frozen, "Give its value (`ref[...]`).")
+    arrays, spec = pack(frozen)
     items = _items(arrays)
     item_spec, found = spec.rows(), {}
 
@@ -81,7 +83,7 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     called = Called("lanes_map", (f,), ("x",))
     called.name_in_errors(flat, item_spec.names(called.name("x")))
     program, shared = open_constants(jax.make_jaxpr(flat)(*item_spec.avals))
-    refuse_closed_over("f of lanes_map", shared)
+    refuse_closed_over("f of lanes_map", shared, "Return what f would write")
     if not items:
         outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in program.out_avals]
     else:

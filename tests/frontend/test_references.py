@@ -226,27 +226,107 @@ def test_rows_that_no_step_has_walked_stay_as_they_are() -> None:
     np.testing.assert_array_equal(run(0), [1, 2, 3, 4, 5])
 
 
-def test_refused_by_name(tmp_path: Any) -> None:
-    reference = jax.new_ref(jnp.zeros(()))
-    rows = jax.new_ref(jnp.arange(3.0))
+def test_buffer_beside_a_reference() -> None:
+    total = jax.new_ref(jnp.zeros(()))
 
-    def writes(*arguments: Any) -> Any:
-        reference[...] += 1.0
-        return arguments[-1]
+    def step(i: Any, buffer: Any) -> Any:
+        total[...] += jnp.asarray(XS)[i]
+        return buffer.append(total[...])
 
-    def with_row(c: Any, x: Any) -> Any:
-        rows[0] += 1.0
-        return c + x[...], None
+    buffer = lx.fori_loop(0, 4, step, lx.Buffer(4, like=jnp.zeros(())))
+    np.testing.assert_allclose(buffer.rows, np.cumsum(XS))
 
-    with pytest.raises(TypeError, match=r"fori_loop, carry\['a'\]: got a mutable array"):
-        lx.fori_loop(0, 3, lambda _, c: c, {"a": reference})
-    with pytest.raises(TypeError, match=r"f of scan returned y\[1\]: got a mutable array"):
-        lx.scan(lambda c, x: (c, (x, reference)), 0.0, XS)
-    with pytest.raises(TypeError, match=r"body_fun of fori_loop returned carry: got a mutable array"):
-        lx.fori_loop(0, 3, lambda *_: reference, 0.0)
-    with pytest.raises(ValueError, match=r"f of scan closes over a mutable array .* among the xs as well"):
-        lx.scan(with_row, 0.0, rows)
-    with pytest.raises(NotImplementedError, match="f of lanes_map closes over a mutable array"):
-        lx.lanes_map(writes, XS, lanes=2)
+
+def test_containers_of_results_stay_what_they_are() -> None:
+    rows = jax.new_ref(jnp.asarray(XS))
+
+    def step(c: Any, row: Any) -> Any:
+        row[...] *= 2.0
+        return [c, {"row": row[...]}]
+
+    _, ys = lx.scan(step, 0.0, rows)
+    np.testing.assert_allclose(ys["row"], 2 * XS)
+    np.testing.assert_allclose(rows[...], 2 * XS)
+
+
+def test_a_second_call_does_not_trace_again() -> None:
+    rows, traces = jax.new_ref(jnp.asarray(XS)), []
+
+    def step(c: Any, row: Any) -> Any:
+        traces.append(None)
+        row[...] += 1.0
+        return c, None
+
+    for _ in range(3):
+        lx.scan(step, 0.0, rows)
+    assert len(traces) == 1
+    np.testing.assert_allclose(rows[...], XS + 3.0)
+
+
+def writes(*arguments: Any) -> Any:
+    OUTSIDE[...] += 1.0
+    return arguments[-1]
+
+
+OUTSIDE = jax.new_ref(np.zeros(()))
+ROWS = jax.new_ref(np.arange(3.0))
+IN_ROWS = r"got a mutable array \(`jax.new_ref`\), expected an array. Give its value \(`ref\[\.\.\.\]`\)\."
+MUTABLE = "got a mutable array"
+REFUSED = [
+    (TypeError, rf"fori_loop\(init_val=...\)\['a'\]: {MUTABLE}", lambda: lx.fori_loop(0, 3, writes, {"a": OUTSIDE})),
+    (TypeError, rf"scan\(init=...\)\[0\]: {MUTABLE}", lambda: lx.scan(writes, (OUTSIDE,), XS)),
+    (
+        TypeError,
+        rf"while_loop\(init_val=...\): {MUTABLE}",
+        lambda: lx.while_loop(lambda _: True, writes, OUTSIDE, max_steps=3),
+    ),
+    (TypeError, rf"f of scan returned y\[1\]: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, (x, OUTSIDE)), 0.0, XS)),
+    (TypeError, rf"f of scan returned y: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, x), 0.0, ROWS)),
+    (TypeError, rf"f of scan returned carry: {MUTABLE}", lambda: lx.scan(lambda _, x: (x, None), 0.0, ROWS)),
+    (
+        TypeError,
+        rf"body_fun of fori_loop returned carry: {MUTABLE}",
+        lambda: lx.fori_loop(0, 3, lambda *_: OUTSIDE, 0.0),
+    ),
+    (
+        ValueError,
+        r"scan\(xs=...\): got one mutable array .* at \['a'\] and at \['b'\]",
+        lambda: lx.scan(lambda c, _: (c, None), 0.0, {"a": ROWS, "b": ROWS}),
+    ),
+    (TypeError, "f of scan: got str 'no function'", lambda: lx.scan("no function", 0.0, ROWS)),  # pyright: ignore[reportArgumentType]
+    (
+        TypeError,
+        r"f of scan must return a pair \(carry, y\)\. Got a tuple of 3",
+        lambda: lx.scan(lambda c, _: c, (0.0, 1.0, 2.0), ROWS),
+    ),
+    (TypeError, rf"lanes_map\(xs=...\): {IN_ROWS}", lambda: lx.lanes_map(lambda x: x, ROWS)),
+    (NotImplementedError, "f of lanes_map closes over a mutable array", lambda: lx.lanes_map(writes, XS, lanes=2)),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[message[:40] for _, message, _ in REFUSED])
+def test_refused_by_name(error: Any, message: Any, call: Any) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_refused_in_durable_loops(tmp_path: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"body_fun of .*fori_loop closes over a mutable array"):
         durable.fori_loop(0, 3, writes, 0.0, directory=tmp_path)
+    with pytest.raises(TypeError, match=rf"durable.scan\(xs=...\)\[0\]: {IN_ROWS}"):
+        durable.scan(lambda c, _: (c, None), 0.0, (ROWS,), directory=tmp_path / "rows")
+
+
+def test_refused_before_anything_runs() -> None:
+    """A reference among the xs that is closed over as well: nothing has been written when the error is raised."""
+    other, rows = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.arange(3.0))
+
+    def step(c: Any, row: Any) -> Any:
+        rows[0] += 1.0
+        other[...] += 1.0
+        return c + row[...], None
+
+    with pytest.raises(ValueError, match=r"f of scan closes over a mutable array .* among the xs as well"):
+        lx.scan(step, 0.0, rows)
+    np.testing.assert_array_equal(rows[...], np.arange(3.0))
+    np.testing.assert_array_equal(other[...], 0.0)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.frontend.references import refuse_references_in
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
@@ -219,6 +220,7 @@ def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:
 
 def rows_of(words: Words, xs: Any) -> int | None:
     """The number of rows of xs, which all arrays in it must share; None without arrays."""
+    refuse_references_in(f"{words.name}({words.xs}=...)", xs, "Give its value (`ref[...]`).")
     pairs = zip(tree_leaves_with_path(xs), stays(xs), strict=True)
     leaves = [(keystr(path) or f"{words.xs} itself", leaf) for (path, leaf), is_kept in pairs if not is_kept]
     if scalars := [f"  {path}: {describe(leaf)}" for path, leaf in leaves if jnp.ndim(leaf) == 0]:

@@ -17,7 +17,13 @@ from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, spli
 from loopax._src.core.row_buffers.versions import chained
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
-from loopax._src.frontend.references import refuse_closed_over, refuse_other_types, refuse_references_in
+from loopax._src.frontend.references import (
+    NO_REFERENCES,
+    ReferenceRows,
+    refuse_closed_over,
+    refuse_other_types,
+    refuse_references_in,
+)
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.frontend.runtime_checks import Check, collecting, failures
 from loopax._src.function_names import Called
@@ -48,6 +54,9 @@ from loopax._src.pytrees.leaves import (
     restore_weak,
     with_arrays,
 )
+
+# The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
+_INITIAL = {"scan": "scan(init=...)", "rollout": "rollout"}
 
 
 @dataclass(frozen=True)
@@ -104,22 +113,32 @@ class Finished:
     carry: Any
     ys: Any
     checks: list[Check]
-    references: list[Any]  # mutable arrays that the user's functions close over
     hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
 
 
 def run(
-    step: Step, loop_spec: LoopSpec, extras: Sequence[Any], init: Any, xs: Any, goes_on: Callable[[Any], Any] | None
+    step: Step,
+    loop_spec: LoopSpec,
+    extras: Sequence[Any],
+    init: Any,
+    xs: Any,
+    goes_on: Callable[[Any], Any] | None,
+    references: ReferenceRows = NO_REFERENCES,
 ) -> Finished:
-    """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition)."""
+    """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition).
+
+    `references` are those whose values are among xs.
+    """
     extent = loop_spec.extent
     fixed = extent.fixed and goes_on is None
     frozen = freeze(init)
-    refuse_references_in(f"{loop_spec.name}, carry", frozen)
+    refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
+    step = references.step(step)
     storage = loop_spec.kind.storage(extent.bound, fixed, extent.bound_is_loose)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
+    references.refuse_closed_over(step.where, traced.references)
     if extent.capacity is None and any(traced.rows.written):
         raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
     first_flag = int(goes_on is not None) + len(arrays)
@@ -158,7 +177,9 @@ def run(
     checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
     ys = [_pad(y, extent.capacity or 0) for y in out.ys]
     rows, ys = split_list(ys, [sum(traced.rows.written)])
-    xs_after = traced.rows.xs_after(x_arrays, rows, taken(extent, loop_spec.reverse, out.num_steps))
+    walked = _walked(extent, loop_spec.reverse, out.num_steps)
+    xs_after = traced.rows.xs_after(x_arrays, rows, walked)
+    ys = traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals))
 
     def hand_over_all(carry: Any) -> Any:
         hand_over(step.where, xs, xs_after, traced.row_changes)
@@ -168,9 +189,8 @@ def run(
         out.num_steps,
         last[0] if last else None,
         spec.unpack(restore_weak(carry, traced.carry_avals)),
-        traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals)),
+        references.write_back(ys, walked),
         checks,
-        traced.references,
         hand_over_all,
     )
 
@@ -178,11 +198,11 @@ def run(
 def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
     """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
     traced = _trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
-    refuse_closed_over(step.where, traced.references)
+    refuse_closed_over(step.where, traced.references, "Pass its value through the carry")
     return traced
 
 
-def taken(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
+def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     """Which rows the loop has been at."""
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
     return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
@@ -267,8 +287,8 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     except TypeError:  # a leaf that is not an array cannot be hashed
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     traced = _trace_now(step, extras, init, spec, x_rows, predicated)
-    is_lasting = not traced.references and not any(isinstance(value, Tracer) for value in traced.closed_over)
-    if is_lasting and keeps_closures(traced.closed_over):
+    closed_over = [*traced.closed_over, *traced.references]
+    if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
         entries[key] = traced
     return traced
 
@@ -317,9 +337,9 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     refuse_other_types(step.where, closed_over)
     open_body = with_values(open_body) if uses_references(open_body) else open_body
     body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
-    refuse_strays(step.where, init, body, 1 + len(closed_over) + len(extras), predicated)
     is_mutable = list(map(is_reference, closed_over))
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
+    refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
     names = _names(body, spec, x_rows, found, predicated, len(references))
     return Traced(body, constants, references, **found, names=names)
 

@@ -64,6 +64,7 @@ from loopax._src.jax_internals.primitives import (
     inlinable,
     is_axis_index,
     is_cond,
+    is_custom_vjp,
     is_jit,
     is_kernel,
     is_lax_loop,
@@ -77,7 +78,7 @@ from loopax._src.jax_internals.primitives import (
     stops_gradient,
     with_branches,
 )
-from loopax._src.jax_internals.references import dereferenced, is_reference, uses_references, with_values
+from loopax._src.jax_internals.references import is_reference, uses_references, with_values
 from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
 from loopax._src.jax_internals.source import (
     argument_names,
@@ -127,7 +128,6 @@ __all__ = [
     "communicates_over",
     "contracted_size",
     "dce",
-    "dereferenced",
     "equation_context",
     "evaluate_partially",
     "fits",
@@ -142,6 +142,7 @@ __all__ = [
     "is_cond",
     "is_convolution",
     "is_costly",
+    "is_custom_vjp",
     "is_for_export",
     "is_free",
     "is_identity",

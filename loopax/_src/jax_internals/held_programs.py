@@ -11,7 +11,8 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 _CHECKPOINT = "RematTraced"
-_CUSTOM_RULES = ("CustomJVPTraced", "CustomVJPTraced")
+_CUSTOM_VJP = "CustomVJPTraced"
+_CUSTOM_RULES = ("CustomJVPTraced", _CUSTOM_VJP)
 
 
 def function_object(eqn: Any) -> Any:
@@ -50,6 +51,11 @@ def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
 def is_held_checkpoint(eqn: Any) -> bool:
     """Whether an equation is a `jax.checkpoint` that is such an object."""
     return type(function_object(eqn)).__name__ == _CHECKPOINT
+
+
+def is_held_custom_vjp(value: Any) -> bool:
+    """Whether this is a `jax.custom_vjp` as such an object."""
+    return type(value).__name__ == _CUSTOM_VJP
 
 
 def called_program(eqn: Any) -> ClosedJaxpr | None:

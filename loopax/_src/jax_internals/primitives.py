@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from loopax._src.jax_internals.held_programs import called_program, function_object, is_held_checkpoint
+from loopax._src.jax_internals.held_programs import (
+    called_program,
+    function_object,
+    is_held_checkpoint,
+    is_held_custom_vjp,
+)
 
 
 def one_of(*names: str) -> Callable[[Any], bool]:
@@ -33,6 +38,7 @@ is_axis_index = one_of("axis_index")
 
 _is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
 _is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_is_custom_vjp_call = one_of("custom_vjp_call", "custom_vjp_call_jaxpr")
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -42,6 +48,11 @@ def called(eqn: Any) -> ClosedJaxpr | None:
     A function with derivatives of its own is a call: its values are those of its program.
     """
     return _program(eqn) if _is_plain_call(eqn) or _is_custom_call(eqn) else called_program(eqn)
+
+
+def is_custom_vjp(eqn: Any) -> bool:
+    """Whether an equation calls a `jax.custom_vjp`."""
+    return _is_custom_vjp_call(eqn) or is_held_custom_vjp(function_object(eqn))
 
 
 def inlinable(eqn: Any) -> ClosedJaxpr | None:

@@ -32,8 +32,3 @@ def with_values(closed: ClosedJaxpr) -> ClosedJaxpr:
         return ClosedJaxpr(jaxpr, consts)
     # Functions of `jnp` that are objects stay what they are: they have derivatives of their own.
     return _discharge.discharge_state(closed, lower=False)
-
-
-def dereferenced(aval: Any) -> Any:
-    """The type of the values of a mutable array, or the type of an array as it is."""
-    return aval.inner_aval if is_reference(aval) else aval

@@ -73,7 +73,7 @@ def register(
         `(*types, **p) -> (types of results, effects)`, in its place.
     typecheck
         `(*types, **p) -> (types of results, effects)`: raises `JaxprTypeError` where operands do not fit. Only
-        `check_jaxpr` calls it. If nothing is given, operands fit that the primitive has results for.
+        `check_jaxpr` calls it. If nothing is given, operands fit if `abstract_eval` takes them.
     jvp
         `(primals, tangents, **p) -> (results, tangents of results)`.
     linearize
@@ -164,7 +164,7 @@ def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *
 
 
 def _linear_jvp(primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, **params: Any) -> Any:
-    """Of a primitive that is linear in some operands."""
+    """The jvp rule of a primitive that is linear in some operands."""
     results = primitive.bind(*primals, **params)
     return results, _on_tangents(primitive, linear_in, primals, tangents, results, params)
 
@@ -172,7 +172,7 @@ def _linear_jvp(primitive: Primitive, linear_in: Sequence[int], primals: Any, ta
 def _linear_linearize(
     primitive: Primitive, linear_in: Sequence[int], nonzero: Any, *primals: Any, **params: Any
 ) -> Any:
-    """Of a primitive that is linear in some operands."""
+    """The linearisation rule of a primitive that is linear in some operands."""
     results = primitive.bind(*primals, **params)
     has_tangent = any(nonzero[i] for i in linear_in)
 

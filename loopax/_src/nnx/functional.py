@@ -99,10 +99,11 @@ def _value(leaf: Any) -> Any:
     if not isinstance(leaf, sys.modules["flax.nnx"].Variable):
         return leaf
     if leaf.ref or leaf.hijax:
+        closed_over = " Let the function close over it, or make" if leaf.ref else " Make"
         raise NotImplementedError(
-            f"a {type(leaf).__name__} in a loop is made with `{'ref' if leaf.ref else 'hijax'}=True`: it is a mutable "
-            "array of JAX's own, which loops of loopax take closed over by a function, not in a carry or in xs. Make "
-            "Variables without it, or convert them: `nnx.with_vars(module, ref=False, hijax=False)`."
+            f"a {type(leaf).__name__} in a carry or in xs is made with `{'ref' if leaf.ref else 'hijax'}=True`, "
+            f"expected one without.{closed_over} it without, or convert it: "
+            "`nnx.with_vars(module, ref=False, hijax=False)`."
         )
     return leaf.get_raw_value()
 
