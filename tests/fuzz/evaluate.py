@@ -14,6 +14,7 @@ from tests.fuzz.program import KINDS, LANES, ROWS, Program
 from tests.fuzz.transformations import DERIVATIVES, TRANSFORMATIONS, Function
 
 MOST_INNER_STEPS = 8
+MOST_ROWS = 17  # of a buffer: four operations of a body append in four steps
 
 
 class Given(NamedTuple):
@@ -37,22 +38,18 @@ def function(program: Program, loops: Any) -> Callable[[Any, Any], Any]:
     def given(t: Any, n: Any) -> Any:
         number = {name: fixed[name] + along[name] @ t for name in SHAPES}
         start: Values = {"v": number["v"], "s": number["s"], "n": jnp.int32(program.seed % 3)}
-        if "z" in program.leaves:
-            start["z"] = lax.complex(number["re"], number["im"])
-        if "f" in program.leaves:
-            start["f"] = number["re"].astype(jnp.float32)
-        if "k" in program.leaves:
-            start["k"] = jax.random.key(program.seed)
-        if "m" in program.leaves:
-            start["m"] = Layer(number["weight"], 0.7)
+        start |= {name: LEAVES[name](number, program.seed, loops) for name in program.leaves}
+        closed_over = {name: start.pop(name) for name in loops.CLOSED_OVER if name in start}
         steps = jnp.clip(n, 0, ROWS) if program.steps is None else program.steps
 
         def step(values: Values, x: Any) -> Values:
+            values = values | closed_over
             for name in program.body:
                 values = OPERATIONS[name](values, x, number["w"], loops)
-            return values
+            return {name: value for name, value in values.items() if name not in closed_over}
 
-        return loops.run(program, Given(start, number["xs"], step, steps))
+        found = loops.run(program, Given(start, number["xs"], step, steps))
+        return found | {"last": loops.plain(found["last"] | closed_over)}
 
     f: Function = given
     for name in program.transformations:
@@ -61,6 +58,18 @@ def function(program: Program, loops: Any) -> Callable[[Any, Any], Any]:
 
 
 SHAPES = {"v": (3,), "s": (), "w": (3, 3), "xs": (ROWS,), "re": (2,), "im": (2,), "weight": (3, 3)}
+
+
+# A leaf of the carry from numbers, a seed, and the class of loops.
+LEAVES: dict[str, Callable[[Any, int, Any], Any]] = {
+    "z": lambda number, seed, loops: lax.complex(number["re"], number["im"]),
+    "f": lambda number, seed, loops: number["re"].astype(jnp.float32),
+    "k": lambda number, seed, loops: jax.random.key(seed),
+    "m": lambda number, seed, loops: Layer(number["weight"], 0.7),
+    "b": lambda number, seed, loops: loops.append(loops.buffer(), number["s"], jnp.bool_(True)),
+    "h": lambda number, seed, loops: loops.history(0.7 * number["v"]),
+    "r": lambda number, seed, loops: loops.mutable(number["re"]),
+}
 
 
 def row(values: Values, x: Any) -> Any:
@@ -86,7 +95,45 @@ def where(flag: Any, new: Any, old: Any) -> Any:
 
 
 class WithLoopax:
-    """The loops of loopax."""
+    """The loops, buffers and histories of loopax, and mutable arrays."""
+
+    CLOSED_OVER = ("r",)  # leaves that the step closes over, and the loop does not carry
+    mutable = staticmethod(jax.new_ref)
+
+    @staticmethod
+    def buffer() -> Any:
+        return lx.Buffer(MOST_ROWS, like=jnp.zeros(()))
+
+    @staticmethod
+    def append(buffer: Any, row: Any, when: Any) -> Any:
+        return buffer.append(row, when=when)
+
+    @staticmethod
+    def newest(buffer: Any) -> Any:
+        return buffer[-1]
+
+    @staticmethod
+    def history(rows: Any) -> Any:
+        return lx.History(3, rows)
+
+    @staticmethod
+    def push(history: Any, row: Any) -> Any:
+        return history.push(row)
+
+    @staticmethod
+    def rows(history: Any) -> Any:
+        return history.rows
+
+    @staticmethod
+    def write(reference: Any, i: Any, f: Any) -> Any:
+        reference[i] = f(reference[i])
+        return reference
+
+    @staticmethod
+    def plain(values: Values) -> Values:
+        """Arrays in the place of what holds them."""
+        read = {"b": lambda b: (b.rows, b.count), "h": lambda h: h.rows, "r": jax.freeze}
+        return {name: read[name](value) if name in read else value for name, value in values.items()}
 
     @staticmethod
     def inner(n: Any, f: Any, v: Any) -> Any:
@@ -122,7 +169,44 @@ class WithLoopax:
 
 
 class Unrolled:
-    """Python loops, whose steps do nothing behind the last one."""
+    """Python loops, whose steps do nothing behind the last one. Buffers, histories and mutable arrays are arrays."""
+
+    CLOSED_OVER = ()
+    mutable = staticmethod(jnp.asarray)
+
+    @staticmethod
+    def buffer() -> Any:
+        return jnp.zeros(MOST_ROWS), jnp.int32(0)
+
+    @staticmethod
+    def append(buffer: Any, row: Any, when: Any) -> Any:
+        rows, count = buffer
+        return jnp.where(when, rows.at[count].set(row), rows), count + when.astype(jnp.int32)
+
+    @staticmethod
+    def newest(buffer: Any) -> Any:
+        rows, count = buffer
+        return rows[count - 1]
+
+    @staticmethod
+    def history(rows: Any) -> Any:
+        return rows
+
+    @staticmethod
+    def push(history: Any, row: Any) -> Any:
+        return jnp.concatenate([history[1:], row[None]])
+
+    @staticmethod
+    def rows(history: Any) -> Any:
+        return history
+
+    @staticmethod
+    def write(array: Any, i: Any, f: Any) -> Any:
+        return array.at[i].set(f(array[i]))
+
+    @staticmethod
+    def plain(values: Values) -> Values:
+        return values
 
     @staticmethod
     def inner(n: Any, f: Any, v: Any) -> Any:

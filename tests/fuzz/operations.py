@@ -1,8 +1,9 @@
 """What bodies are made of: operations on the values of a carry, bounded, so that no value grows beyond float64.
 
 Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `k`
-a PRNG key and `m` an Equinox module. `x` is the row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops
-are those of `loops`: loopax's, or unrolled ones.
+a PRNG key, `m` an Equinox module, `b` a buffer, `h` a history and `r` a mutable array that is closed over. `x` is the
+row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops, buffers, histories and mutable arrays are those
+of `loops`: loopax's and JAX's, or unrolled ones and plain arrays.
 """
 
 from collections.abc import Callable
@@ -197,6 +198,30 @@ def trained_module(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"m": Layer(weight, c["m"].rate)}
 
 
+def append(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"b": loops.append(c["b"], c["s"] * x, c["v"][0] > -0.3)}
+
+
+def newest_of_buffer(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": 0.6 * c["s"] + 0.3 * loops.newest(c["b"])}
+
+
+def push(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"h": loops.push(c["h"], jnp.sin(c["s"] + c["h"][0]))}
+
+
+def window(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": jnp.tanh(loops.rows(c["h"]).sum() * x), "v": c["v"] * c["h"][c["n"] % 3]}
+
+
+def write(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"r": loops.write(c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
+
+
+def read(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"s": 0.5 * c["s"] + 0.4 * c["r"][...].sum() * x}
+
+
 ALWAYS: list[Operation] = [
     *(product, elementwise, total, count, swap, overwrite, sort, largest, gather, scatter, cumulative, where),
     *(square_root, cond, switch, lax_scan, lax_fori, inner_loop, inner_loop_of_any_length, inner_while, checkpoint),
@@ -207,6 +232,9 @@ OF_LEAVES: dict[str, list[Operation]] = {
     "f": [float32],
     "k": [random],
     "m": [module, trained_module],
+    "b": [append, newest_of_buffer],
+    "h": [push, window],
+    "r": [write, read],
 }
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation for group in (ALWAYS, *OF_LEAVES.values()) for operation in group

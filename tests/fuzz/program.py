@@ -14,7 +14,7 @@ class Program:
 
     loop: str  # scan, fori, while
     body: tuple[str, ...]  # names of operations (`operations.py`), one after another
-    leaves: str = ""  # leaves of the carry beside v, s and n: z complex, f float32, k a key, m a module
+    leaves: str = ""  # leaves of the carry beside v, s and n: z complex, f float32, and more (`operations.py`)
     steps: int | None = None  # a static number of them; None: an argument
     reverse: bool = False
     unroll: int = 1

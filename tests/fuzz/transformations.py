@@ -45,4 +45,3 @@ TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
 }
 FORWARD = {"jvp", "linearize", "jacfwd"}
 DERIVATIVES = {"grad", "value_and_grad", "vjp", "jacrev", *FORWARD}
-REVERSE = {"grad", "value_and_grad", "vjp", "jacrev"}

@@ -63,6 +63,13 @@ def tangent_inputs(groups: Sequence[Sequence[bool]]) -> Mask:
     return (False, *(flag for group in groups for flag in ((False,) * len(group) + (True,) * sum(group))))
 
 
+def perturbed_outputs(loop: Loop, perturbed: LoopInputs) -> LoopOutputs:
+    """Which outputs may have a tangent after any number of steps, if these inputs have one."""
+    allowed = inexact(loop.body.out_avals)
+    flags = dependence_fixpoint(loop.body, (False, *flatten(perturbed)), loop.carry_range, allowed)
+    return LoopOutputs(*map(tuple, loop.outputs(flags)))
+
+
 @weakly_cached
 def jvp_loop(loop: Loop, perturbed: LoopInputs) -> tuple[Loop, LoopInputs, LoopOutputs]:
     """The loop on pairs, and which of its inputs (at the fixed point) and outputs are perturbed.
@@ -70,9 +77,7 @@ def jvp_loop(loop: Loop, perturbed: LoopInputs) -> tuple[Loop, LoopInputs, LoopO
     Find which carry leaves and ys are perturbed, as a least fixed point. Dependence analysis gives an upper bound;
     tracing the JVP tightens it, since a dependence may have an identically zero derivative.
     """
-    allowed = inexact(loop.body.out_avals)
-    flags = dependence_fixpoint(loop.body, (False, *flatten(perturbed)), loop.carry_range, allowed)
-    bound = LoopOutputs(*map(tuple, loop.outputs(flags)))
+    bound = perturbed_outputs(loop, perturbed)
     inputs = perturbed._replace(carry=bound.carry)
     pair = _jvp_loop(loop, inputs, bound)
     exact = _exact_outputs(loop, pair, perturbed.carry, inputs, bound)
@@ -104,21 +109,21 @@ def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
     )
 
 
-def _if_counted(loop: Loop, row: Any, tangent: Any) -> Any:
+def nan_if_uncounted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted: reverse mode cannot know how many of them to walk back."""
-    if loop.bound is not None or not loop.predicated:
+    if loop.bound is not None or not loop.predicated or not is_nonzero(tangent):
         return tangent
     return nan_if(row >= MOST_STEPS, tangent)
 
 
 def refuse_effects(loop: Loop) -> None:
-    """Raise where an effect in the body stands against derivatives."""
+    """Raise if the body has an effect that cannot be differentiated."""
     if refused := undifferentiable_effects(loop.body):
         raise NotImplementedError(effects_message(refused))
 
 
 class _Pairs(NamedTuple):
-    """Of the results of a loop on pairs: those of the loop, and tangents of its carry, its ys and its saved leaves."""
+    """The results of a loop on pairs, taken apart: the loop's own results, and the tangents of some of them."""
 
     results: Outcome
     carry: list[Any]
@@ -138,7 +143,7 @@ def split_pairs(loop: Loop, perturbed: LoopOutputs, out: Outcome) -> _Pairs:
 def tangents_of_results(loop: Loop, perturbed: LoopOutputs, low: Any, pairs: _Pairs) -> list[Any]:
     """One tangent for each result of the loop."""
     mask = loop.results_from(False, perturbed, False)
-    carry = [_if_counted(loop, low + pairs.results.num_steps, dot) for dot in pairs.carry]
+    carry = [nan_if_uncounted(loop, low + pairs.results.num_steps, dot) for dot in pairs.carry]
     return fill_tangents(mask.leaves, pairs.results.leaves, [*carry, *pairs.ys, *pairs.saved])
 
 

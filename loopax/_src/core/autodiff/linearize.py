@@ -26,34 +26,26 @@ from loopax._src.jax_internals import ad, zeros
 
 Linear = Callable[..., list[Any]]  # from the tangents of all operands to those of all results
 
-# How a loop runs in two parts: `(loop, unknown, low, high, inputs)`, of which unknown ones are undefined primals, gives
-# the results, with None for those that are unknown, and a function from all inputs to all results.
-RunInParts = Callable[[Loop, LoopInputs, Any, Any, LoopInputs], tuple[Outcome, Callable[[LoopInputs], Outcome]]]
 
-
-def loop_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Linear]:
+def loop_linearize(
+    nonzero: Sequence[bool], low: Any, high: Any, *operands: Any, **params: Any
+) -> tuple[list[Any], list[bool], Linear]:
     """Run the known part of the loop on pairs now; its linear part is the function of tangents.
 
     Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. `nonzero` says
-    which have a tangent. Results are `num_steps, *carry, *ys, *saved, checkpoint_rows`. Those that have tangents are
-    the ones that the loop on pairs has tangents of, after any number of steps.
+    which have a tangent. Results are `num_steps, *carry, *ys, *saved, checkpoint_rows`. A result has a tangent if the
+    loop on pairs has one for it after some number of steps.
 
     The known part computes the results and what the linear part needs (`partial_eval.py`). The linear part is linear in
     the tangents, which are all that is unknown of its operands, so JAX can transpose it.
     """
-    return linearize_loop(Loop(**params), _run_in_parts, nonzero, *operands)
-
-
-def linearize_loop(
-    loop: Loop, run_in_parts: RunInParts, nonzero: Sequence[bool], low: Any, high: Any, *operands: Any
-) -> tuple[list[Any], list[bool], Linear]:
-    """The answer of a linearisation rule, for a loop or a batch of it."""
+    loop = Loop(**params)
     refuse_effects(loop)
     inputs, is_nonzero = loop.inputs(operands), map_leaves(bool, loop.inputs(nonzero[2:]))
     pair, perturbed, outputs = jvp_loop(loop, is_nonzero)
     unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, is_nonzero))
     starts = LoopInputs(*map(tangents_now, perturbed, inputs, is_nonzero))
-    known, finish = run_in_parts(pair, map_leaves(bool, unknown), low, high, append_each(inputs, starts))
+    known, finish = _run_in_parts(pair, map_leaves(bool, unknown), low, high, append_each(inputs, starts))
     pairs = split_pairs(loop, outputs, known)
     depends = iter([tangent is None for tangent in (*pairs.carry, *pairs.ys, *pairs.saved)])
     results = pairs.results.leaves
@@ -84,6 +76,7 @@ def only_marked(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence
 def _run_in_parts(
     loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
 ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """The results, None for those that are unknown now, and a function from all inputs to all results."""
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
     loop = resolved(bound.loop, unknown)

@@ -56,7 +56,7 @@ class SweepOnPairs(NamedTuple):
         return [*self.perturbed.carry, *self.perturbed_ys]
 
     def operands(self, primals: SweepOperands, tangents: SweepOperands) -> SweepOperands:
-        """Primals with the tangents of those that have one; also what is said of each of them."""
+        """Primals with the tangents of those that have one. What stands for them may also be types or flags."""
         cut, cut_dots = self.num_forward_xs, sum(self.perturbed.xs[: self.num_forward_xs])
         xs = [*primals.xs[:cut], *tangents.xs[:cut_dots], *primals.xs[cut:], *tangents.xs[cut_dots:]]
         return append_each(primals, tangents)._replace(xs=xs)

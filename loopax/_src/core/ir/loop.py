@@ -201,7 +201,7 @@ class BoundLoop(NamedTuple):
         return LoopInputs(*(varying(group, self.axes) for group in groups)) if self.axes else groups
 
     def masks(self, masks: LoopInputs) -> LoopInputs:
-        """What is said of its operands, from what is said of those of the loop."""
+        """A flag for each of its operands, from a flag for each of those of the loop."""
         return map_leaves(bool, _with_fixed_as_consts(masks, self.fixed))
 
     def outcome(self, out: "Outcome", carry: Sequence[Any]) -> "Outcome":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from itertools import chain
 from math import prod
 from sys import maxsize
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from loopax._src.jax_internals import (
     held_program,
     inlinable,
     is_axis_index,
+    is_custom_vjp,
     names_axis,
     on_mesh,
     replace_jaxpr,
@@ -155,12 +157,16 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     """The jaxprs in the parameters of an equation, closed or not."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield inner
-            elif (held := held_program(inner)) is not None:
-                yield held
+    return chain.from_iterable(map(_programs_in, eqn.params.values()))
+
+
+def _programs_in(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value
+    elif (held := held_program(value)) is not None:
+        yield held
+    elif isinstance(value, tuple | list):
+        yield from chain.from_iterable(map(_programs_in, value))
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
@@ -168,12 +174,18 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 
+def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a `jax.custom_vjp` is called, by an inner program too."""
+    return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
 def map_parameter(
     value: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr], other: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """A parameter of an equation with its jaxprs replaced, and with `other` of what is none; itself if nothing changes.
+    """A parameter of an equation, with `function` of each jaxpr in it; the same object if nothing changes.
 
-    An open jaxpr is closed for the function. Where `other` leaves a tuple as it is, its items are looked at.
+    An open jaxpr is closed for `function`. What is no jaxpr is replaced by `other` of it. A tuple or a list that
+    `other` leaves as it is keeps its type, and its items are mapped in turn.
     """
     if isinstance(value, ClosedJaxpr):
         return function(value)
