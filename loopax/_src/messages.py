@@ -64,6 +64,14 @@ FREE_NEEDS_BOUNDS = (
 )
 
 
+REVERSE_TWICE_NEEDS_BOUND = (
+    "reverse mode is taken twice through a loop that has no bound, and whose body calls a `jax.custom_vjp` function. "
+    "Its backward function is not linear in the cotangent (it clips it, say). So the second derivative needs the "
+    "cotangents of all steps, and memory for a static number of them. Give `max_steps=`, or take forward mode of the "
+    "gradient, which needs no bound: `jax.jvp(jax.grad(f), ...)`, `jax.jacfwd(jax.grad(f))`."
+)
+
+
 CUT_LOOP_SHOWS_NOTHING = (
     "a loop with progress= stands in the body of a loop with lanes='free', or in the function of `lanes_map`. It is "
     "taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop with lanes='free' "

@@ -152,6 +152,19 @@ def custom_vjp(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": skewed(c["v"], c["s"])}
 
 
+@jax.custom_vjp
+def squashed(x: Any) -> Any:
+    return x
+
+
+squashed.defvjp(lambda x: (x, x), lambda x, ct: (jnp.tanh(ct) * jnp.cos(x),))
+
+
+def squash(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Its backward function is not linear in the cotangent, as where people clip gradients."""
+    return c | {"v": squashed(jnp.sin(c["v"] + x))}
+
+
 def stop_gradient(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": c["v"] * 0.5 + lax.stop_gradient(jnp.sin(c["v"]))}
 
@@ -225,7 +238,7 @@ def read(c: Values, x: Any, w: Any, loops: Any) -> Values:
 ALWAYS: list[Operation] = [
     *(product, elementwise, total, count, swap, overwrite, sort, largest, gather, scatter, cumulative, where),
     *(square_root, cond, switch, lax_scan, lax_fori, inner_loop, inner_loop_of_any_length, inner_while, checkpoint),
-    *(loop_in_checkpoint, custom_jvp, custom_vjp, stop_gradient, jit, batch, slope),
+    *(loop_in_checkpoint, custom_jvp, custom_vjp, squash, stop_gradient, jit, batch, slope),
 ]
 OF_LEAVES: dict[str, list[Operation]] = {
     "z": [complex_product],
@@ -239,4 +252,4 @@ OF_LEAVES: dict[str, list[Operation]] = {
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation for group in (ALWAYS, *OF_LEAVES.values()) for operation in group
 }
-WITHOUT_FORWARD_MODE = {"custom_vjp"}
+WITHOUT_FORWARD_MODE = {"custom_vjp", "squash"}

@@ -44,6 +44,8 @@ KEPT = [
     Program(
         "while", ("custom_vjp",), stop=True, lanes="compact", transformations=("vmap", "checkpoint", "grad"), seed=1
     ),
+    # Reverse mode twice, without a bound: the branches of a `cond` share residuals.
+    Program("while", ("cond",), steps=3, kind="two slots", transformations=("grad", "grad"), seed=150),
 ]
 
 

@@ -44,4 +44,5 @@ TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
     "jit": jax.jit,
 }
 FORWARD = {"jvp", "linearize", "jacfwd"}
-DERIVATIVES = {"grad", "value_and_grad", "vjp", "jacrev", *FORWARD}
+REVERSE = {"grad", "value_and_grad", "vjp", "jacrev"}
+DERIVATIVES = FORWARD | REVERSE

@@ -87,6 +87,35 @@ def test_reverse_over_reverse(name, kind):
     assert_close(jax.jit(jax.jacrev(jax.grad(program(name, kind))))(STARTS[0]), expected(name)[1][0])
 
 
+def test_reverse_over_reverse_without_a_bound():
+    """The second derivative of a backward function that is not linear needs its cotangents of all steps."""
+    step = lambda h: jnp.sin(soft_clip(W @ h)) + 0.5 * h
+    loop = lambda h: lx.while_loop(lambda c: c[0] < 6, lambda c: (c[0] + 1, step(c[1])), (0, h))[1][0]
+    with pytest.raises(ValueError, match="reverse mode is taken twice through a loop that has no bound"):
+        jax.jacrev(jax.grad(loop))(STARTS[0])
+    assert_close(jax.jit(jax.jacfwd(jax.grad(loop)))(STARTS[0]), expected("not linear backward")[1][0])
+
+
+def test_reverse_over_reverse_of_branches_without_a_bound():
+    """What the second derivative needs of one branch is not taken for what it needs of the other one."""
+
+    def step(h, s):
+        return jax.lax.cond(s > 0.1, lambda: jnp.sin(W @ h), lambda: h * s * 0.5)
+
+    def loop(h):
+        s = jnp.sin(h[0])
+        return lx.while_loop(lambda c: c[0] < 6, lambda c: (c[0] + 1, step(c[1], s)), (0, h))[1].sum()
+
+    def unrolled(h):
+        s = jnp.sin(h[0])
+        for _ in range(6):
+            h = step(h, s)
+        return h.sum()
+
+    hessians = [jax.jit(jax.vmap(jax.jacrev(jax.grad(f)))) for f in (loop, unrolled)]
+    assert_close(hessians[0](STARTS), hessians[1](STARTS))
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_forward_over_reverse_of_custom_jvp(kind):
     assert_close(jax.jit(jax.hessian(program("custom_jvp", kind)))(STARTS[0]), expected("custom_jvp")[1][0])

@@ -56,6 +56,7 @@ from loopax._src.jax_internals import (
     strong,
     zeros,
 )
+from loopax._src.messages import REVERSE_TWICE_NEEDS_BOUND
 from loopax._src.schedule.saving import Saving
 
 
@@ -235,15 +236,49 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
 
 
 @weakly_cached
+def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
+    """The part of `_transposed_step` that gives ct carry, transposed by itself: other results are zeros.
+
+    JAX lets the branches of a `cond` share what they hand to the transposed one, by type. So a value that only the
+    cotangents of other inputs need can look like one that this part needs, until the other inputs are gone.
+    """
+    backward, whole = jaxpr_as_fun(sweep.backward), sweep.whole
+    avals, linear = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        given, dots = unflatten(avals, operands), map_leaves(zeros, linear)
+
+        def outputs(carry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            values = merge_each(sweep.masks, given.known, dots._replace(carry=carry))
+            new_carry, y = whole.outputs(backward(row, *whole.backward_inputs(values)))
+            return select(sweep.linear_carry, new_carry), select(nonzero_ys, y)
+
+        def linear_part(carry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            return jax.jvp(outputs, (dots.carry,), (carry,))[1]
+
+        (found,) = jax.linear_transpose(linear_part, map_leaves(strong, linear).carry)((given.ct_carry, given.ct_ys))
+        return flatten(dots._replace(carry=found))
+
+    return trace(step, [sweep.forward.in_avals[0], *flatten(avals)])
+
+
+@weakly_cached
 def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
     """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l."""
-    step, avals = _transposed_step(sweep, nonzero_ys), _step_avals(sweep, nonzero_ys)
-    nothing, cts = map_leaves(lambda _: False, avals), select_each(sweep.masks, sweep.avals)
+    avals, cts = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
+    nothing = map_leaves(lambda _: False, avals)
     wanted = flatten(map_leaves(lambda _: False, cts)._replace(carry=[True] * len(cts.carry)))
     of_carry = to_bits([False, *flatten(nothing._replace(carry=[True] * len(avals.carry)))])
-    reads_carry = any(bits & of_carry for bits in select(wanted, dependence(step)))
-    keep = map_leaves(lambda _: True, avals)._replace(carry=[reads_carry] * len(avals.carry), ct_state=nothing.ct_state)
-    return dce(step, wanted, [True, *flatten(keep)])[0], reads_carry
+
+    def reads_carry(step: ClosedJaxpr) -> bool:
+        return any(bits & of_carry for bits in select(wanted, dependence(step)))
+
+    step = _transposed_step(sweep, nonzero_ys)
+    if reads_carry(step):
+        step = _transposed_carry(sweep, nonzero_ys)
+    reads = reads_carry(step)
+    keep = map_leaves(lambda _: True, avals)._replace(carry=[reads] * len(avals.carry), ct_state=nothing.ct_state)
+    return dce(step, wanted, [True, *flatten(keep)])[0], reads
 
 
 class _PairInputs(NamedTuple):
@@ -339,6 +374,8 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
 
 def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     """The known carry before every backward step, as rows."""
+    if sweep.bound is None:
+        raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
     known = sweep.known
     inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
     first = 1 + len(known.linear_consts)
