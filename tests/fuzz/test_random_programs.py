@@ -44,6 +44,16 @@ KEPT = [
     Program(
         "while", ("custom_vjp",), stop=True, lanes="compact", transformations=("vmap", "checkpoint", "grad"), seed=1
     ),
+    # In `jax.checkpoint`: ys without rows depend on nothing.
+    Program(
+        "scan",
+        ("sort",),
+        stop=True,
+        max_steps=0,
+        lanes="compact",
+        transformations=("checkpoint", "vmap of n", "jacrev"),
+        seed=416,
+    ),
     # Reverse mode twice, without a bound: the branches of a `cond` share residuals.
     Program("while", ("cond",), steps=3, kind="two slots", transformations=("grad", "grad"), seed=150),
 ]

@@ -29,10 +29,13 @@ def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], para
 def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr on values of which partial evaluation knows some, equation by equation.
 
-    A rule for a primitive runs outside of its `trace`; what sets the current one is not public.
+    All results are unknown, also those that turn out to depend on known values alone (an array without elements): in
+    `jax.checkpoint`, JAX has asked before, with flags instead of values, and takes the first answer as given. A rule
+    for a primitive runs outside of its `trace`; what sets the current one is not public.
     """
     with _core.set_current_trace(trace):
-        return jaxpr_as_fun(closed)(*operands)
+        results = jaxpr_as_fun(closed)(*operands)
+    return [trace.instantiate_const(trace.to_jaxpr_tracer(x)) for x in results]
 
 
 def partial_eval_jaxpr(
