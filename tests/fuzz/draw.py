@@ -60,8 +60,9 @@ def _transformations(body: tuple[str, ...], leaves: str, bounded: bool) -> st.Se
     if "r" in leaves:  # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array
         names = [name for name in names if name != "jacfwd"]
         reverse_twice = False  # JAX has no such derivative, also without a loop
-    if "squash" in body and not bounded:
-        reverse_twice = False  # loopax refuses it: it needs the cotangents of all steps
+    if "squash" in body:  # its gradient is not the sum of those of lanes, where a value is the same in all lanes
+        names = [name for name in names if name != "vmap of n"]
+        reverse_twice = reverse_twice and bounded  # loopax needs the cotangents of all steps then
 
     def is_taken(names: tuple[str, ...]) -> bool:
         """Three derivatives in a row take seconds to compile, for JAX's own loops as well: two of them and a batch."""
