@@ -151,7 +151,7 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     low, high = map(known_value, tracers[:2])
     out = _run_known(loop, parts, inner.axis, mapped, low, high, map_leaves(known_value, inputs))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    batch, operands = _in_groups(inner, parts.later, parts.uses, [low, high], inputs, out.num_steps)
+    batch, operands = _in_groups(inner, parts.later, parts.uses, low, high, inputs, out.num_steps)
     return _assemble(loop, parts, inner.axis, out, evaluate_partially(trace, batch.program, operands)).leaves
 
 
@@ -190,7 +190,7 @@ class _Again(NamedTuple):
         loop, (low, high, *leaves) = inner.static, operands
         outputs = perturbed_outputs(loop, map_leaves(bool, loop.inputs(nonzero[2:])))
         later, uses = _with_known_steps(loop, outputs)
-        batch, values = _in_groups(inner, later, uses, [low, high], loop.inputs(leaves), out.num_steps)
+        batch, values = _in_groups(inner, later, uses, low, high, loop.inputs(leaves), out.num_steps)
         return cls(loop, outputs, uses, batch, values)
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
@@ -224,13 +224,13 @@ def _run_known(
 
 
 def _in_groups(
-    inner: CompactVmap, later: Loop, uses: LoopInputs, windows: Sequence[Any], inputs: LoopInputs, num_steps: Any
+    inner: CompactVmap, later: Loop, uses: LoopInputs, low: Any, high: Any, inputs: LoopInputs, num_steps: Any
 ) -> tuple[CompactVmap, list[Any]]:
     """The batch of the later loop, whose lanes take these numbers of steps, and its operands."""
     (mapped_low, mapped_high), is_mapped = inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
     mapped_windows = (True, mapped_high) if later.reverse else (mapped_low, True)
     used, used_mapped = (flatten(select_each(uses, groups)) for groups in (inputs, is_mapped))
-    operands = [*window_walked(inner.static, *windows, num_steps), *used]
+    operands = [*window_walked(inner.static, low, high, num_steps), *used]
     avals = list(map(type_of_linear, operands))
     return compact_vmap_of(LOOPS, later, inner.axis, (*mapped_windows, *used_mapped), avals), operands
 
