@@ -47,6 +47,14 @@ def sharded_lanes_message(mesh_axis: Any) -> str:
     )
 
 
+def kind_needs_bound(kind: Any) -> str:
+    """A loop without a bound is of a kind that needs one."""
+    return (
+        f"kind={kind!r} stores something for every step, so it needs to know at most how many there are. "
+        "Give a static bound: `max_steps=`, rows of `xs`, or a static length."
+    )
+
+
 def free_form_message(loops: int) -> str:
     """A loop with free lanes has no inner loop, or several."""
     found = "none" if loops == 0 else str(loops)

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax import schedule
-from loopax._src.core.ir import kind as storage
+from loopax._src.core.ir.kind import LoopFacts
 from loopax._src.insight.schedule_picture import MOST_DRAWN
 from loopax._src.insight.schedule_timeline import timeline
 from loopax._src.schedule.machine import execute
@@ -22,15 +22,18 @@ EACH_LENGTH = pytest.mark.parametrize("length_known", [True, False])
 LARGE = 10**6  # bytes of a carry
 
 
+def never_measured():
+    raise AssertionError("a number of checkpoints does not depend on sizes")
+
+
 @EACH_LENGTH
 @EACH_BUDGET
 def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
     for n in [*range(70), 400, 1000]:
         kind = lx.Checkpointed(checkpoints)
         bound = n if length_known else None
-        asked = kind.storage(bound, fixed=length_known, bound_is_loose=False)
-        assert isinstance(asked, storage.Checkpoints)
-        taken = storage.saving_for(asked, bound, LARGE, length_known)
+        plan = kind.plan(LoopFacts(bound, length_known, False, length_known, True, 1.0, never_measured))
+        taken = plan.saving(bound, LARGE, length_known)
         assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken
 
 

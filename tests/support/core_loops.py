@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from loopax._src.core.ir.kind import EveryCarry
 from loopax._src.core.ir.loop import Loop
+from loopax._src.core.ir.plan import EveryCarry
 from loopax._src.core.jaxpr.util import INDEX, trace
 
 BOUND = 5

@@ -173,7 +173,7 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
 
 def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:
     loop = found.seen.loop
-    if stored is None or stored.kind != "Residuals()" or stored.reason:  # what `Auto` takes has its reason
+    if stored is None or stored.what != "residuals" or stored.reason:  # what `Auto` takes has its reason
         return
     carry = num_bytes(aval for aval in loop.input_avals[1] if jnp.issubdtype(aval.dtype, jnp.inexact))
     if stored.carries * stored.size < _MUCH or stored.size < _TIMES * carry:

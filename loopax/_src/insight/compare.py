@@ -9,7 +9,6 @@ import jax
 from jax.core import Tracer
 
 from loopax._src.frontend.trace_program import trace_program
-from loopax._src.insight import comparison
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, find
@@ -92,7 +91,7 @@ def compare(
             "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
         )
     written = _Candidate(fn, asked, None, _written(loops))
-    rows = _measured([written, *(_Candidate(fn, asked, kind, comparison.kind_name(kind)) for kind in chosen)], rounds)
+    rows = _measured([written, *(_Candidate(fn, asked, kind, repr(kind)) for kind in chosen)], rounds)
     return Comparison(asked.name, (replace(rows[0], is_chosen=True), *rows[1:]))
 
 
@@ -121,7 +120,7 @@ def _written(loops: Sequence[FoundLoop]) -> str:
     for found in loops:
         debug_info = found.seen.loop.debug_info
         if debug_info is not None:
-            names[_taken(found, comparison.kind_name(debug_info.kind))] = None
+            names[_taken(found, repr(debug_info.kind))] = None
     return ", ".join(names)
 
 

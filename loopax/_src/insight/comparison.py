@@ -5,16 +5,8 @@ from typing import Any
 
 from loopax._src.extras import optional
 from loopax._src.insight.sizes import in_bytes
-from loopax._src.kinds import Auto, Checkpointed
 
 _COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "predicted", "traces")
-
-
-def kind_name(kind: Any) -> str:
-    """A kind as it is written, defaults left out."""
-    if kind is None:
-        return "as written"
-    return f"{type(kind).__name__}()" if kind in (Auto(), Checkpointed()) else repr(kind)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, Nothing
+from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
@@ -180,7 +180,7 @@ def _see_while(eqn: Any, found: While) -> Seen:
         reverse=False,
         predicated=False,
         unroll=1,
-        storage=Nothing(ValueError, NO_REVERSE_MODE),
+        storage=NoReverseMode(ValueError, NO_REVERSE_MODE),
         debug_info=_debug_info("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
     )
     lanes = prod(found.cond.out_avals[0].shape)

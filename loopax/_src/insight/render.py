@@ -8,7 +8,6 @@ from typing import Any
 from loopax._src.insight.explanation import Leaf, LoopExplanation
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored
-from loopax._src.kinds import Auto
 from loopax._src.lanes import Lockstep
 
 MOST_CONSTANTS = 8  # shown one by one
@@ -73,11 +72,10 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
     yield f"steps: {_steps(loop)}{_lanes(loop)}"
     stored = loop.stored
     if loop.kind is not None and stored is not None:
-        reason = f" ({stored.reason})" if stored.reason else ""
-        taken = f", takes {stored.kind}{reason}" if isinstance(loop.kind, Auto) else ""
-        yield f"kind: {_kind(loop.kind)}{taken}"
+        taken = f", takes {stored.kind} ({stored.reason})" if stored.reason else ""
+        yield f"kind: {loop.kind!r}{taken}"
     elif loop.kind is not None:
-        yield f"kind: {_kind(loop.kind)}"
+        yield f"kind: {loop.kind!r}"
     if stored is not None:
         yield f"gradient stores {_stores(loop, stored)}"
         yield f"body evaluations: {_evaluations(loop)}"
@@ -88,8 +86,7 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
 def _stores(loop: LoopExplanation, stored: Stored) -> str:
     if not stored.size:
         return "nothing"
-    what = "residuals" if stored.kind == "Residuals()" else "carries"
-    return f"{stored.carries} {what} x {in_bytes(stored.size)} = {in_bytes(loop.stored_bytes)}"
+    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)} = {in_bytes(loop.stored_bytes)}"
 
 
 def _steps(loop: LoopExplanation) -> str:
@@ -101,10 +98,6 @@ def _steps(loop: LoopExplanation) -> str:
 def _lanes(loop: LoopExplanation) -> str:
     given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
     return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
-
-
-def _kind(kind: Any) -> str:
-    return "Auto()" if kind == Auto() else repr(kind)
 
 
 def _evaluations(loop: LoopExplanation) -> str:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, Fastest, Loop, Nothing
-from loopax._src.core.autodiff.auto_policy import resolved
+from loopax._src.core import Loop, Plan
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
+from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.insight.schedule_picture import SchedulePicture
@@ -26,9 +26,10 @@ class Stored:
         The kind that is taken.
     reason
         Why `Auto` takes it.
+    what
+        What is stored: "carries", or "residuals" (what the derivative of a step needs).
     carries
-        How many carries are stored at most, those of a block that is recomputed included; of `Residuals()`, how many
-        sets of residuals.
+        How many of these are stored at most, those of a block that is recomputed included.
     size
         Of one of them.
     leaves
@@ -40,6 +41,7 @@ class Stored:
 
     kind: str
     reason: str
+    what: str
     carries: int
     size: int
     leaves: Mask
@@ -55,26 +57,26 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
     # Of each group, primals are known; of the tangents behind them, those are unknown that are perturbed at the start.
     unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in zip(inputs, given, strict=True)))
-    pair = resolved(pair, unknown)
-    storage = pair.storage
-    if isinstance(storage, Nothing):
-        raise storage.error(storage.message)
-    assert not isinstance(storage, Fastest)
+    plan = plan_of(pair, unknown)
+    if plan.error:
+        raise plan.error
+    pair = pair._replace(storage=plan)
     parts = partial_eval(pair, unknown)
-    carries, size = _kept(pair, parts)
+    carries, size = _kept(pair, plan, parts)
     return Stored(
-        _kind(storage),
-        storage.reason,
+        plan.name,
+        plan.reason,
+        "residuals" if plan.stores_residuals else "carries",
         carries if size else 0,
         size,
         _leaves(parts, loop.num_carry),
-        _evaluations(pair, parts),
+        _evaluations(pair, plan, parts),
     )
 
 
-def _kept(loop: Loop, parts: PartialEval) -> tuple[int, int]:
+def _kept(loop: Loop, plan: Plan, parts: PartialEval) -> tuple[int, int]:
     """How many carries or residuals are stored, and the size of one."""
-    if isinstance(loop.storage, EveryResidual):
+    if plan.stores_residuals:
         return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
     size = num_bytes(select(parts.states, parts.known.output_avals.carry))
     saving = parts.known.saving
@@ -90,18 +92,12 @@ def _leaves(parts: PartialEval, num_carry: int) -> Mask:
     return tuple(states[:num_carry])
 
 
-def _evaluations(loop: Loop, parts: PartialEval) -> int | None:
+def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
     steps, saving = loop.bound, parts.known.saving
     if steps is None:
         return None
-    if isinstance(loop.storage, EveryResidual):
+    if plan.stores_residuals:
         return steps
     if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
         return int(_ONLINE * evaluations(steps, saving.count))
     return SchedulePicture(steps, saving if any(parts.states) else None).evaluations
-
-
-def _kind(storage: Checkpoints | EveryCarry | EveryResidual) -> str:
-    if isinstance(storage, Checkpoints):
-        return "Checkpointed()" if storage.count is None else f"Checkpointed({storage.count})"
-    return "Bounded()" if isinstance(storage, EveryCarry) else "Residuals()"

@@ -1,10 +1,10 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, pytrees.
+May import: core, pytrees, schedule.
 """
 
+from loopax._src.core import Kind
 from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto
-from loopax._src.kinds.base import Kind
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.by_name import KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed

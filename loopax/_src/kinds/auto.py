@@ -1,10 +1,14 @@
 """`Auto`: the fastest of the other kinds that fits in so much memory."""
 
 from dataclasses import dataclass
+from math import ceil
 
-from loopax._src import core
-from loopax._src.kinds.base import Kind
+from loopax._src.core import Checkpoints, Kind, LoopFacts, Plan
+from loopax._src.kinds.bounded import Bounded
+from loopax._src.kinds.checkpointed import Checkpointed
+from loopax._src.kinds.residuals import Residuals
 from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.schedule.saving import DEFAULT_SLOTS
 
 DEFAULT_MEMORY = 256 * 2**20
 _MEMORY = Why(
@@ -47,7 +51,32 @@ class Auto(Kind):
         """Refuse what is not a number of bytes."""
         object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
 
-    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del bound, fixed
-        return core.Fastest(self.memory, bound_is_loose)
+    def __repr__(self) -> str:
+        """As a user writes it."""
+        return "Auto()" if self.memory == DEFAULT_MEMORY else f"Auto(memory={self.memory})"
+
+    def plan(self, loop: LoopFacts) -> Plan:
+        """See `Kind.plan`."""
+        if not loop.sizes_are_known:
+            return Checkpoints(reason="sizes are not known when the loop is traced")
+        budget = int(self.memory * loop.share)
+        if loop.step.carry_bytes > budget:
+            raise self._too_small(loop)
+        checkpointed = Checkpointed(DEFAULT_SLOTS if loop.bound is None else None).within(budget, loop)
+        if loop.bound is None:
+            stored = checkpointed.cost(loop).stored
+            return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
+        candidates: list[Kind] = [Residuals(), Bounded(), checkpointed]
+        costs = {kind: cost for kind in candidates if (cost := kind.cost(loop)) and cost.memory <= budget}
+        best = min(costs, key=lambda kind: costs[kind].time)
+        listed = ", ".join(f"{type(kind).__name__} {cost.time:.3g}" for kind, cost in costs.items())
+        reason = f"at most {budget} bytes for {loop.bound} steps; added to a step, in bytes written and read: {listed}"
+        return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
+
+    def _too_small(self, loop: LoopFacts) -> ValueError:
+        least = ceil(loop.step.carry_bytes / loop.share)
+        return ValueError(
+            f"Auto(memory={self.memory}): the gradient of this loop stores at least one carry, which has {least} "
+            f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
+            "as much makes it three to four times as fast."
+        )

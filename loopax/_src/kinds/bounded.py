@@ -1,9 +1,10 @@
 """`Bounded`: every carry is stored, and every step evaluated again for its derivative."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from loopax._src import core
-from loopax._src.kinds.base import Kind, need_bound
+from loopax._src.core import Cost, EveryCarry, Kind, LoopFacts
+from loopax._src.kinds.every_step import cost_of_rows
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,13 @@ class Bounded(Kind):
     or a static length.
     """
 
-    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del fixed, bound_is_loose
-        need_bound(self, bound)
-        return core.EveryCarry()
+    needs_bound: ClassVar[bool] = True
+
+    def plan(self, loop: LoopFacts) -> EveryCarry:
+        """See `Kind.plan`."""
+        del loop
+        return EveryCarry()
+
+    def cost(self, loop: LoopFacts) -> Cost | None:
+        """See `Kind.cost`."""
+        return cost_of_rows(loop, loop.step.carry_bytes, evaluations=1)

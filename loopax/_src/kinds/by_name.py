@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
+from loopax._src.core import Kind
 from loopax._src.kinds.auto import Auto
-from loopax._src.kinds.base import Kind
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.lax import Lax

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from loopax._src import core
-from loopax._src.kinds.base import Kind
+from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts
 from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
 
 _CHECKPOINTS = Why(
     "how much memory a gradient uses",
@@ -52,7 +52,26 @@ class Checkpointed(Kind):
             number = positive_int(what, self.checkpoints, "stored carries", _CHECKPOINTS)
             object.__setattr__(self, "checkpoints", number)
 
-    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del bound, bound_is_loose
-        return core.Checkpoints(self.checkpoints, always_to_bound=fixed)
+    def __repr__(self) -> str:
+        """As a user writes it."""
+        return "Checkpointed()" if self.checkpoints is None else f"Checkpointed(checkpoints={self.checkpoints})"
+
+    def plan(self, loop: LoopFacts) -> Checkpoints:
+        """See `Kind.plan`."""
+        return Checkpoints(self.checkpoints, always_to_bound=loop.is_fixed)
+
+    def cost(self, loop: LoopFacts) -> Cost:
+        """See `Kind.cost`."""
+        count, size = self._carries(loop), loop.step.carry_bytes
+        return Cost(count * size, time=2 * loop.step.evaluation, stored=f"{count} carries of {size} bytes")
+
+    def within(self, memory: int, loop: LoopFacts) -> "Checkpointed":
+        """As it is, if its carries fit into so many bytes; else with as many checkpoints as do."""
+        size = loop.step.carry_bytes
+        return self if self._carries(loop) * size <= memory else Checkpointed(memory // size)
+
+    def _carries(self, loop: LoopFacts) -> int:
+        """How many are stored, at most."""
+        if loop.bound is None:
+            return self.checkpoints or DEFAULT_SLOTS
+        return self.checkpoints or saved_carries(loop.bound, loop.step.carry_bytes)

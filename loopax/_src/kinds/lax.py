@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from loopax._src import core
-from loopax._src.kinds.base import Kind
+from loopax._src.core import EveryResidual, Kind, LoopFacts, NoReverseMode, Plan
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,11 @@ class Lax(Kind):
     Body evaluations for forward and gradient: n. Bound: not needed.
     """
 
-    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del bound, bound_is_loose
-        if fixed:
-            return core.EveryResidual()
-        return core.Nothing(
+    def plan(self, loop: LoopFacts) -> Plan:
+        """See `Kind.plan`."""
+        if loop.is_fixed:
+            return EveryResidual()
+        return NoReverseMode(
             ValueError,
             "reverse mode through a loop of kind `Lax()` whose number of steps is not fixed when it is traced. "
             "Choose a kind that has it: `Checkpointed()` (some carries), or, with a static bound such as `max_steps=`, "

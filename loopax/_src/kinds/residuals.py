@@ -1,9 +1,10 @@
 """`Residuals`: what the derivative of every step needs is stored, and nothing evaluated again."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from loopax._src import core
-from loopax._src.kinds.base import Kind, need_bound
+from loopax._src.core import Cost, EveryResidual, Kind, LoopFacts
+from loopax._src.kinds.every_step import cost_of_rows
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,13 @@ class Residuals(Kind):
     or a static length.
     """
 
-    def storage(self, bound: int | None, fixed: bool, bound_is_loose: bool) -> core.Storage:
-        """See `Kind.storage`."""
-        del fixed, bound_is_loose
-        need_bound(self, bound)
-        return core.EveryResidual()
+    needs_bound: ClassVar[bool] = True
+
+    def plan(self, loop: LoopFacts) -> EveryResidual:
+        """See `Kind.plan`."""
+        del loop
+        return EveryResidual()
+
+    def cost(self, loop: LoopFacts) -> Cost | None:
+        """See `Kind.cost`."""
+        return cost_of_rows(loop, loop.step.residual_bytes, evaluations=0)

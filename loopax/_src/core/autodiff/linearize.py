@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.jvp import (
     jvp_loop,
     refuse_effects,
@@ -18,6 +17,7 @@ from loopax._src.core.autodiff.jvp import (
 )
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.partial_eval_rule import assemble, linear_inputs, run_known
+from loopax._src.core.autodiff.planning import planned
 from loopax._src.core.autodiff.transpose import linear_loop_p
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome
 from loopax._src.core.jaxpr.operand_groups import append_each, map_leaves, select_each
@@ -79,7 +79,7 @@ def _run_in_parts(
     """The results, None for those that are unknown now, and a function from all inputs to all results."""
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
-    loop = resolved(bound.loop, unknown)
+    loop = planned(bound.loop, unknown)
     parts = partial_eval(loop, unknown)
     known, given = run_known(loop, parts, low, high, bound.inputs(inputs))
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
-from loopax._src.core.ir.kind import Checkpoints, EveryResidual, Nothing, saving_for
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
+from loopax._src.core.ir.plan import Plan
 from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
@@ -55,8 +55,13 @@ class PartialEval(NamedTuple):
 
 @weakly_cached
 def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
-    """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
-    if isinstance(loop.storage, EveryResidual):
+    """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs.
+
+    The loop's storage is a plan already (`planning.py`).
+    """
+    plan = loop.storage
+    assert isinstance(plan, Plan)
+    if plan.stores_residuals:
         return _keep_residuals(loop, unknown)
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
@@ -77,19 +82,16 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
         **traversal(loop),
     )
-    return _handing_over_states(loop, PartialEval(known, part, unknown, outputs, uses, last))
+    return _handing_over_states(loop, plan, PartialEval(known, part, unknown, outputs, uses, last))
 
 
-def _handing_over_states(loop: Loop, parts: PartialEval) -> PartialEval:
-    """Let the known loop keep the states that the linear part uses, as the loop's storage says."""
-    if isinstance(loop.storage, Nothing) or not any(parts.states):
+def _handing_over_states(loop: Loop, plan: Plan, parts: PartialEval) -> PartialEval:
+    """Let the known loop keep the states that the linear part uses, as planned."""
+    if plan.error or not any(parts.states):
         return parts
-    if isinstance(loop.storage, Checkpoints):
-        states = select(parts.states, parts.known.output_avals.carry)
-        saving = loop.saving or saving_for(loop.storage, loop.bound, num_bytes(states), not loop.predicated)
-        if saving:
-            return _keep_some_carries(parts, saving)
-    return _keep_every_carry(parts)
+    carry_bytes = num_bytes(select(parts.states, parts.known.output_avals.carry))
+    saving = loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated)
+    return _keep_some_carries(parts, saving) if saving else _keep_every_carry(parts)
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:

@@ -7,8 +7,8 @@ JAX asks where a loop stands in a body that is evaluated partially; for the deri
 from collections.abc import Sequence
 from typing import Any
 
-from loopax._src.core.autodiff.auto_policy import resolved
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
+from loopax._src.core.autodiff.planning import planned
 from loopax._src.core.autodiff.transpose import LinearOperands, linear_loop_p, transpose_linear_loop, type_of_linear
 from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
@@ -97,7 +97,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if low or high or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     masks = map_leaves(bool, loop.inputs(unknown))
-    loop = resolved(loop, masks)
+    loop = planned(loop, masks)
     parts = partial_eval(loop, masks)
     nothing_known = all(flatten(parts.unknown_outputs))
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
@@ -122,7 +122,7 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
         return [None] * (2 + len(operands))
     inputs = loop.inputs(operands)
     unknown = map_leaves(ad.is_undefined_primal, inputs)
-    loop = resolved(loop, unknown)
+    loop = planned(loop, unknown)
     parts = partial_eval(loop, unknown)
     _, given = run_known(loop, parts, low, high, inputs)
     ct = loop.results(cts)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.ir.kind import Nothing, Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
+from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.cost import step_limits
@@ -51,6 +51,12 @@ class LinearLoop(NamedTuple):
     saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
     stages: Stages | None = None  # as in `Loop`
+
+    @property
+    def plan(self) -> Plan:
+        """What the known loop stores: its kind has been asked."""
+        assert isinstance(self.storage, Plan)
+        return self.storage
 
     @property
     def masks(self) -> LoopInputs:
@@ -223,8 +229,8 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
 
 def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOperands, avals: LoopInputs) -> LoopInputs:
     """Cotangents of the linear inputs, whose types are `avals`, from those of the linear carry and of ys."""
-    if isinstance(linear.storage, Nothing):
-        raise linear.storage.error(linear.storage.message)
+    if error := linear.plan.error:
+        raise error
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     step = transposed_step(linear, nonzero_ys)
     start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]

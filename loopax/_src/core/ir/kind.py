@@ -1,67 +1,98 @@
-"""What reverse mode stores of a loop: the part of a kind that the core needs to know."""
+"""The seam between kinds and the core: a kind is asked for its plan where a gradient of a loop is taken."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
-from loopax._src import schedule
-from loopax._src.schedule.saving import Saving
+from loopax._src.core.ir.plan import Plan, Storage
 
-# Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
+
+class StepFacts(NamedTuple):
+    """What one step of a loop stores and costs."""
+
+    carry_bytes: int  # the part of the carry that the derivative of a step needs
+    residual_bytes: int  # all that it needs, if no step is evaluated again
+    evaluation: float  # evaluating the step once, in the time of a byte that is stored to memory and read again
+
+
+class Cost(NamedTuple):
+    """What a kind costs for a loop."""
+
+    memory: float  # bytes that a gradient stores, at most
+    time: float  # per step, beyond one evaluation and its derivative, in the unit of `StepFacts.evaluation`
+    stored: str = ""  # what is stored, for `explain`
+
+
+@dataclass(frozen=True, eq=False)
+class LoopFacts:
+    """What a kind may know of a loop whose gradient is taken. Batches that `jax.vmap` makes are in the sizes."""
+
+    bound: int | None  # the most steps
+    is_fixed: bool  # it always takes as many steps as its bound
+    bound_is_loose: bool  # it may take far fewer
+    length_is_known: bool  # when it starts: no condition stops it
+    sizes_are_known: bool  # when it is traced; not so where `jax.export` has symbolic dimensions
+    share: float  # of the memory that a kind was given: the loop is one of several that share it
+    measure: Callable[[], StepFacts]
+
+    @cached_property
+    def step(self) -> StepFacts:
+        """Of one step, with what a gradient needs. The first access traces the derivative of the body twice."""
+        return self.measure()
+
+
+class Kind(ABC):
+    """A strategy for reverse mode: what a gradient stores. Values and derivatives do not depend on it.
+
+    loopax has `Auto`, `Checkpointed`, `Bounded`, `Residuals` and `Lax`. A subclass of your own has one method, `plan`
+    (docs/write-a-kind.md). Objects are hashable and compare equal where they mean the same, as frozen dataclasses do:
+    they are parts of the keys of JAX's caches.
+    """
+
+    needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
+
+    @abstractmethod
+    def plan(self, loop: LoopFacts) -> Plan:
+        """What to store of this loop. Called where reverse mode or a linearisation is traced, never for values alone.
+
+        Parameters
+        ----------
+        loop
+            The bound, what is known of the length, and, when asked for, the sizes and the cost of a step.
+
+        Returns
+        -------
+        Plan
+            One of `Checkpoints`, `EveryCarry`, `EveryResidual` and `NoReverseMode` of `loopax.kinds`.
+
+        """
+
+    def cost(self, loop: LoopFacts) -> Cost | None:
+        """What the plan costs, in bytes and in time; None if nobody can say. `Auto` compares these."""
+        del loop
+        return None
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """Some carries, from which the others are found again: this many, or about 2 sqrt(bound)."""
+class Asked(Storage):
+    """A kind, which is asked for its plan where a gradient is taken."""
 
-    count: int | None = None
-    always_to_bound: bool = False  # the loop takes as many steps as its bound, always
-    reason: str = ""  # why it was chosen
-
-
-@dataclass(frozen=True)
-class EveryCarry:
-    """The carry before every step; a step is evaluated again for its derivative."""
-
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class EveryResidual:
-    """What the derivative of every step needs; nothing is evaluated again."""
-
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Fastest:
-    """The fastest of the above that fits in so many bytes; `autodiff/auto_policy.py` chooses, for a gradient."""
-
-    memory: int
-    bound_is_loose: bool  # the bound on the steps may be far above what is taken
-    share: float = 1.0  # the part of the memory that is for this loop
+    kind: Kind
+    is_fixed: bool  # these three as in `LoopFacts`
+    bound_is_loose: bool
+    share: float = 1.0
 
     @property
-    def budget(self) -> int:
-        """Bytes for this loop."""
-        return int(self.memory * self.share)
+    def needs_bound(self) -> bool:
+        """See `Storage.needs_bound`."""
+        return self.kind.needs_bound
 
+    def planned(self, facts_for: Callable[["Asked"], LoopFacts]) -> Plan:
+        """See `Storage.planned`."""
+        return self.kind.plan(facts_for(self))
 
-@dataclass(frozen=True)
-class Nothing:
-    """Reverse mode is refused with this error."""
-
-    error: type[Exception]
-    message: str
-
-
-def part_of(storage: "Storage", share: float) -> "Storage":
-    """For one of several loops that together store what one would."""
-    return replace(storage, share=storage.share * share) if isinstance(storage, Fastest) else storage
-
-
-Storage = Checkpoints | EveryCarry | EveryResidual | Fastest | Nothing
-
-
-def saving_for(storage: Checkpoints, bound: int | None, carry_bytes: int, length_known: bool) -> Saving | None:
-    """How a loop saves what the storage asks for; None: the carry before every step."""
-    always = storage.always_to_bound
-    return schedule.saving_for(storage.count, bound, carry_bytes, length_known=length_known, always_to_bound=always)
+    def part(self, share: float) -> "Asked":
+        """See `Storage.part`."""
+        return replace(self, share=self.share * share)

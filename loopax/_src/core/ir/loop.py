@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from jax import core
 
 from loopax._src.core.ir.debug_info import DebugInfo, Names
-from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves

@@ -21,9 +21,9 @@ bodies. So second derivatives store no more than first ones do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
+from loopax._src.core.ir.plan import Storage
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.kind import EveryCarry, EveryResidual
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, trace, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import settled
@@ -125,7 +124,7 @@ def run_free(
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
     single, structure = _as_one(loop)
-    if single.bound is None and isinstance(loop.storage, EveryCarry | EveryResidual):
+    if single.bound is None and loop.storage.needs_bound:
         raise ValueError(FREE_NEEDS_BOUNDS)
     start = jax.tree.leaves(Machine(loop, stepper, low, high, consts, xs).start(carry))
     start = list(map(vary_like, start, single.body.out_avals))

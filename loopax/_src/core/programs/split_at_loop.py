@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.kind import EveryResidual, Storage
 from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
+from loopax._src.core.ir.plan import EveryResidual, Storage
 from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import active_first
-from loopax._src.core.ir.kind import Checkpoints
+from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, run_function, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, zeros

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import take
-from loopax._src.core.ir.kind import EveryResidual
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.util import INDEX, Mask, merge_lists, reject, select, split_list, trace
 
 

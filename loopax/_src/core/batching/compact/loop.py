@@ -17,7 +17,6 @@ from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
 from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_limits, result_axes, run_lanes
 from loopax._src.core.batching.masked_step import hull
-from loopax._src.core.ir.kind import part_of
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
@@ -82,7 +81,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         part = loop._replace(
-            storage=part_of(loop.storage, lanes / max(axis.size, 1)),
+            storage=loop.storage.part(lanes / max(axis.size, 1)),
             reporting=loop.reporting and loop.reporting._replace(size=lanes),
         )
         carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
