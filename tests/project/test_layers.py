@@ -51,6 +51,14 @@ def test_no_file_is_above_and_below_another() -> None:
     assert list(TopologicalSorter(files).static_order())
 
 
+def test_nobody_asks_which_kind_or_plan_a_loop_has() -> None:
+    """A kind is one file: the core asks the object what to do, and never for its class."""
+    concrete = "Auto|Bounded|Checkpointed|Lax|Residuals|Checkpoints|EveryCarry|EveryResidual|NoReverseMode"
+    asks = re.compile(rf"isinstance\([^()]*, .*\b({concrete})\b|\bcase ({concrete})\(|[!=]= ?({concrete})\(")
+    assert asks.search("isinstance(kind, lx.Auto)")
+    assert [file for file in FILES if asks.search(file.read_text())] == []
+
+
 def test_code_stands_below_what_is_public() -> None:
     public_names = re.compile(r"^(from loopax|import loopax)(?!\._src|\._version)", re.MULTILINE)
     allowed = {"public.py", *(f"command/{file.name}" for file in (SOURCE / "command").iterdir())}

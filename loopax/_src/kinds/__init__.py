@@ -1,6 +1,6 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, pytrees, schedule.
+May import: core, core/jaxpr, pytrees, schedule.
 """
 
 from loopax._src.core import Kind
