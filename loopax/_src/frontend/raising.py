@@ -7,7 +7,7 @@ user's line, and nothing behind its text.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import takewhile
 from traceback import FrameSummary, format_list
@@ -80,10 +80,7 @@ def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any], Any]:
 
 
 def _frame(line: Line) -> FrameType:
-    """A frame of this line that nobody has called: a generator's, before it starts."""
-
-    def place() -> Iterator[None]:
-        yield
-
+    """A frame of this line that nobody has called: a generator's, before it starts. All of its code is in one line."""
+    place: Any = lambda: (yield)  # noqa: E731
     code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
     return FunctionType(code, {})().gi_frame
