@@ -122,6 +122,11 @@ def expected_in_shards():
     return in_shards(lambda f, x: f(f(f(x))))(WEIGHT)
 
 
+@pytest.mark.xfail(
+    getattr(jax.config, "jax_remat3", False) and jax.__version_info__ < (0, 12),
+    reason="with its flag `jax_remat3`, JAX 0.10.2 loses which values vary over devices, also without loops",
+    raises=ValueError,
+)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_second_derivatives_of_shared_weights_in_bodies_with_other_programs(kind):
     """All devices take the same steps here: JAX's sums over devices stand inside what a body holds."""
