@@ -5,6 +5,7 @@ from loopax._src.insight.schedule_picture import SchedulePicture, picture
 from loopax._src.schedule.actions import Action
 from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
 from loopax._src.schedule.blocks import block_size, shortest_block, two_level
+from loopax._src.schedule.mixed import Optimum, Prices, Sizes, mixed, mixed_evaluations, mixed_evaluations_from
 from loopax._src.schedule.online import Online, online, online_stored, start, store
 from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
 from loopax._src.schedule.saving import Blocks, Slots, saving_for
@@ -13,7 +14,10 @@ __all__ = [
     "Action",
     "Blocks",
     "Online",
+    "Optimum",
+    "Prices",
     "SchedulePicture",
+    "Sizes",
     "Slots",
     "Stages",
     "advance",
@@ -22,6 +26,9 @@ __all__ = [
     "evaluations",
     "evaluations_from",
     "forward",
+    "mixed",
+    "mixed_evaluations",
+    "mixed_evaluations_from",
     "online",
     "online_stored",
     "picture",

@@ -6,6 +6,7 @@ May import: nothing of loopax.
 from loopax._src.schedule.actions import Action
 from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
 from loopax._src.schedule.blocks import block_size, shortest_block, two_level
+from loopax._src.schedule.mixed import Optimum, Prices, Sizes, mixed, mixed_evaluations, mixed_evaluations_from
 from loopax._src.schedule.online import Online, online, online_stored, start, store
 from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
 from loopax._src.schedule.saving import Blocks, Slots, saving_for
@@ -14,6 +15,9 @@ __all__ = [
     "Action",
     "Blocks",
     "Online",
+    "Optimum",
+    "Prices",
+    "Sizes",
     "Slots",
     "advance",
     "binomial",
@@ -21,6 +25,9 @@ __all__ = [
     "evaluations",
     "evaluations_from",
     "forward",
+    "mixed",
+    "mixed_evaluations",
+    "mixed_evaluations_from",
     "online",
     "online_stored",
     "replay",

@@ -106,12 +106,14 @@ def starts(num_steps: int, slots: int) -> Iterator[int]:
             step += advance(max(num_steps - step, 2), free)
 
 
-def replay(stored: Sequence[int], num_steps: int, slots: int) -> Iterator[Action]:
+def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
     """Reverse all steps from some stored carries: the meaning of what `core/lowering/sweep_binomial.py` compiles.
 
-    The last segment is divided by `advance` until the carries of what remains fit into the free slots,
-    or none is free. These are stored, reversed from the last to the first, and dropped.
+    The last segment is divided by `advance` until what remains fits into the free slots, or none is free.
+    The carries of this run, or its residuals if it `records` them, are stored, and the run is reversed from the
+    last step to the first.
     """
+    reverse_run = _record_run if records else _reverse_run
     kept, end = set(stored), num_steps
     while end > 0:
         step = max(kept)
@@ -122,7 +124,7 @@ def replay(stored: Sequence[int], num_steps: int, slots: int) -> Iterator[Action
             distance = advance(end - step, slots - row)
             yield from (Action("advance", step + i) for i in range(distance))
             step, row = step + distance, row + 1
-        yield from _reverse_run(step, end, kept)
+        yield from reverse_run(step, end, kept)
         end = step
 
 
@@ -144,6 +146,15 @@ def _reverse_run(start: int, end: int, kept: set[int]) -> Iterator[Action]:
         if step in kept:
             kept.remove(step)
             yield Action("drop", step)
+
+
+def _record_run(start: int, end: int, kept: set[int]) -> Iterator[Action]:
+    """Store the residuals of these steps, but not the last one's, which are used at once."""
+    if start in kept:
+        kept.remove(start)
+        yield Action("drop", start)
+    yield from (Action("record", step) for step in range(start, end - 1))
+    yield from (Action("reverse", step) for step in reversed(range(start, end)))
 
 
 def binomial(num_steps: int, slots: int) -> Iterator[Action]:

@@ -34,10 +34,11 @@ def shortest_block(bound: int, checkpoints: int) -> int | None:
     return next(sizes, None)
 
 
-def two_level(num_steps: int, block: int) -> Iterator[Action]:
-    """The schedule for a loop that took `num_steps` steps: the meaning of what `core.block_sweep` compiles.
+def two_level(num_steps: int, block: int, records: bool = False) -> Iterator[Action]:
+    """The schedule for a loop that took so many steps: the meaning of what `core/lowering/sweep_two_level.py` compiles.
 
-    At most `ceil(num_steps / block) + block` carries are stored, and no step is advanced more than twice.
+    At most `ceil(num_steps / block) + block` carries are stored, and no step is advanced more than twice. A replay that
+    `records` stores residuals in place of carries.
     """
     for step in range(num_steps):
         if step % block == 0:
@@ -46,6 +47,11 @@ def two_level(num_steps: int, block: int) -> Iterator[Action]:
     for start in reversed(range(0, num_steps, block)):
         end = min(start + block, num_steps)
         yield Action("restore", start)
+        if records:
+            yield Action("drop", start)
+            yield from (Action("record", step) for step in range(start, end))
+            yield from (Action("reverse", step) for step in reversed(range(start, end)))
+            continue
         for step in range(start, end - 1):
             yield Action("advance", step)
             yield Action("keep", step + 1)

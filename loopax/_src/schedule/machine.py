@@ -10,48 +10,73 @@ from loopax._src.schedule.actions import Action
 class Cost(NamedTuple):
     """What a schedule costs."""
 
-    advances: int
-    most_stored: int
-    repetitions: int  # the most that one step is advanced
+    evaluations: int  # all of them, those for derivatives included
+    most_stored: int  # carries and residuals, in units of memory
+    repetitions: int  # the most that one step is evaluated before its derivative is due
 
 
-def execute(actions: Iterable[Action], num_steps: int) -> Cost:
-    """Carry out a schedule for the gradient of `num_steps` steps.
+class _Machine:
+    """What is stored, and where the machine is."""
+
+    def __init__(self, num_steps: int, carry: int, residuals: int) -> None:
+        self.carries: set[int] = set()
+        self.records: set[int] = set()
+        self.current, self.to_reverse = 0, num_steps
+        self.sizes = carry, residuals
+        self.evaluated = Counter[int]()
+        self.evaluations = 0
+
+    @property
+    def stored(self) -> int:
+        carry, residuals = self.sizes
+        return carry * len(self.carries) + residuals * len(self.records)
+
+    def do(self, action: Action) -> None:
+        step = action.step
+        if not self._can(action):
+            raise ValueError(f"{action} is not possible at step {self.current} with {sorted(self.carries)} stored")
+        match action.name:
+            case "keep":
+                self.carries.add(step)
+            case "restore":
+                self.current = step
+            case "advance" | "record":
+                self.current += 1
+                self.evaluated[step] += 1
+                self.evaluations += 1
+                self.records |= {step} if action.name == "record" else set()
+            case "reverse":
+                self.to_reverse -= 1
+                self.evaluations += step not in self.records
+                self.records.discard(step)
+            case "drop":
+                self.carries.remove(step)
+
+    def _can(self, action: Action) -> bool:
+        step = action.step
+        is_current = step == self.current
+        possible = {
+            "keep": is_current and step not in self.carries,
+            "restore": step in self.carries,
+            "advance": is_current,
+            "record": is_current and step not in self.records,
+            "reverse": step == self.to_reverse - 1 and (is_current or step in self.records),
+            "drop": step in self.carries,
+        }
+        return possible[action.name]
+
+
+def execute(actions: Iterable[Action], num_steps: int, carry: int = 1, residuals: int = 1) -> Cost:
+    """Carry out a schedule for the gradient of `num_steps` steps; `carry` and `residuals` are the sizes of one.
 
     Raises ValueError where an action is not possible, and where the schedule does not differentiate
     every step exactly once, from the last to the first, or leaves something stored.
     """
-    stored: set[int] = set()
-    current, to_reverse = 0, num_steps
-    advances, most_stored = Counter[int](), 0
+    machine, most_stored = _Machine(num_steps, carry, residuals), 0
     for action in actions:
-        _check(action, stored, current, to_reverse)
-        match action.name:
-            case "keep":
-                stored.add(action.step)
-                most_stored = max(most_stored, len(stored))
-            case "restore":
-                current = action.step
-            case "advance":
-                current += 1
-                advances[action.step] += 1
-            case "reverse":
-                to_reverse -= 1
-            case "drop":
-                stored.remove(action.step)
-    if to_reverse or stored:
-        raise ValueError(f"at the end {to_reverse} steps are not differentiated, and {sorted(stored)} still stored")
-    return Cost(advances.total(), most_stored, max(advances.values(), default=0))
-
-
-def _check(action: Action, stored: set[int], current: int, to_reverse: int) -> None:
-    """Whether the machine, in this state, can do this."""
-    possible = {
-        "keep": action.step == current and action.step not in stored,
-        "restore": action.step in stored,
-        "advance": action.step == current,
-        "reverse": action.step == current == to_reverse - 1,
-        "drop": action.step in stored,
-    }
-    if not possible[action.name]:
-        raise ValueError(f"{action} is not possible at step {current} with {sorted(stored)} stored")
+        machine.do(action)
+        most_stored = max(most_stored, machine.stored)
+    if machine.to_reverse or machine.stored:
+        left = sorted(machine.carries | machine.records)
+        raise ValueError(f"at the end {machine.to_reverse} steps are not differentiated, and {left} still stored")
+    return Cost(machine.evaluations, most_stored, max(machine.evaluated.values(), default=0))
