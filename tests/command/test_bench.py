@@ -54,8 +54,8 @@ def test_all_libraries_compute_the_same(build):
     assert rows[0].library.startswith("loopax")
     assert rows[0].ratio == 1.0
     for row in rows:
-        if row.library == "Equinox" and CUSTOM_VJP3 and build is programs.ragged:
-            assert "under vmap, the custom_vjp function" in row.note  # JAX refuses Equinox's rule
+        if row.library == "Equinox" and CUSTOM_VJP3 and build is programs.ragged and row.note:
+            assert "under vmap, the custom_vjp function" in row.note  # some versions of JAX refuse Equinox's rule
             continue
         assert row.note == "", row
         assert row.milliseconds is not None

@@ -37,17 +37,18 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
         assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken
 
 
+@pytest.mark.parametrize("residuals", [False, True])
 @EACH_LENGTH
 @EACH_BUDGET
-def test_counts_are_those_of_the_actions(checkpoints, length_known):
+def test_counts_are_those_of_the_actions(checkpoints, length_known, residuals):
     """The machine also checks each action."""
     for n in [*range(40), 150]:
-        picture = schedule.picture(n, checkpoints, length_known=length_known)
+        picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
         cost = execute(picture.actions, n)
-        assert cost.advances + n == picture.evaluations == picture.forward + picture.replays + picture.derivatives
+        assert cost.evaluations == picture.evaluations == picture.forward + picture.replays + picture.derivatives
         assert cost.most_stored == picture.most_stored <= picture.room
         kinds = [evaluation.kind for evaluation in timeline(picture.actions).evaluations]
-        counts = [picture.forward, picture.replays, picture.derivatives]
+        counts = [picture.forward, picture.replays, n]
         assert [kinds.count(kind) for kind in ("forward", "replay", "derivative")] == counts
 
 

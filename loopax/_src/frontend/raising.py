@@ -7,7 +7,7 @@ user's line, and nothing behind its text.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import takewhile
 from traceback import FrameSummary, format_list
@@ -81,6 +81,8 @@ def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any], Any]:
 
 def _frame(line: Line) -> FrameType:
     """A frame of this line that nobody has called: a generator's, before it starts. All of its code is in one line."""
-    place: Any = lambda: (yield)  # noqa: E731
+
+    def place() -> Iterator[None]: yield  # fmt: skip
+
     code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
     return FunctionType(code, {})().gi_frame

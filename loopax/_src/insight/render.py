@@ -86,7 +86,8 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
 def _stores(loop: LoopExplanation, stored: Stored) -> str:
     if not stored.size:
         return "nothing"
-    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)} = {in_bytes(loop.stored_bytes)}"
+    records = ", or residuals in their place" if stored.records else ""
+    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)} = {in_bytes(loop.stored_bytes)}{records}"
 
 
 def _steps(loop: LoopExplanation) -> str:

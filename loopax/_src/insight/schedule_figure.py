@@ -6,21 +6,35 @@ from loopax._src.extras import optional
 from loopax._src.insight.schedule_timeline import Timeline
 
 SIGNS = {"forward": "/", "replay": "+", "derivative": "\\"}
-COLOURS = {"forward": "#1f4e79", "replay": "#5b9bd5", "derivative": "#c0392b", "stored": "#c4c4c4"}
-LABELS = {"forward": "forward", "replay": "evaluated again", "derivative": "derivative", "stored": "carry stored"}
+BARS = {"carry": "-", "residuals": "="}
+COLOURS = {
+    "forward": "#1f4e79",
+    "replay": "#5b9bd5",
+    "derivative": "#c0392b",
+    "carry": "#c4c4c4",
+    "residuals": "#e8c15a",
+}
+LABELS = {
+    "forward": "forward",
+    "replay": "evaluated again",
+    "derivative": "derivative",
+    "carry": "carry stored",
+    "residuals": "residuals stored",
+}
 
 
 def as_text(found: Timeline, num_steps: int) -> str:
     """One character for each evaluation, a line for each step."""
     rows = [[" "] * len(found.evaluations) for _ in range(num_steps)]
-    for step, start, end in found.stored:
-        rows[step][start:end] = "-" * (end - start)
+    for what, step, start, end in found.stored:
+        rows[step][start:end] = BARS[what] * (end - start)
     for kind, step, time in found.evaluations:
         rows[step][time] = SIGNS[kind]
     width = len(str(num_steps - 1))
     lines = [f"{step:>{width}} |{''.join(rows[step]).rstrip()}" for step in reversed(range(num_steps))]
     legend = f"{'':{width}}  / forward   + evaluated again   \\ derivative   - the carry before this step is stored"
-    return "\n".join([*lines, legend])
+    records = any(what == "residuals" for what, *_ in found.stored)
+    return "\n".join([*lines, legend, *([f"{'':{width}}  = the residuals of this step are stored"] if records else [])])
 
 
 def plot(found: Timeline, num_steps: int, axes: Any) -> Any:
@@ -29,9 +43,11 @@ def plot(found: Timeline, num_steps: int, axes: Any) -> Any:
         axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a schedule").subplots(layout="constrained")[1]
     line_collection = optional("matplotlib.collections", "matplotlib", "A picture of a schedule").LineCollection
     height = _points_per_step(axes, num_steps)
-    bars = [[(start, step), (end, step)] for step, start, end in found.stored]
-    grey = COLOURS["stored"]
-    axes.add_collection(line_collection(bars, colors=grey, linewidths=max(0.55 * height, 0.6), label=LABELS["stored"]))
+    for what in BARS:
+        bars = [[(start, step), (end, step)] for kind, step, start, end in found.stored if kind == what]
+        if bars or what == "carry":
+            width = max(0.55 * height, 0.6)
+            axes.add_collection(line_collection(bars, colors=COLOURS[what], linewidths=width, label=LABELS[what]))
     for kind in SIGNS:
         down = kind == "derivative"
         lines = [

@@ -13,6 +13,7 @@ from loopax._src.schedule.actions import Action
 from loopax._src.schedule.binomial import binomial, evaluations, evaluations_from, forward, replay
 from loopax._src.schedule.blocks import SMALL_STORE_BYTES, two_level
 from loopax._src.schedule.machine import execute
+from loopax._src.schedule.mixed import mixed, mixed_evaluations, mixed_evaluations_from
 from loopax._src.schedule.online import online, online_stored
 from loopax._src.schedule.saving import Blocks, Saving, Slots, saving_for
 
@@ -33,21 +34,25 @@ class SchedulePicture:
         Of the loop.
     saving : Blocks, Slots or None
         What is saved: the carry at the start of every block, some carries in slots, or (None) every carry.
+    records : bool
+        Where steps are evaluated again, their residuals are stored in the place of carries.
     name : str
         The schedule in words.
     actions : tuple of Action
         All of it, in order; made when it is first asked for.
     forward, replays, derivatives, evaluations : int
-        Evaluations of the body in the forward pass, again, for the derivative of each step, and all of them.
+        Evaluations of the body in the forward pass, again, for derivatives, and all of them. The derivative of a step
+        whose residuals are stored evaluates nothing.
     most_stored : int
-        The most carries that are stored at any time.
+        The most carries and residuals of steps that are stored at any time.
     room : int
-        The carries for which the gradient sets memory aside.
+        The carries (or residuals) for which the gradient sets memory aside.
 
     """
 
     num_steps: int
     saving: Saving | None
+    records: bool = False
 
     @property
     def name(self) -> str:
@@ -68,11 +73,11 @@ class SchedulePicture:
     def _actions(self) -> Iterator[Action]:
         match self.saving:
             case Blocks(size):
-                return two_level(self.num_steps, size)
+                return two_level(self.num_steps, size, self.records)
             case Slots(count, True):
-                return binomial(self.num_steps, count)
+                return (mixed if self.records else binomial)(self.num_steps, count)
             case Slots(count):
-                return _online_actions(self.num_steps, count)
+                return _online_actions(self.num_steps, count, self.records)
         return two_level(self.num_steps, 1)
 
     @property
@@ -82,8 +87,11 @@ class SchedulePicture:
 
     @property
     def derivatives(self) -> int:
-        """Evaluations for the derivative of each step."""
-        return self.num_steps
+        """Evaluations for derivatives of steps whose residuals are not stored."""
+        if not self.records:
+            return self.num_steps
+        without = SchedulePicture(self.num_steps, self.saving)
+        return self.num_steps - (without.evaluations - self.evaluations) if isinstance(self.saving, Slots) else 0
 
     @property
     def replays(self) -> int:
@@ -96,11 +104,11 @@ class SchedulePicture:
         n = self.num_steps
         match self.saving:
             case Blocks(size):
-                return 3 * n - -(-n // size)
+                return 2 * n if self.records else 3 * n - -(-n // size)
             case Slots(count, True):
-                return evaluations(n, count)
+                return (mixed_evaluations if self.records else evaluations)(n, count)
             case Slots(count):
-                return evaluations_from(online_stored(n, count), n, count)
+                return (mixed_evaluations_from if self.records else evaluations_from)(online_stored(n, count), n, count)
         return 2 * n
 
     @cached_property
@@ -123,10 +131,11 @@ class SchedulePicture:
         """The counts, after a diagram where it fits into a terminal."""
         parts = f"{self.forward} forward, {self.replays} again, {self.derivatives} for derivatives"
         times = f" ({self.evaluations / self.num_steps:.3g} for each step)" if self.num_steps else ""
+        room = _count(self.room, "carry", "carries") + (" or sets of residuals" if self.records else "")
         counts = [
             f"{_count(self.num_steps, 'step')}; {self.name}",
             f"{_count(self.evaluations, 'evaluation')} of the body{times}: {parts}",
-            f"room for {_count(self.room, 'carry', 'carries')}",
+            f"room for {room}",
         ]
         if self.num_steps > TALLEST or self.evaluations > WIDEST:
             counts[-1] += "; too large for a diagram of text"
@@ -160,7 +169,9 @@ class SchedulePicture:
         return axes
 
 
-def picture(num_steps: int, checkpoints: int | None = None, *, length_known: bool = True) -> SchedulePicture:
+def picture(
+    num_steps: int, checkpoints: int | None = None, *, length_known: bool = True, residuals: bool = False
+) -> SchedulePicture:
     """Show what the gradient of a loop of kind `Checkpointed(checkpoints)` keeps, and what it evaluates again.
 
     ::
@@ -177,6 +188,9 @@ def picture(num_steps: int, checkpoints: int | None = None, *, length_known: boo
     length_known
         True: the number of steps is fixed when the loop is traced. False: it is found while the loop runs, without a
         bound (`while_loop`, `scan` with `stop`).
+    residuals
+        True: the residuals of a step take no more room than a carry, so a loop stores those where it evaluates steps
+        again. `explain` says whether a loop does.
 
     Returns
     -------
@@ -186,7 +200,7 @@ def picture(num_steps: int, checkpoints: int | None = None, *, length_known: boo
     Raises
     ------
     TypeError
-        `num_steps` or `checkpoints` is not an int, `length_known` is not a bool, or one of them is traced.
+        `num_steps` or `checkpoints` is not an int, `length_known` or `residuals` is no bool, or one of them is traced.
     ValueError
         `num_steps` is negative, or `checkpoints` less than 1.
 
@@ -206,7 +220,8 @@ def picture(num_steps: int, checkpoints: int | None = None, *, length_known: boo
     saving = saving_for(
         checkpoints, bound, SMALL_STORE_BYTES + 1, length_known=length_known, always_to_bound=length_known
     )
-    return SchedulePicture(steps, saving)
+    residuals = static_bool("picture(residuals=...)", residuals, _WHY)
+    return SchedulePicture(steps, saving, records=residuals and saving is not None)
 
 
 def _num_steps(value: Any) -> int:
@@ -216,10 +231,10 @@ def _num_steps(value: Any) -> int:
     return steps
 
 
-def _online_actions(num_steps: int, slots: int) -> Iterator[Action]:
+def _online_actions(num_steps: int, slots: int, records: bool) -> Iterator[Action]:
     history = list(islice(online(slots), num_steps))
     yield from forward(history)
-    yield from replay(history[-1] if history else (), num_steps, slots)
+    yield from replay(history[-1] if history else (), num_steps, slots, records)
 
 
 def _count(number: int, one: str, several: str = "") -> str:

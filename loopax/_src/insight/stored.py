@@ -6,8 +6,10 @@ from loopax._src.core import Loop, Plan
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.planning import plan_of
+from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
+from loopax._src.core.lowering.recording import recording_of
 from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.schedule import Slots, evaluations
 
@@ -32,6 +34,8 @@ class Stored:
         How many of these are stored at most, those of a block that is recomputed included.
     size
         Of one of them.
+    records
+        Where steps are evaluated again, their residuals are stored in the place of carries.
     leaves
         Which leaves of the carry are stored.
     evaluations
@@ -44,6 +48,7 @@ class Stored:
     what: str
     carries: int
     size: int
+    records: bool
     leaves: Mask
     evaluations: int | None
 
@@ -69,6 +74,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         "residuals" if plan.stores_residuals else "carries",
         carries if size else 0,
         size,
+        _records(parts),
         _leaves(parts, loop.num_carry),
         _evaluations(pair, plan, parts),
     )
@@ -100,4 +106,12 @@ def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
         return steps
     if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
         return int(_ONLINE * evaluations(steps, saving.count))
-    return SchedulePicture(steps, saving if any(parts.states) else None).evaluations
+    return SchedulePicture(steps, saving if any(parts.states) else None, _records(parts)).evaluations
+
+
+def _records(parts: PartialEval) -> bool:
+    """Whether the reverse sweep records residuals; it may leave out ys that have no cotangent."""
+    if parts.linear.saving is None:
+        return False
+    step = transposed_step(parts.linear, (True,) * len(parts.linear.output_avals.ys))
+    return recording_of(sweep_of(parts.linear, step)) is not None

@@ -47,6 +47,7 @@ from loopax._src.jax_internals.operations import (
 from loopax._src.jax_internals.partial_eval import (
     evaluate_partially,
     is_known,
+    known_now,
     known_value,
     partial_eval_jaxpr,
     stage_unknown,
@@ -163,6 +164,7 @@ __all__ = [
     "is_while",
     "jaxpr_as_fun",
     "keeps_values",
+    "known_now",
     "known_value",
     "lax_loop",
     "mapped_aval",

@@ -18,6 +18,17 @@ def known_value(tracer: Any) -> Any:
     return tracer.pval.get_known() if tracer.is_known() else tracer
 
 
+def known_now(x: Any) -> Any:
+    """What partial evaluation knows of a value in a function that `jax.linear_transpose` traces; None: nothing.
+
+    JAX evaluates such a function partially, and hands what needs no linear operand through as it is; but the results of
+    an equation of which some are linear are tracers, which hold the known ones.
+    """
+    if not isinstance(x, _pe.JaxprTracer):
+        return x
+    return x.pval.get_known() if x.is_known() else None
+
+
 def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Write `primitive` into the program that partial evaluation leaves for later.
 

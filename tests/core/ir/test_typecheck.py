@@ -147,7 +147,7 @@ def test_refuses_operands_of_sweeps():
     consts, init, saved, carry = (3 + sum(static.sizes[:i]) for i in range(4))
     refused(with_operand(eqn, 0, as_bool), "low and high")
     refused(with_operand(eqn, 2, wider), "checkpoint_rows")
-    refused(with_operand(eqn, consts, as_bool), "consts of the forward step")
+    refused(with_operand(eqn, consts, as_bool), "consts")
     refused(with_operand(eqn, init, wider), "init")
     refused(with_operand(eqn, saved, wider), "saved")
     refused(with_operand(eqn, carry, wider), "carry")

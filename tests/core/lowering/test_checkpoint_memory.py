@@ -26,9 +26,9 @@ def unbounded(checkpoints, loop=lx.fori_loop):
 
 @pytest.mark.parametrize("loop", [lx.fori_loop, lx.while_loop])
 def test_memory_is_the_number_of_checkpoints(loop):
-    """Beside what does not depend on them: the current carry, its cotangent, and copies of both."""
+    """Beside what does not depend on them: the current carry, its cotangent, copies of both, the step's residuals."""
     working = unbounded(2, loop) - 2
-    assert working <= 6
+    assert working <= 7
     for checkpoints in (1, 10, 64):
         # A slot also has the number of its step, and more for the online schedule: up to 28 bytes beside 512.
         assert unbounded(checkpoints, loop) - working <= 1.06 * checkpoints
@@ -43,8 +43,8 @@ MORE = [(100, 1), (100, 50), (400, 20), (400, 100), (2500, 1), (2500, 50)]
     ("steps", "checkpoints"), [*BUDGETS, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)]
 )
 def test_memory_with_a_bound(steps, checkpoints):
-    """Also where two levels are used: those inside a replayed block count."""
-    assert carries(lx.Checkpointed(checkpoints), steps) <= 1.06 * checkpoints + 5
+    """Also where two levels are used: what a replayed block stores counts."""
+    assert carries(lx.Checkpointed(checkpoints), steps) <= 1.06 * checkpoints + 6
 
 
 @pytest.mark.parametrize("loop", [lx.fori_loop, lx.while_loop])

@@ -13,8 +13,9 @@ from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.ir.plan import Plan
-from loopax._src.core.jaxpr.dataflow import dependence, dependence_fixpoint, members
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
+from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
@@ -173,21 +174,13 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
     return parts._replace(known=known, linear=linear)
 
 
-class _Residual(NamedTuple):
-    """Where the linear part finds a residual."""
-
-    hoisted: bool  # the same at every step
-    forwarded: int | None  # a row of this known x as it is
-    position: int  # among the outputs of the known body
-
-
 def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
     """Let JAX evaluate the body partially; residuals become constants, rows of xs, or new rows of ys."""
     known, later, outputs = _partial_eval_body(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     num_outputs = flatten(outputs).count(False)
     sizes = [mask.count(False) for mask in unknown]
-    residuals = _classified(known, sizes, range(num_outputs, len(known.out_avals)))
+    residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)))
     rows = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
@@ -210,7 +203,7 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
         outputs,
         uses=unknown._replace(xs=tuple(merge_lists(unknown.xs, x_used, (True,) * sum(unknown.xs)))),
         last=(False,) * loop.num_carry,
-        hoisted=_hoisted(known, sizes, [r.position for r in residuals if r.hoisted]),
+        hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
 
 
@@ -226,39 +219,6 @@ def _partial_eval_body(loop: Loop, unknown: LoopInputs) -> tuple[ClosedJaxpr, Cl
         outputs = outputs._replace(carry=either(outputs.carry, found.carry))
 
 
-def _classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> list[_Residual]:
-    num_consts, num_carry, num_xs = sizes
-    consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
-    inputs = known.jaxpr.invars[first_x : first_x + num_xs]
-    candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
-    hoisted = _computed_from(known, consts, candidates)
-
-    def classify(position: int) -> _Residual:
-        same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
-        return _Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
-
-    return list(map(classify, positions))
-
-
-def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> list[int]:
-    """The outputs that can be computed from these inputs: an equation that they stand in may be all or nothing."""
-
-    def suffice(positions: list[int]) -> bool:
-        used = dce(known, [p in positions for p in range(len(known.out_avals))], False)[1]
-        return all(i in inputs for i, needed in enumerate(used) if needed)
-
-    return positions if suffice(positions) else [p for p in positions if suffice([p])]
-
-
-def _hoisted(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> ClosedJaxpr | None:
-    """Known consts -> residuals that depend on nothing else."""
-    if not positions:
-        return None
-    wanted = [p in positions for p in range(len(known.out_avals))]
-    is_const = [0 < i <= sizes[0] for i in range(len(known.in_avals))]
-    return dce(without_effects(known), wanted, is_const)[0]
-
-
 class _LinearInputs(NamedTuple):
     """What stands for each input of the body of a linear part that reads residuals, behind the row."""
 
@@ -270,7 +230,7 @@ class _LinearInputs(NamedTuple):
     xs: Sequence[Any]
 
 
-def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[_Residual], unknown: LoopInputs) -> ClosedJaxpr:
+def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[Residual], unknown: LoopInputs) -> ClosedJaxpr:
     """(row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y)."""
     function = jaxpr_as_fun(later)
     avals = later.in_avals[: len(residuals)]

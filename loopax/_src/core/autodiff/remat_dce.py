@@ -141,7 +141,7 @@ def sweep_dce(used: list[bool], *rest: Any) -> Any:
         return [False] * len(eqn.invars), None
     carry, ys = sweep.outputs(used)
     keep = needs(sweep, carry, ys)
-    slim = with_inputs(sweep, keep, (*keep.carry, *ys))
+    slim = with_inputs(sweep, keep, ys)
     used_in = [True, True, True, *flatten(SweepOperands.of(keep))]
     return used_in, eqn.replace(
         invars=select(used_in, eqn.invars),

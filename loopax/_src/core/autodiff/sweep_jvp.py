@@ -1,4 +1,4 @@
-"""Forward mode through a reverse sweep: the sweep of both bodies on pairs of primals and tangents."""
+"""Forward mode through a reverse sweep: the sweep of the step on pairs of primals and tangents."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,8 +33,7 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
     consts, state, carry, xs = perturbed
     front, back = xs[: sweep.num_forward_xs], xs[sweep.num_forward_xs :]
     return sweep._replace(
-        forward=jvp_body(sweep.forward, [consts, state, front], [state]),
-        backward=jvp_body(sweep.backward, [consts, carry, state, front, back], [carry, ys]),
+        step=jvp_body(sweep.step, [consts, carry, state, front, back], [carry, state, ys]),
         num_consts=sweep.num_consts + sum(consts),
         num_state=sweep.num_state + sum(state),
         num_carry=sweep.num_carry + sum(carry),
@@ -77,8 +76,8 @@ def sweep_on_pairs(sweep: ReverseSweep, nonzero: SweepOperands) -> SweepOnPairs:
 def sweep_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     """The sweep on pairs of primals and tangents, whose states are pairs as well.
 
-    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; results are `*carry, *ys`. Both
-    bodies become bodies on pairs (`jvp_body`). If a state is perturbed, so is what was saved of it: the forward loop on
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; results are `*carry, *ys`. The
+    step becomes one on pairs (`jvp_body`). If a state is perturbed, so is what was saved of it: the forward loop on
     pairs has saved pairs.
     """
     sweep = ReverseSweep(**params)

@@ -46,10 +46,8 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
     """Evaluate a sweep partially; `unknown` says which inputs are unknown at the start."""
     unknown, ys = sweep_fixpoint(sweep, unknown, typed=False)
     uses = needs(sweep, unknown.carry, ys)
-    forward, backward = bodies(sweep, uses, (*uses.carry, *ys))
     linear = LinearSweep(
-        forward,
-        backward,
+        step_of(sweep, uses, (*uses.carry, *uses.state, *ys)),
         *map(tuple, select_each(uses, unknown)),
         num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
         saving=sweep.saving,
@@ -58,23 +56,18 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
     return SweepPartialEval(known_sweep(sweep, unknown, ys), linear, unknown, ys, uses)
 
 
-def bodies(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Both bodies with these inputs, and these outputs of the backward one."""
-    inputs = [True, *sweep.forward_inputs(keep)]
-    forward, used = dce(sweep.forward, keep.state, inputs)
-    assert used == inputs
+def step_of(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> ClosedJaxpr:
+    """The step with these inputs and these results."""
     inputs = [True, *sweep.backward_inputs(keep)]
-    backward, used = dce(sweep.backward, wanted, inputs)
+    step, used = dce(sweep.step, wanted, inputs)
     assert used == inputs
-    return forward, backward
+    return step
 
 
-def with_inputs(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> ReverseSweep:
-    """The sweep with these inputs, and these outputs of the backward body."""
-    forward, backward = bodies(sweep, keep, wanted)
+def with_inputs(sweep: ReverseSweep, keep: SweepInputs, ys: Sequence[bool]) -> ReverseSweep:
+    """The sweep with these inputs, and these ys."""
     return sweep._replace(
-        forward=forward,
-        backward=backward,
+        step=step_of(sweep, keep, (*keep.carry, *keep.state, *ys)),
         num_consts=sum(keep.consts),
         num_state=sum(keep.state),
         num_carry=sum(keep.carry),
@@ -85,7 +78,7 @@ def with_inputs(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) 
 def known_sweep(sweep: ReverseSweep, unknown: SweepInputs, ys: Mask) -> ReverseSweep:
     """The part of a sweep that depends on nothing unknown; it takes all known operands."""
     keep = map_leaves(not_, unknown)
-    return with_inputs(sweep, keep, (*keep.carry, *invert(ys)))
+    return with_inputs(sweep, keep, invert(ys))
 
 
 def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> SweepInputs:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
-from loopax._src.core.ir.kind import Storage
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import LoopOutputs, run, traversal
+from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
+    SweepOutputs,
     checkpoint_and_sweep,
     checkpointing_loop,
     run_sweep,
@@ -63,8 +64,7 @@ from loopax._src.schedule.saving import Saving
 class LinearSweep(NamedTuple):
     """The static description of the linear part of a reverse sweep."""
 
-    forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
-    backward: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *y), ys all linear
+    step: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *state, *y), ys all linear
     linear_consts: Mask
     linear_state: Mask
     linear_carry: Mask
@@ -85,14 +85,13 @@ class LinearSweep(NamedTuple):
     @property
     def avals(self) -> SweepInputs:
         """The types of consts, states, carry and rows of xs."""
-        return self.whole.of_backward(self.backward.in_avals[1:])
+        return self.whole.backward_avals
 
     @property
     def whole(self) -> ReverseSweep:
         """The whole sweep, known part included."""
         return ReverseSweep(
-            self.forward,
-            self.backward,
+            self.step,
             num_consts=len(self.linear_consts),
             num_state=len(self.linear_state),
             num_carry=len(self.linear_carry),
@@ -104,20 +103,18 @@ class LinearSweep(NamedTuple):
     @property
     def output_avals(self) -> LoopOutputs:
         """The types of the linear carry and of rows of ys, which are all linear."""
-        carry, ys = self.whole.outputs(self.backward.out_avals)
+        carry, _, ys = self.whole.step_outputs(self.step.out_avals)
         return LoopOutputs(select(self.linear_carry, carry), ys)
 
     @property
     def known(self) -> "LinearSweep":
-        """The known part: the same bodies without what is linear."""
-        keep, whole = map_leaves(not_, self.masks), self.whole
-        forward = dce(self.forward, keep.state, [True, *whole.forward_inputs(keep)])[0]
-        outputs = [*keep.carry, *(False for _ in self.output_avals.ys)]
-        backward = dce(self.backward, outputs, [True, *whole.backward_inputs(keep)])[0]
+        """The known part: the same step without what is linear."""
+        keep = map_leaves(not_, self.masks)
+        outputs = [*keep.carry, *keep.state, *(False for _ in self.output_avals.ys)]
+        step = dce(self.step, outputs, [True, *self.whole.backward_inputs(keep)])[0]
         consts, state, carry, xs = ((False,) * sum(mask) for mask in keep)
         return self._replace(
-            forward=forward,
-            backward=backward,
+            step=step,
             linear_consts=consts,
             linear_state=state,
             linear_carry=carry,
@@ -194,14 +191,6 @@ class _StepInputs(NamedTuple):
         return SweepInputs(self.consts, self.state, self.carry, self.xs)
 
 
-class _StepOutputs(NamedTuple):
-    """What stands for the outputs of both bodies."""
-
-    state: Sequence[Any]
-    carry: Sequence[Any]
-    ys: Sequence[Any]
-
-
 def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _StepInputs:
     """The types of the inputs of a transposed step."""
     known, linear = (each(sweep.masks, sweep.avals) for each in (reject_each, select_each))
@@ -210,29 +199,27 @@ def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _StepInputs:
 
 @weakly_cached
 def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
-    """One step of both bodies, transposed.
+    """One step, transposed.
 
     (row, *known consts, *states, *carry, *x, *ct states, *ct carry, *ct y)
     -> (*ct consts, *ct states, *ct carry, *ct x).
     """
-    forward, backward, whole = jaxpr_as_fun(sweep.forward), jaxpr_as_fun(sweep.backward), sweep.whole
+    function, whole = jaxpr_as_fun(sweep.step), sweep.whole
     avals, linear = _step_avals(sweep, nonzero_ys), map_leaves(strong, select_each(sweep.masks, sweep.avals))
-    wanted = _StepOutputs(sweep.linear_state, sweep.linear_carry, nonzero_ys)
+    wanted = SweepOutputs(sweep.linear_carry, sweep.linear_state, nonzero_ys)
 
     def step(row: Any, *operands: Any) -> list[Any]:
         given = unflatten(avals, operands)
 
-        def linear_part(dots: SweepInputs) -> _StepOutputs:
+        def linear_part(dots: SweepInputs) -> SweepOutputs:
             values = merge_each(sweep.masks, given.known, dots)
-            new_state = forward(row, *whole.forward_inputs(values))
-            new_carry, y = whole.outputs(backward(row, *whole.backward_inputs(values)))
-            return select_each(wanted, _StepOutputs(new_state, new_carry, y))
+            return select_each(wanted, whole.step_outputs(function(row, *whole.backward_inputs(values))))
 
-        cts = _StepOutputs(given.ct_state, given.ct_carry, given.ct_ys)
+        cts = SweepOutputs(given.ct_carry, given.ct_state, given.ct_ys)
         (found,) = jax.linear_transpose(linear_part, linear)(cts)
         return flatten(found)
 
-    return trace(step, [sweep.forward.in_avals[0], *flatten(avals)])
+    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
 @weakly_cached
@@ -242,7 +229,7 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     JAX lets the branches of a `cond` share what they hand to the transposed one, by type. So a value that only the
     cotangents of other inputs need can look like one that this part needs, until the other inputs are gone.
     """
-    backward, whole = jaxpr_as_fun(sweep.backward), sweep.whole
+    backward, whole = jaxpr_as_fun(sweep.whole.backward), sweep.whole
     avals, linear = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
 
     def step(row: Any, *operands: Any) -> list[Any]:
@@ -259,7 +246,7 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         (found,) = jax.linear_transpose(linear_part, map_leaves(strong, linear).carry)((given.ct_carry, given.ct_ys))
         return flatten(dots._replace(carry=found))
 
-    return trace(step, [sweep.forward.in_avals[0], *flatten(avals)])
+    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
 @weakly_cached
@@ -282,34 +269,7 @@ def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJa
 
 
 class _PairInputs(NamedTuple):
-    """What stands for each input of the loop on (s, p) behind the row. It reads the known ones."""
-
-    consts: Sequence[Any]
-    state: Sequence[Any]
-    p: Sequence[Any]
-    xs: Sequence[Any]
-    ct_ys: Sequence[Any]
-    carry: Sequence[Any]  # l; nothing unless p depends on it
-
-
-@weakly_cached
-def _forward_pair(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
-    """The loop on (s, p): (row, *known consts, *s, *p, *x, *ct y, [*l]) -> (*s, *p)."""
-    known, of_step = sweep.known, _step_avals(sweep, nonzero_ys)
-    step, reads_carry = _cotangents_of_carry(sweep, nonzero_ys)
-    carry = of_step.carry if reads_carry else []
-    avals = _PairInputs(of_step.consts, of_step.state, of_step.ct_carry, of_step.xs, of_step.ct_ys, carry)
-
-    def body(row: Any, *operands: Any) -> list[Any]:
-        consts, state, p, xs, ct_ys, carry = unflatten(avals, operands)
-        new_state = jaxpr_as_fun(known.forward)(row, *consts, *state, *xs[: known.num_forward_xs])
-        return [*new_state, *jaxpr_as_fun(step)(row, *consts, *state, *carry, *xs, *p, *ct_ys)]
-
-    return trace(body, [sweep.forward.in_avals[0], *flatten(avals)])
-
-
-class _BackInputs(NamedTuple):
-    """What stands for each input of the backward body of the transposed sweep behind the row."""
+    """What stands for each input of the step of the transposed sweep behind the row."""
 
     consts: Sequence[Any]
     carry: Sequence[Any]  # l
@@ -319,29 +279,32 @@ class _BackInputs(NamedTuple):
     p: Sequence[Any]
     xs: Sequence[Any]
     ct_ys: Sequence[Any]
-    extra_xs: Sequence[Any]  # l as rows, where p depends on it; not read here
+    carry_rows: Sequence[Any]  # l as rows, where p depends on it
 
 
 @weakly_cached
-def _backward_pair(sweep: LinearSweep, nonzero_ys: Mask, num_extra_xs: int) -> ClosedJaxpr:
-    """One step of the carry (l, m, ct consts), which reads (s, p); it also returns a row of cotangents of linear xs.
+def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
+    """The step of the transposed sweep, with states (s, p) and the carry (l, m, ct consts).
 
-    (row, *known consts, *l, *m, *ct consts, *s, *p, *x, *ct y, [*l as rows]) -> (*l, *m, *ct consts, *ct x)
+    (row, *known consts, *l, *m, *ct consts, *s, *p, *x, *ct y, [*l as rows])
+    -> (*l, *m, *ct consts, *s, *p, *ct x)
     """
     known, linear = sweep.known, select_each(sweep.masks, sweep.avals)
-    step = jaxpr_as_fun(_transposed_step(sweep, nonzero_ys))
+    known_step, transposed = jaxpr_as_fun(known.step), jaxpr_as_fun(_transposed_step(sweep, nonzero_ys))
+    of_p, reads_carry = _cotangents_of_carry(sweep, nonzero_ys)
     consts, state, carry, xs, m, p, ct_ys = _step_avals(sweep, nonzero_ys)
-    extra = carry if num_extra_xs else []
-    avals = _BackInputs(consts, carry, m, linear.consts, state, p, xs, ct_ys, extra)
+    avals = _PairInputs(consts, carry, m, linear.consts, state, p, xs, ct_ys, carry if reads_carry else [])
 
-    def body(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, m, ct_consts, state, p, xs, ct_ys, _ = unflatten(avals, operands)
-        new_carry = jaxpr_as_fun(known.backward)(row, *consts, *carry, *state, *xs)
-        cts = unflatten(linear, step(row, *consts, *state, *carry, *xs, *m, *p, *ct_ys))
+    def step(row: Any, *operands: Any) -> list[Any]:
+        given = unflatten(avals, operands)
+        consts, carry, m, ct_consts, state, p, xs, ct_ys, carry_rows = given
+        new_p = jaxpr_as_fun(of_p)(row, *consts, *state, *carry_rows, *xs, *p, *ct_ys)
+        new = known.whole.step_outputs(known_step(row, *consts, *carry, *state, *xs))
+        cts = unflatten(linear, transposed(row, *consts, *state, *carry, *xs, *m, *p, *ct_ys))
         sums = (old + new for old, new in zip(ct_consts, cts.consts, strict=True))
-        return [*new_carry, *cts.state, *sums, *cts.xs]
+        return [*new.carry, *cts.state, *sums, *new.state, *new_p, *cts.xs]
 
-    return trace(body, [sweep.forward.in_avals[0], *flatten(avals)])
+    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
 def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSweepOperands) -> SweepInputs:
@@ -352,20 +315,17 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     rows = [*xs, *select(nonzero_ys, cts.ys), *extra]
     states = [*init, *map(written_out, cts.carry)]
 
-    forward = _forward_pair(sweep, nonzero_ys)
-    loop = checkpointing_loop(sweep.whole, forward, len(consts), len(states))
-    out = run(loop, given.low, given.high, consts, states, rows)
-
     avals = select_each(sweep.masks, sweep.avals)
     start = [*carry, *map(zeros, avals.state), *map(zeros, avals.consts)]
     back = sweep.whole._replace(
-        forward=forward,
-        backward=_backward_pair(sweep, nonzero_ys, len(extra)),
+        step=_pair_step(sweep, nonzero_ys),
         num_consts=len(consts),
         num_state=len(states),
         num_carry=len(start),
         num_forward_xs=len(rows),
     )
+    loop = checkpointing_loop(sweep.whole, back.forward, len(consts), len(states))
+    out = run(loop, given.low, given.high, consts, states, rows)
     (checkpoint_rows,) = out.checkpoint_rows
     final, ct_xs = run_sweep(back, given.low, given.high, checkpoint_rows, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split_list(final, [len(carry), len(avals.state)])
@@ -377,10 +337,10 @@ def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     if sweep.bound is None:
         raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
     known = sweep.known
-    inputs, outputs = known.backward.jaxpr.invars, known.backward.jaxpr.outvars
+    inputs, outputs = known.step.jaxpr.invars, known.step.jaxpr.outvars
     first = 1 + len(known.linear_consts)
-    body = replace_jaxpr(known.backward, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
-    whole = known._replace(backward=body).whole
+    step = replace_jaxpr(known.step, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
+    whole = known._replace(step=step).whole
     return list(checkpoint_and_sweep(whole, given.low, given.high, given.known).ys)
 
 

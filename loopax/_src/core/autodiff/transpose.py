@@ -31,9 +31,19 @@ from loopax._src.core.jaxpr.operand_groups import (
     select_each,
     unflatten,
 )
-from loopax._src.core.jaxpr.util import Mask, invert, select, split_list, trace, weakly_cached, written_out
+from loopax._src.core.jaxpr.util import Mask, invert, reject, select, split_list, trace, weakly_cached, written_out
 from loopax._src.core.row_buffers.versions import chained, read_only
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, new_primitive, register, strong, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    dce,
+    jaxpr_as_fun,
+    known_now,
+    new_primitive,
+    register,
+    strong,
+    zeros,
+)
 from loopax._src.schedule.saving import Saving
 
 
@@ -193,14 +203,18 @@ class _LinearOutputs(NamedTuple):
 
 @weakly_cached
 def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
-    """One step backward, with cotangents for those ys that have any (`nonzero_ys`).
+    """One step backward, with cotangents for those ys that have any (`nonzero_ys`), and the known carry behind it.
 
-    (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y) -> (*ct carry, *ct consts, *ct x)
+    (row, *known consts, *ct carry, *ct consts, *known carry, *known x, *ct y)
+    -> (*ct carry, *ct consts, *known carry, *ct x)
 
     For a linear step `c' = A c + B k + D x, y = E c` this is `ct c = A^T ct c' + E^T ct y`, `ct k += B^T ct c'` and `ct
     x = D^T ct c'`. All steps read a constant k, so its cotangents are summed in the carry. One step reads a row of xs,
     so the row's cotangent is a row of ys of the transposed loop, and nothing is added. If steps only read rows of a
     constant (a buffer), the transposed step adds to these rows of its cotangent alone, in place.
+
+    JAX evaluates the linear part partially before it transposes it. What is known is computed then, once for the
+    derivative and for the known carry behind the step.
     """
     function = chained(linear.body)
     read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
@@ -209,20 +223,26 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     known, cts = (each(linear.masks, linear.input_avals) for each in (reject_each, select_each))
     ct_ys = select(nonzero_ys, linear.output_avals.ys)
     avals = _StepInputs(known.consts, cts.carry, cts.consts, known.carry, known.xs, ct_ys)
+    advance = jaxpr_as_fun(known_recurrence(linear))
 
     def step(row: Any, *operands: Any) -> list[Any]:
         given = unflatten(avals, operands)
         known = LoopInputs(given.known_consts, given.known_carry, given.known_xs)
+        known_carry: list[Any] = []
 
         def linear_part(linear_inputs: LoopInputs) -> _LinearOutputs:
             out, last = function(row, *flatten(merge_each(linear.masks, known, linear_inputs)))
+            known_carry[:] = map(known_now, reject(linear.linear_carry, linear.outputs(out).carry))
             return select_each(wanted, _LinearOutputs(*linear.outputs(out), linear.inputs(last[1:]).consts))
 
         (found,) = jax.linear_transpose(linear_part, map_leaves(strong, cts))(
             _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
         )
+        if any(x is None for x in known_carry):  # an equation is evaluated later as a whole
+            known_carry = advance(row, *flatten(known))
         sums = zip(by_row, given.ct_consts, found.consts, strict=True)
-        return [*found.carry, *(new if is_sum else old + new for is_sum, old, new in sums), *found.xs]
+        ct_consts = [new if is_sum else old + new for is_sum, old, new in sums]
+        return [*found.carry, *ct_consts, *known_carry, *found.xs]
 
     return trace(step, [linear.body.in_avals[0], *flatten(avals)])
 
@@ -244,20 +264,24 @@ def _sweep_back(
     linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
 ) -> LoopOutputs:
     """Take the transposed steps in a reverse sweep, which recomputes the known carry before each step."""
+    known, (rows,) = given.known, given.checkpoint_rows
+    sweep = sweep_of(linear, step)
+    return run_sweep(sweep, given.low, given.high, rows, known.consts, known.carry, given.saved, carry, xs)
+
+
+def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
+    """The reverse sweep that takes these transposed steps."""
     assert linear.saving is not None
-    known = given.known
-    backward = ReverseSweep(
-        known_recurrence(linear),
+    consts, carry, xs, *_ = (mask.count(False) for mask in linear.masks)
+    return ReverseSweep(
         step,
-        num_consts=len(known.consts),
-        num_state=len(known.carry),
-        num_carry=len(carry),
-        num_forward_xs=len(known.xs),
+        num_consts=consts,
+        num_state=carry,
+        num_carry=sum(linear.linear_carry) + sum(linear.linear_consts),
+        num_forward_xs=xs,
         saving=linear.saving,
         **traversal(linear),
     )
-    (rows,) = given.checkpoint_rows
-    return run_sweep(backward, given.low, given.high, rows, known.consts, known.carry, given.saved, carry, xs)
 
 
 def _run_back(

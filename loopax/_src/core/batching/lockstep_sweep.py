@@ -23,13 +23,10 @@ from loopax._src.jax_internals import ClosedJaxpr
 def lockstep_sweep(
     sweep: ReverseSweep, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
 ) -> ReverseSweep:
-    """Both bodies for lanes with windows of their own: consts are [lows], [highs], *consts."""
-    state, carry = (True,) * sweep.num_state, (True,) * sweep.num_carry
-    front = xs[: sweep.num_forward_xs]
-    forward = _lanes_body(sweep.forward, axis, windows, window_avals, [consts, state, front])
-    backward = _lanes_body(sweep.backward, axis, windows, window_avals, [consts, carry, (*state, *xs)])
-    num_consts = sweep.num_consts + len(window_avals)
-    return sweep._replace(forward=forward, backward=backward, num_consts=num_consts, stages=None)
+    """The step for lanes with windows of their own: consts are [lows], [highs], *consts."""
+    carry = (True,) * (sweep.num_carry + sweep.num_state)
+    step = _lanes_body(sweep.step, axis, windows, window_avals, [consts, carry, xs])
+    return sweep._replace(step=step, num_consts=sweep.num_consts + len(window_avals), stages=None)
 
 
 def _lanes_body(

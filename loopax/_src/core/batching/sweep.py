@@ -37,11 +37,8 @@ from loopax._src.messages import symbolic_lanes_message
 @weakly_cached
 def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Mask) -> ReverseSweep:
     """The sweep for all lanes at once, where all walk the same rows."""
-    outputs = (*batched.carry, *ys)
-    return sweep._replace(
-        forward=uniform_body(sweep.forward, axis, sweep.forward_inputs(batched), batched.state),
-        backward=uniform_body(sweep.backward, axis, sweep.backward_inputs(batched), outputs),
-    )
+    outputs = (*batched.carry, *batched.state, *ys)
+    return sweep._replace(step=uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs))
 
 
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:

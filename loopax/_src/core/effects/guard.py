@@ -191,10 +191,9 @@ def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    """The sweep with the flag as its first constant; effects of both bodies are guarded."""
+    """The sweep with the flag as its first constant; effects of its step are guarded."""
     sweep = ReverseSweep(**eqn.params)
-    forward, backward = _with_flag(sweep.forward, 1), _with_flag(sweep.backward, 1)
-    sweep = sweep._replace(forward=forward, backward=backward, num_consts=sweep.num_consts + 1)
+    sweep = sweep._replace(step=_with_flag(sweep.step, 1), num_consts=sweep.num_consts + 1)
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
 
 

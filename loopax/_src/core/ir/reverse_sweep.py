@@ -8,6 +8,9 @@ The meaning, where the forward loop walked the rows `low ... high - 1`::
     for row in reversed(rows):
         carry, ys[row] = backward(row, consts, carry, states[row], xs[row])
 
+`forward` and `backward` are two parts of one body, the *step*, which has all results: what both need is computed once
+where both are taken together.
+
 Only some states are stored: `saved` holds those before the rows `checkpoint_rows`, as the forward loop saved them on
 its way. The others are recomputed, segment by segment, from the last to the first (`core/lowering/sweep_two_level.py`,
 `core/lowering/sweep_binomial.py`).
@@ -25,9 +28,9 @@ from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
-from loopax._src.core.jaxpr.util import split_list, stacked
+from loopax._src.core.jaxpr.util import Mask, split_list, stacked, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
-from loopax._src.jax_internals import ClosedJaxpr, new_primitive
+from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 from loopax._src.schedule.saving import Saving, length_known
 
 
@@ -60,21 +63,44 @@ class SweepOperands(NamedTuple):
         return cls(consts, state, state, carry, xs)
 
 
+class SweepOutputs(NamedTuple):
+    """What stands for each result of the step of a sweep."""
+
+    carry: Sequence[Any]
+    state: Sequence[Any]
+    ys: Sequence[Any]
+
+
 class ReverseSweep(NamedTuple):
     """The static description of a reverse sweep."""
 
-    forward: ClosedJaxpr  # (row, *consts, *state, *forward x) -> state
-    backward: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *y)
+    step: ClosedJaxpr  # (row, *consts, *carry, *state, *x) -> (*carry, *state, *y)
     num_consts: int
     num_state: int
     num_carry: int
-    num_forward_xs: int  # the first xs are what `forward` reads; `backward` reads all
+    num_forward_xs: int  # the next state depends on the first xs alone, and never on the carry
     bound: int | None
     saving: Saving  # what the forward loop saved
     reverse: bool  # the direction of `forward`
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
     stages: Stages | None = None  # as in `Loop`
+
+    @property
+    def forward(self) -> ClosedJaxpr:
+        """(row, *consts, *state, *forward x) -> state."""
+        front = (*(True for _ in range(self.num_forward_xs)), *(False for _ in self.xs_range[self.num_forward_xs :]))
+        return _forward(self.step, self.num_consts, self.num_carry, self.num_state, front)
+
+    @property
+    def backward(self) -> ClosedJaxpr:
+        """(row, *consts, *carry, *state, *x) -> (*carry, *y)."""
+        return _backward(self.step, self.num_carry, self.num_state)
+
+    @property
+    def xs_range(self) -> range:
+        """Where the rows of xs stand among the inputs of the step."""
+        return range(1 + self.num_consts + self.num_carry + self.num_state, len(self.step.in_avals))
 
     @property
     def sizes(self) -> list[int]:
@@ -89,12 +115,16 @@ class ReverseSweep(NamedTuple):
         """By name what stands for each leaf of the carry and each of the ys."""
         return LoopOutputs(*split_list(leaves, [self.num_carry]))
 
+    def step_outputs(self, leaves: Sequence[Any]) -> SweepOutputs:
+        """By name what stands for each result of the step."""
+        return SweepOutputs(*split_list(leaves, [self.num_carry, self.num_state]))
+
     def forward_inputs(self, inputs: SweepInputs) -> list[Any]:
         """In the order of the forward body, behind the row."""
         return [*inputs.consts, *inputs.state, *inputs.xs[: self.num_forward_xs]]
 
     def backward_inputs(self, inputs: SweepInputs) -> list[Any]:
-        """In the order of the backward body, behind the row."""
+        """In the order of the step and of the backward body, behind the row."""
         return [*inputs.consts, *inputs.carry, *inputs.state, *inputs.xs]
 
     def of_forward(self, leaves: Sequence[Any]) -> SweepInputs:
@@ -120,17 +150,33 @@ class ReverseSweep(NamedTuple):
     @property
     def forward_avals(self) -> SweepInputs:
         """The types of consts, state and rows of the xs that `forward` reads."""
-        return self.of_forward(self.forward.in_avals[1:])
+        of_step = self.of_backward(self.step.in_avals[1:])
+        return of_step._replace(carry=[], xs=of_step.xs[: self.num_forward_xs])
 
     @property
     def backward_avals(self) -> SweepInputs:
         """The types of consts, state, carry and rows of xs."""
-        return self.of_backward(self.backward.in_avals[1:])
+        return self.of_backward(self.step.in_avals[1:])
 
     @property
     def y_avals(self) -> list[Any]:
         """The types of rows of ys."""
-        return self.backward.out_avals[self.num_carry :]
+        return self.step.out_avals[self.num_carry + self.num_state :]
+
+
+@weakly_cached
+def _forward(step: ClosedJaxpr, num_consts: int, num_carry: int, num_state: int, front: Mask) -> ClosedJaxpr:
+    keep = [True] * (1 + num_consts) + [False] * num_carry + [True] * num_state + list(front)
+    wanted = [False] * num_carry + [True] * num_state + [False] * (len(step.out_avals) - num_carry - num_state)
+    forward, used = dce(step, wanted, keep)
+    assert used == keep
+    return forward
+
+
+@weakly_cached
+def _backward(step: ClosedJaxpr, num_carry: int, num_state: int) -> ClosedJaxpr:
+    num_ys = len(step.out_avals) - num_carry - num_state
+    return dce(step, [True] * num_carry + [False] * num_state + [True] * num_ys, True)[0]
 
 
 reverse_sweep_p = new_primitive("reverse_sweep")
@@ -162,14 +208,13 @@ def as_bound(sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> 
 
 def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:
     """The sweep for devices that take different numbers of steps."""
-    forward, backward = (apart(body, axes) or body for body in (sweep.forward, sweep.backward))
-    return sweep._replace(forward=forward, backward=backward)
+    return sweep._replace(step=apart(sweep.step, axes) or sweep.step)
 
 
 def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
     """The types of the results `*carry, *ys`: the carry as the backward body returns it, ys with `bound` rows."""
     sweep = ReverseSweep(**params)
-    carry = sweep.backward.out_avals[: sweep.num_carry]
+    carry = sweep.step.out_avals[: sweep.num_carry]
     return [*carry, *(stacked(aval, sweep.bound or 0) for aval in sweep.y_avals)]
 
 

@@ -87,17 +87,12 @@ def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
 
 
 def check_sweep(what: str, sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> None:
-    """Raise where operands of these types do not fit one of a sweep's bodies, or its results do not."""
-    forward, backward = sweep.forward_avals, sweep.backward_avals
-    returned = sweep.outputs(sweep.backward.out_avals)
+    """Raise where operands of these types do not fit the step of a sweep, or its results do not."""
+    expected, returned = sweep.backward_avals, sweep.step_outputs(sweep.step.out_avals)
     check_numbers(f"{what}: low and high", window)
-    check_types(f"{what}: consts of the forward step", forward.consts, given.consts)
-    check_types(f"{what}: consts of the backward step", backward.consts, given.consts)
-    check_types(f"{what}: init", forward.state, given.state)
-    check_types(f"{what}: states that the backward step reads", backward.state, forward.state)
-    check_types(f"{what}: states that the forward step returns", forward.state, sweep.forward.out_avals)
-    check_types(f"{what}: carry", backward.carry, given.carry)
-    check_types(f"{what}: carry that the backward step returns", backward.carry, returned.carry)
-    forward_xs = given.xs[: sweep.num_forward_xs]
-    check_rows(f"{what}: xs that the forward step reads", forward.xs, forward_xs, sweep.bound)
-    check_rows(f"{what}: xs", backward.xs, given.xs, sweep.bound)
+    check_types(f"{what}: consts", expected.consts, given.consts)
+    check_types(f"{what}: init", expected.state, given.state)
+    check_types(f"{what}: states that the step returns", expected.state, returned.state)
+    check_types(f"{what}: carry", expected.carry, given.carry)
+    check_types(f"{what}: carry that the step returns", expected.carry, returned.carry)
+    check_rows(f"{what}: xs", expected.xs, given.xs, sweep.bound)

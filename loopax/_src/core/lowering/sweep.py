@@ -5,8 +5,10 @@ from typing import Any
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.jaxpr.varying_axes import unvarying
+from loopax._src.core.lowering.recording import in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_binomial import sweep_slots
 from loopax._src.core.lowering.sweep_common import Track, bodies_of
+from loopax._src.core.lowering.sweep_large import is_large, stack_of, sweep_large
 from loopax._src.core.lowering.sweep_two_level import sweep_blocks
 from loopax._src.core.lowering.while_loop import LoopState
 from loopax._src.jax_internals import zeros
@@ -26,9 +28,14 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     if sweep.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
     track = Track.of(sweep, low, high, checkpoint_rows)
-    bodies, progress = bodies_of(sweep, consts, xs), LoopState(carry, ys, low)
+    progress, recorded = LoopState(carry, ys, low), recording_of(sweep)
+    if recorded is None and is_large(sweep) and (parts := in_two_parts(sweep)):
+        bodies, stack = bodies_of(sweep, consts, xs, parts), stack_of(sweep, track, checkpoint_rows, saved)
+        progress = sweep_large(track, bodies, sweep.y_avals, stack, progress)
+        return [*progress.carry, *progress.ys]
+    bodies = bodies_of(sweep, consts, xs, recorded)
     if isinstance(sweep.saving, Blocks):
-        progress = sweep_blocks(sweep, track, bodies, sweep.saving.size, saved, progress)
+        progress = sweep_blocks(track, bodies, sweep.saving.size, saved, progress)
     else:
         progress = sweep_slots(track, bodies, checkpoint_rows, saved, progress)
     return [*progress.carry, *progress.ys]

@@ -2,7 +2,8 @@
 
 Run by run, from the last to the first: from the last stored state on, states are evaluated again, and
 stored where the binomial schedule says, until all that remain fit into the free slots (but for the very
-last, which is current when it is needed). This run of states is stored, and read on the way back.
+last, which is current when it is needed). This run of states is stored, and read on the way back. Where residuals
+fit into the slots (`recording.py`), the run stores those instead, and no step is evaluated on the way back.
 `schedule.binomial.replay` has the same schedule in Python.
 """
 
@@ -46,10 +47,11 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
 
     def one_run(sweep: BinomialState) -> BinomialState:
         run = _divide(track, bodies, sweep.segment, sweep.end)
-        state, slots = _store_run(track, bodies, run, sweep.end)
-        run = run._replace(state=state, slots=slots)
-        state, progress = _walk_back(track, bodies, run, sweep.end, sweep.progress)
+        last, slots = _store_run(track, bodies, run, sweep.end)
+        run = run._replace(slots=slots)
+        before, progress = _walk_back(track, bodies, run, last, sweep.end, sweep.progress)
         slot = jnp.maximum(run.slot - 1, 0)
+        state = [read(s, slot) for s in slots] if bodies.records else before
         segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, slots)
         return BinomialState(segment, run.step, progress)
 
@@ -69,7 +71,7 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         state, step, slot, stored_steps, slots = segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
-        steps = _forward_steps(track, bodies, segment, stores=False)
+        steps = _steps_ahead(track, bodies, segment)
         passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(
             steps, LoopState(state, [], jnp.int32(0)), distance
         )
@@ -78,45 +80,54 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
     return lax.while_loop(too_long, shorter, segment)
 
 
-def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
-    """The state before the last step, and the slots with those before the others."""
-    steps = _forward_steps(track, bodies, run, stores=True)
-    progress = LoopState(run.state, run.slots, jnp.int32(0))
-    progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
-    return progress.carry, progress.ys
-
-
-def _forward_steps(track: Track, bodies: Bodies, segment: Segment, stores: bool) -> Steps:
-    """The steps of a segment, counted from its start; each may store its state, in one slot after the other."""
+def _steps_ahead(track: Track, bodies: Bodies, segment: Segment) -> Steps:
+    """The steps of a segment, counted from its start."""
 
     def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-            return forward(row_of(position), consts, state), state if stores else []
+            return forward(row_of(position), consts, state), []
 
         return lambda consts: partial(step, consts)
 
-    return bodies.forward.steps(
-        make, track.ahead, track.row(segment.step), written=lambda position: segment.slot + position
-    )
+    return bodies.forward.steps(make, track.ahead, track.row(segment.step))
+
+
+def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
+    """What the last step would store, and the slots with what the others have stored."""
+
+    def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: lambda position, state: replay(row_of(position), consts, state)
+
+    written = lambda position: run.slot + position  # noqa: E731
+    steps = bodies.replay.steps(make, track.ahead, track.row(run.step), written)
+    used = [run.slots[place] for place in bodies.places]
+    progress = LoopState(run.state, used, jnp.int32(0))
+    progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
+    slots = list(run.slots)
+    for place, slot in zip(bodies.places, progress.ys, strict=True):
+        slots[place] = slot
+    if not bodies.records:
+        return progress.carry, slots
+    _, record = bodies.replay.once(track.row(end - 1), progress.carry)
+    return record, slots
 
 
 def _walk_back(
-    track: Track, bodies: Bodies, run: Segment, end: Any, progress: LoopState
+    track: Track, bodies: Bodies, run: Segment, last: list[Any], end: Any, progress: LoopState
 ) -> tuple[list[Any], LoopState]:
-    """Walk the run backward; returns also the state in the slot before it, with which the next one starts."""
-    num_state = len(run.state)
+    """Walk the run backward; returns also what is in the slot before it."""
 
     def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
         def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-            state, carry = split_list(values, [num_state])
-            carry, y = backward(row_of(position), consts, carry, state)
-            before = run.slot + position - 1  # may be -1 after the very last step: any state will do then
-            return [*(read(s, before) for s in run.slots), *carry], y
+            stored, carry = split_list(values, [len(last)])
+            carry, y = backward(row_of(position), consts, carry, stored)
+            before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
+            return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
 
         return lambda consts: partial(step, consts)
 
     steps = bodies.backward.steps(make, track.ahead, track.row(run.step))
-    start = LoopState([*run.state, *progress.carry], progress.ys, end - run.step - 1)
+    start = LoopState([*last, *progress.carry], progress.ys, end - run.step - 1)
     progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
-    state, carry = split_list(progress.carry, [num_state])
-    return state, progress._replace(carry=carry)
+    before, carry = split_list(progress.carry, [len(last)])
+    return before, progress._replace(carry=carry)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.active_sets import FilledOutside, active_of, filled_outside
+from loopax._src.core.lowering.recording import Recording
 from loopax._src.core.lowering.while_loop import Common, RowLoop, Step, Steps, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
@@ -39,6 +41,7 @@ class Track(NamedTuple):
 
 
 RowOf = Callable[[Any], Any]  # position -> row
+Run = Callable[..., list[Any]]  # a body
 
 
 class Body(NamedTuple):
@@ -48,6 +51,14 @@ class Body(NamedTuple):
     consts: list[Any]
     outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
     common: tuple[CommonRows, Callable[..., Any]] | None  # rows that all lanes walk, and the body there
+
+    def once(self, row: Any, *groups: Any) -> Any:
+        """What the body returns at one row."""
+        if self.outside is None:
+            return self.run(row, self.consts, *groups)
+        outside, consts = self.outside, self.consts
+        filled, _ = outside.at(consts, lambda row: active_of(outside, consts, row, []), row)
+        return self.run(row, filled, *groups)
 
     def steps(
         self,
@@ -76,10 +87,17 @@ class Body(NamedTuple):
 
 
 class Bodies(NamedTuple):
-    """Both bodies of a sweep."""
+    """What a sweep evaluates.
+
+    A replay stores something before each step, which the way back reads: the state, or a record of residuals.
+    """
 
     forward: Body  # (row, consts, state) -> state
-    backward: Body  # (row, consts, carry, state) -> (carry, y)
+    replay: Body  # (row, consts, state) -> (state, stored)
+    backward: Body  # (row, consts, carry, stored) -> (carry, y)
+    stored_avals: Sequence[Any]
+    records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
+    places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
 
 
 def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
@@ -92,23 +110,37 @@ def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
     return (high, low) if ahead.reverse else (low, high)
 
 
-def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any]) -> Bodies:
-    """The bodies of a sweep, as they are compiled."""
+def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: Recording | None) -> Bodies:
+    """The bodies of a sweep, as they are compiled. `recorded` says how it records residuals; None: it stores states."""
     rows = common_rows(sweep.backward, consts)
 
-    def forward(body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
+    def forward(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
         return body(row, *consts, *state, *(read(x, row) for x in xs[: sweep.num_forward_xs]))
 
+    def storing_state(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+        return forward(body, row, consts, state), state
+
+    def recording(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+        state, record = split_list(forward(body, row, consts, state), [sweep.num_state])
+        return state, record
+
     def backward(
-        body: Callable[..., list[Any]], row: Any, consts: Sequence[Any], carry: list[Any], state: list[Any]
+        body: Run, row: Any, consts: Sequence[Any], carry: list[Any], stored: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        out = sweep.outputs(body(row, *consts, *carry, *state, *(read(x, row) for x in xs)))
+        out = sweep.outputs(body(row, *consts, *carry, *stored, *(read(x, row) for x in xs)))
         return list(out.carry), list(out.ys)
 
-    def compiled(closed: ClosedJaxpr, run: Callable[..., Any]) -> Body:
-        outside = filled_outside(closed, sweep.num_consts, 0)
+    def compiled(closed: ClosedJaxpr, run: Callable[..., Any], consts: list[Any] = consts) -> Body:
+        outside = filled_outside(closed, len(consts), 0)
         body = outside.body if outside else closed
         common = None if rows is None else (rows, partial(run, unmasked(closed)))
         return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common)
 
-    return Bodies(compiled(sweep.forward, forward), compiled(sweep.backward, backward))
+    ahead = compiled(sweep.forward, forward)
+    if recorded is None:
+        states = sweep.forward_avals.state
+        replay, back = compiled(sweep.forward, storing_state), compiled(sweep.backward, backward)
+        return Bodies(ahead, replay, back, states, False, range(len(states)))
+    hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
+    replay, back = compiled(recorded.ahead, recording), compiled(recorded.back, backward, [*consts, *hoisted])
+    return Bodies(ahead, replay, back, recorded.record_avals(sweep.num_state), True, recorded.places or ())

@@ -1,0 +1,96 @@
+"""Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic
+from loopax._src.core.jaxpr.dataflow import dependence, members
+from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, replace_jaxpr
+
+
+class Residual(NamedTuple):
+    """Where the unknown part finds a residual."""
+
+    hoisted: bool  # the same at every step
+    forwarded: int | None  # a row of this known x as it is
+    position: int  # among the outputs of the known body
+
+
+def classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> list[Residual]:
+    """The residuals at these positions among the outputs of (row, *consts, *carry, *x) -> ...; `sizes` of the three."""
+    num_consts, num_carry, num_xs = sizes
+    consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
+    inputs = known.jaxpr.invars[first_x : first_x + num_xs]
+    candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
+    hoisted = _computed_from(known, consts, candidates)
+
+    def classify(position: int) -> Residual:
+        same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
+        return Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
+
+    return list(map(classify, positions))
+
+
+def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> list[int]:
+    """The outputs that can be computed from these inputs: an equation that they stand in may be all or nothing."""
+
+    def suffice(positions: list[int]) -> bool:
+        used = dce(known, [p in positions for p in range(len(known.out_avals))], False)[1]
+        return all(i in inputs for i, needed in enumerate(used) if needed)
+
+    return positions if suffice(positions) else [p for p in positions if suffice([p])]
+
+
+def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:
+    """Known consts -> residuals that depend on nothing else."""
+    if not positions:
+        return None
+    wanted = [p in positions for p in range(len(known.out_avals))]
+    is_const = [0 < i <= num_consts for i in range(len(known.in_avals))]
+    return dce(known, wanted, is_const)[0]
+
+
+def without_recomputed(
+    known: ClosedJaxpr, given: Sequence[int], positions: Sequence[int], hoisted: Sequence[int]
+) -> tuple[list[int], ClosedJaxpr | None]:
+    """Leave out residuals that cost less to compute from the others than to store: `1 - t` where `t` is stored.
+
+    Those that are the same at every step, at `hoisted`, are left out if they cost nothing (a transpose, zeros). Among
+    the outputs of `known`, residuals are at `positions`; its inputs at `given` need not be stored. Returns the
+    positions that are left, and how the others are computed: (*given, *left) -> others, in their order.
+    """
+    jaxpr = known.jaxpr
+    inputs = [jaxpr.invars[i] for i in given]
+    left, equations = list(positions), list[Any]()
+    for position in sorted(positions, key=lambda p: -num_bytes([known.out_avals[p]])):
+        others = [jaxpr.outvars[p] for p in left if p != position]
+        residual = jaxpr.outvars[position]
+        needed = _equations_for(residual, jaxpr.eqns, {*inputs, *others})
+        if needed is None:
+            continue
+        cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
+        if cost <= (0.0 if position in hoisted else IN_CACHE * num_bytes([residual.aval])):
+            left.remove(position)
+            equations += [eqn for eqn in needed if not any(eqn is other for other in equations)]
+    if len(left) == len(positions):
+        return left, None
+    kept = [jaxpr.outvars[p] for p in left]
+    dropped = [jaxpr.outvars[p] for p in positions if p not in left]
+    in_order = [eqn for eqn in jaxpr.eqns if any(eqn is other for other in equations)]
+    return left, replace_jaxpr(known, [*inputs, *kept], dropped, in_order)
+
+
+def _equations_for(variable: Any, equations: Sequence[Any], given: set[Any]) -> list[Any] | None:
+    """The equations that compute a variable from given ones; None: it needs others, too."""
+    found, needed = list[Any](), {variable}
+    for eqn in reversed(equations):
+        if needed.intersection(eqn.outvars):
+            found.append(eqn)
+            needed.difference_update(eqn.outvars)
+            needed.update(_variables(eqn.invars) - given)
+    return None if needed else found[::-1]
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
