@@ -21,10 +21,14 @@ class Checkpointed(Kind):
     them). Forward and gradient evaluate the body at most 3 n times. N is `max_steps`, the rows of
     `xs`, or a static length.
 
+    While steps are evaluated again, their residuals are stored in the place of carries if they take no
+    more room: each such step is then evaluated once less (Maddison 2024). `explain` says whether they are.
+
     With `checkpoints` as many carries are stored, at most, those of a recomputed block included. A loop
     that knows its length when it starts (`fori_loop`, `scan` without `stop`) needs as few evaluations as
-    possible (Griewank & Walther 2000). One that does not (`while_loop`, `scan` with `stop`) needs at most
-    1.15 times as many (an online schedule after Stumm & Walther 2010), and no bound.
+    are possible with carries alone (Griewank & Walther 2000), or fewer. One that does not (`while_loop`,
+    `scan` with `stop`) needs at most 1.15 times as many (an online schedule after Stumm & Walther 2010),
+    and no bound.
 
     Without a bound and without `checkpoints`, 64 carries are stored. docs/kinds.md has the
     evaluations of every case.
