@@ -13,6 +13,7 @@ from benchmarks import (
     progress,
     ragged,
     recurrences,
+    replays,
     sharded,
     small_bodies,
     stochtrace,
@@ -22,6 +23,7 @@ from benchmarks.groups import Item
 
 WITH_GROUPS = (
     recurrences,
+    replays,
     lanes,
     ragged,
     budgets,

@@ -26,7 +26,6 @@ class Recording(NamedTuple):
     ahead: ClosedJaxpr  # (row, *consts, *state, *forward x) -> (*state, *record)
     hoisted: ClosedJaxpr | None  # consts -> residuals that are the same at every step
     back: ClosedJaxpr  # (row, *consts, *hoisted, *carry, *record, *x) -> (*carry, *y)
-    num_hoisted: int
     places: tuple[int, ...] | None  # the leaf of the state in whose slots each leaf of a record fits; None: not all do
 
     def record_avals(self, num_state: int) -> list[Any]:
@@ -81,7 +80,6 @@ def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
         replace_jaxpr(known, known.jaxpr.invars, [*outputs[:num_state], *(outputs[p] for p in recorded)]),
         hoisted_part(known, num_consts, hoisted),
         _back(sweep, parts),
-        len(hoisted),
         _places(sweep.forward_avals.state, [known.out_avals[p] for p in recorded]),
     )
 
