@@ -37,7 +37,7 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
         assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken
 
 
-@pytest.mark.parametrize("residuals", [False, True])
+@pytest.mark.parametrize("residuals", [pytest.param(False, marks=pytest.mark.slow), True])
 @EACH_LENGTH
 @EACH_BUDGET
 def test_counts_are_those_of_the_actions(checkpoints, length_known, residuals):

@@ -22,7 +22,10 @@ from loopax.schedule import (
 )
 
 STEPS, SLOTS = 200, 20
-EACH_NUMBER_OF_SLOTS = pytest.mark.parametrize("slots", range(1, SLOTS + 1))
+FAST = (1, 3, 10, 20)  # in `make test`; the others in `make test-slow`
+EACH_NUMBER_OF_SLOTS = pytest.mark.parametrize(
+    "slots", [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in range(1, SLOTS + 1)]
+)
 
 
 @cache
@@ -31,8 +34,8 @@ def optimum():
 
 
 def lengths(slots):
-    """All of them for few slots and for many, every seventh one between."""
-    return range(0, STEPS + 1, 1 if slots in (1, 3, 20) else 7)
+    """All of them for some, and every third one for the others."""
+    return range(0, STEPS + 1, 1 if slots in (3, 20) else 3)
 
 
 @EACH_NUMBER_OF_SLOTS

@@ -49,7 +49,7 @@ BY_ROWS = lx.Bounded()
 
 
 @pytest.mark.parametrize("n", [11, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))])
-@each_kind
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow), KINDS[2]], ids=repr)
 def test_gradients(kind, n):
     gradient = lambda kind: jax.jit(jax.grad(lambda w, x, rows: steps(kind, n, w, x, rows, n == 2), (0, 1, 2)))
     assert_close(gradient(kind)(W, X, ROWS), gradient(BY_ROWS)(W, X, ROWS))
@@ -107,7 +107,7 @@ def test_buffers(kind):
     assert_close(gradient(kind, X), gradient(BY_ROWS, X))
 
 
-@pytest.mark.parametrize("checkpoints", [3, 64, *(pytest.param(c, marks=pytest.mark.slow) for c in (1, 10))])
+@pytest.mark.parametrize("checkpoints", [3, *(pytest.param(c, marks=pytest.mark.slow) for c in (1, 10, 64))])
 def test_as_many_evaluations_as_the_schedule_says(checkpoints):
     counter = Counter()
     loop = lambda x, n: lx.fori_loop(

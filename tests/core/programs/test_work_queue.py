@@ -61,12 +61,12 @@ def expected(f):
 @pytest.mark.parametrize(
     ("f", "lanes", "kind"),
     [
-        (with_while, 1, lx.Checkpointed()),
+        pytest.param(with_while, 1, lx.Checkpointed(), marks=pytest.mark.slow),
         (with_while, 16, lx.Checkpointed(3)),
         pytest.param(with_scan, 10, lx.Auto(), marks=pytest.mark.slow),  # one of the others
         (with_scan, 64, lx.Checkpointed()),
         (with_while, 8, lx.Bounded()),
-        (with_scan, 8, lx.Residuals()),
+        pytest.param(with_scan, 8, lx.Residuals(), marks=pytest.mark.slow),
     ],
     ids=name_of,
 )
