@@ -33,7 +33,7 @@ def as_text(found: Timeline, num_steps: int) -> str:
     width = len(str(num_steps - 1))
     lines = [f"{step:>{width}} |{''.join(rows[step]).rstrip()}" for step in reversed(range(num_steps))]
     legend = f"{'':{width}}  / forward   + evaluated again   \\ derivative   - the carry before this step is stored"
-    records = any(what == "residuals" for what, *_ in found.stored)
+    records = _has_residuals(found)
     return "\n".join([*lines, legend, *([f"{'':{width}}  = the residuals of this step are stored"] if records else [])])
 
 
@@ -56,9 +56,14 @@ def plot(found: Timeline, num_steps: int, axes: Any) -> Any:
         width = min(max(height, 1.0), 1.8)
         axes.add_collection(line_collection(lines, colors=COLOURS[kind], linewidths=width, label=LABELS[kind]))
     axes.set(xlim=(0, max(len(found.evaluations), 1)), ylim=(-0.5, num_steps + 0.5))
-    axes.set(xlabel="evaluations of the body", ylabel="step")
+    records = _has_residuals(found)
+    axes.set(xlabel="evaluations of the body" + (", derivatives included" if records else ""), ylabel="step")
     axes.legend(loc="upper right", ncols=2, fontsize="small", framealpha=0.9)
     return axes
+
+
+def _has_residuals(found: Timeline) -> bool:
+    return any(what == "residuals" for what, *_ in found.stored)
 
 
 def _points_per_step(axes: Any, num_steps: int) -> float:

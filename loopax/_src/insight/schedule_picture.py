@@ -149,7 +149,7 @@ class SchedulePicture:
         """Draw the schedule: time goes right, steps go up; returns the axes (needs matplotlib).
 
         Dark blue: the forward pass. Light blue: steps that are evaluated again. Red: their derivatives. A grey bar is a
-        carry, from when it is stored to when it is dropped.
+        carry, from when it is stored to when it is dropped; a yellow one is the residuals of a step.
 
         Raises
         ------
