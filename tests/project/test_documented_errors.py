@@ -55,9 +55,7 @@ def test_what_an_error_looks_like_under_jit():
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as raised:
             program.run(PAGE, names)
     assert program.output is not None
-    shown = (
-        program.output.replace("/home/me/solver.py", str(PAGE)).replace("solver.py:31", "PLACE").replace("31", "LINE")
-    )
     line = program.line + 2
-    shown = shown.replace("PLACE", f"docs/errors.md:{line}").replace("LINE", str(line))
+    shown = program.output.replace('/home/me/solver.py", line 31', f'{PAGE}", line {line}')
+    shown = shown.replace("solver.py:31", f"docs/errors.md:{line}")
     assert str(raised.value).splitlines() == shown.splitlines()
