@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlparse
 
 import loopax
+import loopax.kinds
 import loopax.schedule
 
 SITE = Path(__file__).parent.parent / "site"
@@ -17,7 +18,7 @@ LOADS = {
     "source": "src",
     "link": "href",
 }
-MODULES = (loopax, loopax.durable, loopax.schedule, loopax.stochtrace)
+MODULES = (loopax, loopax.durable, loopax.kinds, loopax.schedule, loopax.stochtrace)
 
 
 class Page(HTMLParser):

@@ -1,6 +1,6 @@
-"""What a kind of your own is made of: the class to derive from, what it is told of a loop, and what it may answer."""
+"""What a kind of your own (a subclass of `loopax.Kind`) is told of a loop, and what it may answer."""
 
-from loopax._src.core.ir.kind import Cost, Kind, LoopFacts, StepFacts
+from loopax._src.core.ir.kind import Cost, LoopFacts, StepFacts
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, NoReverseMode, Plan
 
 __all__ = [
@@ -8,7 +8,6 @@ __all__ = [
     "Cost",
     "EveryCarry",
     "EveryResidual",
-    "Kind",
     "LoopFacts",
     "NoReverseMode",
     "Plan",
