@@ -76,6 +76,6 @@ class Checkpointed(Kind):
 
     def _carries(self, loop: LoopFacts) -> int:
         """How many are stored, at most."""
-        if loop.bound is None:
-            return self.checkpoints or DEFAULT_SLOTS
-        return self.checkpoints or saved_carries(loop.bound, loop.step.carry_bytes)
+        if self.checkpoints is not None:
+            return self.checkpoints
+        return DEFAULT_SLOTS if loop.bound is None else saved_carries(loop.bound, loop.step.carry_bytes)

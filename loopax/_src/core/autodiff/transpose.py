@@ -223,7 +223,6 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     known, cts = (each(linear.masks, linear.input_avals) for each in (reject_each, select_each))
     ct_ys = select(nonzero_ys, linear.output_avals.ys)
     avals = _StepInputs(known.consts, cts.carry, cts.consts, known.carry, known.xs, ct_ys)
-    advance = jaxpr_as_fun(known_recurrence(linear))
 
     def step(row: Any, *operands: Any) -> list[Any]:
         given = unflatten(avals, operands)
@@ -239,7 +238,7 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
             _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
         )
         if any(x is None for x in known_carry):  # an equation is evaluated later as a whole
-            known_carry = advance(row, *flatten(known))
+            known_carry = jaxpr_as_fun(known_recurrence(linear))(row, *flatten(known))
         sums = zip(by_row, given.ct_consts, found.consts, strict=True)
         ct_consts = [new if is_sum else old + new for is_sum, old, new in sums]
         return [*found.carry, *ct_consts, *known_carry, *found.xs]
@@ -272,7 +271,7 @@ def _sweep_back(
 def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
     """The reverse sweep that takes these transposed steps."""
     assert linear.saving is not None
-    consts, carry, xs, *_ = (mask.count(False) for mask in linear.masks)
+    consts, carry, xs = (mask.count(False) for mask in linear.masks)
     return ReverseSweep(
         step,
         num_consts=consts,

@@ -94,12 +94,7 @@ def _steps_ahead(track: Track, bodies: Bodies, segment: Segment) -> Steps:
 
 def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
     """What the last step would store, and the slots with what the others have stored."""
-
-    def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: lambda position, state: replay(row_of(position), consts, state)
-
-    written = lambda position: run.slot + position  # noqa: E731
-    steps = bodies.replay.steps(make, track.ahead, track.row(run.step), written)
+    steps = bodies.replay_steps(track.ahead, track.row(run.step), written=lambda position: run.slot + position)
     used = [run.slots[place] for place in bodies.places]
     progress = LoopState(run.state, used, jnp.int32(0))
     progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)

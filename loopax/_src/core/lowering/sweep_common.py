@@ -99,6 +99,14 @@ class Bodies(NamedTuple):
     records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
     places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
 
+    def replay_steps(self, ahead: RowLoop, start: Any, written: RowOf) -> Steps:
+        """The steps of a replay from the row `start`; a position stores in the row that `written` says."""
+
+        def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+            return lambda consts: lambda position, state: replay(row_of(position), consts, state)
+
+        return self.replay.steps(make, ahead, start, written)
+
 
 def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
     """The first position and the one behind the last."""

@@ -45,11 +45,7 @@ def _replay_block(
     ahead: RowLoop, bodies: Bodies, start: Any, length: Any, state: list[Any], stored: list[Any]
 ) -> list[Any]:
     """Evaluate the steps of one block again, into `stored`; the last state needs no step after it."""
-
-    def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: lambda position, state: replay(row_of(position), consts, state)
-
-    steps = bodies.replay.steps(make, ahead, start, written=lambda position: position)
+    steps = bodies.replay_steps(ahead, start, written=lambda position: position)
     progress = LoopState(state, stored, jnp.int32(0))
     progress = RowLoop(reverse=False, unroll=ahead.unroll).run(
         steps, progress, length if bodies.records else length - 1
