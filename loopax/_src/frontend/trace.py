@@ -39,7 +39,6 @@ from loopax._src.jax_internals import (
 )
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
-from loopax._src.messages import kind_needs_bound
 from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw_numbered
 from loopax._src.nnx.writeback import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
 from loopax._src.nnx.xs_writeback import WrittenRows, written_rows
@@ -135,8 +134,7 @@ def run(
     frozen = freeze(init)
     refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
     step = references.step(step)
-    if loop_spec.kind.needs_bound and extent.bound is None:
-        raise ValueError(kind_needs_bound(loop_spec.kind))
+    storage = core.Asked.of(loop_spec.kind, extent.bound, fixed, extent.bound_is_loose)
     x_arrays, x_spec = pack(freeze(xs))
     traced, arrays, spec = _trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
@@ -157,7 +155,7 @@ def run(
         reverse=loop_spec.reverse,
         predicated=goes_on is not None,
         unroll=loop_spec.unroll,
-        storage=core.Asked(loop_spec.kind, fixed, extent.bound_is_loose),
+        storage=storage,
         stages=loop_spec.lanes.stages,
         reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
         debug_info=core.DebugInfo(

@@ -7,7 +7,6 @@ from loopax._src.core import Asked, Kind, Loop
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, replace_jaxpr
-from loopax._src.messages import kind_needs_bound
 
 
 def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
@@ -34,9 +33,7 @@ def _loop(loop: Loop, kind: Kind) -> Loop:
     body, debug_info = with_kind(loop.body, kind), loop.debug_info
     if debug_info is None:
         return loop._replace(body=body)
-    if kind.needs_bound and loop.bound is None:
-        raise ValueError(kind_needs_bound(kind))
-    storage = Asked(kind, debug_info.fixed, debug_info.bound_is_loose)
+    storage = Asked.of(kind, loop.bound, debug_info.fixed, debug_info.bound_is_loose)
     return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from loopax._src.core.ir.plan import Plan, Storage
+from loopax._src.messages import kind_needs_bound
 
 
 class StepFacts(NamedTuple):
@@ -83,6 +84,13 @@ class Asked(Storage):
     is_fixed: bool  # these three as in `LoopFacts`
     bound_is_loose: bool
     share: float = 1.0
+
+    @classmethod
+    def of(cls, kind: Kind, bound: int | None, is_fixed: bool, bound_is_loose: bool) -> "Asked":
+        """For a loop with this bound; raises where the kind needs one and there is none."""
+        if kind.needs_bound and bound is None:
+            raise ValueError(kind_needs_bound(kind))
+        return cls(kind, is_fixed, bound_is_loose)
 
     @property
     def needs_bound(self) -> bool:
