@@ -12,8 +12,19 @@ from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent, fori_extent, while_extent
 from loopax._src.frontend.limits import Limits
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, take_references
+from loopax._src.frontend.run import Finished, LoopSpec, run
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.frontend.steps import always, fori_step, scan_rows, scan_step, while_step
+from loopax._src.frontend.steps import (
+    always,
+    fori_inverse,
+    fori_step,
+    functions_and_inverse,
+    scan_inverse,
+    scan_rows,
+    scan_step,
+    while_inverse,
+    while_step,
+)
 from loopax._src.function_names import Called
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
@@ -103,9 +114,11 @@ def while_loop(
     goes_on, call = while_step(options, cond_fun, body_fun)
     functions = body_fun, cond_fun
     called = Called("while_loop", functions, ("carry",))
-    step = tracing.Step(call, "body_fun of while_loop", functions, ("while_loop", options.key_spec), called)
+    spec, inverse = ("while_loop", options.key_spec), while_inverse(options)
+    keys = functions_and_inverse(options, *functions)
+    step = tracing.Step(call, "body_fun of while_loop", keys, spec, called, inverse)
     extent = while_extent(options.max_steps)
-    done = tracing.run(step, _loop_spec(options, extent, body_fun), options.extras, init_val, None, goes_on)
+    done = run(step, _loop_spec(options, extent, body_fun), options.extras, init_val, None, goes_on)
     carry, _, loop_info = _finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
@@ -181,9 +194,11 @@ def fori_loop(
     call = fori_step(options, body_fun, is_weak)
     spec = ("fori_loop", is_weak, options.key_spec)
     called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
-    step = tracing.Step(call, "body_fun of fori_loop", (body_fun,), spec, called)
+    inverse = fori_inverse(options, is_weak)
+    keys = functions_and_inverse(options, body_fun)
+    step = tracing.Step(call, "body_fun of fori_loop", keys, spec, called, inverse)
     loop_spec = _loop_spec(options, extent, body_fun, unroll=unroll)
-    done = tracing.run(step, loop_spec, [first, *options.extras], init_val, None, None)
+    done = run(step, loop_spec, [first, *options.extras], init_val, None, None)
     carry, _, loop_info = _finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
@@ -293,7 +308,7 @@ def scan_spec(
     length: Any,
     reverse: Any,
     unroll: Any,
-) -> tracing.LoopSpec:
+) -> LoopSpec:
     """Which rows a scan walks and how; an error where an argument does not fit."""
     extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
     unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stop is not None)
@@ -302,15 +317,15 @@ def scan_spec(
 
 def _loop_spec(
     options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
-) -> tracing.LoopSpec:
+) -> LoopSpec:
     reporter = options.reporter(function)
-    return tracing.LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, reporter)
+    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, reporter)
 
 
 def run_scan(
     body: ScanBody,
     options: arguments.Options,
-    loop_spec: tracing.LoopSpec,
+    loop_spec: LoopSpec,
     init: PyTree[Any],
     xs: PyTree[Any],
     references: ReferenceRows = NO_REFERENCES,
@@ -321,13 +336,14 @@ def run_scan(
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     spec = (words.name, extent.capacity is None, options.key_spec, body.options)
     called = Called(words.name, body.functions, body.parameters)
-    step = tracing.Step(call, words.where, body.functions, spec, called)
-    done = tracing.run(step, loop_spec, options.extras, init, xs, None if stop is None else always, references)
+    keys, inverse = functions_and_inverse(options, *body.functions), scan_inverse(words, options)
+    step = tracing.Step(call, words.where, keys, spec, called, inverse)
+    done = run(step, loop_spec, options.extras, init, xs, None if stop is None else always, references)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
 
 
-def _finish(options: arguments.Options, extent: Extent, done: tracing.Finished) -> tuple[Any, Any, LoopInfo]:
+def _finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[Any, Any, LoopInfo]:
     """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
     over, goes_on = extent.over_limit, done.goes_on
     if over is True and goes_on is None and options.throw:

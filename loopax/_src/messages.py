@@ -123,3 +123,19 @@ def symbolic_lanes_message(size: Any) -> str:
         "are decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
         "lanes='lockstep'."
     )
+
+
+def inverse_message(what: str) -> str:
+    """Why a kind with an inverse is refused."""
+    return (
+        f"{what} does not take a kind that brings an inverse. Choose another kind, such as `Checkpointed()`, or write "
+        "the loop as a while_loop, fori_loop or scan of its own."
+    )
+
+
+def inverse_and_references_message(where: str) -> str:
+    """Why a body that changes mutable arrays is refused."""
+    return (
+        f"{where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot walk back. Pass "
+        "its value through the carry."
+    )

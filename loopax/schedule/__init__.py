@@ -4,7 +4,7 @@ from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.insight.schedule_picture import SchedulePicture, picture
 from loopax._src.schedule.actions import Action
 from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
-from loopax._src.schedule.blocks import block_size, shortest_block, two_level
+from loopax._src.schedule.blocks import LastSteps, block_size, last_steps, shortest_block, two_level
 from loopax._src.schedule.mixed import Optimum, Prices, Sizes, mixed, mixed_evaluations, mixed_evaluations_from
 from loopax._src.schedule.online import Online, online, online_stored, start, store
 from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
@@ -13,6 +13,7 @@ from loopax._src.schedule.saving import Blocks, Slots, saving_for
 __all__ = [
     "Action",
     "Blocks",
+    "LastSteps",
     "Online",
     "Optimum",
     "Prices",
@@ -26,6 +27,7 @@ __all__ = [
     "evaluations",
     "evaluations_from",
     "forward",
+    "last_steps",
     "mixed",
     "mixed_evaluations",
     "mixed_evaluations_from",

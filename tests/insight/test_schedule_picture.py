@@ -11,8 +11,8 @@ from matplotlib import pyplot as plt
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax import schedule
-from loopax._src.core.ir.kind import LoopFacts
-from loopax._src.insight.schedule_picture import MOST_DRAWN
+from loopax._src.core.ir.kind import LoopFacts, StepFacts
+from loopax._src.insight.schedule_picture import MOST_DRAWN, SchedulePicture
 from loopax._src.insight.schedule_timeline import timeline
 from loopax._src.schedule.machine import execute
 
@@ -22,19 +22,22 @@ EACH_LENGTH = pytest.mark.parametrize("length_known", [True, False])
 LARGE = 10**6  # bytes of a carry
 
 
-def never_measured():
-    raise AssertionError("a number of checkpoints does not depend on sizes")
-
-
+@pytest.mark.parametrize("residuals", [True, False])
 @EACH_LENGTH
 @EACH_BUDGET
-def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known):
+def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, residuals):
+    step = StepFacts(LARGE, LARGE if residuals else 10**6 * LARGE, 10.0 * LARGE)
     for n in [*range(70), 400, 1000]:
         kind = lx.Checkpointed(checkpoints)
         bound = n if length_known else None
-        plan = kind.plan(LoopFacts(bound, length_known, False, length_known, True, 1.0, never_measured))
-        taken = plan.saving(bound, LARGE, length_known)
-        assert schedule.picture(n, checkpoints, length_known=length_known).saving == taken
+        plan = kind.plan(LoopFacts(bound, length_known, False, length_known, True, 1.0, lambda: step))
+        picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
+        if plan.stores_residuals:
+            assert picture.evaluations == picture.forward == n
+        else:
+            saving = plan.shown(plan.saving(bound, LARGE, length_known, has_inverse=False))
+            assert SchedulePicture(n, saving, picture.records).actions == picture.actions
+            assert checkpoints is None or picture.room <= checkpoints
 
 
 @pytest.mark.parametrize("residuals", [pytest.param(False, marks=pytest.mark.slow), True])

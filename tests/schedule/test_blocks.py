@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loopax._src.schedule.blocks import SMALL_STORE_BYTES
 from loopax._src.schedule.machine import execute
-from loopax.schedule import block_size, shortest_block, two_level
+from loopax.schedule import block_size, last_steps, shortest_block, two_level
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20, 300])
@@ -32,6 +32,30 @@ def test_block_size_of_ordinary_carries_is_the_square_root():
     assert block_size(9_999, 1_000) == 100
     assert block_size(1, 1_000) == 1
     assert block_size(0, 1_000) == 1
+
+
+@given(st.integers(0, 120), st.integers(0, 200), st.integers(1, 4), st.integers(0, 4))
+def test_last_steps(num_steps, room, carry, residuals):
+    """What they say fits, and is evaluated as often as they say; one more does not fit."""
+    found = last_steps(num_steps, room, carry, residuals)
+    if found is None:
+        return
+    cost = execute(two_level(num_steps, found.block, True, found.recorded), num_steps, carry, residuals)
+    assert cost.most_stored <= room
+    assert cost.evaluations == 2 * num_steps - found.recorded
+    starts = ceil((num_steps - found.recorded) / found.block)
+    assert starts == 0 or starts * carry + (found.recorded + 1) * residuals > room or found.recorded == num_steps - 1
+
+
+@pytest.mark.parametrize(("room", "evaluations"), [(500, 1.5), (64, 1.96), (63, 1.97), (1000, 1.0)])
+def test_last_steps_of_a_thousand(room, evaluations):
+    found = last_steps(1000, room, 1, 1)
+    assert found is not None
+    assert 2 - found.recorded / 1000 <= 1.01 * evaluations
+
+
+def test_too_little_room_for_two_levels():
+    assert last_steps(1000, 62, 1, 1) is None
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5))

@@ -8,7 +8,7 @@ from loopax._src.core import rules
 from loopax._src.core.ir.debug_info import UNNAMED, DebugInfo, Names
 from loopax._src.core.ir.kind import Asked, Cost, Kind, LoopFacts, StepFacts
 from loopax._src.core.ir.loop import Loop, Outcome, run
-from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, NoReverseMode, Plan, Storage
+from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.programs.nested_lanes import run_free
 from loopax._src.core.programs.work_queue import run_queue
@@ -22,6 +22,7 @@ __all__ = [
     "EveryCarry",
     "EveryResidual",
     "Kind",
+    "LastCarry",
     "Loop",
     "LoopFacts",
     "Names",

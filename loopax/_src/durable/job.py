@@ -29,6 +29,7 @@ from loopax._src.durable.writer import Writer
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.run import LoopSpec, first_condition, run
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.frontend.steps import Call, always
 from loopax._src.function_names import Called
@@ -142,9 +143,9 @@ def _walk(job: Job) -> chunks.TakeSteps:
         extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
         step = _step(job)
         name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
-        how = tracing.LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
+        how = LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
         first = always if job.stops else None
-        done = tracing.run(step, how, start, carry, None, first)
+        done = run(step, how, start, carry, None, first)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
         results = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
         return chunks.StepsTaken(done.hand_over(results[0]), thaw(results[1]), *results[2:])
@@ -157,7 +158,7 @@ def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
     if job.condition is None:
         return SavedState(0, True, chunk.first)
     step = tracing.Step(job.call, job.where, (), (), job.called)
-    goes_on, arrays = tracing.first_condition(step, job.condition, chunk.traced.spec, chunk.first)
+    goes_on, arrays = first_condition(step, job.condition, chunk.traced.spec, chunk.first)
     return SavedState(0, bool(goes_on), chunks.placed(arrays))
 
 

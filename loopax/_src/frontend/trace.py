@@ -1,4 +1,4 @@
-"""From a user's functions on pytrees to a loop of the core: trace once, run for any number of steps."""
+"""Tracing a step: from a user's functions on pytrees to the body of a loop, once for the same functions and types."""
 
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -13,36 +13,32 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax._src import core
+from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.core.row_buffers.versions import chained
-from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import (
-    NO_REFERENCES,
-    ReferenceRows,
     refuse_closed_over,
     refuse_other_types,
     refuse_references_in,
 )
 from loopax._src.frontend.rows import refuse_strays
-from loopax._src.frontend.runtime_checks import Check, collecting, failures
+from loopax._src.frontend.runtime_checks import collecting, failures
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    dce,
     is_reference,
+    jaxpr_as_fun,
     open_constants,
+    replace_jaxpr,
     trace_context,
     uses_references,
-    vary_like,
     with_values,
-    zeros,
 )
-from loopax._src.kinds import Kind
-from loopax._src.lanes import Lanes
+from loopax._src.messages import inverse_and_references_message
 from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw_numbered
-from loopax._src.nnx.writeback import Changes, clear_errors, hand_over, refuse_lost_changes, take_back
+from loopax._src.nnx.writeback import Changes, clear_errors, take_back
 from loopax._src.nnx.xs_writeback import WrittenRows, written_rows
-from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import (
     CarryMismatchError,
     Dynamic,
@@ -51,12 +47,8 @@ from loopax._src.pytrees.leaves import (
     in_modules,
     match_carry,
     pack,
-    restore_weak,
     with_arrays,
 )
-
-# The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
-_INITIAL = {"scan": "scan(init=...)", "rollout": "rollout"}
 
 
 @dataclass(frozen=True)
@@ -72,19 +64,8 @@ class Step:
     functions: tuple[Any, ...]
     options: Hashable  # what else `call` depends on
     called: Called  # what JAX's errors name
-
-
-@dataclass(frozen=True)
-class LoopSpec:
-    """The rows that a loop walks, and how."""
-
-    name: str  # of the loop, as the user calls it
-    extent: Extent
-    reverse: bool
-    unroll: int
-    kind: Kind
-    lanes: Lanes
-    reporter: Reporter | None = None  # to whom it tells how far it is
+    # A step back, if the kind has one: (row, extras, carry after a step, x) -> carry before it
+    inverse: Callable[[Any, Sequence[Any], Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +74,7 @@ class Traced:
 
     # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x) -> ([goes on], *carry, *flags, *refs, *y)
     body: ClosedJaxpr
+    inverse: ClosedJaxpr | None  # with the inputs of the body, and its carry: `core/ir/inverse.py`
     closed_over: list[Any]  # values that the user's functions close over
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
@@ -104,129 +86,14 @@ class Traced:
     names: core.Names
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The results of a loop on pytrees, NNX objects in them frozen."""
-
-    num_steps: Any
-    goes_on: Any
-    carry: Any
-    ys: Any
-    checks: list[Check]
-    hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
-
-
-def run(
-    step: Step,
-    loop_spec: LoopSpec,
-    extras: Sequence[Any],
-    init: Any,
-    xs: Any,
-    goes_on: Callable[[Any], Any] | None,
-    references: ReferenceRows = NO_REFERENCES,
-) -> Finished:
-    """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition).
-
-    `references` are those whose values are among xs.
-    """
-    extent = loop_spec.extent
-    fixed = extent.fixed and goes_on is None
-    frozen = freeze(init)
-    refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
-    step = references.step(step)
-    storage = core.Asked.of(loop_spec.kind, extent.bound, fixed, extent.bound_is_loose)
-    x_arrays, x_spec = pack(freeze(xs))
-    traced, arrays, spec = _trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
-    refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
-    references.refuse_closed_over(step.where, traced.references)
-    if extent.capacity is None and any(traced.rows.written):
-        raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
-    first_flag = int(goes_on is not None) + len(arrays)
-    flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
-    start = []
-    if goes_on is not None:
-        first, arrays = first_condition(step, goes_on, spec, arrays)
-        start = [vary_like(first, traced.body.out_avals[0])]
-    loop = core.Loop(
-        traced.body,
-        num_consts=len(traced.closed_over) + len(extras),
-        num_carry=len(start) + len(arrays) + len(flags) + len(traced.references),
-        bound=extent.bound,
-        reverse=loop_spec.reverse,
-        predicated=goes_on is not None,
-        unroll=loop_spec.unroll,
-        storage=storage,
-        stages=loop_spec.lanes.stages,
-        reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
-        debug_info=core.DebugInfo(
-            loop_spec.name, loop_spec.kind, loop_spec.lanes, fixed, extent.bound_is_loose, traced.names
-        ),
-    )
-    consts = [*traced.closed_over, *extras]
-    carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
-    run_loop = core.run_free if loop_spec.lanes.is_free else core.run
-    rows = [x[: extent.bound] for x in x_arrays]
-
-    def run_now() -> core.Outcome:
-        return run_loop(loop, extent.low, extent.high, consts, carry, rows)
-
-    out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-    last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
-    for reference, value in zip(traced.references, values, strict=True):
-        reference[...] = value
-    checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
-    ys = [_pad(y, extent.capacity or 0) for y in out.ys]
-    rows, ys = split_list(ys, [sum(traced.rows.written)])
-    walked = _walked(extent, loop_spec.reverse, out.num_steps)
-    xs_after = traced.rows.xs_after(x_arrays, rows, walked)
-    ys = traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals))
-
-    def hand_over_all(carry: Any) -> Any:
-        hand_over(step.where, xs, xs_after, traced.row_changes)
-        return hand_over(step.where, init, carry, traced.changes)
-
-    return Finished(
-        out.num_steps,
-        last[0] if last else None,
-        spec.unpack(restore_weak(carry, traced.carry_avals)),
-        references.write_back(ys, walked),
-        checks,
-        hand_over_all,
-    )
-
-
 def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
     """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
-    traced = _trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
+    traced = trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
     refuse_closed_over(step.where, traced.references, "Pass its value through the carry")
     return traced
 
 
-def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
-    """Which rows the loop has been at."""
-    rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
-    return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
-
-
-def first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
-    """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
-    given = spec.unpack(arrays)
-    carry, objects = thaw_numbered(given)
-    first = goes_on(carry)
-    if not objects:
-        return first, arrays
-    where = f"cond_fun, which is called before {step.where},"
-    carry, _ = take_back(where, given, objects, carry)
-    return first, match_carry(where, given, spec, carry)
-
-
-def _pad(y: jax.Array, rows: int) -> jax.Array:
-    """Zero rows for those beyond a static bound below the capacity."""
-    missing = rows - y.shape[0]
-    return jnp.pad(y, [(0, missing), *[(0, 0)] * (y.ndim - 1)]) if missing else y
-
-
-def _trace_promoting(
+def trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
 ) -> tuple[Traced, list[Any], Spec]:
     """Trace, and again with arrays for the Python numbers of modules where the body cannot do with numbers.
@@ -305,7 +172,8 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     found: dict[str, Any] = {}
 
     def flat(row: Any, *operands: Any) -> list[Any]:
-        given, arrays, x = split_list(operands, [len(extras), len(spec.avals)])
+        given, arrays, x, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
+        before = flat_inverse(row, given, after, x) if step.inverse else []
         start = spec.unpack(arrays)
         leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
         x_start = x_rows.unpack(x)
@@ -326,28 +194,80 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = list(flags)
         go = [goes_on] if predicated else []
-        return [*go, *carry, *flags.values(), *rows, *ys]
+        return [*go, *carry, *flags.values(), *rows, *ys, *before]
 
-    _name_in_errors(flat, step.called, len(extras), spec, x_rows)
+    def flat_inverse(row: Any, given: list[Any], after: list[Any], x: list[Any]) -> list[Any]:
+        assert step.inverse is not None
+        where, start = f"the inverse of {step.where}", spec.unpack(after)
+        (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x))
+        with collecting():  # the body has the checks
+            carry = step.inverse(row, given, carry, x)
+        carry, _ = take_back(where, start, objects, carry)
+        return match_carry(where, init, spec, carry)
+
+    after = spec.avals if step.inverse else []
+    _name_in_errors(flat, step.called, len(extras), spec, x_rows, step.inverse is not None)
     with clear_errors(f"{step.where} changes"):
-        raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
+        raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
     open_body, closed_over = open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
     refuse_other_types(step.where, closed_over)
     open_body = with_values(open_body) if uses_references(open_body) else open_body
-    body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, len(found["messages"]), predicated)
+    open_inverse = inverse = None
+    if step.inverse:
+        first = len(closed_over) + 1 + len(extras)
+        open_body, open_inverse = _apart(open_body, range(first, first + len(spec.avals)))
+    num_flags = len(found["messages"])
+    body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, num_flags, predicated)
+    if open_inverse:
+        if any(map(is_reference, closed_over)):
+            raise NotImplementedError(inverse_and_references_message(step.where))
+        sizes = [len(closed_over), len(extras), int(predicated), len(spec.avals), num_flags]
+        inverse = _as_inverse(open_inverse, body, sizes)
     is_mutable = list(map(is_reference, closed_over))
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
     names = _names(body, spec, x_rows, found, predicated, len(references))
-    return Traced(body, constants, references, **found, names=names)
+    return Traced(body, inverse, constants, references, **found, names=names)
 
 
-def _name_in_errors(flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec) -> None:
+def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """A step, and its inverse with the carry after the step in the place of the carry.
+
+    `both` has the carry after the step as its last inputs, and what the inverse returns as its last results.
+    """
+    jaxpr = both.jaxpr
+    num_after = len(carry)
+    inputs, after = jaxpr.invars[:-num_after], jaxpr.invars[-num_after:]
+    body = replace_jaxpr(both, inputs, jaxpr.outvars[:-num_after])
+    of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :]]
+    inverse = replace_jaxpr(without_effects(both), of_inverse, jaxpr.outvars[-num_after:])
+    return dce(body, [True] * len(body.out_avals), True)[0], dce(inverse, [True] * num_after, True)[0]
+
+
+def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int]) -> ClosedJaxpr:
+    """Give a traced inverse the core's form; `sizes` of constants, extras, condition, carry and flags.
+
+    A step that was taken had a condition that held. What flags were before is not known, and nothing needs it.
+    """
+    function = jaxpr_as_fun(raw)
+
+    def inverse(row: Any, *operands: Any) -> list[Any]:
+        constants, extras, go, after, flags, x = split_list(operands, sizes)
+        before = function(*constants, row, *extras, *after, *x)
+        return [*(jnp.ones_like(flag) for flag in go), *map(strongly_typed, before), *flags]
+
+    return trace(inverse, body.in_avals)
+
+
+def _name_in_errors(
+    flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec, has_inverse: bool
+) -> None:
     """Let JAX's errors about a value in the body name the user's body, and the path in what it is given."""
     carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
-    called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x])
+    after = carry if has_inverse else []
+    called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x, *after])
 
 
 def _names(

@@ -163,7 +163,7 @@ def _see_scan(eqn: Any, found: Scan) -> Seen:
         reverse=found.reverse,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(),
+        storage=EveryResidual(keeps_all=True),
         debug_info=_debug_info("scan", Names(tuple(consts), tuple(carry), tuple(xs), ()), fixed=True),
     )
     return Seen(loop, "lax", eqn.invars, eqn.outvars)

@@ -104,10 +104,13 @@ def _lanes(loop: LoopExplanation) -> str:
 def _evaluations(loop: LoopExplanation) -> str:
     assert loop.stored is not None
     count = loop.stored.evaluations
+    back = ", and n times the inverse" if loop.stored.walks_back else ""
+    if count is None and back:
+        return f"forward n; with the gradient 2n{back}"
     if count is None:
         return "forward n; with the gradient at most 3n up to 2187 steps (docs/kinds.md)"
     bound = "" if loop.is_fixed else " for as many steps as the bound"
-    return f"forward {loop.most_steps}, with the gradient {count}{bound}"
+    return f"forward {loop.most_steps}, with the gradient {count}{back}{bound}"
 
 
 def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:

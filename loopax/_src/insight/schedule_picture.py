@@ -1,21 +1,16 @@
 """What the gradient of a loop keeps and replays, as an object to count, to print and to draw."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 from loopax._src.insight.schedule_figure import as_text, plot
 from loopax._src.insight.schedule_timeline import timeline
 from loopax._src.pytrees.static_args import Why, positive_int, static_bool, static_int
 from loopax._src.schedule.actions import Action
-from loopax._src.schedule.binomial import binomial, evaluations, evaluations_from, forward, replay
-from loopax._src.schedule.blocks import SMALL_STORE_BYTES, two_level
+from loopax._src.schedule.blocks import SMALL_STORE_BYTES
 from loopax._src.schedule.machine import execute
-from loopax._src.schedule.mixed import mixed, mixed_evaluations, mixed_evaluations_from
-from loopax._src.schedule.online import online, online_stored
-from loopax._src.schedule.saving import Blocks, Saving, Slots, saving_for
+from loopax._src.schedule.saving import Blocks, EveryStep, Saving, last_steps_of, saving_for
 
 # More is not drawn: in a terminal lines would wrap, and a figure has no room for the lines.
 WIDEST, TALLEST = 120, 40
@@ -55,30 +50,18 @@ class SchedulePicture:
     records: bool = False
 
     @property
+    def _saving(self) -> Saving:
+        return self.saving or EveryStep()
+
+    @property
     def name(self) -> str:
         """The schedule in words."""
-        match self.saving:
-            case Blocks(size):
-                return f"two levels, {_count(-(-self.num_steps // size), 'block')} of {size} steps"
-            case Slots(count, length_known):
-                kind = "binomial, known length" if length_known else "online, unknown length"
-                return f"{kind}, at most {_count(count, 'carry', 'carries')}"
-        return "every carry"
+        return self._saving.describe(self.num_steps)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """All of the schedule."""
-        return tuple(self._actions())
-
-    def _actions(self) -> Iterator[Action]:
-        match self.saving:
-            case Blocks(size):
-                return two_level(self.num_steps, size, self.records)
-            case Slots(count, True):
-                return (mixed if self.records else binomial)(self.num_steps, count)
-            case Slots(count):
-                return _online_actions(self.num_steps, count, self.records)
-        return two_level(self.num_steps, 1)
+        return tuple(self._saving.actions(self.num_steps, self.records))
 
     @property
     def forward(self) -> int:
@@ -88,10 +71,7 @@ class SchedulePicture:
     @property
     def derivatives(self) -> int:
         """Evaluations for derivatives of steps whose residuals are not stored."""
-        if not self.records:
-            return self.num_steps
-        without = SchedulePicture(self.num_steps, self.saving)
-        return self.num_steps - (without.evaluations - self.evaluations) if isinstance(self.saving, Slots) else 0
+        return self._saving.derivatives(self.num_steps, self.records)
 
     @property
     def replays(self) -> int:
@@ -101,15 +81,7 @@ class SchedulePicture:
     @cached_property
     def evaluations(self) -> int:
         """All evaluations of the body, from formulas: also where there are too many actions to list."""
-        n = self.num_steps
-        match self.saving:
-            case Blocks(size):
-                return 2 * n if self.records else 3 * n - -(-n // size)
-            case Slots(count, True):
-                return (mixed_evaluations if self.records else evaluations)(n, count)
-            case Slots(count):
-                return (mixed_evaluations_from if self.records else evaluations_from)(online_stored(n, count), n, count)
-        return 2 * n
+        return self._saving.evaluations(self.num_steps, self.records)
 
     @cached_property
     def most_stored(self) -> int:
@@ -119,13 +91,7 @@ class SchedulePicture:
     @property
     def room(self) -> int:
         """The carries for which the gradient sets memory aside: for blocks, one of all starts and one of a block."""
-        n = self.num_steps
-        match self.saving:
-            case Blocks(size):
-                return self.saving.rows(n) + size
-            case Slots(count):
-                return count
-        return n
+        return self._saving.room(self.num_steps)
 
     def __str__(self) -> str:
         """The counts, after a diagram where it fits into a terminal."""
@@ -221,6 +187,8 @@ def picture(
         checkpoints, bound, SMALL_STORE_BYTES + 1, length_known=length_known, always_to_bound=length_known
     )
     residuals = static_bool("picture(residuals=...)", residuals, _WHY)
+    if residuals and bound and checkpoints and (last := last_steps_of(bound, checkpoints, 1, 1)):
+        saving = Blocks(last.block, recorded=last.recorded)
     return SchedulePicture(steps, saving, records=residuals and saving is not None)
 
 
@@ -229,12 +197,6 @@ def _num_steps(value: Any) -> int:
     if steps < 0:
         raise ValueError(f"picture(num_steps=...): got {steps}, expected at least 0, the steps that the loop takes.")
     return steps
-
-
-def _online_actions(num_steps: int, slots: int, records: bool) -> Iterator[Action]:
-    history = list(islice(online(slots), num_steps))
-    yield from forward(history)
-    yield from replay(history[-1] if history else (), num_steps, slots, records)
 
 
 def _count(number: int, one: str, several: str = "") -> str:

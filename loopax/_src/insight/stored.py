@@ -11,7 +11,7 @@ from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.recording import recording_of
 from loopax._src.insight.schedule_picture import SchedulePicture
-from loopax._src.schedule import Slots, evaluations
+from loopax._src.schedule.saving import EveryStep, Last, length_known
 
 # An online schedule of more steps is not followed step by step; it needs at most so many times the evaluations of one
 # that knows its length (docs/kinds.md).
@@ -36,6 +36,8 @@ class Stored:
         Of one of them.
     records
         Where steps are evaluated again, their residuals are stored in the place of carries.
+    walks_back
+        The kind's inverse is evaluated once for each step, besides.
     leaves
         Which leaves of the carry are stored.
     evaluations
@@ -49,6 +51,7 @@ class Stored:
     carries: int
     size: int
     records: bool
+    walks_back: bool
     leaves: Mask
     evaluations: int | None
 
@@ -74,7 +77,8 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         "residuals" if plan.stores_residuals else "carries",
         carries if size else 0,
         size,
-        _records(parts),
+        plan.shown(None) is not None or _records(parts),
+        parts.linear.saving == Last(),
         _leaves(parts, loop.num_carry),
         _evaluations(pair, plan, parts),
     )
@@ -85,10 +89,11 @@ def _kept(loop: Loop, plan: Plan, parts: PartialEval) -> tuple[int, int]:
     if plan.stores_residuals:
         return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
     size = num_bytes(select(parts.states, parts.known.output_avals.carry))
-    saving = parts.known.saving
+    saving = plan.shown(parts.known.saving)
     if loop.bound is None:
         return saving.rows(None) if saving else 0, size
-    return SchedulePicture(loop.bound, saving).room, size
+    stored = (saving or EveryStep()).stored_bytes(loop.bound, size)
+    return -(-stored // max(size, 1)), size
 
 
 def _leaves(parts: PartialEval, num_carry: int) -> Mask:
@@ -99,14 +104,15 @@ def _leaves(parts: PartialEval, num_carry: int) -> Mask:
 
 
 def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
-    steps, saving = loop.bound, parts.known.saving
+    steps, saving = loop.bound, plan.shown(parts.known.saving)
     if steps is None:
         return None
     if plan.stores_residuals:
         return steps
-    if isinstance(saving, Slots) and not saving.length_known and steps > _COUNTED:
-        return int(_ONLINE * evaluations(steps, saving.count))
-    return SchedulePicture(steps, saving if any(parts.states) else None, _records(parts)).evaluations
+    if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
+        return int(_ONLINE * length_known(saving).evaluations(steps, records=False))
+    records = plan.shown(None) is not None or _records(parts)
+    return SchedulePicture(steps, saving if any(parts.states) else None, records).evaluations
 
 
 def _records(parts: PartialEval) -> bool:

@@ -67,9 +67,11 @@ class Auto(Kind):
             stored = checkpointed.cost(loop).stored
             return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
         candidates: list[Kind] = [Residuals(), Bounded(), checkpointed]
+        if loop.is_fixed and loop.step.carry_bytes and loop.bound * loop.step.residual_bytes > budget:
+            candidates.append(Checkpointed(min(budget // loop.step.carry_bytes, loop.bound)))
         costs = {kind: cost for kind in candidates if (cost := kind.cost(loop)) and cost.memory <= budget}
         best = min(costs, key=lambda kind: costs[kind].time)
-        listed = ", ".join(f"{type(kind).__name__} {cost.time:.3g}" for kind, cost in costs.items())
+        listed = ", ".join(f"{_name(kind)} {cost.time:.3g}" for kind, cost in costs.items())
         reason = f"at most {budget} bytes for {loop.bound} steps; added to a step, in bytes written and read: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
@@ -80,3 +82,8 @@ class Auto(Kind):
             f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
             "as much makes it three to four times as fast."
         )
+
+
+def _name(kind: Kind) -> str:
+    number = getattr(kind, "checkpoints", None)
+    return type(kind).__name__ + ("" if number is None else f"({number})")

@@ -1,10 +1,12 @@
 """`Checkpointed`: some carries are stored, and the steps between them evaluated again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts
+from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, Plan
+from loopax._src.core.jaxpr.cost import storing
 from loopax._src.pytrees.static_args import Why, positive_int
-from loopax._src.schedule.saving import DEFAULT_SLOTS, saved_carries
+from loopax._src.schedule.blocks import LastSteps
+from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, last_steps_of, saved_carries
 
 _CHECKPOINTS = Why(
     "how much memory a gradient uses",
@@ -60,14 +62,36 @@ class Checkpointed(Kind):
         """As a user writes it."""
         return "Checkpointed()" if self.checkpoints is None else f"Checkpointed(checkpoints={self.checkpoints})"
 
-    def plan(self, loop: LoopFacts) -> Checkpoints:
+    def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
-        return Checkpoints(self.checkpoints, always_to_bound=loop.is_fixed)
+        plan = Checkpoints(self.checkpoints, always_to_bound=loop.is_fixed)
+        last = self._last_steps(loop)
+        if last is None:
+            return plan
+        residuals = f"{loop.step.residual_bytes} bytes of residuals"
+        if last.recorded == loop.bound:
+            return EveryResidual(f"{residuals} for each step fit in {self.checkpoints} carries")
+        return replace(plan, blocks=Blocks(last.block, loop.step.residual_bytes, last.recorded))
+
+    def _last_steps(self, loop: LoopFacts) -> LastSteps | None:
+        """How to store residuals of the last steps on the way forward; None: there is no room, or it does not pay."""
+        bound, count = loop.bound, self.checkpoints
+        if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
+            return None
+        carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
+        if not carry or storing(residuals, residuals * bound) > loop.step.evaluation:
+            return None
+        return last_steps_of(bound, count, carry, residuals)
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`."""
         count, size = self._carries(loop), loop.step.carry_bytes
-        return Cost(count * size, time=2 * loop.step.evaluation, stored=f"{count} carries of {size} bytes")
+        time, last = 2 * loop.step.evaluation, self._last_steps(loop)
+        if last is not None and loop.bound:
+            residuals = loop.step.residual_bytes
+            again = 1 - last.recorded / loop.bound
+            time = again * loop.step.evaluation + storing(residuals, residuals * max(last.recorded, last.block))
+        return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
     def within(self, memory: int, loop: LoopFacts) -> "Checkpointed":
         """As it is, if its carries fit into so many bytes; else with as many checkpoints as do."""

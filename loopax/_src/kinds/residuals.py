@@ -11,6 +11,8 @@ from loopax._src.kinds.every_step import cost_of_rows
 class Residuals(Kind):
     """Store what the derivative of every step needs, as `jax.lax.scan` does; evaluate nothing again.
 
+    A value that costs less to compute from others than to store is not stored: `1 - t` beside `t = tanh(x)`.
+
     Body evaluations for forward and gradient: n. Needs a static bound: `max_steps`, the rows of `xs`,
     or a static length.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import isqrt
+from typing import NamedTuple
 
 from loopax._src.schedule.actions import Action
 
@@ -34,16 +35,55 @@ def shortest_block(bound: int, checkpoints: int) -> int | None:
     return next(sizes, None)
 
 
-def two_level(num_steps: int, block: int, records: bool = False) -> Iterator[Action]:
+class LastSteps(NamedTuple):
+    """Two levels in which the forward pass stores the residuals of the last steps. Replays store residuals, too."""
+
+    recorded: int  # so many last steps
+    block: int  # steps per block of the others
+
+
+def last_steps(num_steps: int, room: int, carry: int, residuals: int) -> LastSteps | None:
+    """The most last steps whose residuals can be stored in so much room; None: there is no room for blocks, either.
+
+    The gradient evaluates `2 num_steps - recorded` steps. While the forward pass stores residuals, the carries at the
+    starts of blocks are stored, too. Later these carries and what one block stores have the same room.
+
+    Parameters
+    ----------
+    num_steps
+        The steps that the loop takes.
+    room
+        The memory, in any unit.
+    carry, residuals
+        The sizes of a carry and of the residuals of a step, in the same unit.
+
+    """
+    for starts in range(room // carry + 1):
+        left = room - starts * carry
+        recorded = min(left // max(residuals, 1), num_steps)
+        if recorded == num_steps:
+            return LastSteps(recorded, 1)
+        if starts:
+            block = -(-(num_steps - recorded) // starts)
+            if block * max(carry, residuals) <= left:
+                return LastSteps(recorded, block)
+    return None
+
+
+def two_level(num_steps: int, block: int, records: bool = False, recorded: int = 0) -> Iterator[Action]:
     """The schedule for a loop that took so many steps: the meaning of what `core/lowering/sweep_two_level.py` compiles.
 
     At most `ceil(num_steps / block) + block` carries are stored, and no step is advanced more than twice. A replay that
-    `records` stores residuals in place of carries.
+    `records` stores residuals in place of carries. Those of so many last steps are `recorded` on the way forward.
     """
-    for step in range(num_steps):
+    replayed = num_steps - recorded
+    for step in range(replayed):
         if step % block == 0:
             yield Action("keep", step)
         yield Action("advance", step)
+    yield from (Action("record", step) for step in range(replayed, num_steps))
+    yield from (Action("reverse", step) for step in reversed(range(replayed, num_steps)))
+    num_steps = replayed
     for start in reversed(range(0, num_steps, block)):
         end = min(start + block, num_steps)
         yield Action("restore", start)

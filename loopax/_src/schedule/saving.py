@@ -1,8 +1,16 @@
-"""Which schedule a number of checkpoints asks for: what the loops do, and the pictures draw."""
+"""Which carries a loop saves on its way, and what its gradient does with them: a `Saving` for each way."""
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import ClassVar
 
-from loopax._src.schedule.blocks import block_size, shortest_block
+from loopax._src.schedule.actions import Action
+from loopax._src.schedule.binomial import binomial, evaluations, evaluations_from, forward, replay
+from loopax._src.schedule.blocks import LastSteps, block_size, last_steps, shortest_block, two_level
+from loopax._src.schedule.mixed import mixed, mixed_evaluations, mixed_evaluations_from
+from loopax._src.schedule.online import online, online_stored
 
 # Slots of a loop without a bound. Forward and gradient evaluate the body at most three times per step up to
 # 2187 steps, four times up to 35 594 (docs/kinds.md).
@@ -11,39 +19,213 @@ DEFAULT_SLOTS = 64
 # Not NamedTuples: those compare as tuples, and `Blocks(3)` would be equal to `(3,)` as a key of caches.
 
 
+class Saving(ABC):
+    """When a loop saves its carry. How it is compiled is in `core/lowering`, in a file for each."""
+
+    reuses_room: ClassVar[bool] = False  # what a replay stores takes the room of saved carries
+    record_bytes: int = 0  # a replay may store residuals of so many bytes for a step, also if carries are smaller
+
+    @abstractmethod
+    def rows(self, bound: int | None) -> int:
+        """The most carries that are saved."""
+
+    @abstractmethod
+    def num_checkpoint_rows(self) -> int:
+        """How many numbers of rows are remembered with them."""
+
+    @abstractmethod
+    def room(self, num_steps: int) -> int:
+        """The carries for which a gradient of so many steps sets memory aside."""
+
+    def stored_bytes(self, num_steps: int, carry_bytes: int) -> int:
+        """The memory that is."""
+        return self.room(num_steps) * carry_bytes
+
+    @abstractmethod
+    def describe(self, num_steps: int) -> str:
+        """The schedule in words."""
+
+    @abstractmethod
+    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        """All of it; where it `records`, replays store residuals in the place of carries."""
+
+    @abstractmethod
+    def evaluations(self, num_steps: int, records: bool) -> int:
+        """How often forward and gradient evaluate the body, from a formula."""
+
+    def derivatives(self, num_steps: int, records: bool) -> int:
+        """How many of these are for derivatives of steps whose residuals are not stored."""
+        return 0 if records else num_steps
+
+    @property
+    def is_counted_slowly(self) -> bool:
+        """Whether `evaluations` follows the schedule step by step."""
+        return False
+
+
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Saving):
     """A loop saves the carry at the start of every block of so many steps."""
 
     size: int
+    record_bytes: int = field(default=0, repr=False)  # as in `Saving`
+    recorded: int = field(default=0, repr=False)  # before the backward pass there are residuals of so many last steps
 
     def rows(self, bound: int | None) -> int:
-        """The most carries that are saved."""
+        """See `Saving.rows`."""
         return -(-(bound or 0) // self.size)
 
     def num_checkpoint_rows(self) -> int:
-        """Rows to remember: the first, from which the starts of all blocks follow."""
+        """The first row, from which the starts of all blocks follow."""
         return 1
+
+    @property
+    def without_recorded(self) -> "Blocks":
+        """For the steps whose residuals are not there."""
+        return replace(self, recorded=0)
+
+    def room(self, num_steps: int) -> int:
+        """See `Saving.room`: all starts, and the steps of one block."""
+        starts = self.rows(num_steps - self.recorded)
+        return starts + max(self.size, self.recorded)
+
+    def stored_bytes(self, num_steps: int, carry_bytes: int) -> int:
+        """See `Saving.stored_bytes`."""
+        starts, of_step = self.rows(num_steps - self.recorded), max(carry_bytes, self.record_bytes)
+        return starts * carry_bytes + max(self.recorded * self.record_bytes, self.size * of_step)
+
+    def describe(self, num_steps: int) -> str:
+        """See `Saving.describe`."""
+        blocks = self.rows(num_steps - self.recorded)
+        if not blocks:
+            return "residuals of every step"
+        levels = f"two levels, {_count(blocks, 'block')} of {self.size} steps"
+        return f"{levels}, then {self.recorded} steps with residuals" if self.recorded else levels
+
+    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        """See `Saving.actions`."""
+        return two_level(num_steps, self.size, records, self.recorded)
+
+    def evaluations(self, num_steps: int, records: bool) -> int:
+        """See `Saving.evaluations`."""
+        return 2 * num_steps - self.recorded if records else 3 * num_steps - self.rows(num_steps)
 
 
 @dataclass(frozen=True)
-class Slots:
+class Slots(Saving):
     """A loop saves its carry in so many slots: the binomial schedule, or the online one for an unknown length."""
 
     count: int
     length_known: bool
+    reuses_room: ClassVar[bool] = True
 
     def rows(self, bound: int | None) -> int:
-        """The most carries that are saved."""
+        """See `Saving.rows`."""
         del bound
         return self.count
 
     def num_checkpoint_rows(self) -> int:
-        """Rows to remember: of each slot."""
+        """That of each slot."""
         return self.count
 
+    def room(self, num_steps: int) -> int:
+        """See `Saving.room`."""
+        del num_steps
+        return self.count
 
-Saving = Blocks | Slots
+    def describe(self, num_steps: int) -> str:
+        """See `Saving.describe`."""
+        del num_steps
+        kind = "binomial, known length" if self.length_known else "online, unknown length"
+        return f"{kind}, at most {_count(self.count, 'carry', 'carries')}"
+
+    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        """See `Saving.actions`."""
+        if self.length_known:
+            return (mixed if records else binomial)(num_steps, self.count)
+        return _online_actions(num_steps, self.count, records)
+
+    def evaluations(self, num_steps: int, records: bool) -> int:
+        """See `Saving.evaluations`."""
+        if self.length_known:
+            return (mixed_evaluations if records else evaluations)(num_steps, self.count)
+        stored = online_stored(num_steps, self.count)
+        return (mixed_evaluations_from if records else evaluations_from)(stored, num_steps, self.count)
+
+    def derivatives(self, num_steps: int, records: bool) -> int:
+        """See `Saving.derivatives`: residuals of some steps are stored."""
+        saved = self.evaluations(num_steps, False) - self.evaluations(num_steps, records)
+        return num_steps - saved
+
+    @property
+    def is_counted_slowly(self) -> bool:
+        """See `Saving.is_counted_slowly`."""
+        return not self.length_known
+
+
+@dataclass(frozen=True)
+class Last(Saving):
+    """A loop saves the carry after its last step, from which an inverse walks back to the others."""
+
+    def rows(self, bound: int | None) -> int:
+        """See `Saving.rows`."""
+        del bound
+        return 1
+
+    def num_checkpoint_rows(self) -> int:
+        """The first row."""
+        return 1
+
+    def room(self, num_steps: int) -> int:
+        """See `Saving.room`."""
+        del num_steps
+        return 1
+
+    def describe(self, num_steps: int) -> str:
+        """See `Saving.describe`."""
+        del num_steps
+        return "the last carry, and an inverse"
+
+    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        """See `Saving.actions`. An inverse is not an action that a machine of checkpoints has."""
+        raise NotImplementedError("a schedule by an inverse has no actions of checkpoints")
+
+    def evaluations(self, num_steps: int, records: bool) -> int:
+        """See `Saving.evaluations`: those of the inverse are not counted."""
+        del records
+        return 2 * num_steps
+
+
+@dataclass(frozen=True)
+class EveryStep(Saving):
+    """The carry before every step is stored, as rows: what loops mean where they have no `Saving`."""
+
+    def rows(self, bound: int | None) -> int:
+        """See `Saving.rows`."""
+        return bound or 0
+
+    def num_checkpoint_rows(self) -> int:
+        """None are needed."""
+        return 0
+
+    def room(self, num_steps: int) -> int:
+        """See `Saving.room`."""
+        return num_steps
+
+    def describe(self, num_steps: int) -> str:
+        """See `Saving.describe`."""
+        del num_steps
+        return "every carry"
+
+    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        """See `Saving.actions`."""
+        del records
+        return two_level(num_steps, 1)
+
+    def evaluations(self, num_steps: int, records: bool) -> int:
+        """See `Saving.evaluations`."""
+        del records
+        return 2 * num_steps
 
 
 def saving_for(
@@ -65,6 +247,16 @@ def saving_for(
     return Blocks(size) if size else Slots(checkpoints, length_known)
 
 
+def last_steps_of(bound: int, checkpoints: int, carry_bytes: int, residual_bytes: int) -> LastSteps | None:
+    """Two levels with residuals of the last steps, in the room of so many carries; None: slots need fewer evaluations.
+
+    With fewer than 2 sqrt(bound) carries there is no room for two levels.
+    """
+    if checkpoints * checkpoints < 4 * bound:
+        return None
+    return last_steps(bound, checkpoints * carry_bytes, carry_bytes, residual_bytes)
+
+
 def saved_carries(bound: int, carry_bytes: int) -> int:
     """How many carries are stored for a bound where no number of checkpoints is given."""
     size = block_size(bound, carry_bytes)
@@ -78,3 +270,13 @@ def _blocks(size: int) -> Saving | None:
 def length_known(saving: Saving) -> Saving:
     """How to save in a loop over the rows that another loop has walked: their number is known."""
     return replace(saving, length_known=True) if isinstance(saving, Slots) else saving
+
+
+def _online_actions(num_steps: int, slots: int, records: bool) -> Iterator[Action]:
+    history = list(islice(online(slots), num_steps))
+    yield from forward(history)
+    yield from replay(history[-1] if history else (), num_steps, slots, records)
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"

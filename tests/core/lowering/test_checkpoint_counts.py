@@ -12,7 +12,7 @@ import pytest
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax import schedule
-from tests.core.lowering.test_memory import carries
+from tests.core.lowering.test_memory import STATE, WEIGHTS, carries
 
 STEPS = 1000
 
@@ -101,6 +101,25 @@ def test_two_levels_where_the_checkpoints_allow_for_them():
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))
     assert schedule.evaluations(1000, 64) < evaluated <= 1.02 * schedule.evaluations(1000, 64)
     assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 2000
+
+
+def product(counter, h):
+    """A step that costs more than storing its residuals, which are as large as its carry."""
+    return jnp.tanh(WEIGHTS @ h.at[0].set(counter(h[0])))
+
+
+@pytest.mark.parametrize(("checkpoints", "optimum"), [(500, 1.5), pytest.param(64, 1.965, marks=pytest.mark.slow)])
+def test_residuals_of_the_last_steps_are_stored_on_the_way_forward(checkpoints, optimum):
+    counter = Counter()
+    gradient = jax.grad(lambda h: known(product, counter, h, STEPS, checkpoints).sum())
+    assert counter.of(jax.jit(gradient), STATE) <= 1.01 * optimum * STEPS
+
+
+def test_all_residuals_where_there_is_room():
+    """Those of a step take a little more room than a carry."""
+    counter = Counter()
+    gradient = jax.grad(lambda h: known(product, counter, h, 100, 103).sum())
+    assert counter.of(jax.jit(gradient), STATE) == 100
 
 
 @EACH_STEP

@@ -66,7 +66,8 @@ def tangent_inputs(groups: Sequence[Sequence[bool]]) -> Mask:
 def perturbed_outputs(loop: Loop, perturbed: LoopInputs) -> LoopOutputs:
     """Which outputs may have a tangent after any number of steps, if these inputs have one."""
     allowed = inexact(loop.body.out_avals)
-    flags = dependence_fixpoint(loop.body, (False, *flatten(perturbed)), loop.carry_range, allowed)
+    inputs = (False, *flatten(perturbed))
+    flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, allowed, loop.inverse)
     return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
 
@@ -102,6 +103,7 @@ def _exact_outputs(
 def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
     return loop._replace(
         body=jvp_body(loop.body, inputs, outputs),
+        inverse=loop.inverse and jvp_body(loop.inverse, inputs, [inputs.carry]),
         num_consts=loop.num_consts + sum(inputs.consts),
         num_carry=loop.num_carry + sum(inputs.carry),
         saved=loop.saved and (*loop.saved, *select(inputs.carry, loop.saved)),

@@ -15,6 +15,7 @@ from loopax._src.core.autodiff.jvp import (
     tangents_of_results,
     tangents_or_zeros,
 )
+from loopax._src.core.autodiff.last_steps import in_two, joined
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.partial_eval_rule import assemble, linear_inputs, run_known
 from loopax._src.core.autodiff.planning import planned
@@ -80,14 +81,44 @@ def _run_in_parts(
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
     loop = planned(bound.loop, unknown)
+    run = _run_two if in_two(loop) else _run_one
+    known, finish = run(loop, unknown, low, high, bound.inputs(inputs))
+    carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
+    return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
+
+
+def _run_one(
+    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """`_run_in_parts` of a loop that is bound as it is."""
     parts = partial_eval(loop, unknown)
-    known, given = run_known(loop, parts, low, high, bound.inputs(inputs))
+    known, given = run_known(loop, parts, low, high, inputs)
 
     def finish(inputs: LoopInputs) -> Outcome:
-        operands = given._replace(linear=linear_inputs(parts, bound.inputs(inputs)))
+        operands = given._replace(linear=linear_inputs(parts, inputs))
         linear = linear_loop_p.bind(*operands.leaves, **parts.linear._asdict())
-        return bound.outcome(assemble(loop, parts, known, linear), inputs.carry)
+        return assemble(loop, parts, known, linear)
 
     later = [None] * sum(loop.results_from(False, parts.unknown_outputs, False).leaves)
-    carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
-    return bound.outcome(assemble(loop, parts, known, later), carry), finish
+    return assemble(loop, parts, known, later), finish
+
+
+def _run_two(
+    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """`_run_one` of a loop that is made of two: the second begins where the first ends."""
+    del low, high  # the loop takes as many steps as its bound
+    parts = in_two(loop)
+    assert parts is not None
+    first, last = parts
+    start, finish_first = _run_one(first.loop, unknown, *first.window, first.inputs(inputs))
+    avals = loop.output_avals.carry
+    middle = [ad.UndefinedPrimal(aval) if x is None else x for x, aval in zip(start.carry, avals, strict=True)]
+    unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
+    end, finish_last = _run_one(last.loop, unknown, *last.window, last.inputs(inputs._replace(carry=middle)))
+
+    def finish(inputs: LoopInputs) -> Outcome:
+        start = finish_first(first.inputs(inputs))
+        return joined(loop, start, finish_last(last.inputs(inputs._replace(carry=start.carry))))
+
+    return joined(loop, start, end), finish

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
+from loopax._src.core.ir.inverse import needed_by_inverse, part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.ir.plan import Plan
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
-from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part
+from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
@@ -67,12 +68,13 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
-    body, uses = prune(loop, without_effects(loop.body), outputs)
+    loop, body, uses = _linear_body_and_inverse(loop, plan, unknown, outputs)
     appended = buffers(loop.body, loop.carry_range, True)
     last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
     if any(last):
         body = frozen_body(body, [sum(uses.consts), sum(uses.carry)], tuple(select(uses.carry, last)))
         uses = uses._replace(carry=tuple(used and not is_last for used, is_last in zip(uses.carry, last, strict=True)))
+        loop = loop._replace(inverse=None)  # it would have to take rows from buffers
     linear = select_each(uses, unknown)
     part = LinearLoop(
         body,
@@ -81,9 +83,21 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         tuple(linear.xs),
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
+        inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
         **traversal(loop),
     )
     return _handing_over_states(loop, plan, PartialEval(known, part, unknown, outputs, uses, last))
+
+
+def _linear_body_and_inverse(
+    loop: Loop, plan: Plan, unknown: LoopInputs, outputs: LoopOutputs
+) -> tuple[Loop, ClosedJaxpr, LoopInputs]:
+    """The body of the linear part, and its inputs. The loop keeps its inverse only if states are walked back to."""
+    forward = loop._replace(inverse=None)
+    body, uses = prune(forward, without_effects(loop.body), outputs)
+    if loop.inverse is None or not plan.walks_back or not any(reject(unknown.carry, uses.carry)):
+        return forward, body, uses
+    return loop, *prune(loop, without_effects(loop.body), outputs)
 
 
 def _handing_over_states(loop: Loop, plan: Plan, parts: PartialEval) -> PartialEval:
@@ -91,13 +105,15 @@ def _handing_over_states(loop: Loop, plan: Plan, parts: PartialEval) -> PartialE
     if plan.error or not any(parts.states):
         return parts
     carry_bytes = num_bytes(select(parts.states, parts.known.output_avals.carry))
-    saving = loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated)
+    has_inverse = parts.linear.inverse is not None
+    saving = loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated, has_inverse)
     return _keep_some_carries(parts, saving) if saving else _keep_every_carry(parts)
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
     """Which leaves of the carry and which ys depend on unknown inputs, at the fixed point."""
-    flags = dependence_fixpoint(without_effects(loop.body), (False, *flatten(unknown)), loop.carry_range)
+    inputs = (False, *flatten(unknown))
+    flags = dependence_fixpoint(without_effects(loop.body), inputs, loop.carry_range, inverse=loop.inverse)
     return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
 
@@ -111,6 +127,7 @@ def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
         debug_info=_names_of_known(loop, unknown, outputs),
         reporting=reporting,
         body=_known_body(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
+        inverse=part_of_inverse(loop.inverse, flatten(known), known.carry),
         num_consts=sum(known.consts),
         num_carry=sum(known.carry),
         saved=tuple(reject(unknown.carry, loop.saved)) if loop.saved else (),
@@ -133,10 +150,15 @@ def _known_body(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) 
 
 
 def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJaxpr, LoopInputs]:
-    """The loop's body with what these outputs need after any number of steps, and which inputs that is."""
+    """The loop's body with what these outputs need after any number of steps, and which inputs that is.
+
+    Inputs that the inverse needs to walk these leaves of the carry back are among them.
+    """
     while True:
         keep = [True, *flatten(LoopInputs((False,) * loop.num_consts, outputs.carry, ()))]
         keep += [False] * (len(body.in_avals) - len(keep))
+        if loop.inverse is not None:
+            keep = either(keep, (True, *needed_by_inverse(loop.inverse, outputs.carry)))
         pruned, used = dce(body, flatten(outputs), keep)
         inputs = LoopInputs(*map(tuple, loop.inputs(used[1:])))
         if inputs.carry == outputs.carry:
@@ -181,11 +203,14 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
     num_outputs = flatten(outputs).count(False)
     sizes = [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)))
-    rows = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
+    of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
+    keeps_all = isinstance(loop.storage, Plan) and loop.storage.keeps_all
+    rows, again = (of_steps, None) if keeps_all else without_recomputed(known, [], of_steps, [])
+    recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)
     loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
     linear = LinearLoop(
-        _linear_body(loop, later, residuals, unknown),
+        _linear_body(loop, later, residuals, recomputed, unknown),
         linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
@@ -195,6 +220,7 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
         loop._replace(
             debug_info=_names_of_known(loop, unknown, outputs),
             body=dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
+            inverse=None,
             num_consts=sizes[0],
             num_carry=sizes[1],
         ),
@@ -219,6 +245,19 @@ def _partial_eval_body(loop: Loop, unknown: LoopInputs) -> tuple[ClosedJaxpr, Cl
         outputs = outputs._replace(carry=either(outputs.carry, found.carry))
 
 
+class Recomputed(NamedTuple):
+    """Residuals of each step of which some are rows, and the others are computed from these."""
+
+    rows: list[int]  # positions among the outputs of the known body
+    others: list[int]
+    function: ClosedJaxpr | None  # rows -> others
+
+    def found(self, rows: Sequence[Any]) -> dict[int, Any]:
+        """All of them by position."""
+        others = jaxpr_as_fun(self.function)(*rows) if self.function else []
+        return dict(zip((*self.rows, *self.others), (*rows, *others), strict=True))
+
+
 class _LinearInputs(NamedTuple):
     """What stands for each input of the body of a linear part that reads residuals, behind the row."""
 
@@ -230,7 +269,9 @@ class _LinearInputs(NamedTuple):
     xs: Sequence[Any]
 
 
-def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[Residual], unknown: LoopInputs) -> ClosedJaxpr:
+def _linear_body(
+    loop: Loop, later: ClosedJaxpr, residuals: Sequence[Residual], recomputed: Recomputed, unknown: LoopInputs
+) -> ClosedJaxpr:
     """(row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y)."""
     function = jaxpr_as_fun(later)
     avals = later.in_avals[: len(residuals)]
@@ -243,17 +284,17 @@ def _linear_body(loop: Loop, later: ClosedJaxpr, residuals: Sequence[Residual], 
         consts=consts,
         carry=carry,
         forwarded=[first_of[f] for f in forwarded],
-        stacked=[a for r, a in zip(residuals, avals, strict=True) if not r.hoisted and r.forwarded is None],
+        stacked=[a for r, a in zip(residuals, avals, strict=True) if r.position in recomputed.rows],
         xs=xs,
     )
 
     def body(_: Any, *operands: Any) -> list[Any]:
         given = unflatten(inputs, operands)
-        hoisted, stacked = iter(given.hoisted), iter(given.stacked)
+        hoisted, found = iter(given.hoisted), recomputed.found(given.stacked)
         values = [
             next(hoisted)
             if r.hoisted
-            else next(stacked)
+            else found[r.position]
             if r.forwarded is None
             else given.forwarded[forwarded.index(r.forwarded)]
             for r in residuals

@@ -7,6 +7,7 @@ from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_ou
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
 from loopax._src.core.effects.strip_progress import strip_progress_of_equation, strip_progress_of_params
+from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
@@ -108,6 +109,7 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(
         body=body,
+        inverse=part_of_inverse(loop.inverse, flatten(inputs), kept),
         num_consts=sum(inputs.consts),
         num_carry=sum(kept),
         saving=saving,

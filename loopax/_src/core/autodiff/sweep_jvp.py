@@ -19,7 +19,7 @@ def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tupl
     """
     allowed = inexact(sweep.forward.out_avals) if typed else None
     inputs = (False, *sweep.forward_inputs(start))
-    state = dependence_fixpoint(sweep.forward, inputs, sweep.state_range, allowed)
+    state = dependence_fixpoint(sweep.forward, inputs, sweep.state_range, allowed, sweep.inverse)
     allowed = inexact(sweep.backward.out_avals) if typed else None
     inputs = (False, *sweep.backward_inputs(start._replace(state=state)))
     flags = dependence_fixpoint(sweep.backward, inputs, sweep.carry_range, allowed)
@@ -34,6 +34,7 @@ def _jvp_sweep(sweep: ReverseSweep, perturbed: SweepInputs, ys: Mask) -> Reverse
     front, back = xs[: sweep.num_forward_xs], xs[sweep.num_forward_xs :]
     return sweep._replace(
         step=jvp_body(sweep.step, [consts, carry, state, front, back], [carry, state, ys]),
+        inverse=sweep.inverse and jvp_body(sweep.inverse, [consts, state, front], [state]),
         num_consts=sweep.num_consts + sum(consts),
         num_state=sweep.num_state + sum(state),
         num_carry=sweep.num_carry + sum(carry),

@@ -11,6 +11,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
     linear_sweep_p,
     transpose_linear_sweep,
 )
+from loopax._src.core.ir.inverse import needed_by_inverse, part_of_inverse
 from loopax._src.core.ir.loop import LoopOutputs, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
 from loopax._src.core.jaxpr.operand_groups import (
@@ -51,6 +52,7 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
         *map(tuple, select_each(uses, unknown)),
         num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
         saving=sweep.saving,
+        inverse=part_of_inverse(sweep.inverse, sweep.forward_inputs(uses), uses.state),
         **traversal(sweep),
     )
     return SweepPartialEval(known_sweep(sweep, unknown, ys), linear, unknown, ys, uses)
@@ -68,6 +70,7 @@ def with_inputs(sweep: ReverseSweep, keep: SweepInputs, ys: Sequence[bool]) -> R
     """The sweep with these inputs, and these ys."""
     return sweep._replace(
         step=step_of(sweep, keep, (*keep.carry, *keep.state, *ys)),
+        inverse=part_of_inverse(sweep.inverse, sweep.forward_inputs(keep), keep.state),
         num_consts=sum(keep.consts),
         num_state=sum(keep.state),
         num_carry=sum(keep.carry),
@@ -91,12 +94,18 @@ def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> Swe
         carry = either(carry, used.carry)
     state = tuple(used.state)
     while True:
-        ahead = sweep.of_forward(dce(sweep.forward, state, False)[1][1:])
+        ahead = sweep.of_forward(_needed_ahead(sweep, state))
         if either(state, ahead.state) == state:
             break
         state = either(state, ahead.state)
     forward_xs = [*ahead.xs, *(False,) * (len(used.xs) - len(ahead.xs))]
     return SweepInputs(either(used.consts, ahead.consts), state, carry, either(used.xs, forward_xs))
+
+
+def _needed_ahead(sweep: ReverseSweep, state: Sequence[bool]) -> Sequence[bool]:
+    """Which inputs of the forward body these states need, also where they are walked back to."""
+    forward = dce(sweep.forward, state, False)[1][1:]
+    return forward if sweep.inverse is None else either(forward, needed_by_inverse(sweep.inverse, state))
 
 
 def linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:

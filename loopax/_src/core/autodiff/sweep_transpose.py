@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
+from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import LoopOutputs, run, traversal
-from loopax._src.core.ir.plan import Storage
+from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -39,6 +40,7 @@ from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, lineariz
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.util import (
     Mask,
+    num_bytes,
     select,
     split_list,
     stacked,
@@ -58,7 +60,7 @@ from loopax._src.jax_internals import (
     zeros,
 )
 from loopax._src.messages import REVERSE_TWICE_NEEDS_BOUND
-from loopax._src.schedule.saving import Saving
+from loopax._src.schedule.saving import Blocks, Saving
 
 
 class LinearSweep(NamedTuple):
@@ -76,6 +78,7 @@ class LinearSweep(NamedTuple):
     unroll: int
     storage: Storage
     stages: Stages | None = None  # as in `Loop`
+    inverse: ClosedJaxpr | None = None  # of the whole sweep, as in `ReverseSweep`
 
     @property
     def masks(self) -> SweepInputs:
@@ -97,6 +100,7 @@ class LinearSweep(NamedTuple):
             num_carry=len(self.linear_carry),
             num_forward_xs=self.num_forward_xs,
             saving=self.saving,
+            inverse=self.inverse,
             **traversal(self),
         )
 
@@ -120,6 +124,7 @@ class LinearSweep(NamedTuple):
             linear_carry=carry,
             linear_xs=xs,
             num_forward_xs=sum(keep.xs[: self.num_forward_xs]),
+            inverse=part_of_inverse(self.inverse, self.whole.forward_inputs(keep), keep.state),
         )
 
 
@@ -323,13 +328,25 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
         num_state=len(states),
         num_carry=len(start),
         num_forward_xs=len(rows),
+        saving=_saving_of_pairs(sweep, states),
+        inverse=None,
     )
-    loop = checkpointing_loop(sweep.whole, back.forward, len(consts), len(states))
+    loop = checkpointing_loop(back)
     out = run(loop, given.low, given.high, consts, states, rows)
     (checkpoint_rows,) = out.checkpoint_rows
     final, ct_xs = run_sweep(back, given.low, given.high, checkpoint_rows, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split_list(final, [len(carry), len(avals.state)])
     return SweepInputs(ct_consts, ct_init, out.carry[len(init) :], ct_xs)
+
+
+def _saving_of_pairs(sweep: LinearSweep, states: Sequence[Any]) -> Saving:
+    """When to save (s, p). An inverse walks s back and not p, so such a sweep saves checkpoints here."""
+    if sweep.inverse is None:
+        return sweep.saving
+    assert isinstance(sweep.storage, Plan)
+    carry_bytes = num_bytes(map(jax.typeof, states))
+    saving = sweep.storage.saving(sweep.bound, carry_bytes, length_known=True, has_inverse=False)
+    return saving or Blocks(1)
 
 
 def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:

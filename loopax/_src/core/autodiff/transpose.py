@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
 from loopax._src.core.ir.plan import Plan, Storage
@@ -61,6 +62,7 @@ class LinearLoop(NamedTuple):
     saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
     stages: Stages | None = None  # as in `Loop`
+    inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
 
     @property
     def plan(self) -> Plan:
@@ -113,6 +115,7 @@ class LinearLoop(NamedTuple):
             num_consts=len(self.linear_consts),
             num_carry=len(self.linear_carry),
             predicated=False,
+            inverse=self.inverse,
             saving=self.saving if any(self.saved) else None,
             saved=tuple(linear and next(of_linear) for linear in self.linear_carry) if any(self.saved) else (),
             **traversal(self),
@@ -279,6 +282,7 @@ def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
         num_carry=sum(linear.linear_carry) + sum(linear.linear_consts),
         num_forward_xs=xs,
         saving=linear.saving,
+        inverse=part_of_inverse(linear.inverse, invert(flatten(linear.masks)), invert(linear.linear_carry)),
         **traversal(linear),
     )
 

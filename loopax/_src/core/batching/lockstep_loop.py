@@ -15,6 +15,7 @@ from loopax._src.core.batching.masked_step import (
     filled_operands,
     in_window,
     lane_function,
+    lanes_body,
     skip_idle_rows,
     step_lanes,
 )
@@ -24,7 +25,7 @@ from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.core.row_buffers.versions import buffers
-from loopax._src.jax_internals import vary_like
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, vary_like
 from loopax._src.messages import collective_message
 
 
@@ -118,6 +119,7 @@ def _lanes_loop(
     reporting = loop.reporting and loop.reporting._replace(counts_lanes=True)
     return loop._replace(
         reporting=reporting,
+        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, windows, window_avals, extra),
         body=trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals]),
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
@@ -127,12 +129,55 @@ def _lanes_loop(
     )
 
 
+def _lanes_inverse(
+    loop: Loop, axis: Axis, mapped: LoopInputs, windows: Mask, window_avals: Sequence[Any], extra: Sequence[Any]
+) -> ClosedJaxpr:
+    """The inverse for such lanes: one that has not taken the step keeps its carry.
+
+    Where a lane has a predicate, the rows that it has walked so far follow from its number of steps.
+    """
+    assert loop.inverse is not None
+    walked, walked_avals = windows, list(window_avals)
+    if loop.predicated:
+        walked, walked_avals = (True, True), [extra[-1], extra[-1]]
+    groups = [tuple(mapped.consts), tuple(mapped.carry), tuple(mapped.xs)]
+    inverse = lanes_body(loop.inverse, axis, walked, tuple(walked_avals), groups)
+    back = jaxpr_as_fun(inverse)
+    _, *avals = inverse.in_avals
+    _, const_avals, carry_avals, xs_avals = split_list(avals, [len(walked_avals), loop.num_consts, loop.num_carry])
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        own, consts, extra_after, carry, xs = split_list(
+            operands, [len(window_avals), loop.num_consts, len(extra), loop.num_carry]
+        )
+        if not loop.predicated:
+            return [*extra_after, *back(row, *own, *consts, *carry, *xs)]
+        taken = extra_after[-1]
+        low, high = (own[-1] - taken, own[-1]) if loop.reverse else (own[0], own[0] + taken)
+        before = taken - ((low <= row) & (row < high)).astype(jnp.int32)
+        goes_on = jnp.ones_like(extra_after[0])
+        return [goes_on, *extra_after[1:-1], before, *back(row, low, high, *consts, *carry, *xs)]
+
+    return trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals])
+
+
+def _with_own_start(lanes: LaneOperands, axis: Axis, first: Any, place: int) -> LaneOperands:
+    """The lanes with a first row of their own: `low`, or `high` where rows are walked from the last."""
+    if lanes.windows[place]:
+        return lanes
+    windows = tuple(own or i == place for i, own in enumerate(lanes.windows))
+    start = jnp.broadcast_to(first, (axis.size,))
+    return lanes._replace(windows=windows, own=[*lanes.own, start] if place else [start, *lanes.own])
+
+
 def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, leave: int = 0) -> tuple[Outcome, Any]:
     """Walk the rows `low ... high - 1`; also returns the steps of each lane (None without a predicate).
 
     Lanes with a predicate stop when no more than `leave` of them go on.
     """
     extra = []
+    if loop.predicated and loop.inverse is not None:
+        lanes = _with_own_start(lanes, axis, high if loop.reverse else low, int(loop.reverse))
     if loop.predicated or loop.reporting is not None:
         first = high - 1 if loop.reverse else low
         ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)

@@ -32,7 +32,8 @@ from loopax._src.messages import symbolic_lanes_message
 @weakly_cached
 def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutputs) -> Loop:
     """The loop for all lanes at once, where all take the same steps."""
-    return loop._replace(body=uniform_body(loop.body, axis, flatten(batched), flatten(outputs)))
+    inverse = loop.inverse and uniform_body(loop.inverse, axis, flatten(batched), outputs.carry)
+    return loop._replace(body=uniform_body(loop.body, axis, flatten(batched), flatten(outputs)), inverse=inverse)
 
 
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -75,7 +76,8 @@ def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequenc
 def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOutputs:
     """Which leaves of the carry and which ys are batched, at the fixed point."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
-        flags = dependence_fixpoint(loop.body, (False, *flatten(batched)), loop.carry_range)
+        inputs = (False, *flatten(batched))
+        flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, inverse=loop.inverse)
         return LoopOutputs(*map(tuple, loop.outputs(flags)))
     carry = tuple(batched.carry)
     while True:  # what has passed through a collective may be the same in all lanes again

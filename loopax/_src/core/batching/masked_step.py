@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.effects.guard import guarded
-from loopax._src.core.jaxpr.mapped_axis import Axis
-from loopax._src.core.jaxpr.util import Mask, either, invert, split_list
+from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
+from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, visibly_active
 from loopax._src.core.masking.substitute import fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
@@ -101,3 +102,31 @@ def filled_operands(
     own = either(accumulators(body, carry), buffers(body, carry))
     read = read_only(body, range(1, carry.start))
     return tuple(b and not in_rows for b, in_rows in zip(consts, read, strict=True)), (*invert(own), *rest)
+
+
+def lanes_body(
+    closed: ClosedJaxpr, axis: Axis, windows: Mask, window_avals: tuple[Any, ...], mapped: Sequence[Mask]
+) -> ClosedJaxpr:
+    """A body (row, *consts, *carry, *others) -> (*carry, *y) for lanes with windows of their own.
+
+    mapped: which consts, carry leaves and others have an axis of lanes.
+    """
+    function = lane_function(closed, flatten(mapped), axis.arguments)
+    consts_mapped, carry_mapped, others_mapped = mapped
+    num_consts, num_carry = len(consts_mapped), len(carry_mapped)
+    filled_consts, filled = filled_operands(closed, consts_mapped, num_carry, others_mapped)
+    in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
+    y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        window, consts, carry, others = split_list(operands, [sum(windows), num_consts, num_carry])
+        active = in_window(row, window, windows, axis)
+        consts = fill_inactive(active, consts, filled_consts)
+
+        def step() -> list[Any]:
+            return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place)
+
+        return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
+
+    lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
+    return trace(body, [closed.in_avals[0], *window_avals, *lanes])

@@ -38,7 +38,9 @@ from loopax._src.messages import symbolic_lanes_message
 def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Mask) -> ReverseSweep:
     """The sweep for all lanes at once, where all walk the same rows."""
     outputs = (*batched.carry, *batched.state, *ys)
-    return sweep._replace(step=uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs))
+    inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
+    step = uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs)
+    return sweep._replace(step=step, inverse=inverse)
 
 
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -186,14 +186,16 @@ def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     """The loop with the flag as its first constant."""
     loop = Loop(**eqn.params)
-    loop = loop._replace(body=_with_flag(loop.body, 1), num_consts=loop.num_consts + 1)
+    inverse = loop.inverse and _with_flag(loop.inverse, 1)
+    loop = loop._replace(body=_with_flag(loop.body, 1), inverse=inverse, num_consts=loop.num_consts + 1)
     return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
 
 
 def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     """The sweep with the flag as its first constant; effects of its step are guarded."""
     sweep = ReverseSweep(**eqn.params)
-    sweep = sweep._replace(step=_with_flag(sweep.step, 1), num_consts=sweep.num_consts + 1)
+    inverse = sweep.inverse and _with_flag(sweep.inverse, 1)
+    sweep = sweep._replace(step=_with_flag(sweep.step, 1), inverse=inverse, num_consts=sweep.num_consts + 1)
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
 
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.messages import kind_needs_bound
@@ -53,6 +53,9 @@ class Kind(ABC):
     """
 
     needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
+    # Takes one step back: called as the body, with the carry after a step, it returns the carry before it. None: the
+    # kind brings none. See the plan `LastCarry`.
+    inverse: Callable[..., Any] | None = None
 
     @abstractmethod
     def plan(self, loop: LoopFacts) -> Plan:
@@ -69,6 +72,10 @@ class Kind(ABC):
             One of `Checkpoints`, `EveryCarry`, `EveryResidual` and `NoReverseMode` of `loopax.kinds`.
 
         """
+
+    def without_functions(self) -> "Kind":
+        """The kind without the functions that it brings: programs keep it, and functions may close over tracers."""
+        return self
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """What the plan costs, in bytes and in time; None if nobody can say. `Auto` compares these."""
@@ -90,7 +97,7 @@ class Asked(Storage):
         """For a loop with this bound; raises where the kind needs one and there is none."""
         if kind.needs_bound and bound is None:
             raise ValueError(kind_needs_bound(kind))
-        return cls(kind, is_fixed, bound_is_loose)
+        return cls(kind.without_functions(), is_fixed, bound_is_loose)
 
     @property
     def needs_bound(self) -> bool:

@@ -81,6 +81,7 @@ class Loop(NamedTuple):
     stages: Stages | None = None  # how a batch of such loops gets smaller as lanes finish; None: not
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
+    inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`inverse.py`)
 
     @property
     def active_count_index(self) -> int | None:
@@ -218,7 +219,8 @@ def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes
 def _apart(loop: Loop, axes: Axes) -> Loop | None:
     """The loop for such devices; None: it is one."""
     body = apart(loop.body, axes)
-    return body and loop._replace(body=body)
+    inverse = loop.inverse and (apart(loop.inverse, axes) or loop.inverse)
+    return body and loop._replace(body=body, inverse=inverse)
 
 
 @weakly_cached
@@ -237,18 +239,19 @@ def _unchanged(loop: Loop) -> Mask:
 @weakly_cached
 def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     """The loop with the fixed leaves among its constants (behind the others)."""
-    jaxpr = loop.body.jaxpr
-    inputs, outputs = loop.inputs(jaxpr.invars[1:]), loop.outputs(jaxpr.outvars)
-    body = replace_jaxpr(
-        loop.body,
-        [jaxpr.invars[0], *flatten(_with_fixed_as_consts(inputs, fixed))],
-        [*reject(fixed, outputs.carry), *outputs.ys],
-    )
+
+    def hoisted_body(body: ClosedJaxpr) -> ClosedJaxpr:
+        row, *inputs = body.jaxpr.invars
+        outputs = loop.outputs(body.jaxpr.outvars)
+        operands = flatten(_with_fixed_as_consts(loop.inputs(inputs), fixed))
+        return replace_jaxpr(body, [row, *operands], [*reject(fixed, outputs.carry), *outputs.ys])
+
     names = loop.names
     consts, carry, xs = _with_fixed_as_consts(LoopInputs(names.consts, names.carry, names.xs), fixed)
     hoisted = Names(tuple(consts), tuple(carry), tuple(xs), names.ys)
     return loop._replace(
-        body=body,
+        body=hoisted_body(loop.body),
+        inverse=loop.inverse and hoisted_body(loop.inverse),
         debug_info=loop.debug_info and loop.debug_info.renamed(hoisted),
         num_consts=loop.num_consts + sum(fixed),
         num_carry=loop.num_carry - sum(fixed),

@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from loopax._src import schedule
-from loopax._src.schedule.saving import Saving
+from loopax._src.schedule.saving import Blocks, Last, Saving
 
 # Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 
@@ -33,6 +33,8 @@ class Plan(Storage):
 
     reason: str  # why it was chosen; empty: no other was considered
     stores_residuals: ClassVar[bool] = False  # of every step, instead of carries
+    keeps_all: bool = False
+    walks_back: ClassVar[bool] = False  # to the states, by the inverse of a step, where there is one
 
     @property
     @abstractmethod
@@ -53,9 +55,18 @@ class Plan(Storage):
         """Why there is no reverse mode; None: there is."""
         return None
 
-    def saving(self, bound: int | None, carry_bytes: int, length_known: bool) -> Saving | None:
+    def saving(self, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
         """Which carries of so many bytes the loop saves on its way; None: that before every step, as rows."""
-        del bound, carry_bytes, length_known
+        del bound, carry_bytes, length_known, has_inverse
+        return None
+
+    def shown(self, saving: Saving | None) -> Saving | None:
+        """What a loop that saves so is said to do: it may be made of two loops."""
+        return saving
+
+    def in_two(self, bound: int) -> "TwoPlans | None":
+        """Where a loop that takes so many steps is made of two: what each of them stores. None: it is not."""
+        del bound
         return None
 
     def planned(self, facts_for: Callable[[Any], Any]) -> "Plan":
@@ -69,6 +80,14 @@ class Plan(Storage):
         return self
 
 
+class TwoPlans(NamedTuple):
+    """Of a loop that is made of two."""
+
+    first: Plan
+    num_steps: int  # of the first
+    last: Plan
+
+
 @dataclass(frozen=True)
 class Checkpoints(Plan):
     """Some carries, from which the others are found again: this many, or about 2 sqrt(bound)."""
@@ -76,16 +95,55 @@ class Checkpoints(Plan):
     count: int | None = None
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
     reason: str = ""
+    # Blocks with residuals, for a loop that takes as many steps as its bound. Those of the last steps are stored on the
+    # way forward where the loop can be made of two (`autodiff/last_steps.py`).
+    blocks: Blocks | None = None
 
     @property
     def name(self) -> str:
         """See `Plan.name`."""
         return "Checkpointed()" if self.count is None else f"Checkpointed({self.count})"
 
-    def saving(self, bound: int | None, carry_bytes: int, length_known: bool) -> Saving | None:
+    def saving(self, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
         """See `Plan.saving`."""
+        del has_inverse
+        if self.blocks is not None and not self.blocks.recorded:
+            return self.blocks
         always = self.always_to_bound
         return schedule.saving_for(self.count, bound, carry_bytes, length_known=length_known, always_to_bound=always)
+
+    def shown(self, saving: Saving | None) -> Saving | None:
+        """See `Plan.shown`."""
+        return self.blocks or saving
+
+    def in_two(self, bound: int) -> TwoPlans | None:
+        """See `Plan.in_two`."""
+        if self.blocks is None or not self.blocks.recorded:
+            return None
+        first = replace(self, blocks=self.blocks.without_recorded)
+        return TwoPlans(first, bound - self.blocks.recorded, EveryResidual(self.reason))
+
+
+@dataclass(frozen=True)
+class LastCarry(Plan):
+    """The carry after the last step; the kind's inverse walks back to the others.
+
+    Where a loop has no inverse (the linear part of a second derivative, a loop with buffers in its carry), some
+    checkpoints are stored.
+    """
+
+    otherwise: Checkpoints = Checkpoints()
+    reason: str = ""
+    walks_back: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """See `Plan.name`."""
+        return "the last carry and an inverse"
+
+    def saving(self, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
+        """See `Plan.saving`."""
+        return Last() if has_inverse else self.otherwise.saving(bound, carry_bytes, length_known, has_inverse)
 
 
 @dataclass(frozen=True)
@@ -107,9 +165,13 @@ class EveryCarry(Plan):
 
 @dataclass(frozen=True)
 class EveryResidual(Plan):
-    """What the derivative of every step needs; nothing is evaluated again."""
+    """What the derivative of every step needs; nothing is evaluated again.
+
+    A residual that costs less to compute from others than to store is not stored, unless the plan `keeps_all`.
+    """
 
     reason: str = ""
+    keeps_all: bool = False  # as `jax.lax.scan` does
     stores_residuals: ClassVar[bool] = True
 
     @property

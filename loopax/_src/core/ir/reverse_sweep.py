@@ -85,6 +85,7 @@ class ReverseSweep(NamedTuple):
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
     stages: Stages | None = None  # as in `Loop`
+    inverse: ClosedJaxpr | None = None  # (row, *consts, *state after a step, *forward x) -> state before it
 
     @property
     def forward(self) -> ClosedJaxpr:
@@ -208,7 +209,8 @@ def as_bound(sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> 
 
 def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:
     """The sweep for devices that take different numbers of steps."""
-    return sweep._replace(step=apart(sweep.step, axes) or sweep.step)
+    inverse = sweep.inverse and (apart(sweep.inverse, axes) or sweep.inverse)
+    return sweep._replace(step=apart(sweep.step, axes) or sweep.step, inverse=inverse)
 
 
 def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
@@ -218,22 +220,23 @@ def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
     return [*carry, *(stacked(aval, sweep.bound or 0) for aval in sweep.y_avals)]
 
 
-def checkpointing_loop(sweep: ReverseSweep, body: ClosedJaxpr, num_consts: int, num_state: int) -> Loop:
-    """A loop over the rows of the forward loop that saves its whole carry as that loop did."""
+def checkpointing_loop(sweep: ReverseSweep) -> Loop:
+    """The forward loop of a sweep, which saves its whole carry."""
     return Loop(
-        body,
-        num_consts=num_consts,
-        num_carry=num_state,
+        sweep.forward,
+        num_consts=sweep.num_consts,
+        num_carry=sweep.num_state,
         predicated=False,
+        inverse=sweep.inverse,
         saving=length_known(sweep.saving),
-        saved=(True,) * num_state,
+        saved=(True,) * sweep.num_state,
         **traversal(sweep),
     )
 
 
 def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: SweepInputs) -> LoopOutputs:
     """The whole sweep where nothing has been saved yet: run forward saving, then sweep back."""
-    loop = checkpointing_loop(sweep, sweep.forward, sweep.num_consts, sweep.num_state)
+    loop = checkpointing_loop(sweep)
     consts, init, carry, xs = inputs
     out = run(loop, low, high, consts, init, xs[: sweep.num_forward_xs])
     (checkpoint_rows,) = out.checkpoint_rows
@@ -247,6 +250,7 @@ def sweep_dependence(eqn: Any) -> list[int]:
     operands = sweep.operands(leaves)
     inputs = operands.inputs([a | b for a, b in zip(operands.init, operands.saved, strict=True)])
     start = [0, *sweep.forward_inputs(inputs)]
+    # Walking back reads no more than walking forward, from which the states follow.
     inputs = inputs._replace(state=close_over_carry(dependence(sweep.forward), sweep.state_range, start))
     needed = sweep.outputs(dependence(sweep.backward))
     start = [0, *sweep.backward_inputs(inputs)]

@@ -94,20 +94,28 @@ def close_over_carry(body: Sequence[int], carry: range, inputs: Sequence[int]) -
 
 
 def dependence_fixpoint(
-    closed: ClosedJaxpr, inputs: Sequence[bool], carry: range, allowed: Sequence[bool] | None = None
+    closed: ClosedJaxpr,
+    inputs: Sequence[bool],
+    carry: range,
+    allowed: Sequence[bool] | None = None,
+    inverse: ClosedJaxpr | None = None,
 ) -> Mask:
     """Which outputs of a loop's body get a property that flows from inputs to outputs.
 
     The carry is the body's first outputs, and its inputs at the positions `carry`: the least fixed
-    point, in which a leaf that once had the property keeps it. `allowed` limits it to some outputs.
+    point, in which a leaf that once had the property keeps it. `allowed` limits it to some outputs. It also flows
+    through the `inverse`, a body with the same inputs that returns a carry.
     """
-    needed = dependence(closed)
+    needed, back = dependence(closed), () if inverse is None else dependence(inverse)
     marked = to_bits(inputs)
     while True:
         outputs = [bool(bits & marked) for bits in needed]
         if allowed is not None:
             outputs = [a and b for a, b in zip(outputs, allowed, strict=True)]
         grown = marked | to_bits(outputs[: len(carry)]) << carry.start
+        for i, (bits, place) in enumerate(zip(back, carry, strict=False)):
+            if bits & marked and (allowed is None or allowed[i]):
+                grown |= 1 << place
         if grown == marked:
             kept = [bool(marked >> i & 1) for i in carry]
             return (*kept, *outputs[len(carry) :])

@@ -1,12 +1,15 @@
 """Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored."""
 
 from collections.abc import Iterable, Sequence
+from sys import maxsize
 from typing import Any, NamedTuple
 
 from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic
 from loopax._src.core.jaxpr.dataflow import dependence, members
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, replace_jaxpr
+
+MANY = 32  # equations to recompute a residual: looking for more would take long where there are many residuals
 
 
 class Residual(NamedTuple):
@@ -60,15 +63,19 @@ def without_recomputed(
     the outputs of `known`, residuals are at `positions`; its inputs at `given` need not be stored. Returns the
     positions that are left, and how the others are computed: (*given, *left) -> others, in their order.
     """
+    if num_bytes(known.out_avals) == maxsize:  # what they cost is not known
+        return list(positions), None
     jaxpr = known.jaxpr
+    producers = {variable: i for i, eqn in enumerate(jaxpr.eqns) for variable in eqn.outvars}
     inputs = [jaxpr.invars[i] for i in given]
     left, equations = list(positions), list[Any]()
     for position in sorted(positions, key=lambda p: -num_bytes([known.out_avals[p]])):
         others = [jaxpr.outvars[p] for p in left if p != position]
         residual = jaxpr.outvars[position]
-        needed = _equations_for(residual, jaxpr.eqns, {*inputs, *others})
-        if needed is None:
+        places = _equations_for(residual, jaxpr.eqns, producers, {*inputs, *others})
+        if places is None:
             continue
+        needed = [jaxpr.eqns[i] for i in places]
         cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
         if cost <= (0.0 if position in hoisted else IN_CACHE * num_bytes([residual.aval])):
             left.remove(position)
@@ -81,15 +88,19 @@ def without_recomputed(
     return left, replace_jaxpr(known, [*inputs, *kept], dropped, in_order)
 
 
-def _equations_for(variable: Any, equations: Sequence[Any], given: set[Any]) -> list[Any] | None:
-    """The equations that compute a variable from given ones; None: it needs others, too."""
-    found, needed = list[Any](), {variable}
-    for eqn in reversed(equations):
-        if needed.intersection(eqn.outvars):
-            found.append(eqn)
-            needed.difference_update(eqn.outvars)
-            needed.update(_variables(eqn.invars) - given)
-    return None if needed else found[::-1]
+def _equations_for(
+    variable: Any, equations: Sequence[Any], producers: dict[Any, int], given: set[Any]
+) -> list[int] | None:
+    """The places of the equations that compute a variable from given ones; None: it needs others, too, or many."""
+    found, needed = set[int](), {variable}
+    while needed:
+        place = producers.get(needed.pop())
+        if place is None or equations[place].effects or len(found) == MANY:
+            return None
+        found.add(place)
+        needed.update(_variables(equations[place].invars) - given - set(equations[place].outvars))
+        needed = {v for v in needed if producers.get(v) not in found}
+    return sorted(found)
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:

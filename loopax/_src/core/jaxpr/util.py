@@ -174,6 +174,11 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 
+def num_equations(jaxpr: Any) -> int:
+    """How many equations a program has, those of inner programs included."""
+    return sum(1 + sum(map(num_equations, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a `jax.custom_vjp` is called, by an inner program too."""
     return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)

@@ -1,6 +1,7 @@
-"""A loop that saves some of its carries on its way: at the start of every block, or in so many slots."""
+"""A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one."""
 
 from collections.abc import Callable
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, read, write
 from loopax._src.jax_internals import zeros
-from loopax._src.schedule.saving import Blocks, Saving
+from loopax._src.schedule.saving import Blocks, Last, Saving, Slots
 
 
 class Saver(NamedTuple):
@@ -20,9 +21,7 @@ class Saver(NamedTuple):
 
     state: LoopState
     saved: list[Any]  # room for the carries
-    checkpoint_rows: (
-        Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; for blocks the first row
-    )
+    checkpoint_rows: Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; None for blocks
     plan: Any  # what the schedule remembers
 
 
@@ -30,26 +29,61 @@ class Saver(NamedTuple):
 Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
-def run_saving(loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any) -> tuple[LoopState, list[Any]]:
+@singledispatch
+def run_saving(
+    saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
-    assert loop.saving is not None
-    decide, plan = _decision(loop.saving, walk, state.position)
-    kept = select(loop.saved_mask, loop.output_avals[0])
-    saved = [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
-    checkpoint_rows = (
-        state.position[None] if isinstance(loop.saving, Blocks) else jnp.full(loop.saved_rows, EMPTY_SLOT, jnp.int32)
-    )
-    saver = Saver(state, saved, checkpoint_rows, plan)
-    saver = _walk_saving(loop, walk._replace(limited=True), steps, decide, saver, end)
-    if not walk.limited:
-        saver = saver._replace(state=_poisoned(saver.state))
-    saved, checkpoint_rows = saver.saved, saver.checkpoint_rows
-    if isinstance(saver.plan, schedule.Online):
-        saved, checkpoint_rows = _in_order(saver.plan, saved, checkpoint_rows)
+    raise NotImplementedError(type(saving))
+
+
+@run_saving.register
+def _save_block_starts(
+    saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    first_row = state.position[None]
+    saver = Saver(state, _room(loop), None, jnp.int32(0))
+    saver = _walk_saving(loop, walk, steps, _at_block_starts(saving.size), saver, end)
+    return saver.state, [*saver.saved, first_row]
+
+
+@run_saving.register
+def _save_in_slots(
+    saving: Slots, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    checkpoint_rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+    if saving.length_known:
+        saver = Saver(state, _room(loop), checkpoint_rows, jnp.int32(0))
+        saver = _walk_saving(loop, walk, steps, _binomially(saving.count), saver, end)
+        return saver.state, [*saver.saved, saver.checkpoint_rows]
+    start = state.position
+    decide = _online(lambda state: walk.distance(start, state.position))
+    saver = Saver(state, _room(loop), checkpoint_rows, schedule.start(saving.count))
+    saver = _walk_saving(loop, walk, steps, decide, saver, end)
+    saved, checkpoint_rows = _in_order(saver.plan, saver.saved, saver.checkpoint_rows)
     return saver.state, [*saved, checkpoint_rows]
 
 
+@run_saving.register
+def _save_the_last(
+    saving: Last, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    del saving
+    first_row = state.position[None]
+    state = walk._replace(limited=True).run(steps, state, end)
+    state = state if walk.limited else _poisoned(state)
+    return state, [*(x[None] for x in select(loop.saved_mask, state.carry)), first_row]
+
+
+def _room(loop: Loop) -> list[Any]:
+    """For the carries that are saved."""
+    kept = select(loop.saved_mask, loop.output_avals.carry)
+    return [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
+
+
 def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
+    counted = walk._replace(limited=True)
+
     def goes_on(saver: Saver) -> Any:
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
@@ -60,22 +94,13 @@ def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, save
         room, length, plan = decide(saver, remain)
         values = select(loop.saved_mask, state.carry)
         saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
-        checkpoint_rows = (
-            checkpoint_rows if isinstance(loop.saving, Blocks) else write(checkpoint_rows, room, state.position)
-        )
+        if checkpoint_rows is not None:
+            checkpoint_rows = write(checkpoint_rows, room, state.position)
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
-        return Saver(walk.run(steps, state, next_stop), saved, checkpoint_rows, plan)
+        return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
-    return lax.while_loop(goes_on, stretch, saver)
-
-
-def _decision(saving: Saving, walk: RowLoop, start: Any) -> tuple[Decision, Any]:
-    """How to decide, and what to remember at first."""
-    if isinstance(saving, Blocks):
-        return _at_block_starts(saving.size), jnp.int32(0)
-    if saving.length_known:
-        return _binomially(saving.count), jnp.int32(0)
-    return _online(lambda state: walk.distance(start, state.position)), schedule.start(saving.count)
+    saver = lax.while_loop(goes_on, stretch, saver)
+    return saver if walk.limited else saver._replace(state=_poisoned(saver.state))
 
 
 def _at_block_starts(size: int) -> Decision:

@@ -48,7 +48,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
         state = state._replace(due=watch.first_due(walk._replace(limited=True) if loop.saving else walk))
     end = low - 1 if loop.reverse else high
     if loop.saving:
-        state, saved = run_saving(loop, walk, steps, state, end)
+        state, saved = run_saving(loop.saving, loop, walk, steps, state, end)
     elif loop.bound == 1 and steps.per_active_set is None:
         state, saved = walk.run_at_most_once(steps, state, end), []
     else:

@@ -14,7 +14,6 @@ from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part,
 from loopax._src.core.jaxpr.util import num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.masking.all_active import asks_for_active
 from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
-from loopax._src.schedule.saving import Blocks
 
 # If more is handed over than so many times the state, leaving out what can be recomputed will not make it fit.
 MANY = 4
@@ -35,20 +34,21 @@ class Recording(NamedTuple):
 
 def recording_of(sweep: ReverseSweep) -> Recording | None:
     """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
-    recording = _recording(sweep)
+    recording = None if sweep.inverse else _recording(sweep)
     if recording is None:
         return None
-    fits = isinstance(sweep.saving, Blocks) or recording.places is not None
+    fits = recording.places is not None or not sweep.saving.reuses_room
     return recording if fits else None
 
 
 @weakly_cached
 def _recording(sweep: ReverseSweep) -> Recording | None:
     states = num_bytes(sweep.forward_avals.state)
-    if states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * states:
+    room = max(states, sweep.saving.record_bytes)
+    if states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
         return None
     recording = _in_two_parts(sweep, stored=True)
-    return recording if recording is not None and _pays(sweep, recording) else None
+    return recording if recording is not None and _pays(sweep, recording, room) else None
 
 
 @weakly_cached
@@ -100,11 +100,14 @@ def _handed_over(sweep: ReverseSweep) -> int:
     return num_bytes(variable.aval for variable in handed_over)
 
 
-def _pays(sweep: ReverseSweep, recording: Recording) -> bool:
-    """Whether records take no more room than states, and save more than a tenth of what it costs to store states."""
-    states = num_bytes(sweep.forward_avals.state)
+def _pays(sweep: ReverseSweep, recording: Recording, room: int) -> bool:
+    """Whether records have room, and save more than a tenth of what it costs to store states, and more than they cost.
+
+    A record that is no larger than a state is stored in its place, so it costs nothing more.
+    """
+    states, record = (num_bytes(of) for of in (sweep.forward_avals.state, recording.record_avals(sweep.num_state)))
     saved = arithmetic(sweep.backward) - arithmetic(recording.back)
-    return num_bytes(recording.record_avals(sweep.num_state)) <= states and saved >= 0.1 * IN_CACHE * states
+    return record <= room and saved >= IN_CACHE * (0.1 * states + max(record - states, 0))
 
 
 class _Parts(NamedTuple):

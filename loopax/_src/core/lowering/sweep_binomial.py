@@ -19,6 +19,8 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, Steps, read, write
+from loopax._src.jax_internals import zeros
+from loopax._src.schedule.saving import Slots
 
 
 class Segment(NamedTuple):
@@ -39,20 +41,25 @@ class BinomialState(NamedTuple):
     progress: LoopState  # the backward walk
 
 
-def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
+def sweep_slots(
+    _: Slots, track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState
+) -> LoopState:
     """Walk back through all steps."""
     stored_steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     last = jnp.maximum(jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32) - 1, 0)
     segment = Segment([read(s, last) for s in saved], stored_steps[last], last, stored_steps, saved)
 
     def one_run(sweep: BinomialState) -> BinomialState:
-        run = _divide(track, bodies, sweep.segment, sweep.end)
-        last, slots = _store_run(track, bodies, run, sweep.end)
-        run = run._replace(slots=slots)
+        if bodies.replay_is_long:
+            last, run = _divide_and_store(track, bodies, sweep.segment, sweep.end)
+        else:
+            run = _divide(track, bodies, sweep.segment, sweep.end)
+            last, slots = _store_run(track, bodies, run, sweep.end)
+            run = run._replace(slots=slots)
         before, progress = _walk_back(track, bodies, run, last, sweep.end, sweep.progress)
         slot = jnp.maximum(run.slot - 1, 0)
-        state = [read(s, slot) for s in slots] if bodies.records else before
-        segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, slots)
+        state = [read(s, slot) for s in run.slots] if bodies.records else before
+        segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, run.slots)
         return BinomialState(segment, run.step, progress)
 
     sweep = BinomialState(segment, track.num_steps, progress)
@@ -105,6 +112,62 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
         return progress.carry, slots
     _, record = bodies.replay.once(track.row(end - 1), progress.carry)
     return record, slots
+
+
+class OneLoop(NamedTuple):
+    """The state of `_divide_and_store`."""
+
+    now: Segment
+    next_step: Any  # before which it is decided what to store
+    run: Any  # the first step of the run, and its slot; the step is -1 before the run
+    last: list[Any]  # what the step before would have stored
+
+
+def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) -> tuple[list[Any], Segment]:
+    """`_divide` and `_store_run` in one loop, so that the program holds a long step once for both.
+
+    Each iteration evaluates a step and writes to a slot. Where nothing is to be stored, it writes what is there.
+    """
+    count = segment.stored_steps.size
+    # The state before the last step is current when it is needed; the record of the last step is to be computed.
+    stop = end if bodies.records else end - 1
+
+    def one_step(at: OneLoop) -> OneLoop:
+        (state, step, slot, stored_steps, slots), next_step, (run_step, run_slot), _ = at
+        remain, free = end - step, count - slot
+        decides = (step == next_step) & (run_step < 0)
+        divides = decides & (free > 0) & (remain > free + 1)
+        begins_run = decides & ~divides
+        run_step, run_slot = jnp.where(begins_run, step, run_step), jnp.where(begins_run, slot, run_slot)
+        in_run = run_step >= 0
+        state_after, stored = bodies.replay.once(track.row(step), state)
+        in_slots = dict(zip(bodies.places, stored, strict=True))
+        place = jnp.clip(jnp.where(in_run, run_slot + step - run_step, slot), 0, count - 1)
+        stores = divides | (in_run & (remain > 1))
+
+        def put(leaf: int, array: Any, of_state: Any) -> Any:
+            old = read(array, place)
+            return write(array, place, jnp.where(stores, jnp.where(in_run, in_slots.get(leaf, old), of_state), old))
+
+        slots = [put(leaf, *pair) for leaf, pair in enumerate(zip(slots, state, strict=True))]
+        distance = lax.cond(
+            divides,
+            lambda: schedule.advance(jnp.maximum(remain, 2), jnp.maximum(free, 1)),
+            lambda: jnp.zeros_like(step),
+        )
+        position = jnp.minimum(slot, count - 1)
+        stored_steps = write(stored_steps, position, jnp.where(divides, step, stored_steps[position]))
+        now = Segment(state_after, step + 1, slot + divides.astype(jnp.int32), stored_steps, slots)
+        return OneLoop(now, next_step + distance, (run_step, run_slot), stored)
+
+    zero_step = jnp.zeros_like(segment.step)
+    start = OneLoop(segment, segment.step, (zero_step - 1, segment.slot), list(map(zeros, bodies.stored_avals)))
+    done = lax.while_loop(lambda at: at.now.step < stop, one_step, start)
+    run_step, run_slot = done.run
+    # A run of one step that is current already takes no iteration.
+    run_step, run_slot = jnp.where(run_step < 0, end - 1, run_step), jnp.where(run_step < 0, done.now.slot, run_slot)
+    last = done.last if bodies.records else done.now.state
+    return last, done.now._replace(step=run_step, slot=run_slot)
 
 
 def _walk_back(

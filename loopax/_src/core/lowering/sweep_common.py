@@ -8,12 +8,16 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.util import split_list
+from loopax._src.core.jaxpr.util import num_equations, split_list
 from loopax._src.core.lowering.active_sets import FilledOutside, active_of, filled_outside
 from loopax._src.core.lowering.recording import Recording
 from loopax._src.core.lowering.while_loop import Common, RowLoop, Step, Steps, read
 from loopax._src.core.masking.all_active import CommonRows, common_rows, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+
+# Equations of a step from which on a sweep with slots holds it once for all that is evaluated again. With fewer, it is
+# faster to run two loops than to decide in each step what to store (docs/how-it-works.md).
+LONG_STEP = 300
 
 
 class Track(NamedTuple):
@@ -51,6 +55,7 @@ class Body(NamedTuple):
     consts: list[Any]
     outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
     common: tuple[CommonRows, Callable[..., Any]] | None  # rows that all lanes walk, and the body there
+    num_equations: int
 
     def once(self, row: Any, *groups: Any) -> Any:
         """What the body returns at one row."""
@@ -99,6 +104,12 @@ class Bodies(NamedTuple):
     records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
     places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
 
+    @property
+    def replay_is_long(self) -> bool:
+        """Whether the step of a replay takes so long to compile that a program should hold it once."""
+        plain = self.replay.outside is None and self.replay.common is None
+        return plain and self.replay.num_equations >= LONG_STEP
+
     def replay_steps(self, ahead: RowLoop, start: Any, written: RowOf) -> Steps:
         """The steps of a replay from the row `start`; a position stores in the row that `written` says."""
 
@@ -142,7 +153,7 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
         outside = filled_outside(closed, len(consts), 0)
         body = outside.body if outside else closed
         common = None if rows is None else (rows, partial(run, unmasked(closed)))
-        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common)
+        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common, num_equations(closed.jaxpr))
 
     ahead = compiled(sweep.forward, forward)
     if recorded is None:

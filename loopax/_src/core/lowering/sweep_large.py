@@ -13,6 +13,7 @@ states stored. An iteration writes a state in any case. Where none is to be stor
 """
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,11 +24,11 @@ from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import step_limits
-from loopax._src.core.jaxpr.util import inner_jaxprs, stacked
+from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, stacked
 from loopax._src.core.lowering.sweep_common import Bodies, Track
 from loopax._src.core.lowering.while_loop import LoopState, read, write
 from loopax._src.jax_internals import is_scan, is_while, zeros
-from loopax._src.schedule import Blocks
+from loopax._src.schedule.saving import Blocks, Saving, Slots
 
 # Equations in the loops of a step, from which on it is large. With fewer, compiling them again is quick. Equations
 # outside of loops do not count: XLA fuses them with what walks back, which makes several copies faster than one
@@ -44,13 +45,9 @@ def _in_loops(jaxpr: Any) -> int:
     """How many equations stand in loops."""
     total = 0
     for eqn in jaxpr.eqns:
-        count = _equations if is_scan(eqn) or is_while(eqn) or eqn.primitive in step_limits else _in_loops
+        count = num_equations if is_scan(eqn) or is_while(eqn) or eqn.primitive in step_limits else _in_loops
         total += sum(map(count, inner_jaxprs(eqn)))
     return total
-
-
-def _equations(jaxpr: Any) -> int:
-    return sum(1 + sum(map(_equations, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
 class Stack(Protocol):
@@ -128,13 +125,28 @@ class SlotStack(NamedTuple):
         return self._replace(top=top, next_step=step), [read(s, top) for s in self.slots], step
 
 
-def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> Stack:
+@singledispatch
+def stack_of(saving: Saving, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]) -> Stack:
     """What the forward loop has saved; the state to begin with is on top."""
-    if isinstance(sweep.saving, Blocks):
-        size = jnp.int32(sweep.saving.size)
-        blocks = (track.num_steps + (size - 1)) // size
-        states = [zeros(stacked(aval, sweep.saving.size)) for aval in sweep.forward_avals.state]
-        return BlockStack(saved, states, blocks * size, blocks * size, size)
+    raise NotImplementedError(type(saving))
+
+
+@stack_of.register
+def _stack_of_blocks(
+    saving: Blocks, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
+) -> Stack:
+    del checkpoint_rows
+    size = jnp.int32(saving.size)
+    blocks = (track.num_steps + (size - 1)) // size
+    states = [zeros(stacked(aval, saving.size)) for aval in state_avals]
+    return BlockStack(saved, states, blocks * size, blocks * size, size)
+
+
+@stack_of.register
+def _stack_of_slots(
+    saving: Slots, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
+) -> Stack:
+    del saving, state_avals
     steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     used = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32)
     return SlotStack(saved, steps, used, jnp.int32(0))

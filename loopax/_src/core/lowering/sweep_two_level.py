@@ -14,6 +14,7 @@ from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, read, write
 from loopax._src.jax_internals import zeros
+from loopax._src.schedule.saving import Blocks
 
 
 class TwoLevelState(NamedTuple):
@@ -24,8 +25,11 @@ class TwoLevelState(NamedTuple):
     progress: LoopState  # the backward walk
 
 
-def sweep_blocks(track: Track, bodies: Bodies, size: int, saved: list[Any], progress: LoopState) -> LoopState:
+def sweep_blocks(
+    saving: Blocks, track: Track, bodies: Bodies, _: Any, saved: list[Any], progress: LoopState
+) -> LoopState:
     """Walk back through all blocks."""
+    size = saving.size
 
     def one_block(at: TwoLevelState) -> TwoLevelState:
         start = track.row(at.block * size)

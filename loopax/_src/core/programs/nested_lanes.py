@@ -23,7 +23,7 @@ from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.core.lowering.while_loop import RowLoop, read
 from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, split_at_loop, written
 from loopax._src.jax_internals import replace_jaxpr, vary_like, zeros
-from loopax._src.messages import FREE_NEEDS_BOUNDS, free_form_message
+from loopax._src.messages import FREE_NEEDS_BOUNDS, free_form_message, inverse_message
 
 
 class NestedState(NamedTuple):
@@ -120,6 +120,8 @@ def run_free(
     loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
 ) -> Outcome:
     """Run the loop as a single one."""
+    if loop.inverse is not None:
+        raise NotImplementedError(inverse_message("lanes='free'"))
     stepper = Stepper(split_at_loop(loop.body, _refuse))
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)

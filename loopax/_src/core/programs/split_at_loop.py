@@ -31,7 +31,7 @@ from loopax._src.jax_internals import (
     vary_like,
     zeros,
 )
-from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING
+from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING, inverse_message
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them.
@@ -76,6 +76,8 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
     loop = Loop(**at.params)
     if loop.reporting is not None:
         raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
+    if loop.inverse is not None:
+        raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
     (low, high), consts, carry, xs = split_list(at.invars, [2, *loop.sizes])
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))

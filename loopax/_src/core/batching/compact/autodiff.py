@@ -26,6 +26,7 @@ from loopax._src.core.batching.compact.primitive import (
     linearize_program,
 )
 from loopax._src.core.effects.guard import without_effects
+from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
@@ -116,6 +117,7 @@ def _with_known_steps(loop: Loop, outputs: LoopOutputs) -> tuple[Loop, LoopInput
     body, uses = prune(loop, without_effects(loop.body), outputs)
     later = loop._replace(
         body=body,
+        inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
         num_consts=sum(uses.consts),
         num_carry=sum(uses.carry),
         predicated=False,

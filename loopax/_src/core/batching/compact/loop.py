@@ -105,7 +105,7 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
     """
     sizes = stages.sizes(axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
-    loop = loop._replace(saving=None, saved=(), reporting=reporting)
+    loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     places = jnp.arange(axis.size, dtype=jnp.int32)
     left = Results(jnp.int32(0), list(lanes.inputs.carry), [])
     finished = []

@@ -1,0 +1,99 @@
+"""A gradient that stores residuals of the last steps on the way forward: a loop made of two."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from loopax._src.core.autodiff.transpose import linear_loop_p
+from tests.core.lowering.test_memory import STATE, WEIGHTS
+from tests.support.reference import assert_close
+
+STEPS = 20
+FEW, MANY = lx.Checkpointed(9), lx.Checkpointed(15)
+OTHER = lx.Bounded()
+XS = jnp.sin(jnp.arange(20.0 * 64).reshape(20, 64))
+
+
+def program(kind, reverse=False):
+    """A scan whose rows of outputs come from both loops; the carry has a counter."""
+
+    def run(h, weights, xs):
+        def step(carry, x):
+            h, count = carry
+            h = jnp.tanh(weights @ h + x) * (1.0 + 0.01 * count)
+            return (h, count + 1), (h * x, count)
+
+        (h, _), (ys, _) = lx.scan(step, (h, 0), xs, kind=kind, reverse=reverse)
+        return (h**2).sum() + (ys**3).sum()
+
+    return run
+
+
+def gradient(kind, reverse):
+    return jax.jit(jax.value_and_grad(program(kind, reverse), (0, 1, 2)))(STATE, WEIGHTS, XS)
+
+
+expected_gradient = ft.cache(ft.partial(gradient, OTHER))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", [FEW, MANY, lx.Checkpointed(20)], ids=repr)
+def test_gradients(kind, reverse):
+    assert_close(gradient(kind, reverse), expected_gradient(reverse))
+
+
+def test_it_is_made_of_two_loops():
+    linear = jax.make_jaxpr(lambda h: jax.linearize(lambda h: program(MANY)(h, WEIGHTS, XS), h)[1](h))(STATE)
+    assert [eqn.params["bound"] for eqn in linear.jaxpr.eqns if eqn.primitive is linear_loop_p] == [6, 14]
+
+
+COMPOSITIONS = {
+    "forward over reverse": lambda f: jax.jvp(jax.grad(f), (STATE,), (STATE,))[1],
+    "reverse over reverse": lambda f: jax.grad(lambda h: (jax.grad(f)(h) ** 2).sum())(STATE),
+    "linearize": lambda f: jax.linearize(f, STATE)[1](STATE),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(XS[:3]),
+    "grad of vmap": lambda f: jax.grad(lambda hs: jax.vmap(f)(hs).sum())(XS[:3]),
+    "vmap of linear functions": lambda f: jax.vmap(jax.vjp(f, STATE)[1])(jnp.arange(3.0)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(STATE),
+    "inside of a loop": lambda f: jax.grad(
+        lambda h: lx.fori_loop(0, 2, lambda i, h: STATE + jnp.sin(h * f(h)), h, kind=OTHER).sum()
+    )(STATE),
+}
+
+
+SLOW = {"linearize", "vmap of linear functions", "vmap of grad"}
+
+
+@pytest.mark.parametrize(
+    "composition", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in COMPOSITIONS]
+)
+def test_compositions(composition):
+    compose = COMPOSITIONS[composition]
+    of_start = lambda kind: lambda h: program(kind)(h, 0.1 * WEIGHTS, XS)
+    found, expected = (jax.jit(lambda kind=kind: compose(of_start(kind)))() for kind in (MANY, OTHER))
+    assert_close(found, expected)
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        found = jax.grad(program(MANY))(STATE, WEIGHTS, XS)
+    assert_close(found, expected_gradient(False)[1][0])
+
+
+def test_what_explain_says():
+    (loop,) = lx.explain(lambda h: program(MANY)(h, WEIGHTS, XS), STATE).loops
+    assert loop.stored is not None
+    assert loop.stored.carries <= 15
+    assert loop.stored.evaluations == 26
+
+
+@pytest.mark.parametrize(("carries", "evaluations"), [(9, 33), (15, 26), (20, 20)])
+def test_auto_takes_what_fits(carries, evaluations):
+    """Residuals of all steps do not fit in fewer bytes than theirs; those of some do."""
+    auto = lx.Auto(memory=carries * (STATE.nbytes + 8))
+    (loop,) = lx.explain(lambda h: program(auto)(h, WEIGHTS, XS), STATE).loops
+    assert loop.stored is not None
+    assert loop.stored.evaluations == evaluations
