@@ -215,7 +215,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     refuse_other_types(step.where, closed_over)
     open_body = with_values(open_body) if uses_references(open_body) else open_body
     open_inverse = inverse = None
-    if step.inverse:
+    if after:
         first = len(closed_over) + 1 + len(extras)
         open_body, open_inverse = _apart(open_body, range(first, first + len(spec.avals)))
     num_flags = len(found["messages"])

@@ -79,7 +79,8 @@ class Checkpointed(Kind):
         if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
             return None
         carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
-        if not carry or storing(residuals, residuals * bound) > loop.step.evaluation:
+        most = max(residuals, loop.step.read_bytes)
+        if not carry or storing(most, most * bound) > loop.step.evaluation:
             return None
         return last_steps_of(bound, count, carry, residuals)
 
@@ -88,7 +89,7 @@ class Checkpointed(Kind):
         count, size = self._carries(loop), loop.step.carry_bytes
         time, last = 2 * loop.step.evaluation, self._last_steps(loop)
         if last is not None and loop.bound:
-            residuals = loop.step.residual_bytes
+            residuals = max(loop.step.residual_bytes, loop.step.read_bytes)
             again = 1 - last.recorded / loop.bound
             time = again * loop.step.evaluation + storing(residuals, residuals * max(last.recorded, last.block))
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")

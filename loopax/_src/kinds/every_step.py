@@ -9,11 +9,14 @@ LOOSE_BOUND_STEPS = 1 / 2
 LOOSE_BOUND_MEMORY = 1 / 8
 
 
-def cost_of_rows(loop: LoopFacts, row_bytes: int, evaluations: int) -> Cost | None:
-    """The cost of a row for every step, and of so many evaluations of a step besides the first."""
+def cost_of_rows(loop: LoopFacts, row_bytes: int, evaluations: int, read_bytes: int = 0) -> Cost | None:
+    """The cost of a row for every step, and of so many evaluations of a step besides the first.
+
+    Where more is read than stored, a step takes as long as if all of it was stored: XLA fuses less of it.
+    """
     if loop.bound is None:
         return None
-    in_all = loop.bound * row_bytes
-    time = storing(row_bytes, in_all) / (LOOSE_BOUND_STEPS if loop.bound_is_loose else 1)
-    memory = in_all / (LOOSE_BOUND_MEMORY if loop.bound_is_loose else 1)
+    most = max(row_bytes, read_bytes)
+    time = storing(most, loop.bound * most) / (LOOSE_BOUND_STEPS if loop.bound_is_loose else 1)
+    memory = loop.bound * row_bytes / (LOOSE_BOUND_MEMORY if loop.bound_is_loose else 1)
     return Cost(memory, time + evaluations * loop.step.evaluation)

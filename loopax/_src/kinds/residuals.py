@@ -26,4 +26,4 @@ class Residuals(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        return cost_of_rows(loop, loop.step.residual_bytes, evaluations=0)
+        return cost_of_rows(loop, loop.step.residual_bytes, 0, loop.step.read_bytes)

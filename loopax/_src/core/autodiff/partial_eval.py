@@ -43,6 +43,7 @@ class PartialEval(NamedTuple):
     uses: LoopInputs  # which inputs the linear part uses
     last: Mask = ()  # of which known leaves of the carry it is given the last version (`row_buffers/versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
+    residual_avals: tuple[Any, ...] = ()  # the types of a step's residuals, also of those that are not stored
 
     @property
     def num_known_ys(self) -> int:
@@ -229,6 +230,7 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
         outputs,
         uses=unknown._replace(xs=tuple(merge_lists(unknown.xs, x_used, (True,) * sum(unknown.xs)))),
         last=(False,) * loop.num_carry,
+        residual_avals=tuple(known.out_avals[p] for p in of_steps),
         hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
 

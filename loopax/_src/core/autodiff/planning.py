@@ -41,4 +41,5 @@ def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals.ys[by_residual.num_known_ys :]
     read = num_bytes(by_carry.known.input_avals.xs)
-    return StepFacts(carry, num_bytes(rows), arithmetic(by_carry.known.body) + IN_CACHE * read)
+    evaluation = arithmetic(by_carry.known.body) + IN_CACHE * read
+    return StepFacts(carry, num_bytes(rows), evaluation, num_bytes(by_residual.residual_avals))

@@ -16,6 +16,7 @@ class StepFacts(NamedTuple):
     carry_bytes: int  # the part of the carry that the derivative of a step needs
     residual_bytes: int  # all that it needs, if no step is evaluated again
     evaluation: float  # evaluating the step once, in the time of a byte that is stored to memory and read again
+    read_bytes: int = 0  # all that the derivative reads, with what it computes from stored residuals
 
 
 class Cost(NamedTuple):
