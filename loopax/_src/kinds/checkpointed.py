@@ -79,8 +79,7 @@ class Checkpointed(Kind):
         if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
             return None
         carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
-        most = max(residuals, loop.step.read_bytes)
-        if not carry or storing(most, most * bound) > loop.step.evaluation:
+        if not carry or storing(residuals, residuals * bound) > loop.step.evaluation:
             return None
         return last_steps_of(bound, count, carry, residuals)
 
