@@ -97,7 +97,7 @@ LOOPS: dict[str, Callable[..., Program]] = {
 
 
 def by_python(loop: str) -> Program:
-    """The same as a Python loop."""
+    """The result of a Python loop."""
 
     def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
         if loop == "fori":

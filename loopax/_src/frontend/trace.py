@@ -249,7 +249,7 @@ def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int]) -> ClosedJaxpr:
     """Give a traced inverse the core's form; `sizes` of constants, extras, condition, carry and flags.
 
-    A step that was taken had a condition that held. What flags were before is not known, and nothing needs it.
+    A step that was taken had a condition that held. Flags are returned as they come: no derivative reads them.
     """
     function = jaxpr_as_fun(raw)
 

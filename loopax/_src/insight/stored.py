@@ -77,7 +77,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         "residuals" if plan.stores_residuals else "carries",
         carries if size else 0,
         size,
-        plan.shown(None) is not None or _records(parts),
+        _records(plan, parts),
         parts.linear.saving == Last(),
         _leaves(parts, loop.num_carry),
         _evaluations(pair, plan, parts),
@@ -111,12 +111,13 @@ def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
         return steps
     if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
         return int(_ONLINE * length_known(saving).evaluations(steps, records=False))
-    records = plan.shown(None) is not None or _records(parts)
-    return SchedulePicture(steps, saving if any(parts.states) else None, records).evaluations
+    return SchedulePicture(steps, saving if any(parts.states) else None, _records(plan, parts)).evaluations
 
 
-def _records(parts: PartialEval) -> bool:
+def _records(plan: Plan, parts: PartialEval) -> bool:
     """Whether the reverse sweep records residuals; it may leave out ys that have no cotangent."""
+    if plan.shown(None) is not None:  # blocks with residuals are planned
+        return True
     if parts.linear.saving is None:
         return False
     step = transposed_step(parts.linear, (True,) * len(parts.linear.output_avals.ys))

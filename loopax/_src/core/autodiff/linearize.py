@@ -15,7 +15,7 @@ from loopax._src.core.autodiff.jvp import (
     tangents_of_results,
     tangents_or_zeros,
 )
-from loopax._src.core.autodiff.last_steps import in_two, joined
+from loopax._src.core.autodiff.last_steps import Part, in_two, joined
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.partial_eval_rule import assemble, linear_inputs, run_known
 from loopax._src.core.autodiff.planning import planned
@@ -81,8 +81,8 @@ def _run_in_parts(
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
     loop = planned(bound.loop, unknown)
-    run = _run_two if in_two(loop) else _run_one
-    known, finish = run(loop, unknown, low, high, bound.inputs(inputs))
+    given, two = bound.inputs(inputs), in_two(loop)
+    known, finish = _run_two(loop, *two, unknown, given) if two else _run_one(loop, unknown, low, high, given)
     carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
     return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
 
@@ -104,13 +104,9 @@ def _run_one(
 
 
 def _run_two(
-    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+    loop: Loop, first: Part, last: Part, unknown: LoopInputs, inputs: LoopInputs
 ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
     """`_run_one` of a loop that is made of two: the second begins where the first ends."""
-    del low, high  # the loop takes as many steps as its bound
-    parts = in_two(loop)
-    assert parts is not None
-    first, last = parts
     start, finish_first = _run_one(first.loop, unknown, *first.window, first.inputs(inputs))
     avals = loop.output_avals.carry
     middle = [ad.UndefinedPrimal(aval) if x is None else x for x, aval in zip(start.carry, avals, strict=True)]

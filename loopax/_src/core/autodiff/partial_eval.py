@@ -65,7 +65,7 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     plan = loop.storage
     assert isinstance(plan, Plan)
     if plan.stores_residuals:
-        return _keep_residuals(loop, unknown)
+        return _keep_residuals(loop, plan, unknown)
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
@@ -197,7 +197,7 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
     return parts._replace(known=known, linear=linear)
 
 
-def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
+def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     """Let JAX evaluate the body partially; residuals become constants, rows of xs, or new rows of ys."""
     known, later, outputs = _partial_eval_body(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
@@ -205,8 +205,7 @@ def _keep_residuals(loop: Loop, unknown: LoopInputs) -> PartialEval:
     sizes = [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)))
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
-    keeps_all = isinstance(loop.storage, Plan) and loop.storage.keeps_all
-    rows, again = (of_steps, None) if keeps_all else without_recomputed(known, [], of_steps, [])
+    rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
     recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)
     loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))

@@ -9,7 +9,8 @@ from loopax._src.core.jaxpr.dataflow import dependence, members
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, replace_jaxpr
 
-MANY = 32  # equations to recompute a residual: looking for more would take long where there are many residuals
+# To recompute a residual. Looking for more would take long where there are many residuals.
+MOST_EQUATIONS = 32
 
 
 class Residual(NamedTuple):
@@ -95,7 +96,7 @@ def _equations_for(
     found, needed = set[int](), {variable}
     while needed:
         place = producers.get(needed.pop())
-        if place is None or equations[place].effects or len(found) == MANY:
+        if place is None or equations[place].effects or len(found) == MOST_EQUATIONS:
             return None
         found.add(place)
         needed.update(_variables(equations[place].invars) - given - set(equations[place].outvars))
