@@ -319,7 +319,7 @@ def _loop_spec(
     options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
 ) -> LoopSpec:
     reporter = options.reporter(function)
-    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, reporter)
+    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, options.throw, reporter)
 
 
 def run_scan(

@@ -133,6 +133,22 @@ def inverse_message(what: str) -> str:
     )
 
 
+def derivative_message(what: str, kind: object) -> str:
+    """Why a kind whose derivative is not the loop's is refused."""
+    return (
+        f"{what} does not take kind={kind!r}, whose derivative is not that of the loop's steps. Choose another kind, "
+        "such as `Checkpointed()`, or leave the lanes in lockstep or compact."
+    )
+
+
+def derivative_and_references_message(where: str, kind: object) -> str:
+    """Why a body that changes mutable arrays is refused."""
+    return (
+        f"{where} reads or writes a mutable array (a `jax.Ref`), which kind={kind!r} does not take. Pass its value "
+        "through the carry."
+    )
+
+
 def inverse_and_references_message(where: str) -> str:
     """Why a body that changes mutable arrays is refused."""
     return (

@@ -1,6 +1,8 @@
 """What a kind of your own (a subclass of `loopax.Kind`) is told of a loop, and what it may answer."""
 
-from loopax._src.core.ir.kind import Cost, LoopFacts, StepFacts
+from loopax._src.core.ir.call import LoopCall, LoopOperands
+from loopax._src.core.ir.facts import Cost, LoopFacts, StepFacts
+from loopax._src.core.ir.loop import Outcome
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan
 
 __all__ = [
@@ -9,8 +11,11 @@ __all__ = [
     "EveryCarry",
     "EveryResidual",
     "LastCarry",
+    "LoopCall",
     "LoopFacts",
+    "LoopOperands",
     "NoReverseMode",
+    "Outcome",
     "Plan",
     "StepFacts",
 ]

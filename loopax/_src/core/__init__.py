@@ -5,8 +5,10 @@ jax_internals.
 """
 
 from loopax._src.core import rules
+from loopax._src.core.ir.call import LoopCall, LoopOperands
 from loopax._src.core.ir.debug_info import UNNAMED, DebugInfo, Names
-from loopax._src.core.ir.kind import Asked, Cost, Kind, LoopFacts, StepFacts
+from loopax._src.core.ir.facts import Cost, LoopFacts, StepFacts
+from loopax._src.core.ir.kind import Asked, Kind
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
@@ -24,7 +26,9 @@ __all__ = [
     "Kind",
     "LastCarry",
     "Loop",
+    "LoopCall",
     "LoopFacts",
+    "LoopOperands",
     "Names",
     "NoReverseMode",
     "Outcome",

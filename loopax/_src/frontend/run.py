@@ -12,11 +12,12 @@ from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, refuse_references_in
-from loopax._src.frontend.runtime_checks import Check
+from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.frontend.trace import Step, trace_promoting
 from loopax._src.jax_internals import vary_like, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
+from loopax._src.messages import derivative_and_references_message, derivative_message
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes, take_back
 from loopax._src.progress import Reporter
@@ -36,6 +37,7 @@ class LoopSpec:
     unroll: int
     kind: Kind
     lanes: Lanes
+    throw: bool = True  # whether what goes wrong when it runs is an error
     reporter: Reporter | None = None  # to whom it tells how far it is
 
 
@@ -74,6 +76,7 @@ def run(
     traced, arrays, spec = trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
     refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
     references.refuse_closed_over(step.where, traced.references)
+    _refuse_other_derivative(step, loop_spec, bool(traced.references))
     if extent.capacity is None and any(traced.rows.written):
         raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
     first_flag = int(goes_on is not None) + len(arrays)
@@ -105,11 +108,17 @@ def run(
     )
     consts = [*traced.closed_over, *extras]
     carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
-    run_loop = core.run_free if loop_spec.lanes.is_free else core.run
     rows = [x[: extent.bound] for x in x_arrays]
+    operands = core.LoopOperands(extent.low, extent.high, consts, carry, rows)
+
+    def user_carry(leaves: Sequence[Any]) -> Any:
+        return spec.unpack(leaves[len(start) :][: len(arrays)])
+
+    checked = _raised if loop_spec.throw else _nan_where_failed
+    call = core.LoopCall(loop, operands, step.where, user_carry, checked)
 
     def run_now() -> core.Outcome:
-        return run_loop(loop, extent.low, extent.high, consts, carry, rows)
+        return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)
 
     out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
     last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
@@ -134,6 +143,26 @@ def run(
         checks,
         hand_over_all,
     )
+
+
+def _raised(results: Any, failed: Any, message: str) -> Any:
+    """The results, or an error."""
+    return settle(results, [Check(failed, message)])
+
+
+def _nan_where_failed(results: Any, failed: Any, message: str) -> Any:
+    """The results, or NaN."""
+    del message
+    return jax.tree.map(lambda x: jnp.where(failed, jnp.nan, x), results)
+
+
+def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:
+    """Raise where a kind cannot give a loop another derivative."""
+    kind = loop_spec.kind.without_functions()
+    if kind.derivative != "exact" and loop_spec.lanes.is_free:
+        raise NotImplementedError(derivative_message(f"{loop_spec.name}(lanes='free')", kind))
+    if kind.derivative != "exact" and has_references:
+        raise NotImplementedError(derivative_and_references_message(step.where, kind))
 
 
 def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:

@@ -4,7 +4,8 @@ from functools import partial
 from sys import maxsize
 
 from loopax._src.core.autodiff.partial_eval import partial_eval
-from loopax._src.core.ir.kind import Asked, LoopFacts, StepFacts
+from loopax._src.core.ir.facts import LoopFacts, StepFacts
+from loopax._src.core.ir.kind import Asked
 from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.ir.plan import EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic

@@ -1,52 +1,23 @@
-"""The seam between kinds and the core: a kind is asked for its plan where a gradient of a loop is taken."""
+"""The seam between kinds and the core.
+
+A kind is asked for its plan where a gradient of a loop is taken. One that has another derivative than the loop's also
+runs the loop.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, Self
 
+from loopax._src.core.ir.call import LoopCall
+from loopax._src.core.ir.facts import Cost, LoopFacts
+from loopax._src.core.ir.loop import Outcome
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.messages import kind_needs_bound
 
 
-class StepFacts(NamedTuple):
-    """What one step of a loop stores and costs."""
-
-    carry_bytes: int  # the part of the carry that the derivative of a step needs
-    residual_bytes: int  # all that it needs, if no step is evaluated again
-    evaluation: float  # evaluating the step once, in the time of a byte that is stored to memory and read again
-    read_bytes: int = 0  # all that the derivative reads, with what it computes from stored residuals
-
-
-class Cost(NamedTuple):
-    """What a kind costs for a loop."""
-
-    memory: float  # bytes that a gradient stores, at most
-    time: float  # per step, beyond one evaluation and its derivative, in the unit of `StepFacts.evaluation`
-    stored: str = ""  # what is stored, for `explain`
-
-
-@dataclass(frozen=True, eq=False)
-class LoopFacts:
-    """What a kind may know of a loop whose gradient is taken. Batches that `jax.vmap` makes are in the sizes."""
-
-    bound: int | None  # the most steps
-    is_fixed: bool  # it always takes as many steps as its bound
-    bound_is_loose: bool  # it may take far fewer
-    length_is_known: bool  # when it starts: no condition stops it
-    sizes_are_known: bool  # when it is traced; not so where `jax.export` has symbolic dimensions
-    share: float  # of the memory that a kind was given: the loop is one of several that share it
-    measure: Callable[[], StepFacts]
-
-    @cached_property
-    def step(self) -> StepFacts:
-        """Of one step, with what a gradient needs. The first access traces the derivative of the body twice."""
-        return self.measure()
-
-
 class Kind(ABC):
-    """A strategy for reverse mode: what a gradient stores. Values and derivatives do not depend on it.
+    """A strategy for reverse mode: what a gradient stores. Values do not depend on it.
 
     loopax has `Auto`, `Checkpointed`, `Bounded`, `Residuals` and `Lax`. A subclass of your own has one method, `plan`
     (docs/write-a-kind.md). Objects are hashable and compare equal where they mean the same, as frozen dataclasses do:
@@ -54,6 +25,9 @@ class Kind(ABC):
     """
 
     needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
+    # Whose derivative a gradient is: the loop's exactly, the loop's to a tolerance, or another one on purpose. The last
+    # two override `run`.
+    derivative: ClassVar[Literal["exact", "to a tolerance", "another"]] = "exact"
     # Takes one step back: called as the body, with the carry after a step, it returns the carry before it. None: the
     # kind brings none. See the plan `LastCarry`.
     inverse: Callable[..., Any] | None = None
@@ -73,6 +47,14 @@ class Kind(ABC):
             One of `Checkpoints`, `EveryCarry`, `EveryResidual` and `NoReverseMode` of `loopax.kinds`.
 
         """
+
+    def run(self, call: LoopCall) -> Outcome:
+        """Run a loop that a user has called. Override it to give the results another derivative.
+
+        The values must be those of `call.run()`. Give them their derivative by means of JAX: `jax.lax.stop_gradient`,
+        `jax.custom_jvp`, or more steps (`call.step`). Forward and reverse mode then agree, in every order.
+        """
+        return call.run()
 
     def without_functions(self) -> "Kind":
         """The kind without the functions that it brings: programs keep it, and functions may close over tracers."""
@@ -112,3 +94,7 @@ class Asked(Storage):
     def part(self, share: float) -> "Asked":
         """See `Storage.part`."""
         return replace(self, share=self.share * share)
+
+    def stored_by(self, kind: Kind) -> Self:
+        """See `Storage.stored_by`."""
+        return replace(self, kind=kind.without_functions())

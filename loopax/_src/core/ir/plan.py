@@ -27,6 +27,11 @@ class Storage(ABC):
     def part(self, share: float) -> "Storage":
         """For one of several loops that together store what one would."""
 
+    def stored_by(self, kind: Any) -> "Storage":
+        """What this kind would store instead; a plan stays what it is."""
+        del kind
+        return self
+
 
 class Plan(Storage):
     """What is stored. Take one of the subclasses: `Checkpoints`, `EveryCarry`, `EveryResidual`, `NoReverseMode`."""

@@ -31,7 +31,7 @@ from loopax._src.jax_internals import (
     vary_like,
     zeros,
 )
-from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING, inverse_message
+from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING, derivative_message, inverse_message
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them.
@@ -68,6 +68,8 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
     """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
     flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loop_p]
+    for eqn in loops:
+        _refuse_other_derivative(Loop(**eqn.params))
     if len(loops) != 1:
         raise refuse(len(loops))
     (at,) = loops
@@ -88,6 +90,13 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
         after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.jaxpr.outvars, behind),
         loop=loop,
     )
+
+
+def _refuse_other_derivative(loop: Loop) -> None:
+    """What is around the loop gives it that derivative, and a split program has it elsewhere."""
+    kind = loop.debug_info and loop.debug_info.kind
+    if kind is not None and kind.derivative != "exact":
+        raise NotImplementedError(derivative_message("a loop of which one is made with others", kind))
 
 
 def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
