@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Int, PyTree
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
@@ -24,6 +25,7 @@ from loopax._src.frontend.steps import (
     scan_step,
     while_inverse,
     while_step,
+    within_length,
 )
 from loopax._src.function_names import Called
 from loopax._src.kinds import KindLike
@@ -334,11 +336,20 @@ def run_scan(
     words, f, stop = body[:3]
     extent = loop_spec.extent
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
-    spec = (words.name, extent.capacity is None, options.key_spec, body.options)
+    is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
+    spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
     called = Called(words.name, body.functions, body.parameters)
     keys, inverse = functions_and_inverse(options, *body.functions), scan_inverse(words, options)
-    step = tracing.Step(call, words.where, keys, spec, called, inverse)
-    done = run(step, loop_spec, options.extras, init, xs, None if stop is None else always, references)
+    extras, goes_on = options.extras, None if stop is None else always
+    if is_counted:
+        call, extras, goes_on = (
+            within_length(call, loop_spec.reverse),
+            [extent.high, *extras],
+            lambda _: extent.high > 0,
+        )
+        called = called._replace(extras=("length", "key"))
+    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, inverse)
+    done = run(step, loop_spec, extras, init, xs, goes_on, references)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info
 

@@ -15,9 +15,11 @@ from loopax._src.insight.lane_report import lane_report as lane_report
 from loopax._src.kinds import Auto as Auto
 from loopax._src.kinds import Bounded as Bounded
 from loopax._src.kinds import Checkpointed as Checkpointed
+from loopax._src.kinds import Implicit as Implicit
 from loopax._src.kinds import Kind as Kind
 from loopax._src.kinds import Lax as Lax
 from loopax._src.kinds import Residuals as Residuals
+from loopax._src.kinds import Truncated as Truncated
 from loopax._src.lanes import Compact as Compact
 from loopax._src.lanes import Free as Free
 from loopax._src.lanes import Lanes as Lanes

@@ -15,6 +15,7 @@ from tests.support.limited_loops import (
     raises,
     rows_up_to,
 )
+from tests.support.reference import assert_close
 
 
 @pytest.mark.parametrize("length", [None, 2])
@@ -88,3 +89,25 @@ def test_ys_without_capacity(options: Any) -> None:
 def test_reverse_without_a_last_row() -> None:
     with raises(ValueError, "reverse=True", "`xs` or `length`"):
         lx.scan(lambda c, _: (c + 1, None), 0, reverse=True, stop=lambda c, _: c > 3)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_length_without_rows_ends_a_scan_that_could_stop(reverse: bool) -> None:
+    """Without rows of xs there is no static bound, and the length is known only when the scan runs."""
+
+    def count(n: Any, most: Any, **options: Any) -> Any:
+        f = lambda c, x, **key: (c + 1, None)
+        return lx.scan(f, 0, length=n, stop=lambda c, y: c >= most, reverse=reverse, info=True, **options)
+
+    for n, most, expected in [(0, 5, 0), (1, 5, 1), (7, 5, 5), (7, 9, 7)]:
+        (found, _), info = jax.jit(count)(n, most)
+        assert (found, info.num_steps) == (expected, expected)
+        assert jax.jit(lambda n, m: count(n, m, key=jax.random.key(0)))(n, most)[0][0] == expected
+    assert_close(jax.vmap(count, (0, None))(jnp.array([0, 3, 7]), 5)[1].num_steps, jnp.array([0, 3, 5], jnp.int32))
+
+
+def test_gradients_of_a_scan_that_a_length_without_rows_ends() -> None:
+    power = lambda x, n: lx.scan(lambda c, _: (c * x, None), 1.0, length=n, stop=lambda c, y: c > 100)[0]
+    gradient = jax.jit(jax.grad(power))
+    assert gradient(2.0, 3) == 12.0
+    assert gradient(2.0, 9) == 7 * 2.0**6

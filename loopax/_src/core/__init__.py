@@ -8,8 +8,8 @@ from loopax._src.core import rules
 from loopax._src.core.ir.call import LoopCall, LoopOperands
 from loopax._src.core.ir.debug_info import UNNAMED, DebugInfo, Names
 from loopax._src.core.ir.facts import Cost, LoopFacts, StepFacts
-from loopax._src.core.ir.kind import Asked, Kind
-from loopax._src.core.ir.loop import Loop, Outcome, run
+from loopax._src.core.ir.kind import Asked, Derivative, Kind
+from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.programs.nested_lanes import run_free
@@ -18,9 +18,11 @@ from loopax._src.core.programs.work_queue import run_queue
 __all__ = [
     "UNNAMED",
     "Asked",
+    "BoundLoop",
     "Checkpoints",
     "Cost",
     "DebugInfo",
+    "Derivative",
     "EveryCarry",
     "EveryResidual",
     "Kind",
@@ -28,6 +30,7 @@ __all__ = [
     "Loop",
     "LoopCall",
     "LoopFacts",
+    "LoopInputs",
     "LoopOperands",
     "Names",
     "NoReverseMode",

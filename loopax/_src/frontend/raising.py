@@ -28,6 +28,7 @@ from loopax._src.jax_internals import calling_lines, without_folding
 
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
+AMOUNT = "{amount}"  # in a message: where a number goes that is known only when the check fails
 _UNKNOWN = Line("unknown", 1, "unknown")
 
 
@@ -42,18 +43,25 @@ def calls() -> tuple[Line, ...]:
     return tuple(of_user(takewhile(lambda line: line[0] != _jit.__file__, calling_lines())))
 
 
-def raise_if(failed: Any, message: str, stack: tuple[Line, ...]) -> Any:
+def with_amount(message: str, amount: Any) -> str:
+    """The message with this number in the place of `AMOUNT`, or with none."""
+    return message.replace(AMOUNT, "" if amount is None else f" ({float(amount):.3g})")
+
+
+def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = None) -> Any:
     """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
+    if amount is not None:
+        amount = eqxi.unvmap_max(jnp.where(failed, lax.stop_gradient(amount), -jnp.inf))
     failed = eqxi.unvmap_any(failed)
     if _is_for_equinox():
         with without_folding():
-            return eqx.error_if(jnp.zeros((), bool), failed, message)
+            return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
     if not isinstance(failed, Tracer):
         if failed:
-            raise eqx.EquinoxRuntimeError(message)
+            raise eqx.EquinoxRuntimeError(with_amount(message, amount))
         return failed
     with without_folding():
-        return _program(message, stack)(failed)
+        return _program(message, stack)(failed, amount)
 
 
 def _is_for_equinox() -> bool:
@@ -62,19 +70,23 @@ def _is_for_equinox() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any], Any]:
+def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any, Any], Any]:
     """Raise where a flag is True; compiled once for as many calls from the same lines."""
 
-    def fail() -> NoReturn:
+    def fail(*amounts: Any) -> NoReturn:
+        text = with_amount(message, *amounts) if amounts else with_amount(message, None)
         shown = format_list([FrameSummary(*line) for line in reversed(stack)])
-        _jit.last_error_info = message, shown[::-1]  # from where `equinox.filter_jit` takes its text
+        _jit.last_error_info = text, shown[::-1]  # from where `equinox.filter_jit` takes its text
         frame = _frame(stack[0] if stack else _UNKNOWN)
         # The class by which `equinox.filter_jit` knows an error that it has to show.
-        raise _errors._EquinoxRuntimeError(message).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
+        raise _errors._EquinoxRuntimeError(text).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
-    def check(failed: Any) -> Any:
-        failed = unexported(failed, Said(message))
-        return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool)), lambda: False)
+    def check(failed: Any, amount: Any) -> Any:
+        failed = unexported(failed, Said(with_amount(message, None)))
+        amounts = [] if amount is None else [amount]
+        return lax.cond(
+            failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), *amounts), lambda: False
+        )
 
     return jax.jit(check)
 

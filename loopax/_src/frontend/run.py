@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src import core
+from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
@@ -18,7 +19,7 @@ from loopax._src.jax_internals import vary_like, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
 from loopax._src.messages import derivative_and_references_message, derivative_message
-from loopax._src.nnx.functional import freeze, thaw_numbered
+from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes, take_back
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import Spec, match_carry, pack, restore_weak
@@ -112,10 +113,10 @@ def run(
     operands = core.LoopOperands(extent.low, extent.high, consts, carry, rows)
 
     def user_carry(leaves: Sequence[Any]) -> Any:
-        return spec.unpack(leaves[len(start) :][: len(arrays)])
+        return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
 
     checked = _raised if loop_spec.throw else _nan_where_failed
-    call = core.LoopCall(loop, operands, step.where, user_carry, checked)
+    call = core.LoopCall(loop, operands, fixed, step.where, user_carry, checked)
 
     def run_now() -> core.Outcome:
         return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)
@@ -145,15 +146,15 @@ def run(
     )
 
 
-def _raised(results: Any, failed: Any, message: str) -> Any:
+def _raised(results: Any, failed: Any, message: str, amount: Any) -> Any:
     """The results, or an error."""
-    return settle(results, [Check(failed, message)])
+    return settle(results, [Check(failed, message, amount)])
 
 
-def _nan_where_failed(results: Any, failed: Any, message: str) -> Any:
+def _nan_where_failed(results: Any, failed: Any, message: str, amount: Any) -> Any:
     """The results, or NaN."""
-    del message
-    return jax.tree.map(lambda x: jnp.where(failed, jnp.nan, x), results)
+    del message, amount
+    return jax.tree.map(lambda x: nan_if(failed, x), results)
 
 
 def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:

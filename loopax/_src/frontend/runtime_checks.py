@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.frontend.export_check import Said
-from loopax._src.frontend.raising import call_at, calls, raise_if
+from loopax._src.frontend.raising import call_at, calls, raise_if, with_amount
 from loopax._src.frontend.user_lines import Line
 from loopax._src.jax_internals import Primitive, register, to_weak, trace_state
 from loopax._src.pytrees.types import RowByRow
@@ -30,15 +30,24 @@ from loopax._src.pytrees.types import RowByRow
 
 @dataclass(frozen=True)
 class Check:
-    """`message` is an error where `failed` (bool[]) is True."""
+    """`message` is an error where `failed` (bool[]) is True.
+
+    AMOUNT in it becomes the number `amount` where the check is raised at once, and nothing where a loop hands it on.
+    """
 
     failed: Any
     message: str
+    amount: Any = None
 
     @classmethod
     def of(cls, call: str, failed: Any, problem: str) -> "Check":
         """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
         return cls(failed, f"{call_at(call)}: {problem}")
+
+    @property
+    def text(self) -> str:
+        """The message without the number."""
+        return with_amount(self.message, None)
 
     @property
     def can_fail(self) -> bool:
@@ -73,7 +82,7 @@ def failures(checks: Sequence[Check]) -> dict[str, Any]:
     """Where any of them fails, by message."""
     failed: dict[str, Any] = {}
     for check in checks:
-        failed[check.message] = failed[check.message] | check.failed if check.message in failed else check.failed
+        failed[check.text] = failed[check.text] | check.failed if check.text in failed else check.failed
     return failed
 
 
@@ -94,13 +103,14 @@ def _raised(check: Check, mesh: Any) -> Any:
     """False, or an error."""
     stack = calls()
     if not isinstance(check.failed, Tracer):
-        return raise_if(jnp.asarray(np.asarray(check.failed)), check.message, stack)  # on one device
+        failed = jnp.asarray(np.asarray(check.failed))  # on one device
+        return raise_if(failed, check.message, stack, check.amount)
     kinds = {AxisType.Manual} if mesh.size <= 1 else set(mesh.axis_types)
     if kinds <= {AxisType.Manual}:
-        return raise_if(check.failed, check.message, stack)
+        return raise_if(check.failed, check.message, stack, check.amount)
     if AxisType.Explicit in kinds:
-        return on_each_device_p.bind(check.failed, said=Said(check.message), stack=stack, mesh=mesh)
-    return _on_each_device(check.failed, said=Said(check.message), stack=stack, mesh=mesh)
+        return on_each_device_p.bind(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
+    return _on_each_device(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
 
 
 def _on_each_device(failed: Any, *, said: Said, stack: tuple[Line, ...], mesh: Any) -> Any:

@@ -114,6 +114,16 @@ def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool)
     return call
 
 
+def within_length(call: Call, reverse: bool) -> Call:
+    """The step of a scan with `stop` that has no static bound: the length, the first of `extras`, stops it, too."""
+
+    def step(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        carry, y, goes_on = call(row, extras[1:], carry, x)
+        return carry, y, goes_on & (row > 0 if reverse else row + 1 < extras[0])
+
+    return step
+
+
 def scan_rows(
     words: Words, options: Options, f: Any, stop: Any, xs: Any, length: Any, reverse: Any
 ) -> tuple[Extent, bool]:

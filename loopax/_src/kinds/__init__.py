@@ -1,6 +1,6 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, core/jaxpr, pytrees, schedule.
+May import: core, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
 """
 
 from loopax._src.core import Kind
@@ -8,17 +8,21 @@ from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.by_name import KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
+from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.residuals import Residuals
+from loopax._src.kinds.truncated import Truncated
 
 __all__ = [
     "DEFAULT_MEMORY",
     "Auto",
     "Bounded",
     "Checkpointed",
+    "Implicit",
     "Kind",
     "KindLike",
     "Lax",
     "Residuals",
+    "Truncated",
     "to_kind",
 ]

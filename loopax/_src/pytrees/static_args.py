@@ -35,6 +35,16 @@ def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
     return number
 
 
+def positive_float(what: str, value: Any) -> float:
+    """A positive number that is known when the program is traced."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{what}: got {describe(value)}, expected a Python float.")
+    if not value > 0:
+        raise ValueError(f"{what}: got {value}, expected a positive number.")
+    return float(value)
+
+
 def static_bool(what: str, value: Any, why: Why) -> bool:
     """A bool that is known when the program is traced."""
     refuse_tracers(what, value, "a Python bool", why)

@@ -27,10 +27,12 @@ class LoopCall:
 
     loop: Loop
     operands: LoopOperands
+    is_fixed: bool  # it always takes as many steps as its bound
     where: str  # the user's function, for errors
     unpack: Callable[[Sequence[Any]], Any]  # from the arrays of a carry to the pytree that the user's body is given
-    # (results, failed (bool[]), message) -> results: raises where it failed. With `throw=False`, results are NaN there.
-    checked: Callable[[Any, Any, str], Any]
+    # (results, failed (bool[]), message, amount) -> results: raises where it failed. In the message, "{amount}" becomes
+    # the number, in parentheses, or nothing where that is not known. With `throw=False`, results are NaN there.
+    checked: Callable[[Any, Any, str, Any], Any]
 
     def run(self) -> Outcome:
         """The results of the loop, and the derivative that its kind's plan gives them."""

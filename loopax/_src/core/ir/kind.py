@@ -15,6 +15,8 @@ from loopax._src.core.ir.loop import Outcome
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.messages import kind_needs_bound
 
+Derivative = Literal["exact", "to a tolerance", "another"]
+
 
 class Kind(ABC):
     """A strategy for reverse mode: what a gradient stores. Values do not depend on it.
@@ -27,7 +29,7 @@ class Kind(ABC):
     needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
     # Whose derivative a gradient is: the loop's exactly, the loop's to a tolerance, or another one on purpose. The last
     # two override `run`.
-    derivative: ClassVar[Literal["exact", "to a tolerance", "another"]] = "exact"
+    derivative: ClassVar[Derivative] = "exact"
     # Takes one step back: called as the body, with the carry after a step, it returns the carry before it. None: the
     # kind brings none. See the plan `LastCarry`.
     inverse: Callable[..., Any] | None = None

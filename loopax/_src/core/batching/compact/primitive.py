@@ -27,7 +27,6 @@ from loopax._src.core.jaxpr.util import (
     select,
     trace,
     weakly_cached,
-    written_out,
 )
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -162,13 +161,15 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
     """The transpose of the program, in the operands in which it is linear.
 
     Operands are those of the program; undefined primals are linear and get cotangents, the others are values and get
-    None. Progress is not shown a second time.
+    None. Results without a cotangent may be no linear functions (primals, in the rule of a `jax.custom_jvp`), so only
+    the others are transposed. Progress is not shown a second time.
     """
     linear = [ad.is_undefined_primal(x) for x in operands]
+    wanted = [not isinstance(ct, ad.Zero) for ct in cts]
     program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
-    of_linear = of_selected(program, linear, operands)
+    of_linear = of_selected(lambda *inputs: select(wanted, program(*inputs)), linear, operands)
     found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
-    return merge_lists(linear, [None] * linear.count(False), found(list(map(written_out, cts))))
+    return merge_lists(linear, [None] * linear.count(False), found(select(wanted, cts)))
 
 
 jvp_of_program = jvp_expanded(evaluate_batch)

@@ -1,0 +1,166 @@
+"""`Implicit`: the derivative of the fixed point that a loop finds, from one linear system."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core import Cost, Derivative, Kind, LoopCall, LoopFacts, NoReverseMode, Outcome
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
+from loopax._src.kinds.fixed_point import FixedPoint, raveled
+from loopax._src.kinds.linear_solver import is_solver, solve_with
+from loopax._src.kinds.perturbed import jvp
+from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.static_args import positive_float
+
+
+@dataclass(frozen=True)
+class Implicit(Kind):
+    """Differentiate the fixed point to which a loop converges; store nothing.
+
+    A loop that converges to z = f(z, a) ends at a z that depends on a alone, however it was found. Its derivative
+    solves one linear system at the last carry, (I - df/dz) dz = (df/da) da: the implicit function theorem. Neither the
+    number of steps nor the start matters; the derivative with respect to `init_val` is zero. Forward and reverse
+    mode have the same derivative, in every order, to the tolerances of the loop and of the solver.
+
+    Parameters
+    ----------
+    linear_solver
+        What solves the system. None: the iteration x <- (df/dz) x + b, which converges as fast as the loop does
+        where its step is a contraction. A solver of `lineax`, such as `lineax.GMRES(rtol=1e-6, atol=1e-6)`; its
+        tolerances are its own. Or a function `solver(matvec, b)`, as those of `jax.scipy.sparse.linalg` are,
+        that returns x with matvec(x) = b; x and b are vectors.
+    fixed_point
+        For loops whose carry holds more than the fixed point (histories, step sizes). It takes a carry, and
+        returns the leaves that are the fixed point, as a pytree, or a pair of them and of a residual of the
+        same structure, which is zero at the solution. It may close over what the body closes over. None: all
+        real and complex leaves are. Other leaves have the derivative of one step from the fixed point.
+    rtol
+        How far from a fixed point a loop may end: the norm of the residual, relative to that of the fixed point.
+
+    Raises
+    ------
+    TypeError
+        `linear_solver` or `fixed_point` is no function; `fixed_point` does not return leaves of the carry, or a
+        residual of other shapes or dtypes; `rtol` is no Python number.
+    ValueError
+        The loop has rows of `xs` or `ys`; no leaf of the carry is real or complex; `rtol` is not positive.
+    NotImplementedError
+        `lanes="free"`, `lanes_map`, or a body that changes mutable arrays.
+    equinox.EquinoxRuntimeError
+        Where a derivative is taken: the loop ended further from a fixed point than `rtol`, or the system was
+        not solved. With `throw=False` the derivative is NaN there.
+
+    Notes
+    -----
+    Cost of a derivative: the body is linearised once, and its linear part applied once for each iteration of the
+    solver. Under `jax.vmap` each lane has a system of its own; with `lanes="compact"` lanes leave as they are solved.
+    Source: Griewank & Walther (2008), chapter 15, see docs/references.md.
+
+    """
+
+    linear_solver: Any = None
+    fixed_point: Callable[[Any], Any] | None = None
+    rtol: float = 1e-3
+    derivative: ClassVar[Derivative] = "to a tolerance"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no solver, no function, and no tolerance."""
+        if self.linear_solver is not None and not is_solver(self.linear_solver):
+            raise TypeError(
+                f"Implicit(linear_solver=...): got {describe(self.linear_solver)}, expected a solver of lineax, or a "
+                "function (matvec, b) -> x."
+            )
+        if self.fixed_point is not None and not callable(self.fixed_point):
+            raise TypeError(
+                f"Implicit(fixed_point=...): got {describe(self.fixed_point)}, expected a function of a carry."
+            )
+        object.__setattr__(self, "rtol", positive_float("Implicit(rtol=...)", self.rtol))
+
+    def __repr__(self) -> str:
+        """As a user writes it."""
+        solver = "" if self.linear_solver is None else f"linear_solver={_name(self.linear_solver)}"
+        function = "" if self.fixed_point is None else f"fixed_point={_name(self.fixed_point)}"
+        return f"Implicit({', '.join(filter(None, [solver, function]))})"
+
+    def plan(self, loop: LoopFacts) -> NoReverseMode:
+        """See `Kind.plan`. Nobody asks: steps are not differentiated."""
+        del loop
+        return NoReverseMode(AssertionError, "the steps of a loop of kind Implicit() are not differentiated")
+
+    def cost(self, loop: LoopFacts) -> Cost | None:
+        """See `Kind.cost`: nobody knows how many iterations the solver takes."""
+        del loop
+        return None
+
+    def without_functions(self) -> "Implicit":
+        """See `Kind.without_functions`."""
+        return replace(self, linear_solver=None, fixed_point=None)
+
+    def run(self, call: LoopCall) -> Outcome:
+        """See `Kind.run`."""
+        if call.loop.input_avals.xs or call.loop.output_avals.ys:
+            raise ValueError(
+                f"{call.where}: kind=Implicit() differentiates the fixed point of a body, and a body with rows of xs "
+                "or ys has none. Use a while_loop or a fori_loop, or another kind."
+            )
+        fixed_point = FixedPoint.of(call, self.fixed_point)
+        found = call.at(lax.stop_gradient(call.operands)).run()
+
+        @jax.custom_jvp
+        def implicit(real: list[Any], inputs: Any, others: list[Any], num_steps: Any) -> list[Any]:
+            del inputs, others, num_steps
+            return real
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            _, inputs, others, num_steps = primals
+            real = implicit(*primals)  # so that it has its derivative in derivatives of the rule
+            carry = merge_lists(fixed_point.is_real, others, real)
+            return real, self._dots(fixed_point, carry, num_steps, inputs, tangents[1])
+
+        implicit.defjvp(rule, symbolic_zeros=True)
+        real, others = select(fixed_point.is_real, found.carry), reject(fixed_point.is_real, found.carry)
+        real = implicit(real, (call.operands, fixed_point.extras), others, found.num_steps)
+        return found._replace(carry=merge_lists(fixed_point.is_real, others, real))
+
+    def _dots(self, fixed_point: FixedPoint, carry: list[Any], num_steps: Any, inputs: Any, dots: Any) -> list[Any]:
+        """The tangents of the leaves of the carry that have derivatives."""
+        unknowns = select(fixed_point.is_unknown, carry)
+        row = inputs[0].low + num_steps
+        residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
+        _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
+        b = self._if_converged(fixed_point.call, unknowns, residual, b)
+        # One vector: JAX's rule cannot transpose a system some of whose right-hand sides have no tangent.
+        vector, unravel = raveled(b)
+        solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol)
+        x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
+        of_unknowns = [-dot for dot in unravel(x)]
+        if not any(fixed_point.is_other):
+            return of_unknowns
+        _, of_others = jvp(
+            lambda pair: fixed_point.others_after(pair[0], carry, row, pair[1]), (unknowns, inputs), (of_unknowns, dots)
+        )
+        return merge_lists(select(fixed_point.is_real, fixed_point.is_unknown), of_others, of_unknowns)
+
+    def _if_converged(self, call: LoopCall, unknowns: list[Any], residual: list[Any], b: list[Any]) -> list[Any]:
+        """`b`, or an error where the loop ended far from a fixed point."""
+        size, distance = jnp.linalg.norm(raveled(unknowns)[0]), jnp.linalg.norm(raveled(residual)[0])
+        message = (
+            f"{call.where}: kind=Implicit() differentiates the fixed point to which a loop converges, and this one "
+            f"ended before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed "
+            "point. Take more steps, or a stricter condition, or another kind. If the carry holds more than a fixed "
+            "point, say what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
+        )
+        return call.checked(
+            b,
+            ~(distance <= self.rtol * size + jnp.finfo(size.dtype).eps),
+            message,
+            distance / jnp.where(size == 0, 1, size),
+        )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,87 @@
+"""The derivative of the last steps of a loop alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core import Kind, LoopCall, LoopOperands, Outcome
+from loopax._src.kinds.lax import Lax
+from loopax._src.kinds.perturbed import jvp, zero_tangent
+from loopax._src.kinds.steps import Steps
+
+
+def differentiate_last(call: LoopCall, size: int, kind: Kind) -> Outcome:
+    """Run a loop that may take more than `size` steps; the derivative is that of the last `size`, stored by `kind`."""
+    if call.is_fixed and call.loop.reporting is None:
+        return _in_two(Steps.of(call), size, kind)
+    return _by_ring(call, size, kind)
+
+
+def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
+    """The length is static: a loop over the first steps, of constants, and one over the last."""
+    assert steps.loop.bound is not None
+    first, last = steps.loop.bound - size, steps.operands
+    constants = lax.stop_gradient(steps.operands)
+    constants = constants._replace(high=jnp.int32(first), xs=[x[:first] for x in constants.xs])
+    before = steps.part(jnp.int32(0), constants, first, Lax(), is_fixed=True)
+    carry, xs = lax.stop_gradient(before.carry), [x[first:] for x in last.xs]
+    last = last._replace(high=jnp.int32(size), carry=carry, xs=xs)
+    after = steps.part(jnp.int32(first), last, size, kind, is_fixed=True, is_shown=True)
+    ys = [jnp.concatenate(pair) for pair in zip(before.ys, after.ys, strict=True)]
+    return steps.results(after._replace(num_steps=before.num_steps + after.num_steps, ys=ys))
+
+
+def _by_ring(call: LoopCall, size: int, kind: Kind) -> Outcome:
+    """The length is known when the loop has run: it keeps the carries before its last steps, which are taken again.
+
+    A value alone needs neither, so both stand in the rules of a `jax.custom_jvp`. There, results must be computed from
+    primals alone, and so have rules of their own.
+    """
+
+    @jax.custom_jvp
+    def run(operands: LoopOperands) -> Outcome:
+        return call.at(operands).run()
+
+    @jax.custom_jvp
+    def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:
+        steps = Steps.of(call.at(lax.stop_gradient(operands)))
+        found, ring = steps.with_ring(steps.operands, size)
+        return steps.results(found), ring
+
+    def dots_of(found: Outcome, ring: list[Any], operands: LoopOperands, dots: Any) -> Outcome:
+        def last(operands: LoopOperands) -> Outcome:
+            return _last_again(Steps.of(call.at(operands)), found.num_steps, ring, size, kind)
+
+        return jvp(last, operands, dots)[1]
+
+    def rule_of_run(primals: Any, tangents: Any) -> Any:
+        found, ring = run_with_ring(*primals)
+        return found, dots_of(found, ring, primals[0], tangents[0])
+
+    def rule_of_run_with_ring(primals: Any, tangents: Any) -> Any:
+        found, ring = run_with_ring(*primals)
+        dots = dots_of(found, ring, primals[0], tangents[0])
+        return (found, ring), (dots, jax.tree.map(zero_tangent, ring))
+
+    run.defjvp(rule_of_run, symbolic_zeros=True)
+    run_with_ring.defjvp(rule_of_run_with_ring, symbolic_zeros=True)
+    return run(call.operands)
+
+
+def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: Kind) -> Outcome:
+    """The last steps, differentiable, from the carry before them. Rows of ys before theirs are zeros."""
+    operands, first, is_whole = steps.operands, jnp.maximum(num_steps - size, 0), num_steps <= size
+
+    def carry_before(rows: Any, start: Any) -> Any:
+        """A constant, unless it is the start of the loop."""
+        return jnp.where(is_whole, start, lax.dynamic_index_in_dim(rows, first % size, keepdims=False))
+
+    carry = [carry_before(*pair) for pair in zip(ring, operands.carry, strict=True)]
+    xs = [lax.dynamic_slice_in_dim(x, first, size) for x in operands.xs]
+    last = operands._replace(high=num_steps - first, carry=carry, xs=xs)
+    after = steps.unconditional().part(first, last, size, kind)
+    zeros = [jnp.zeros((steps.loop.bound, *y.shape[1:]), y.dtype) for y in after.ys]
+    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(zeros, after.ys, strict=True)]
+    return steps.results(after._replace(num_steps=num_steps, ys=ys))

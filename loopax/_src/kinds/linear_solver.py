@@ -1,0 +1,114 @@
+"""How `Implicit` solves its linear system: the fixed-point iteration, or a solver of the user's."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core import Loop, LoopCall, NoReverseMode, run
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS
+from loopax._src.jax_internals import jaxpr_as_fun, open_constants
+
+# The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.
+_STEPS = 10
+_MORE_STEPS = 100
+
+AMOUNT = "{amount}"  # in a message: the relative residual
+Matvec = Callable[[Any], Any]
+
+
+def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float) -> Callable[[Matvec, Any], Any]:
+    """The solver of an `Implicit(linear_solver=solver)`, for a loop that took so many steps."""
+    if solver is None:
+        return lambda matvec, b: iterate(call, num_steps, matvec, b)
+    if _is_of_lineax(solver):
+        return lambda matvec, b: _by_lineax(solver, call, matvec, b)
+    return lambda matvec, b: _by_function(solver, call, rtol, matvec, b)
+
+
+def is_solver(solver: Any) -> bool:
+    """Whether this is a solver of lineax, or a function that may be one."""
+    return _is_of_lineax(solver) or callable(solver)
+
+
+def _is_of_lineax(solver: Any) -> bool:
+    """Whoever has one has imported lineax."""
+    lineax = sys.modules.get("lineax")
+    return lineax is not None and isinstance(solver, lineax.AbstractLinearSolver)
+
+
+def iterate(call: LoopCall, num_steps: Any, matvec: Matvec, b: Any) -> Any:
+    """Solve A x = b by x <- x + (b - A x), which converges where all eigenvalues of 1 - A are less than one."""
+    size, tolerance = jnp.linalg.norm(b), jnp.finfo(b.dtype).eps ** 0.75
+
+    def goes_on(x: Any, residual: Any) -> Any:
+        return jnp.linalg.norm(residual) > tolerance * jnp.maximum(size, jnp.linalg.norm(x))
+
+    def step(row: Any, _: Any, x: Any, residual: Any) -> list[Any]:
+        x = x + residual
+        residual = b - matvec(x)
+        return [goes_on(x, residual) & (row + 1 < most), x, residual]
+
+    most = jnp.minimum(num_steps, (MOST_STEPS - _MORE_STEPS) // _STEPS) * _STEPS + _MORE_STEPS
+    residual = b - matvec(b)
+    _, x, residual = _run(call, step, [goes_on(b, residual), b, residual])
+    message = (
+        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which "
+        f"did not converge in {_STEPS} times the steps of the loop{AMOUNT}. Either the Jacobian of the body has an "
+        "eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way than "
+        "by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
+    )
+    is_solved = jnp.linalg.norm(residual) <= tolerance * jnp.maximum(size, jnp.linalg.norm(x))
+    return call.checked(x, ~is_solved, message, _relative(residual, b))
+
+
+def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any]:
+    """Run a loop with a condition, whose lanes leave as those of the user's loop do."""
+    raw, consts = open_constants(jax.make_jaxpr(step)(INDEX, *map(jax.typeof, carry)))
+    num_consts, function = len(consts), jaxpr_as_fun(raw)
+    ordered = jax.make_jaxpr(lambda row, *inputs: function(*inputs[:num_consts], row, *inputs[num_consts:]))
+    loop = Loop(
+        ordered(INDEX, *map(jax.typeof, consts), *map(jax.typeof, carry)),
+        num_consts=num_consts,
+        num_carry=len(carry),
+        bound=None,
+        reverse=False,
+        predicated=True,
+        unroll=1,
+        storage=NoReverseMode(AssertionError, "a solver is not differentiated"),
+        stages=call.loop.stages,
+    )
+    return run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
+
+
+def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
+    lineax = sys.modules["lineax"]
+    operator = lineax.FunctionLinearOperator(matvec, jax.ShapeDtypeStruct(b.shape, b.dtype))
+    solution = lineax.linear_solve(operator, b, solver, throw=False)
+    message = (
+        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by {type(solver).__name__}, which "
+        f"failed{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
+        "or the solver needs more steps or a wider tolerance."
+    )
+    failed = solution.result != lineax.RESULTS.successful
+    return call.checked(solution.value, failed, message, _relative(b - matvec(solution.value), b))
+
+
+def _by_function(solver: Callable[..., Any], call: LoopCall, rtol: float, matvec: Matvec, b: Any) -> Any:
+    result = solver(matvec, b)
+    x = result[0] if isinstance(result, tuple) else result  # those of JAX also return whether they have converged
+    relative = _relative(b - matvec(x), b)
+    message = (
+        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by a function of the user, whose "
+        f"residual is more than {rtol:g} of b{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and "
+        "the fixed point no derivative; or the solver needs more steps."
+    )
+    return call.checked(x, ~(relative <= rtol), message, relative)
+
+
+def _relative(residual: Any, b: Any) -> Any:
+    """The norm of the residual relative to that of b."""
+    size = jnp.linalg.norm(b)
+    return jnp.linalg.norm(residual) / jnp.where(size == 0, 1, size)

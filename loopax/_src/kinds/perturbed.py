@@ -1,0 +1,31 @@
+"""Derivatives of functions of which some inputs have no tangents: these cost nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
+
+
+def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
+    """`jax.jvp` for one pytree of inputs and of tangents, some of which are `SymbolicZero`s."""
+    leaves, structure = jax.tree.flatten(inputs)
+    dots = structure.flatten_up_to(tangents)
+    has_dot = [not isinstance(dot, SymbolicZero) for dot in dots]
+
+    def of_perturbed(*perturbed: Any) -> Any:
+        return function(structure.unflatten(merge_lists(has_dot, reject(has_dot, leaves), perturbed)))
+
+    if any(has_dot):
+        return jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+    out = function(inputs)
+    return out, jax.tree.map(zero_tangent, out)
+
+
+def zero_tangent(x: Any) -> Any:
+    """The tangent of a constant."""
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

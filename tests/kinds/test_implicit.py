@@ -1,0 +1,252 @@
+"""`Implicit` against loops that run to rounding, in every mode; its checks, and what it evaluates and stores."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+import numpy as np
+import pytest
+from jax import Array
+
+import loopax as lx
+from loopax import Implicit
+from tests.support.compiled import temporary as temporary_bytes
+from tests.support.reference import assert_close
+
+W = jnp.asarray(np.random.RandomState(0).randn(3, 3)) * 0.25
+X = jnp.array([0.3, -0.8, 1.1])
+UNROLLED = lx.Bounded()
+CLOSE = 1e-8  # the loops run to 1e-13, and the adjoint to 2e-12
+
+
+def f(w: Array, x: Array, z: Array) -> Array:
+    return jnp.tanh(w @ z + x)
+
+
+def while_loop(w: Array, x: Array, kind: Any, **options: Any) -> Array:
+    """Until the change is small; the carry holds more than the fixed point."""
+    body = lambda c: (new := f(w, x, c[0]), abs(new - c[0]).max(), c[2] + 1)
+    start = jnp.zeros_like(x), jnp.inf, 0
+    return lx.while_loop(lambda c: c[1] > 1e-13, body, start, max_steps=200, kind=kind, **options)[0]
+
+
+def fori_loop(w: Array, x: Array, kind: Any, **options: Any) -> Array:
+    return lx.fori_loop(0, 100, lambda i, z: f(w, x, z), jnp.zeros_like(x), kind=kind, **options)
+
+
+def momentum(w: Array, x: Array, kind: Any) -> Array:
+    """Both leaves of the carry are the fixed point."""
+    body = lambda i, c: (f(w, x, c[0] + 0.2 * (c[0] - c[1])), c[0])
+    return lx.fori_loop(0, 150, body, (jnp.zeros(3), jnp.ones(3)), kind=kind)[0]
+
+
+def newton(w: Array, x: Array, kind: Any) -> Array:
+    def body(z: Any, _: Any = None) -> Array:
+        slope = jnp.eye(3) - (1 - f(w, x, z) ** 2)[:, None] * w
+        return z - jnp.linalg.solve(slope, z - f(w, x, z))
+
+    return lx.fori_loop(0, 12, lambda i, z: body(z), jnp.zeros(3), kind=kind)
+
+
+def of_z(c: Any) -> Any:
+    return c[0]
+
+
+def by_jax(matvec: Any, b: Any) -> Any:
+    return jax.scipy.sparse.linalg.gmres(matvec, b, tol=1e-13)
+
+
+def residual_of(w: Array, x: Array) -> Callable[[Any], Any]:
+    return lambda c: (c[0], c[0] - f(w, x, c[0]))
+
+
+GMRES = lineax.GMRES(rtol=1e-13, atol=1e-13)
+PROGRAMS: dict[str, tuple[Callable[..., Array], Callable[[Array, Array], lx.Kind]]] = {
+    "while_loop": (while_loop, lambda w, x: Implicit(fixed_point=of_z)),
+    "fori_loop": (fori_loop, lambda w, x: Implicit()),
+    "lineax": (fori_loop, lambda w, x: Implicit(GMRES)),
+    "function": (fori_loop, lambda w, x: Implicit(by_jax)),
+    "residual": (while_loop, lambda w, x: Implicit(fixed_point=residual_of(w, x))),
+    "momentum": (momentum, lambda w, x: Implicit()),
+    "Newton": (newton, lambda w, x: Implicit()),
+}
+MODES: dict[str, Callable[[Any], Any]] = {
+    "gradient": lambda g: jax.grad(g, (0, 1)),
+    "forward over forward": lambda g: jax.jacfwd(jax.jacfwd(g, 1), 0),
+    "forward over reverse": lambda g: jax.jacfwd(jax.grad(g, 1), 0),
+    "reverse over forward": lambda g: jax.jacrev(jax.jacfwd(g, 1), 0),
+    "reverse over reverse": lambda g: jax.jacrev(jax.grad(g, 1), 0),
+    "third": lambda g: jax.grad(lambda w, x: (jax.hessian(g, 1)(w, x) ** 2).sum()),
+}
+FAST = {("while_loop", mode) for mode in MODES} | {(name, "gradient") for name in PROGRAMS}
+FAST |= {("residual", "reverse over reverse"), ("lineax", "reverse over reverse")}
+
+
+def loss_of(name: str) -> tuple[Callable[[Array, Array], Array], Callable[[Array, Array], Array]]:
+    """With the implicit derivative, and with that of all steps."""
+    program, kind = PROGRAMS[name]
+    return lambda w, x: (program(w, x, kind(w, x)) ** 3).sum(), lambda w, x: (program(w, x, UNROLLED) ** 3).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[] if (name, mode) in FAST else [pytest.mark.slow])
+        for name in PROGRAMS
+        for mode in MODES
+    ],
+)
+def test_modes(name: str, mode: str) -> None:
+    found, expected = (jax.jit(MODES[mode](loss))(W, X) for loss in loss_of(name))
+    assert_close(found, expected, CLOSE)
+
+
+def test_the_start_has_no_derivative() -> None:
+    loop = lambda z: lx.fori_loop(0, 100, lambda i, z: f(W, X, z), z, kind=Implicit()).sum()
+    assert_close(jax.grad(loop)(X), jnp.zeros(3))
+
+
+XS = jnp.stack([X, 0.1 * X, -X, 3.0 * X])
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
+def test_lanes_have_systems_of_their_own(lanes: Any) -> None:
+    def loss(w: Array, x: Array, kind: lx.Kind) -> Array:
+        return (while_loop(w, x, kind, lanes=lanes) ** 3).sum()
+
+    each = jax.jit(jax.vmap(jax.grad(lambda w, x: loss(w, x, UNROLLED), (0, 1)), (None, 0)))(W, XS)
+    kind = Implicit(fixed_point=of_z)
+    assert_close(jax.jit(jax.vmap(jax.grad(lambda w, x: loss(w, x, kind), (0, 1)), (None, 0)))(W, XS), each, CLOSE)
+    of_batch = lambda w, xs: jax.vmap(lambda x: loss(w, x, kind))(xs).sum()
+    assert_close(jax.jit(jax.grad(of_batch, (0, 1)))(W, XS), (each[0].sum(0), each[1]), CLOSE)
+
+
+def test_inside_loops_and_checkpoints() -> None:
+    def outer(w: Array, kind: lx.Kind) -> Array:
+        inner = jax.checkpoint(lambda x: while_loop(w, x, kind))
+        return lx.fori_loop(0, 3, lambda i, x: inner(x), X, kind=lx.Checkpointed(1)).sum()
+
+    found, expected = (jax.jit(jax.grad(lambda w, k=k: outer(w, k)))(W) for k in (Implicit(fixed_point=of_z), UNROLLED))
+    assert_close(found, expected, CLOSE)
+
+
+def test_other_leaves_have_the_derivative_of_a_step() -> None:
+    """What follows from the fixed point is differentiated with it."""
+
+    def loop(x: Array, kind: lx.Kind) -> Any:
+        return lx.fori_loop(0, 100, lambda i, c: (f(W, x, c[0]), jnp.sin(c[0]) @ x), (X, 0.0), kind=kind)[1]
+
+    assert_close(jax.grad(loop)(X, Implicit(fixed_point=of_z)), jax.grad(loop)(X, UNROLLED), CLOSE)
+
+
+def test_complex_and_mixed_leaves() -> None:
+    def loss(a: Array, kind: lx.Kind) -> Array:
+        body = lambda i, c: (0.4 * c[0] + a * 1j, 0.5 * c[1] + abs(c[0]) ** 2)
+        z, y = lx.fori_loop(0, 120, body, (jnp.zeros((), jnp.complex128), 0.0), kind=kind)
+        return y + z.imag
+
+    assert_close(jax.grad(loss)(1.3, Implicit()), jax.grad(loss)(1.3, UNROLLED), CLOSE)
+
+
+def test_memory_does_not_depend_on_the_bound() -> None:
+    def temporary(bound: int) -> int:
+        def loss(w: Array, x: Array) -> Array:
+            body = lambda c: (f(w, x, c[0]), abs(f(w, x, c[0]) - c[0]).max())
+            kind = Implicit(fixed_point=of_z)
+            return lx.while_loop(lambda c: c[1] > 1e-9, body, (x, jnp.inf), max_steps=bound, kind=kind)[0].sum()
+
+        return temporary_bytes(jax.jit(jax.grad(loss)).lower(jnp.eye(64) * 0.1, jnp.ones(64)).compile())
+
+    assert temporary(10) == temporary(10_000)
+
+
+def evaluations(run: Callable[[Callable[[], None]], Any]) -> int:
+    calls: list[int] = []
+    run(lambda: calls.append(1))
+    jax.effects_barrier()
+    return len(calls)
+
+
+def test_a_gradient_evaluates_the_body_twice_more() -> None:
+    """At the fixed point, linearised by the carry and by what else it depends on; a value evaluates it no more."""
+
+    def loop(count: Callable[[], None], x: Array) -> Array:
+        def body(i: Any, z: Array) -> Array:
+            jax.debug.callback(count)
+            return f(W, x, z)
+
+        return lx.fori_loop(0, 50, body, X, kind=Implicit()).sum()
+
+    assert evaluations(lambda count: loop(count, X)) == 50
+    assert evaluations(lambda count: jax.grad(lambda x: loop(count, x))(X)) <= 52
+
+
+class TestFailures:
+    def test_a_loop_that_ended_before(self) -> None:
+        def loop(x: Array, **options: Any) -> Array:
+            kind = Implicit(rtol=1e-6)
+            return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), kind=kind, **options).sum()
+
+        assert jnp.isfinite(loop(X))
+        pattern = r"body_fun of fori_loop: kind=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
+        for gradient in (jax.grad(loop), eqx.filter_jit(jax.grad(loop))):
+            with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
+                gradient(X)
+        assert jnp.isnan(jax.grad(lambda x: loop(x, throw=False))(X)).all()
+
+    @pytest.mark.parametrize(
+        ("solver", "problem"),
+        [
+            (None, r"did not converge in 10 times the steps of the loop \(1\)"),
+            (lineax.GMRES(rtol=1e-9, atol=1e-9), "by GMRES, which failed"),
+            (lambda matvec, b: 2 * b, r"by a function of the user, whose residual is more than 0.001 of b \(1\)"),
+        ],
+        ids=["own", "lineax", "function"],
+    )
+    def test_an_eigenvalue_of_one(self, solver: Any, problem: str) -> None:
+        """Every z is a fixed point where a is one, and none where it is not."""
+        loop = lambda a: lx.fori_loop(0, 5, lambda i, z: z + (a - 1.0), jnp.ones(2), kind=Implicit(solver)).sum()
+        with pytest.raises(eqx.EquinoxRuntimeError, match=problem + ".*an eigenvalue"):
+            eqx.filter_jit(jax.grad(loop))(1.0)
+
+    def test_one_lane_alone_is_nan(self) -> None:
+        """z <- a z + x does not converge in the last lane."""
+
+        def loop(a: Array, x: Array) -> Array:
+            return lx.fori_loop(0, 60, lambda i, z: a * z + x, 0.0, kind=Implicit(), throw=False)
+
+        found = jax.vmap(jax.grad(loop, 1), (0, None))(jnp.array([0.5, 0.1, 1.0]), 2.0)
+        assert_close(found, jnp.array([2.0, 1 / 0.9, jnp.nan]), CLOSE)
+
+    def test_bad_input(self) -> None:
+        with pytest.raises(ValueError, match=r"kind=Implicit.* a body with rows of xs or ys has none"):
+            lx.scan(lambda c, x: (c, None), X, XS, kind=Implicit())
+        with pytest.raises(ValueError, match="no leaf of the carry is real or complex"):
+            lx.fori_loop(0, 3, lambda i, n: n, 3, kind=Implicit())
+        with pytest.raises(TypeError, match=r"Implicit\(linear_solver=...\): got int 3, expected a solver of lineax"):
+            Implicit(3)
+        with pytest.raises(TypeError, match=r"Implicit\(fixed_point=...\): got int 3, expected a function of a carry"):
+            Implicit(fixed_point=3)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"Implicit\(rtol=...\): got 0.0, expected a positive number"):
+            Implicit(rtol=0.0)
+        with pytest.raises(TypeError, match=r"Implicit\(rtol=...\): got str 'a', expected a Python float"):
+            Implicit(rtol="a")  # pyright: ignore[reportArgumentType]
+
+    @pytest.mark.parametrize("fixed_point", [lambda c: c[0] + 1, lambda c: c[1], lambda c: (), lambda c: 1.0])
+    def test_a_fixed_point_that_is_no_leaf(self, fixed_point: Any) -> None:
+        with pytest.raises(TypeError, match="got a result that is not made of real or complex leaves of the carry"):
+            lx.fori_loop(0, 3, lambda i, c: c, (X, 0), kind=Implicit(fixed_point=fixed_point))
+
+    def test_a_residual_of_another_shape(self) -> None:
+        kind = Implicit(fixed_point=lambda c: (c[0], c[0].sum()))
+        with pytest.raises(TypeError, match=r"got a residual of float64\[\] for a leaf of float64\[3\]"):
+            lx.fori_loop(0, 3, lambda i, c: c, (X, 0), kind=kind)
+
+    def test_lanes_that_are_merged(self) -> None:
+        with pytest.raises(NotImplementedError, match=r"does not take kind=Implicit\(\)"):
+            jax.vmap(lambda x: fori_loop(W, x, Implicit(), lanes="free"))(XS)
+        with pytest.raises(NotImplementedError, match=r"does not take kind=Implicit\(\)"):
+            lx.lanes_map(lambda x: fori_loop(W, x, Implicit()), XS, lanes=2)
