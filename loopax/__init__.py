@@ -27,6 +27,7 @@ __all__ = [
     "LoopInfo",
     "Progress",
     "Residuals",
+    "Reversible",
     "Rollout",
     "Truncated",
     "compare",

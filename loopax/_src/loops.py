@@ -71,7 +71,7 @@ def while_loop(
         A static bound on the number of steps. Reverse mode works without one, but can be faster with it.
     kind
         What a gradient stores: `Auto()`, `Lax()`, `Checkpointed()`, `Bounded()` or `Residuals()`, or
-        the lower-case name of one.
+        the lower-case name of one; `Reversible(inverse)`. Or another derivative: `Implicit()`, `Truncated(last=k)`.
     lanes
         How a batch of loops under `jax.vmap` runs: `Lockstep()`, until the slowest lane is done; `Compact()`,
         without the lanes that have finished; `Free()`, for a loop with a loop in its body, every lane on its own; or

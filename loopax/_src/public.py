@@ -19,6 +19,7 @@ from loopax._src.kinds import Implicit as Implicit
 from loopax._src.kinds import Kind as Kind
 from loopax._src.kinds import Lax as Lax
 from loopax._src.kinds import Residuals as Residuals
+from loopax._src.kinds import Reversible as Reversible
 from loopax._src.kinds import Truncated as Truncated
 from loopax._src.lanes import Compact as Compact
 from loopax._src.lanes import Free as Free

@@ -1,6 +1,7 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
+May import: core, core/effects, core/ir, core/jaxpr, core/row_buffers, jax_internals,
+pytrees, schedule.
 """
 
 from loopax._src.core import Kind
@@ -11,6 +12,7 @@ from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.residuals import Residuals
+from loopax._src.kinds.reversible import Reversible
 from loopax._src.kinds.truncated import Truncated
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "KindLike",
     "Lax",
     "Residuals",
+    "Reversible",
     "Truncated",
     "to_kind",
 ]

@@ -29,8 +29,8 @@ class Steps:
         consts, carry, xs = bound.inputs(LoopInputs(*inputs))
         loop = bound.loop
         if loop.reverse:
-            body = _by_step(loop.body)
-            loop = loop._replace(body=body, num_consts=loop.num_consts + 1, reverse=False)
+            body, inverse = _by_step(loop.body), loop.inverse and _by_step(loop.inverse)
+            loop = loop._replace(body=body, inverse=inverse, num_consts=loop.num_consts + 1, reverse=False)
             consts, xs = [high - 1, *consts], [_turned(x, high) for x in xs]
         return cls(loop, LoopOperands(jnp.int32(0), high - low, consts, carry, xs), call, bound)
 
@@ -60,6 +60,7 @@ class Steps:
         """
         loop = self.loop._replace(
             body=_from_step(self.loop.body),
+            inverse=self.loop.inverse and _from_step(self.loop.inverse),
             num_consts=self.loop.num_consts + 1,
             bound=bound,
             storage=Asked.of(kind, bound, is_fixed, bound_is_loose=False),
@@ -82,7 +83,7 @@ class Steps:
         rings = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in operands.carry]
         consts, carry, xs = loop.input_avals
         types = [INDEX, *consts, *carry, *map(jax.typeof, rings), *xs]
-        ringed = loop._replace(body=trace(body, types), num_carry=2 * num_carry)
+        ringed = loop._replace(body=trace(body, types), inverse=None, num_carry=2 * num_carry)
         out = run(ringed, *operands._replace(carry=[*operands.carry, *rings]))
         carry, rings = split_list(out.carry, [num_carry])
         return out._replace(carry=carry), rings

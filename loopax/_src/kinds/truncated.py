@@ -1,7 +1,8 @@
 """`Truncated`: the derivative of the last steps alone, or of windows of steps."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from loopax._src.core import Checkpoints, Derivative, EveryCarry, Kind, LoopCall, LoopFacts, Outcome, Plan
 from loopax._src.kinds.by_name import KindLike, to_kind
@@ -75,6 +76,15 @@ class Truncated(Kind):
         size = f"last={self.last}" if self.last is not None else f"window={self.window}"
         return f"Truncated({size})" if self.kind == to_kind(_DEFAULT) else f"Truncated({size}, kind={self.kind!r})"
 
+    @property
+    def inverse(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Kind.inverse`: that of the kind within."""
+        return to_kind(self.kind).inverse
+
+    def without_functions(self) -> "Truncated":
+        """See `Kind.without_functions`."""
+        return replace(self, kind=to_kind(self.kind).without_functions())
+
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`: of the windows, what is stored is the carry before each."""
         return EveryCarry() if loop.bound is not None else Checkpoints()
@@ -82,11 +92,6 @@ class Truncated(Kind):
     def run(self, call: LoopCall) -> Outcome:
         """See `Kind.run`."""
         bound, kind = call.loop.bound, to_kind(self.kind)
-        if self.window is not None and call.loop.reporting is not None:
-            raise NotImplementedError(
-                f"{call.where}: kind={self!r} makes a loop of windows, which cannot show its progress. Leave progress "
-                "out."
-            )
         size = self.window or self.last
         assert size is not None
         if bound is not None and size >= bound:

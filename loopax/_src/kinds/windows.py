@@ -15,6 +15,11 @@ from loopax._src.kinds.steps import Steps
 def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut: bool) -> Outcome:
     """Run the steps, `size` at a time. `is_cut`: each window takes the carry before it for a constant."""
     loop, operands, bound = steps.loop, steps.operands, steps.loop.bound
+    if loop.reporting is not None:
+        raise NotImplementedError(
+            f"{steps.whole.where}: its kind makes a loop of windows of the loop, which cannot show its progress. Leave "
+            "progress out, or choose another kind."
+        )
     num_windows = None if bound is None else -(-bound // size)
     is_fixed = steps.whole.is_fixed and bound is not None and bound % size == 0
 

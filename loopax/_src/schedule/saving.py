@@ -1,10 +1,10 @@
 """Which carries a loop saves on its way, and what its gradient does with them: a `Saving` for each way."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from loopax._src.schedule.actions import Action
 from loopax._src.schedule.binomial import binomial, evaluations, evaluations_from, forward, replay
@@ -23,6 +23,8 @@ class Saving(ABC):
     """When a loop saves its carry. How it is compiled is in `core/lowering`, in a file for each."""
 
     reuses_room: ClassVar[bool] = False  # what a replay stores takes the room of saved carries
+    # (start, end of the way back, last carry, results) -> results: checks that the first two are equal. Of an inverse.
+    drift: Callable[[Any, Any, Any, Any], Any] | None = None
     record_bytes: int = 0  # a replay may store residuals of so many bytes for a step, also if carries are smaller
 
     @abstractmethod
@@ -166,6 +168,8 @@ class Slots(Saving):
 @dataclass(frozen=True)
 class Last(Saving):
     """A loop saves the carry after its last step, from which an inverse walks back to the others."""
+
+    drift: Callable[[Any, Any, Any, Any], Any] | None = field(default=None, repr=False)  # as in `Saving`
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""

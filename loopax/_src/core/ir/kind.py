@@ -21,9 +21,9 @@ Derivative = Literal["exact", "to a tolerance", "another"]
 class Kind(ABC):
     """A strategy for reverse mode: what a gradient stores. Values do not depend on it.
 
-    loopax has `Auto`, `Checkpointed`, `Bounded`, `Residuals` and `Lax`. A subclass of your own has one method, `plan`
-    (docs/write-a-kind.md). Objects are hashable and compare equal where they mean the same, as frozen dataclasses do:
-    they are parts of the keys of JAX's caches.
+    loopax has `Auto`, `Checkpointed`, `Bounded`, `Residuals`, `Lax`, `Reversible`, `Implicit` and `Truncated`. A
+    subclass of your own has one method, `plan` (docs/write-a-kind.md). Objects are hashable and compare equal where
+    they mean the same, as frozen dataclasses do: they are parts of the keys of JAX's caches.
     """
 
     needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called

@@ -139,6 +139,7 @@ class LastCarry(Plan):
 
     otherwise: Checkpoints = Checkpoints()
     reason: str = ""
+    drift: Callable[[Any, Any, Any, Any], Any] | None = None  # as in `Saving`
     walks_back: ClassVar[bool] = True
 
     @property
@@ -148,7 +149,7 @@ class LastCarry(Plan):
 
     def saving(self, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
         """See `Plan.saving`."""
-        return Last() if has_inverse else self.otherwise.saving(bound, carry_bytes, length_known, has_inverse)
+        return Last(self.drift) if has_inverse else self.otherwise.saving(bound, carry_bytes, length_known, has_inverse)
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     """The meaning of `reverse_sweep_p` as a function of JAX, by which it is run and compiled.
 
     Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. `init` is
-    not read: `saved` holds it too, as the first checkpoint.
+    read only to check an inverse: elsewhere `saved` holds it too, as the first checkpoint.
     """
     sweep = ReverseSweep(**params)
     low, high, checkpoint_rows = map(unvarying, (low, high, checkpoint_rows))
-    consts, _, saved, carry, xs = map(list, sweep.operands(operands))
+    consts, init, saved, carry, xs = map(list, sweep.operands(operands))
     ys = [zeros(stacked(aval, sweep.bound or 0)) for aval in sweep.y_avals]
     if sweep.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
     track = Track.of(sweep, low, high, checkpoint_rows)
     if sweep.inverse is not None:
-        return sweep_inverse(sweep, track, SweepOperands(consts, [], saved, carry, xs))
+        return sweep_inverse(sweep, track, SweepOperands(consts, init, saved, carry, xs))
     progress, recorded = LoopState(carry, ys, low), recording_of(sweep)
     if recorded is None and is_large(sweep) and (parts := in_two_parts(sweep)):
         bodies = bodies_of(sweep, consts, xs, parts)

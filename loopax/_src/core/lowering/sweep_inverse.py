@@ -27,10 +27,11 @@ def sweep_inverse(sweep: ReverseSweep, track: Track, operands: SweepOperands) ->
     )
     loop = loop._replace(reverse=not sweep.reverse)
     leaves = [*operands.consts, *operands.carry, *(x[0] for x in operands.saved), *operands.xs]
-    _, carry, _, ys = split_list(
+    _, carry, start, ys = split_list(
         evaluate_loop(low, high, *leaves, **loop._asdict()), [1, sweep.num_carry, sweep.num_state]
     )
-    return [*carry, *ys]
+    drift, last_state = sweep.saving.drift, [x[0] for x in operands.saved]
+    return [*carry, *ys] if drift is None else drift(operands.init, start, last_state, [*carry, *ys])
 
 
 @weakly_cached

@@ -1,0 +1,144 @@
+"""The check that the inverse of a step is one: the first step is taken and undone, where a derivative is taken."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from loopax._src.core import Loop, LoopCall, LoopOperands, run
+from loopax._src.core.effects.guard import without_effects
+from loopax._src.core.ir.inverse import needed_by_inverse
+from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
+from loopax._src.jax_internals import dce, jaxpr_as_fun
+
+EXPONENT = 2 / 3  # the rounding errors of a step, there and back, are less than this power of the dtype's eps
+
+
+def with_round_trip(call: LoopCall) -> LoopCall:
+    """The same call; a derivative of it first checks the inverse."""
+
+    @jax.custom_jvp
+    def checked(operands: LoopOperands) -> LoopOperands:
+        return operands
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        _refuse_needed_leaves(call)
+        leaves, structure = jax.tree.flatten(tangents[0])
+        is_zero = [isinstance(leaf, SymbolicZero) or leaf.dtype == jax.dtypes.float0 for leaf in leaves]
+        ratio, amount = _first_step(call.at(lax.stop_gradient(primals[0])))
+        message = (
+            f"{call.where}: the inverse of kind=Reversible() does not undo the first step{{amount}}: the largest "
+            "difference between the carry before the step and what the inverse makes of the carry after it, relative "
+            "to the largest element of the leaf, is more than rounding can explain."
+        )
+        dots = call.checked(reject(is_zero, leaves), ~(ratio <= 1), message, amount)
+        return primals[0], structure.unflatten(merge_lists(is_zero, dots, select(is_zero, leaves)))
+
+    checked.defjvp(rule, symbolic_zeros=True)
+    return call.at(checked(call.operands))
+
+
+def _first_step(call: LoopCall) -> tuple[Any, Any]:
+    """How far off the inverse is after one step: relative to what rounding may do, and to the carry.
+
+    It is a loop of one step at most: a lane that takes none evaluates nothing.
+    """
+    loop, (low, high, consts, carry, xs) = call.loop, call.operands
+    low, high = (jnp.maximum(low, high - 1), high) if loop.reverse else (low, jnp.minimum(high, low + 1))
+    assert loop.inverse is not None
+    body, inverse = jaxpr_as_fun(without_effects(loop.body)), jaxpr_as_fun(loop.inverse)
+    compared = reject(_returned(loop), range(loop.num_carry))
+
+    def there_and_back(row: Any, *inputs: Any) -> list[Any]:
+        consts, carry, _, x = split_list(inputs, [loop.num_consts, loop.num_carry, 2])
+        after = loop.outputs(body(row, *consts, *carry, *x)).carry
+        before = inverse(row, *consts, *after, *x)
+        go_on = [jnp.zeros_like(leaf) for leaf in after[: int(loop.predicated)]]
+        found = [_difference(carry[i], before[i], after[i]) for i in compared]
+        ratios, amounts = (
+            jnp.stack([jnp.float32(0), *numbers]) for numbers in (zip(*found, strict=True) if found else ([], []))
+        )
+        return [*go_on, *after[len(go_on) :], ratios.max(), amounts[ratios.argmax()]]
+
+    numbers = [jnp.float32(0), jnp.float32(0)]
+    types = loop.input_avals
+    once = loop._replace(
+        body=trace(
+            there_and_back, [loop.body.in_avals[0], *types.consts, *types.carry, *map(jax.typeof, numbers), *types.xs]
+        ),
+        num_carry=loop.num_carry + 2,
+        inverse=None,
+        reporting=None,
+        debug_info=None,
+        unroll=1,
+    )
+    ratio, amount = run(once, low, high, consts, [*carry, *numbers], xs).carry[-2:]
+    return ratio, amount
+
+
+def _difference(given: Any, found: Any, after: Any) -> tuple[Any, Any]:
+    """Of one leaf, relative to what rounding may do and to its largest element; infinite for integers that differ."""
+    if given.size == 0:
+        return jnp.float32(0), jnp.float32(0)
+    if not jnp.issubdtype(given.dtype, jnp.inexact):
+        wrong = jnp.where((given != found).any(), jnp.float32(jnp.inf), jnp.float32(0))
+        return wrong, wrong
+    info = jnp.finfo(given.dtype)
+    size = jnp.maximum(jnp.abs(given).max(), jnp.abs(after).max())
+    amount = (jnp.abs(given - found).max() / jnp.maximum(size, info.tiny)).astype(jnp.float32)
+    return amount / float(info.eps) ** EXPONENT, amount
+
+
+def _returned(loop: Loop) -> Mask:
+    """Which leaves of the carry the inverse returns as they came; the condition of a loop is none to be compared."""
+    assert loop.inverse is not None
+    inputs = [loop.inverse.jaxpr.invars[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.inverse, variable) for variable in loop.inverse.jaxpr.outvars]
+    same = [a is b for a, b in zip(inputs, outputs, strict=True)]
+    return tuple(same[i] or (loop.predicated and i == 0) for i in range(loop.num_carry))
+
+
+def _refuse_needed_leaves(call: LoopCall) -> None:
+    """Raise where the inverse returns a leaf as it came that the body changes, and the derivative reads."""
+    loop = call.loop
+    assert loop.inverse is not None
+    inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    wrong = [same and a is not b for same, a, b in zip(_returned(loop), inputs, outputs, strict=True)]
+    wrong = [flag and not (loop.predicated and i == 0) for i, flag in enumerate(wrong)]
+    if not any(wrong):
+        return
+    needed = _read_by_derivative(loop)
+    leaves = zip(loop.names.carry, wrong, needed, strict=True)
+    bad = [name or "a leaf" for name, is_wrong, is_needed in leaves if is_wrong and is_needed]
+    if bad:
+        raise ValueError(
+            f"{call.where}: the inverse of kind=Reversible() returns {', '.join(bad)} as it came, but the derivative "
+            "of a step reads it. Return its value before the step."
+        )
+
+
+def _read_by_derivative(loop: Loop) -> Sequence[bool]:
+    """Which leaves of the carry the derivative of a step reads, or the inverse for those that it reads."""
+    assert loop.inverse is not None
+    body, avals = jaxpr_as_fun(without_effects(loop.body)), loop.body.in_avals
+    is_real = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+
+    def dots(*inputs: Any) -> list[Any]:
+        primals, tangents = split_list(inputs, [len(avals)])
+        of_real = lambda *real: body(*merge_lists(is_real, reject(is_real, primals), real))  # noqa: E731
+        out = jax.jvp(of_real, select(is_real, primals), tangents)[1]
+        return [dot for dot in out if dot.dtype != jax.dtypes.float0]
+
+    closed = trace(dots, [*avals, *select(is_real, avals)])
+    used = dce(closed, [True] * len(closed.out_avals), False)[1]
+    needed = [used[i] for i in loop.carry_range]
+    while True:
+        also = needed_by_inverse(loop.inverse, needed)
+        more = list(either(needed, also[loop.num_consts :][: loop.num_carry]))
+        if more == needed:
+            return needed
+        needed = more

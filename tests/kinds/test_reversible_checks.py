@@ -1,0 +1,232 @@
+"""loopax's own `Reversible`: its checkpoints, its checks, its memory and its accuracy.
+
+What it shares with any kind that brings an inverse is in `test_reversible.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+import loopax as lx
+from loopax import Reversible
+from tests.kinds.test_reversible import ALL, LENGTHS, STARTS, back, row_of, small, start, step
+from tests.support.compiled import temporary as temporary_bytes
+from tests.support.problem import BOUND, XS, H, Program, W, mixed
+from tests.support.reference import assert_close
+
+Make = Callable[[Callable[..., Any]], lx.Kind]
+OTHER: Make = lambda inverse: lx.Bounded()
+FORMS: dict[str, dict[str, Any]] = {
+    "scan": {},
+    "reverse": {"reverse": True},
+    "reverse_stop": {"reverse": True, "stop": lambda c, y: ~small(c)},
+}
+
+
+def scan(make: Make, **options: Any) -> Program:
+    def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
+        f = lambda c, x: (new := step(w, c, x), row_of(x, new))
+        kind = make(lambda c, x: back(w, c, x))
+        (p, q, _), ys = lx.scan(f, start(h), xs, length=n, kind=kind, **options)
+        return mixed((p, q, ys))
+
+    return program
+
+
+def with_checkpoints(number: int, rtol: float | None = 1e-9) -> Make:
+    return lambda inverse: Reversible(inverse, checkpoints=number, rtol=rtol)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, BOUND + 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form: str, number: int) -> None:
+    found, expected = (
+        jax.jit(jax.value_and_grad(scan(make, **FORMS[form]), ALL)) for make in (with_checkpoints(number), OTHER)
+    )
+    for n in (0, 1, 7, BOUND):
+        assert_close(found(W, H, XS, n), expected(W, H, XS, n))
+
+
+def while_loop(make: Make, max_steps: int | None = BOUND, **options: Any) -> Program:
+    def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
+        kind = make(lambda c: back(w, c, xs[c[2] - 1]))
+        body = lambda c: step(w, c, xs[c[2]])
+        return mixed(lx.while_loop(lambda c: c[2] < n, body, start(h), max_steps=max_steps, kind=kind, **options)[:2])
+
+    return program
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "outer", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)], ids=["forward", "reverse"]
+)
+def test_second_derivatives(number: int, outer: Any) -> None:
+    for inner in (jax.grad, jax.jacfwd):
+        second = [outer(inner(while_loop(make), 1), 0)(W, H, XS, 6) for make in (with_checkpoints(number), OTHER)]
+        assert_close(*second)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
+def test_lanes(number: int, lanes: Any) -> None:
+    def gradient(make: Make, max_steps: int) -> Any:
+        batch = jax.vmap(while_loop(make, max_steps, lanes=lanes), (None, 0, None, 0))
+        return jax.jit(jax.grad(lambda w, h: batch(w, h, XS, LENGTHS).sum(), (0, 1)))(W, STARTS)
+
+    assert_close(gradient(with_checkpoints(number), BOUND), gradient(OTHER, BOUND))
+
+
+def test_without_a_bound_and_inside_a_loop() -> None:
+    def outer(w: Array, make: Make, max_steps: int | None) -> Array:
+        inner = while_loop(make, max_steps)
+        return lx.fori_loop(
+            0, 3, lambda i, h: H + jnp.sin(h * inner(w, h, XS, i + 2)), H, kind=lx.Checkpointed(1)
+        ).sum()
+
+    found = jax.jit(jax.grad(lambda w: outer(w, Reversible, None)))(W)
+    assert_close(found, jax.jit(jax.grad(lambda w: outer(w, OTHER, BOUND)))(W))
+
+
+def leapfrog(dt: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A step of a Hamiltonian flow, of pendulums that pull on each other, and its inverse."""
+    force = lambda q: jnp.sin(q) + 0.1 * (q - q.mean())
+
+    def forward(i: Any, state: Any) -> Any:
+        q, p = state
+        q = q + 0.5 * dt * p
+        p = p - dt * force(q)
+        return q + 0.5 * dt * p, p
+
+    def backward(i: Any, state: Any) -> Any:
+        q, p = state
+        q = q - 0.5 * dt * p
+        p = p + dt * force(q)
+        return q - 0.5 * dt * p, p
+
+    return forward, backward
+
+
+def flow(start: Array, num_steps: int, dt: float, make: Make) -> Array:
+    forward, backward = leapfrog(dt)
+    q, p = lx.fori_loop(0, num_steps, forward, (start, jnp.zeros_like(start)), kind=make(backward))
+    return (q * p).sum()
+
+
+def test_memory_does_not_grow_with_the_steps() -> None:
+    """Six carries of 64 bodies, those that any loop works on included."""
+    start, carry = jnp.linspace(0.1, 1.0, 3 * 64), 2 * 3 * 64 * 8
+
+    def temporary(num_steps: int, make: Make) -> int:
+        return temporary_bytes(jax.jit(jax.grad(lambda q: flow(q, num_steps, 0.01, make))).lower(start).compile())
+
+    assert temporary(100_000, Reversible) <= 1.02 * temporary(1000, Reversible)
+    assert temporary(100_000, Reversible) <= 6 * carry
+    assert temporary(100_000, with_checkpoints(9)) <= temporary(100_000, Reversible) + 16 * carry
+
+
+def relative(found: Array, expected: Array) -> float:
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+@pytest.mark.slow
+def test_accuracy() -> None:
+    start = jnp.linspace(0.1, 1.0, 12)
+    gradient = jax.jit(jax.grad(lambda q, make: flow(q, 10_000, 0.01, make)), static_argnums=1)
+    exact = gradient(start, lambda _: lx.Checkpointed())
+    assert relative(gradient(start, Reversible), exact) <= 1e-9
+    single = start.astype(jnp.float32)
+    assert relative(gradient(single, with_checkpoints(9, None)).astype(jnp.float64), exact) <= 1e-3
+
+
+class TestChecks:
+    def test_a_function_that_is_no_inverse(self) -> None:
+        wrong = lambda inverse: Reversible(lambda *args: jax.tree.map(lambda x: 1.01 * x, inverse(*args)))
+        gradient = jax.grad(lambda q: flow(q, 10, 0.01, wrong))
+        pattern = r"body_fun of fori_loop: the inverse of kind=Reversible\(\) does not undo the first step \(0\.01\)"
+        for run in (gradient, eqx.filter_jit(gradient), jax.jacfwd(lambda q: flow(q, 10, 0.01, wrong))):
+            with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
+                run(jnp.ones(3))
+        assert jnp.isfinite(flow(jnp.ones(3), 10, 0.01, wrong))
+
+    def test_without_throw_the_derivative_is_nan(self) -> None:
+        loop = lambda x: lx.fori_loop(
+            0, 3, lambda i, x: 2 * jnp.sin(x), x, kind=Reversible(lambda i, x: x / 2), throw=False
+        )
+        assert jnp.isnan(jax.grad(loop)(0.3))
+
+    def test_a_lane_that_takes_no_step_is_not_checked(self) -> None:
+        def loop(x: Array, n: Any) -> Array:
+            kind = Reversible(lambda c: (jnp.log(c[0]), c[1] - 1))
+            return lx.while_loop(lambda c: c[1] < n, lambda c: (jnp.exp(c[0]), c[1] + 1), (x, 0), kind=kind)[0]
+
+        found = jax.vmap(jax.grad(loop))(jnp.array([0.1, jnp.inf, 0.2]), jnp.array([2, 0, 1]))
+        assert_close(found, jnp.array([jnp.exp(0.1) * jnp.exp(jnp.exp(0.1)), 1.0, jnp.exp(0.2)]))
+
+    def test_a_leaf_as_it_came_that_the_derivative_reads(self) -> None:
+        body = lambda i, c: (c[0] + jnp.sin(c[1]), 0.9 * c[1])
+        kind = Reversible(lambda i, c: (c[0] - jnp.sin(c[1] / 0.9), c[1]))
+        with pytest.raises(ValueError, match=r"returns carry\[1\] as it came, but the derivative of a step reads it"):
+            jax.grad(lambda x: lx.fori_loop(0, 3, body, (x, x), kind=kind)[0])(0.5)
+
+    def test_accumulators_may_stay_as_they_are(self) -> None:
+        forward, backward = leapfrog(0.1)
+
+        def total(q: Array, kind: lx.Kind) -> Array:
+            body = lambda i, c: (forward(i, c[0]), c[1] + c[0][0], c[2] + 1)
+            return lx.fori_loop(0, 20, body, ((q, q), jnp.zeros_like(q), 0), kind=kind)[1].sum()
+
+        kind = Reversible(lambda i, c: (backward(i, c[0]), c[1], c[2]), rtol=1e-9)
+        assert_close(jax.grad(total)(H, kind), jax.grad(total)(H, lx.Bounded()))
+
+    def test_a_drift(self) -> None:
+        """Of a contraction: its inverse lets rounding errors grow, unless checkpoints stop them."""
+
+        def loop(x: Array, make: Make, num_steps: int = 30) -> Array:
+            body = lambda i, x: jnp.sin(x) / 4 + 0.3
+            return lx.fori_loop(0, num_steps, body, x, kind=make(lambda i, x: jnp.arcsin(4 * (x - 0.3))))
+
+        gradient = eqx.filter_jit(jax.grad(loop))
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"rounding errors have grown beyond rtol=1e-06 \(0\.\d+\)"):
+            gradient(1.0, with_checkpoints(0, 1e-6))
+        assert_close(gradient(1.0, with_checkpoints(9, 1e-6)), gradient(1.0, OTHER))
+        assert_close(gradient(1.0, with_checkpoints(0, 1e-6), 8), gradient(1.0, OTHER, 8))
+
+    def test_truncated_steps_by_an_inverse(self) -> None:
+        forward, backward = leapfrog(0.1)
+        loop = lambda q, kind: jnp.add(*lx.fori_loop(0, 20, forward, (q, q), kind=kind))
+        found, expected = (
+            jax.grad(lambda w, kind=kind: loop(w * H, lx.Truncated(window=7, kind=kind)).sum())(1.1)
+            for kind in (Reversible(backward), lx.Bounded())
+        )
+        assert_close(found, expected)
+
+
+class TestBadInput:
+    def test_arguments(self) -> None:
+        with pytest.raises(TypeError, match=r"Reversible\(inverse\): got int 3, expected a function"):
+            Reversible(3)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"Reversible\(checkpoints=...\): got -1, expected at least 0"):
+            Reversible(back, checkpoints=-1)
+        with pytest.raises(TypeError, match=r"Reversible\(checkpoints=...\): got float 1.5, expected an int"):
+            Reversible(back, checkpoints=1.5)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"Reversible\(rtol=...\): got 0, expected a positive number"):
+            Reversible(back, rtol=0)
+
+    def test_checkpoints_need_a_bound(self) -> None:
+        kind = Reversible(lambda x: x - 1, checkpoints=3)
+        with pytest.raises(ValueError, match="spreads its checkpoints over a static bound, and the loop has none"):
+            lx.while_loop(lambda x: x < 3, lambda x: x + 1, 0.0, kind=kind)
+
+    def test_progress_of_checkpoints(self) -> None:
+        kind = Reversible(lambda i, x: x - 1, checkpoints=3)
+        with pytest.raises(NotImplementedError, match="cannot show its progress"):
+            lx.fori_loop(0, 9, lambda i, x: x + 1, 0.0, kind=kind, progress=True)
+
+    def test_lanes_that_are_merged(self) -> None:
+        with pytest.raises(NotImplementedError, match="does not take a kind that brings an inverse"):
+            lx.fori_loop(0, 9, lambda i, x: x + 1, 0.0, kind=Reversible(lambda i, x: x - 1), lanes="free")
