@@ -1,6 +1,7 @@
 """The three loops."""
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,13 +18,13 @@ from loopax._src.frontend.run import Finished, LoopSpec, run
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.frontend.steps import (
     always,
-    fori_inverse,
+    fori_index,
     fori_step,
-    functions_and_inverse,
-    scan_inverse,
+    functions_of_step,
+    scan_back,
     scan_rows,
     scan_step,
-    while_inverse,
+    step_back,
     while_step,
     within_length,
 )
@@ -116,9 +117,8 @@ def while_loop(
     goes_on, call = while_step(options, cond_fun, body_fun)
     functions = body_fun, cond_fun
     called = Called("while_loop", functions, ("carry",))
-    spec, inverse = ("while_loop", options.key_spec), while_inverse(options)
-    keys = functions_and_inverse(options, *functions)
-    step = tracing.Step(call, "body_fun of while_loop", keys, spec, called, inverse)
+    spec, keys = ("while_loop", options.key_spec), functions_of_step(options, *functions)
+    step = tracing.Step(call, "body_fun of while_loop", keys, spec, called, step_back(options))
     extent = while_extent(options.max_steps)
     done = run(step, _loop_spec(options, extent, body_fun), options.extras, init_val, None, goes_on)
     carry, _, loop_info = _finish(options, extent, done)
@@ -196,9 +196,9 @@ def fori_loop(
     call = fori_step(options, body_fun, is_weak)
     spec = ("fori_loop", is_weak, options.key_spec)
     called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
-    inverse = fori_inverse(options, is_weak)
-    keys = functions_and_inverse(options, body_fun)
-    step = tracing.Step(call, "body_fun of fori_loop", keys, spec, called, inverse)
+    back = step_back(options, partial(fori_index, is_weak=is_weak))
+    keys = functions_of_step(options, body_fun)
+    step = tracing.Step(call, "body_fun of fori_loop", keys, spec, called, back)
     loop_spec = _loop_spec(options, extent, body_fun, unroll=unroll)
     done = run(step, loop_spec, [first, *options.extras], init_val, None, None)
     carry, _, loop_info = _finish(options, extent, done)
@@ -339,7 +339,7 @@ def run_scan(
     is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
     spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
     called = Called(words.name, body.functions, body.parameters)
-    keys, inverse = functions_and_inverse(options, *body.functions), scan_inverse(words, options)
+    keys, back = functions_of_step(options, *body.functions), scan_back(words, options)
     extras, goes_on = options.extras, None if stop is None else always
     if is_counted:
         call, extras, goes_on = (
@@ -348,7 +348,7 @@ def run_scan(
             lambda _: extent.high > 0,
         )
         called = called._replace(extras=("length", "key"))
-    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, inverse)
+    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, back)
     done = run(step, loop_spec, extras, init, xs, goes_on, references)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info

@@ -1,7 +1,7 @@
 """The primitives of loopax and their rules. Importing this package registers the rules with JAX (`rules.py`).
 
 May import: core/autodiff, core/batching, core/effects, core/ir, core/jaxpr, core/lowering, core/programs,
-jax_internals.
+core/row_buffers, jax_internals.
 """
 
 from loopax._src.core import rules
@@ -14,6 +14,7 @@ from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, Las
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.programs.nested_lanes import run_free
 from loopax._src.core.programs.work_queue import run_queue
+from loopax._src.core.row_buffers.tape import run_with_tape
 
 __all__ = [
     "UNNAMED",
@@ -43,4 +44,5 @@ __all__ = [
     "run",
     "run_free",
     "run_queue",
+    "run_with_tape",
 ]

@@ -116,7 +116,7 @@ def run(
         return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
 
     checked = _raised if loop_spec.throw else _nan_where_failed
-    call = core.LoopCall(loop, operands, fixed, step.where, user_carry, checked)
+    call = core.LoopCall(loop, operands, fixed, step.where, user_carry, checked, core.run_with_tape)
 
     def run_now() -> core.Outcome:
         return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)

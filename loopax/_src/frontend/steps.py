@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,16 +21,13 @@ from loopax._src.frontend.options import (
     pair,
     rows_of,
 )
+from loopax._src.frontend.trace import StepBack
 from loopax._src.jax_internals import to_weak
 from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze
 
 # (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
 Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
-
-
-# (row, extras, carry after a step, x) -> carry before it
-Inverse = Callable[[Any, Sequence[Any], Any, Any], Any]
 
 
 def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable[[Any], Any], Call]:
@@ -47,12 +45,6 @@ def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable
     return goes_on, call
 
 
-def while_inverse(options: Options) -> Inverse | None:
-    """A step back of a `while_loop`; None: its kind brings none."""
-    inverse = inverse_of(options)
-    return inverse and (lambda row, extras, val, _: inverse(val, **options.step_key(row, extras)))
-
-
 def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
     """A step of a `fori_loop`: the index of the first is the first of `extras`."""
     check_callable(f"body_fun of {options.name}", body_fun)
@@ -64,42 +56,47 @@ def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
     return call
 
 
-def fori_inverse(options: Options, is_weak: bool) -> Inverse | None:
-    """A step back of a `fori_loop`; None: its kind brings none."""
-    inverse = inverse_of(options)
-
-    def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> Any:
-        assert inverse is not None
-        i = fori_index(row, extras, is_weak)
-        return inverse(i, val, **options.step_key(i, extras))
-
-    return inverse and call
-
-
 def fori_index(row: Any, extras: Sequence[Any], is_weak: bool) -> Any:
     """The index of a step, from that of the first, which is the first of `extras`."""
     i = extras[0] + row.astype(extras[0].dtype)
     return to_weak(i) if is_weak else i
 
 
-def scan_inverse(words: Words, options: Options) -> Inverse | None:
+def scan_back(words: Words, options: Options) -> StepBack | None:
     """A step back of a scan; None: its kind brings none."""
-    inverse = inverse_of(options)
-    if inverse is not None and words is not SCAN:
+    if options.kind.inverse is not None and words is not SCAN:
         raise NotImplementedError(inverse_message(words.name))
-    return inverse and (lambda row, extras, carry, x: inverse(carry, x, **options.step_key(row, extras)))
+    return step_back(options, has_rows=True)
 
 
-def inverse_of(options: Options) -> Callable[..., Any] | None:
-    """The user's function that the kind brings."""
-    if options.kind.inverse is not None:
-        check_callable(f"the inverse of {options.name}(kind={type(options.kind).__name__}(...))", options.kind.inverse)
-    return options.kind.inverse
+def step_back(
+    options: Options, index: Callable[[Any, Sequence[Any]], Any] | None = None, has_rows: bool = False
+) -> StepBack | None:
+    """A step back of a loop; None: its kind brings none. `index` gives the first argument of the body, if it has one.
+
+    The kind's functions get what the body gets: an index, carries, a row of xs, a key.
+    """
+    inverse, record = options.kind.inverse, options.kind.record
+    if inverse is None:
+        return None
+    kind = f"of {options.name}(kind={type(options.kind).__name__}(...))"
+    check_callable(f"the inverse {kind}", inverse)
+
+    def call(function: Any, row: Any, extras: Sequence[Any], carries: Sequence[Any], x: Any, *recorded: Any) -> Any:
+        i = [] if index is None else [index(row, extras)]
+        xs = [x] if has_rows else []
+        return function(*i, *carries, *xs, *recorded, **options.step_key(i[0] if i else row, extras))
+
+    if record is None:
+        return StepBack(partial(call, inverse))
+    check_callable(f"record {kind}", record)
+    return StepBack(partial(call, inverse), partial(call, record))
 
 
-def functions_and_inverse(options: Options, *functions: Any) -> tuple[Any, ...]:
-    """The user's functions in a step, with that of the kind: a step is traced once for the same ones."""
-    return functions if options.kind.inverse is None else (*functions, options.kind.inverse)
+def functions_of_step(options: Options, *functions: Any) -> tuple[Any, ...]:
+    """The user's functions in a step, with those of the kind: a step is traced once for the same ones."""
+    of_kind = (options.kind.inverse, options.kind.record)
+    return (*functions, *(function for function in of_kind if function is not None))
 
 
 def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool) -> Call:

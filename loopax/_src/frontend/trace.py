@@ -23,12 +23,12 @@ from loopax._src.frontend.references import (
 )
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.frontend.runtime_checks import collecting, failures
+from loopax._src.frontend.tape import row_of_tape, take_out_row_of_tape
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     dce,
     is_reference,
-    jaxpr_as_fun,
     open_constants,
     replace_jaxpr,
     trace_context,
@@ -36,7 +36,7 @@ from loopax._src.jax_internals import (
     with_values,
 )
 from loopax._src.messages import inverse_and_references_message
-from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw_numbered
+from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw, thaw_numbered
 from loopax._src.nnx.writeback import Changes, clear_errors, take_back
 from loopax._src.nnx.xs_writeback import WrittenRows, written_rows
 from loopax._src.pytrees.leaves import (
@@ -52,6 +52,14 @@ from loopax._src.pytrees.leaves import (
 
 
 @dataclass(frozen=True)
+class StepBack:
+    """What a kind brings to walk back. Carries are a sequence: the one after a step, or those before and after it."""
+
+    inverse: Callable[..., Any]  # (row, extras, [carry after], x, *[a row of the tape]) -> carry before
+    record: Callable[..., Any] | None = None  # (row, extras, [carry before, carry after], x) -> a row of the tape
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of a loop in terms of the user's pytrees.
 
@@ -64,17 +72,18 @@ class Step:
     functions: tuple[Any, ...]
     options: Hashable  # what else `call` depends on
     called: Called  # what JAX's errors name
-    # A step back, if the kind has one: (row, extras, carry after a step, x) -> carry before it
-    inverse: Callable[[Any, Sequence[Any], Any, Any], Any] | None = None
+    back: StepBack | None = None  # what the kind brings to walk back
 
 
 @dataclass(frozen=True)
 class Traced:
     """A traced step."""
 
-    # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x) -> ([goes on], *carry, *flags, *refs, *y)
+    # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x)
+    # -> ([goes on], *carry, *flags, *refs, *y, *row of the tape)
     body: ClosedJaxpr
-    inverse: ClosedJaxpr | None  # with the inputs of the body, and its carry: `core/ir/inverse.py`
+    # With the inputs of the body and a row of the tape, and its carry: `core/ir/inverse.py`
+    inverse: ClosedJaxpr | None
     closed_over: list[Any]  # values that the user's functions close over
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
@@ -170,13 +179,13 @@ def _is_only_itself(function: Any) -> bool:
 
 def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
     found: dict[str, Any] = {}
+    row_of_tape_spec: list[Spec] = []  # one, if the kind records a tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
-        given, arrays, x, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
-        before = flat_inverse(row, given, after, x) if step.inverse else []
+        given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
         start = spec.unpack(arrays)
         leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
-        x_start = x_rows.unpack(x)
+        x_start = x_rows.unpack(x_arrays)
         (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
         x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
@@ -194,19 +203,32 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = list(flags)
         go = [goes_on] if predicated else []
-        return [*go, *carry, *flags.values(), *rows, *ys, *before]
+        recorded = flat_record(step.back.record, row, given, (arrays, carry), x_arrays) if step.back else []
+        before = flat_inverse(step.back.inverse, row, given, after, x_arrays) if step.back else []
+        return [*go, *carry, *flags.values(), *rows, *ys, *recorded, *before]
 
-    def flat_inverse(row: Any, given: list[Any], after: list[Any], x: list[Any]) -> list[Any]:
-        assert step.inverse is not None
+    def flat_record(record: Any, row: Any, given: list[Any], carries: Sequence[Any], x: list[Any]) -> list[Any]:
+        if record is None:
+            return []
+        with collecting():
+            made = record(row, given, [thaw(spec.unpack(carry)) for carry in carries], thaw(x_rows.unpack(x)))
+        made = freeze(made)
+        refuse_references_in(f"record of {step.where} returned", made)
+        recorded, row_spec = pack(_without_flags(made))
+        row_of_tape_spec[:] = [row_spec]
+        return recorded
+
+    def flat_inverse(inverse: Any, row: Any, given: list[Any], after: list[Any], x: list[Any]) -> list[Any]:
         where, start = f"the inverse of {step.where}", spec.unpack(after)
         (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x))
+        of_tape = [row_spec.unpack(row_of_tape(row_spec.avals)) for row_spec in row_of_tape_spec]
         with collecting():  # the body has the checks
-            carry = step.inverse(row, given, carry, x)
+            carry = inverse(row, given, [carry], x, *of_tape)
         carry, _ = take_back(where, start, objects, carry)
         return match_carry(where, init, spec, carry)
 
-    after = spec.avals if step.inverse else []
-    _name_in_errors(flat, step.called, len(extras), spec, x_rows, step.inverse is not None)
+    after = spec.avals if step.back else []
+    _name_in_errors(flat, step.called, len(extras), spec, x_rows, step.back is not None)
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
     open_body, closed_over = open_constants(raw)
@@ -224,7 +246,8 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         if any(map(is_reference, closed_over)):
             raise NotImplementedError(inverse_and_references_message(step.where))
         sizes = [len(closed_over), len(extras), int(predicated), len(spec.avals), num_flags]
-        inverse = _as_inverse(open_inverse, body, sizes)
+        num_recorded = sum(len(row_spec.avals) for row_spec in row_of_tape_spec)
+        inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
     is_mutable = list(map(is_reference, closed_over))
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
@@ -233,32 +256,34 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """A step, and its inverse with the carry after the step in the place of the carry.
+    """A step, and its inverse with the carry after the step in the place of the carry, and a row of the tape behind.
 
     `both` has the carry after the step as its last inputs, and what the inverse returns as its last results.
     """
+    both, of_tape = take_out_row_of_tape(both)
     jaxpr = both.jaxpr
     num_after = len(carry)
     inputs, after = jaxpr.invars[:-num_after], jaxpr.invars[-num_after:]
     body = replace_jaxpr(both, inputs, jaxpr.outvars[:-num_after])
-    of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :]]
+    of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :], *of_tape]
     inverse = replace_jaxpr(without_effects(both), of_inverse, jaxpr.outvars[-num_after:])
     return dce(body, [True] * len(body.out_avals), True)[0], dce(inverse, [True] * num_after, True)[0]
 
 
-def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int]) -> ClosedJaxpr:
+def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int], num_recorded: int) -> ClosedJaxpr:
     """Give a traced inverse the core's form; `sizes` of constants, extras, condition, carry and flags.
 
     A step that was taken had a condition that held. Flags are returned as they come: no derivative reads them.
     """
-    function = jaxpr_as_fun(raw)
+    function = chained(raw)
 
     def inverse(row: Any, *operands: Any) -> list[Any]:
         constants, extras, go, after, flags, x = split_list(operands, sizes)
-        before = function(*constants, row, *extras, *after, *x)
+        before, _ = function(*constants, row, *extras, *after, *x)
         return [*(jnp.ones_like(flag) for flag in go), *map(strongly_typed, before), *flags]
 
-    return trace(inverse, body.in_avals)
+    of_tape = raw.in_avals[len(raw.in_avals) - num_recorded :]
+    return trace(inverse, [*body.in_avals, *of_tape])
 
 
 def _name_in_errors(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from loopax._src.core import Cost, Kind, LastCarry, LoopCall, LoopFacts, Outcome
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.round_trip import with_round_trip
+from loopax._src.kinds.rounding import is_real, largest, relative
 from loopax._src.kinds.steps import Steps
 from loopax._src.kinds.windows import in_windows
 from loopax._src.pytrees.leaves import describe
@@ -25,8 +26,8 @@ class Drift:
 
     def __call__(self, start: list[Any], end: list[Any], last: list[Any], results: list[Any]) -> list[Any]:
         """The results, or an error where a leaf is off by more than `rtol` of its largest element in start or end."""
-        leaves = [each for each in zip(start, end, last, strict=True) if _is_real(each[0]) and each[0].size]
-        amounts = [_largest(a - b) / jnp.maximum(_largest(a), _largest(c)) for a, b, c in leaves]
+        leaves = [each for each in zip(start, end, last, strict=True) if is_real(each[0])]
+        amounts = [relative(largest(a - b), jnp.maximum(largest(a), largest(c))) for a, b, c in leaves]
         if not amounts:
             return results
         amount = jnp.stack([a.astype(jnp.float32) for a in amounts]).max()
@@ -34,19 +35,11 @@ class Drift:
             f"{self.where}: on the way back of kind=Reversible(), rounding errors have grown beyond rtol={self.rtol:g}"
             "{amount}. Give checkpoints=, which stop the drift, or a wider dtype."
         )
-        real = [_is_real(x) for x in results]
+        real = list(map(is_real, results))
         found = iter(
             self.checked([x for x, r in zip(results, real, strict=True) if r], ~(amount <= self.rtol), message, amount)
         )
         return [next(found) if r else x for x, r in zip(results, real, strict=True)]
-
-
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _largest(x: Any) -> Any:
-    return jnp.maximum(jnp.abs(x).max(), jnp.finfo(x.dtype).tiny)
 
 
 @dataclass(frozen=True)
@@ -65,10 +58,16 @@ class Reversible(Kind):
         Takes what the body takes, with the carry after the step in the place of the carry: `inverse(val)` for
         a `while_loop`, `inverse(i, val)` for a `fori_loop`, `inverse(carry, x)` for a `scan`, with `key=` where
         the body has it. Returns the carry before the step. It may close over what the body closes over.
-        Leaves that the derivative does not read (accumulators) may be returned as they came.
+        Leaves that the derivative does not read (accumulators) may be returned as they came. With `record`, it takes
+        a row of the tape as its last argument.
+    record
+        None, or what a step loses: a function that takes what the body takes, with two carries in the place of
+        one, before and after the step: `record(before, after)`, `record(i, before, after)`,
+        `record(before, after, x)`. It returns a pytree of arrays, which the inverse gets. Needs a static bound.
     checkpoints
         Carries that are stored besides, from 0 on. The way back begins anew at each, so rounding errors grow
-        over fewer steps; the steps are evaluated once more. Needs a static bound.
+        over fewer steps; the steps are evaluated once more. The tape is then that of one part at a time. Needs a
+        static bound.
     rtol
         None, or how far the end of the way back may be from the start of the loop, in each leaf relative to the
         largest element at the start and at the end. In a batch under `jax.vmap`, that of all lanes.
@@ -76,10 +75,11 @@ class Reversible(Kind):
     Raises
     ------
     TypeError
-        `inverse` is no function, or returns another carry; `checkpoints` or `rtol` is no Python number.
+        `inverse` or `record` is no function, or the inverse returns another carry; `checkpoints` or `rtol` is no
+        Python number.
     ValueError
-        A negative `checkpoints`, or one without a bound; `rtol` is not positive; the inverse returns a leaf as it
-        came that the derivative reads.
+        A negative `checkpoints`; `checkpoints` or `record` without a bound; `rtol` is not positive; the inverse
+        returns a leaf as it came that the derivative reads.
     NotImplementedError
         `lanes="free"`, `lanes_map`, `rollout`, or a body that changes mutable arrays; progress with checkpoints.
     equinox.EquinoxRuntimeError
@@ -88,12 +88,14 @@ class Reversible(Kind):
 
     Notes
     -----
-    The gradient of a gradient, and that of a loop with a `Buffer` in its carry, stores checkpoints instead: about
-    2 sqrt(N) for a bound of N steps, 64 without a bound.
+    The gradient of a gradient stores checkpoints instead: about 2 sqrt(N) for a bound of N steps, 64 without a bound.
+    So does that of a loop with a `Buffer` in its carry, if the inverse does more with its rows than read them.
+    A gradient with `record` stores a row for each step of the bound.
 
     """
 
     inverse: Callable[..., Any] | None
+    record: Callable[..., Any] | None = field(default=None, kw_only=True)
     checkpoints: int = field(default=0, kw_only=True)
     rtol: float | None = field(default=None, kw_only=True)
     drift: Drift | None = field(default=None, kw_only=True, repr=False)
@@ -102,6 +104,8 @@ class Reversible(Kind):
         """Refuse what is no function, and no number of carries."""
         if self.inverse is not None and not callable(self.inverse):
             raise TypeError(f"Reversible(inverse): got {describe(self.inverse)}, expected a function.")
+        if self.record is not None and not callable(self.record):
+            raise TypeError(f"Reversible(record=...): got {describe(self.record)}, expected a function.")
         if an_int("Reversible(checkpoints=...)", self.checkpoints, ", the number of stored carries") < 0:
             raise ValueError(f"Reversible(checkpoints=...): got {self.checkpoints}, expected at least 0.")
         if self.rtol is not None:
@@ -109,7 +113,8 @@ class Reversible(Kind):
 
     def __repr__(self) -> str:
         """As a user writes it."""
-        given = [f"checkpoints={self.checkpoints}"] * bool(self.checkpoints)
+        given = ["record=record"] * (self.record is not None)
+        given += [f"checkpoints={self.checkpoints}"] * bool(self.checkpoints)
         given += [] if self.rtol is None else [f"rtol={self.rtol:g}"]
         return f"Reversible({', '.join(['inverse', *given])})"
 
@@ -124,18 +129,23 @@ class Reversible(Kind):
 
     def without_functions(self) -> "Reversible":
         """See `Kind.without_functions`."""
-        return replace(self, inverse=None)
+        return replace(self, inverse=None, record=None)
 
     def run(self, call: LoopCall) -> Outcome:
         """See `Kind.run`."""
         bound = call.loop.bound
+        if self.record is not None and bound is None:
+            raise ValueError(
+                f"{call.where}: kind={self!r} stores a row of each step, and the loop has no static bound. Give "
+                "max_steps=."
+            )
         if self.checkpoints and bound is None:
             raise ValueError(
                 f"{call.where}: kind={self!r} spreads its checkpoints over a static bound, and the loop has none. Give "
                 "max_steps=, or leave out checkpoints."
             )
         drift = None if self.rtol is None else Drift(self.rtol, call.where, call.checked)
-        one = replace(self, inverse=None, checkpoints=0, drift=drift)
+        one = replace(self.without_functions(), checkpoints=0, drift=drift)
         call = with_round_trip(call).stored_by(one)
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:

@@ -10,11 +10,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import Loop, LoopCall, LoopOperands, run
 from loopax._src.core.effects.guard import without_effects
-from loopax._src.core.ir.inverse import needed_by_inverse
+from loopax._src.core.ir.inverse import needed_by_inverse, num_recorded
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
+from loopax._src.core.row_buffers.versions import buffers, keep_rows
 from loopax._src.jax_internals import dce, jaxpr_as_fun
-
-EXPONENT = 2 / 3  # the rounding errors of a step, there and back, are less than this power of the dtype's eps
+from loopax._src.kinds.rounding import Difference, largest_difference
 
 
 def with_round_trip(call: LoopCall) -> LoopCall:
@@ -41,8 +41,8 @@ def with_round_trip(call: LoopCall) -> LoopCall:
     return call.at(checked(call.operands))
 
 
-def _first_step(call: LoopCall) -> tuple[Any, Any]:
-    """How far off the inverse is after one step: relative to what rounding may do, and to the carry.
+def _first_step(call: LoopCall) -> Difference:
+    """How far off the inverse is after one step.
 
     It is a loop of one step at most: a lane that takes none evaluates nothing.
     """
@@ -51,19 +51,18 @@ def _first_step(call: LoopCall) -> tuple[Any, Any]:
     assert loop.inverse is not None
     body, inverse = jaxpr_as_fun(without_effects(loop.body)), jaxpr_as_fun(loop.inverse)
     compared = reject(_returned(loop), range(loop.num_carry))
+    num_rows = num_recorded(loop.body, loop.inverse)
 
     def there_and_back(row: Any, *inputs: Any) -> list[Any]:
         consts, carry, _, x = split_list(inputs, [loop.num_consts, loop.num_carry, 2])
-        after = loop.outputs(body(row, *consts, *carry, *x)).carry
-        before = inverse(row, *consts, *after, *x)
+        out = body(row, *consts, *carry, *x)
+        after, recorded = loop.outputs(out).carry, out[len(out) - num_rows :]
+        before = inverse(row, *consts, *after, *x, *recorded)
         go_on = [jnp.zeros_like(leaf) for leaf in after[: int(loop.predicated)]]
-        found = [_difference(carry[i], before[i], after[i]) for i in compared]
-        ratios, amounts = (
-            jnp.stack([jnp.float32(0), *numbers]) for numbers in (zip(*found, strict=True) if found else ([], []))
-        )
-        return [*go_on, *after[len(go_on) :], ratios.max(), amounts[ratios.argmax()]]
+        found = largest_difference(*([leaves[i] for i in compared] for leaves in (carry, before, after)))
+        return [*go_on, *after[len(go_on) :], *found]
 
-    numbers = [jnp.float32(0), jnp.float32(0)]
+    numbers = Difference(jnp.float32(0), jnp.float32(0))
     types = loop.input_avals
     once = loop._replace(
         body=trace(
@@ -75,29 +74,19 @@ def _first_step(call: LoopCall) -> tuple[Any, Any]:
         debug_info=None,
         unroll=1,
     )
-    ratio, amount = run(once, low, high, consts, [*carry, *numbers], xs).carry[-2:]
-    return ratio, amount
-
-
-def _difference(given: Any, found: Any, after: Any) -> tuple[Any, Any]:
-    """Of one leaf, relative to what rounding may do and to its largest element; infinite for integers that differ."""
-    if given.size == 0:
-        return jnp.float32(0), jnp.float32(0)
-    if not jnp.issubdtype(given.dtype, jnp.inexact):
-        wrong = jnp.where((given != found).any(), jnp.float32(jnp.inf), jnp.float32(0))
-        return wrong, wrong
-    info = jnp.finfo(given.dtype)
-    size = jnp.maximum(jnp.abs(given).max(), jnp.abs(after).max())
-    amount = (jnp.abs(given - found).max() / jnp.maximum(size, info.tiny)).astype(jnp.float32)
-    return amount / float(info.eps) ** EXPONENT, amount
+    return Difference(*run(once, low, high, consts, [*carry, *numbers], xs).carry[-2:])
 
 
 def _returned(loop: Loop) -> Mask:
-    """Which leaves of the carry the inverse returns as they came; the condition of a loop is none to be compared."""
+    """Which leaves of the carry the inverse returns as they came, or reads rows of.
+
+    The condition of a loop is none to be compared.
+    """
     assert loop.inverse is not None
     inputs = [loop.inverse.jaxpr.invars[i] for i in loop.carry_range]
     outputs = [forwarded_from(loop.inverse, variable) for variable in loop.inverse.jaxpr.outvars]
-    same = [a is b for a, b in zip(inputs, outputs, strict=True)]
+    kept = keep_rows(loop.inverse, loop.carry_range)
+    same = [a is b or keeps for a, b, keeps in zip(inputs, outputs, kept, strict=True)]
     return tuple(same[i] or (loop.predicated and i == 0) for i in range(loop.num_carry))
 
 
@@ -108,7 +97,9 @@ def _refuse_needed_leaves(call: LoopCall) -> None:
     inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
     outputs = [forwarded_from(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
     wrong = [same and a is not b for same, a, b in zip(_returned(loop), inputs, outputs, strict=True)]
-    wrong = [flag and not (loop.predicated and i == 0) for i, flag in enumerate(wrong)]
+    appended = buffers(loop.body, loop.carry_range, True)  # rows of the last version are those of any before it
+    wrong = [flag and not is_appended for flag, is_appended in zip(wrong, appended, strict=True)]
+    wrong[:1] = [flag and not loop.predicated for flag in wrong[:1]]
     if not any(wrong):
         return
     needed = _read_by_derivative(loop)
@@ -131,6 +122,7 @@ def _read_by_derivative(loop: Loop) -> Sequence[bool]:
         primals, tangents = split_list(inputs, [len(avals)])
         of_real = lambda *real: body(*merge_lists(is_real, reject(is_real, primals), real))  # noqa: E731
         out = jax.jvp(of_real, select(is_real, primals), tangents)[1]
+        out = out[: len(out) - num_recorded(loop.body, loop.inverse)]
         return [dot for dot in out if dot.dtype != jax.dtypes.float0]
 
     closed = trace(dots, [*avals, *select(is_real, avals)])

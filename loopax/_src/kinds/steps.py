@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core import Asked, BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, run
+from loopax._src.core.ir.inverse import num_recorded
 from loopax._src.core.jaxpr.util import INDEX, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers.primitives import put
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
@@ -67,18 +68,18 @@ class Steps:
             reporting=None,
             debug_info=self.loop.debug_info if is_shown else None,
         )
-        return run(loop, *operands._replace(consts=[first, *operands.consts]))
+        return self.whole.run_loop(loop, operands._replace(consts=[first, *operands.consts]))
 
     def with_ring(self, operands: LoopOperands, size: int) -> tuple[Outcome, list[Any]]:
         """Run all steps, and keep the carries before the last: that before step i is in row i modulo `size`."""
         loop, num_carry = self.loop, self.loop.num_carry
-        function = jaxpr_as_fun(loop.body)
+        function, num_ys = jaxpr_as_fun(loop.body), len(loop.output_avals.ys) - num_recorded(loop.body, loop.inverse)
 
         def body(step: Any, *inputs: Any) -> list[Any]:
             consts, carry, rings, x = split_list(inputs, [loop.num_consts, num_carry, num_carry])
             out = loop.outputs(function(step, *consts, *carry, *x))
             rings = [put(ring, step % size, leaf) for ring, leaf in zip(rings, carry, strict=True)]
-            return [*out.carry, *rings, *out.ys]
+            return [*out.carry, *rings, *out.ys[:num_ys]]
 
         rings = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in operands.carry]
         consts, carry, xs = loop.input_avals

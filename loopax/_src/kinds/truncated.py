@@ -81,6 +81,11 @@ class Truncated(Kind):
         """See `Kind.inverse`: that of the kind within."""
         return to_kind(self.kind).inverse
 
+    @property
+    def record(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Kind.record`: that of the kind within."""
+        return to_kind(self.kind).record
+
     def without_functions(self) -> "Truncated":
         """See `Kind.without_functions`."""
         return replace(self, kind=to_kind(self.kind).without_functions())

@@ -28,7 +28,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.core.row_buffers.versions import buffers, frozen_body
+from loopax._src.core.row_buffers.versions import buffers, frozen_body, keep_rows
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 from loopax._src.schedule.saving import Saving
 
@@ -70,12 +70,13 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
     loop, body, uses = _linear_body_and_inverse(loop, plan, unknown, outputs)
+    inverse = part_of_inverse(loop.inverse, flatten(uses), uses.carry)
     appended = buffers(loop.body, loop.carry_range, True)
     last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
     if any(last):
-        body = frozen_body(body, [sum(uses.consts), sum(uses.carry)], tuple(select(uses.carry, last)))
+        sizes, is_last = [sum(uses.consts), sum(uses.carry)], tuple(select(uses.carry, last))
+        body, inverse = frozen_body(body, sizes, is_last), inverse and _frozen_inverse(inverse, sizes, is_last)
         uses = uses._replace(carry=tuple(used and not is_last for used, is_last in zip(uses.carry, last, strict=True)))
-        loop = loop._replace(inverse=None)  # it would have to take rows from buffers
     linear = select_each(uses, unknown)
     part = LinearLoop(
         body,
@@ -84,10 +85,17 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         tuple(linear.xs),
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
-        inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
+        inverse=inverse,
         **traversal(loop),
     )
     return _handing_over_states(loop, plan, PartialEval(known, part, unknown, outputs, uses, last))
+
+
+def _frozen_inverse(inverse: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr | None:
+    """The inverse, which is given the last versions of buffers; None where it does more than read their rows."""
+    num_consts, num_carry = sizes
+    unchanged = keep_rows(inverse, range(1 + num_consts, 1 + num_consts + num_carry))
+    return frozen_body(inverse, sizes, is_last) if all(select(is_last, unchanged)) else None
 
 
 def _linear_body_and_inverse(

@@ -32,7 +32,18 @@ from loopax._src.core.jaxpr.operand_groups import (
     select_each,
     unflatten,
 )
-from loopax._src.core.jaxpr.util import Mask, invert, reject, select, split_list, trace, weakly_cached, written_out
+from loopax._src.core.jaxpr.util import (
+    Mask,
+    either,
+    invert,
+    merge_lists,
+    reject,
+    select,
+    split_list,
+    trace,
+    weakly_cached,
+    written_out,
+)
 from loopax._src.core.row_buffers.versions import chained, read_only
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -253,13 +264,57 @@ def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOpe
     """Cotangents of the linear inputs, whose types are `avals`, from those of the linear carry and of ys."""
     if error := linear.plan.error:
         raise error
-    nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
+    nonzero_carry, nonzero_ys = map_leaves(lambda ct: not isinstance(ct, ad.Zero), cts)
+    needed = _needed_carry(linear, nonzero_carry, nonzero_ys)
+    if not all(needed):
+        slim, keep = _with_carry(linear, needed), select(linear.linear_carry, needed)
+        kept = cts._replace(carry=select(keep, cts.carry))
+        found = transpose_linear_loop(kept, slim, given, avals._replace(carry=select(keep, avals.carry)))
+        none = map(ad.Zero, reject(keep, avals.carry))
+        return found._replace(carry=merge_lists(keep, none, found.carry))
     step = transposed_step(linear, nonzero_ys)
     start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]
     xs = [*given.known.xs, *select(nonzero_ys, cts.ys)]
     carry, ct_xs = (_sweep_back if given.known.carry else _run_back)(linear, step, given, start, xs)
     num_carry = len(cts.carry)
     return LoopInputs(consts=carry[num_carry:], carry=carry[:num_carry], xs=ct_xs)
+
+
+@weakly_cached
+def _needed_carry(linear: LinearLoop, nonzero_carry: Mask, nonzero_ys: Mask) -> Mask:
+    """Which leaves of the carry the transpose needs: the known ones, and the linear ones that get a cotangent."""
+    of_linear = iter(nonzero_carry)
+    needed = tuple(not is_linear or next(of_linear) for is_linear in linear.linear_carry)
+    while True:
+        used = linear.inputs(dce(linear.body, [*needed, *nonzero_ys], False)[1][1:]).carry
+        if either(needed, used) == needed:
+            return needed
+        needed = either(needed, used)
+
+
+@weakly_cached
+def _with_carry(linear: LinearLoop, needed: Mask) -> LinearLoop:
+    """The loop with these leaves of the carry alone: the others get no cotangent."""
+    avals = linear.inputs(linear.body.in_avals[1:])
+
+    def with_zeros(body: ClosedJaxpr) -> ClosedJaxpr:
+        function = jaxpr_as_fun(body)
+
+        def slim(row: Any, *operands: Any) -> list[Any]:
+            consts, kept, xs = split_list(operands, [len(avals.consts), sum(needed)])
+            carry = merge_lists(needed, list(map(zeros, reject(needed, avals.carry))), kept)
+            carry, ys = linear.outputs(function(row, *consts, *carry, *xs))
+            return [*select(needed, carry), *ys]
+
+        closed = trace(slim, [body.in_avals[0], *avals.consts, *select(needed, avals.carry), *avals.xs])
+        return dce(closed, [True] * len(closed.out_avals), True)[0]
+
+    return linear._replace(
+        body=with_zeros(linear.body),
+        linear_carry=tuple(select(needed, linear.linear_carry)),
+        saved=linear.saved and tuple(select(select(linear.linear_carry, needed), linear.saved)),
+        inverse=linear.inverse and with_zeros(linear.inverse),
+    )
 
 
 def _sweep_back(

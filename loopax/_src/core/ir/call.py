@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, run
+from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome
 from loopax._src.jax_internals import jaxpr_as_fun
 
 
@@ -33,10 +33,11 @@ class LoopCall:
     # (results, failed (bool[]), message, amount) -> results: raises where it failed. In the message, "{amount}" becomes
     # the number, in parentheses, or nothing where that is not known. With `throw=False`, results are NaN there.
     checked: Callable[[Any, Any, str, Any], Any]
+    run_loop: Callable[[Loop, LoopOperands], Outcome]  # runs this loop, or a part of it, with a tape if it has one
 
     def run(self) -> Outcome:
         """The results of the loop, and the derivative that its kind's plan gives them."""
-        return run(self.loop, *self.operands)
+        return self.run_loop(self.loop, self.operands)
 
     def step(self, row: Any, carry: Sequence[Any], x: Sequence[Any] = ()) -> LoopOutputs:
         """Evaluate the body once: the carry after this step, and its rows of ys."""

@@ -3,11 +3,18 @@
 A kind may bring one (`Kind.inverse`). It has the inputs of the body, and is rewritten wherever the body is. Whether a
 leaf of the carry has a tangent, an axis of lanes or an unknown value is decided for both bodies together. So a part of
 a loop holds all that its inverse reads.
+
+The inverse of a loop that is not yet bound may have more inputs: a row of a tape (`core/row_buffers/tape.py`).
 """
 
 from collections.abc import Sequence
 
 from loopax._src.jax_internals import ClosedJaxpr, dce
+
+
+def num_recorded(body: ClosedJaxpr, inverse: ClosedJaxpr | None) -> int:
+    """Of how many arrays a row of the tape is, which the body returns as its last ys; 0 where there is no tape."""
+    return 0 if inverse is None else len(inverse.in_avals) - len(body.in_avals)
 
 
 def needed_by_inverse(inverse: ClosedJaxpr, carry: Sequence[bool]) -> list[bool]:

@@ -33,6 +33,9 @@ class Kind(ABC):
     # Takes one step back: called as the body, with the carry after a step, it returns the carry before it. None: the
     # kind brings none. See the plan `LastCarry`.
     inverse: Callable[..., Any] | None = None
+    # Makes a row of a tape of each step. It is called as the body, with two carries in the place of one: before and
+    # after the step. The inverse gets the row as its last argument. None: there is no tape.
+    record: Callable[..., Any] | None = None
 
     @abstractmethod
     def plan(self, loop: LoopFacts) -> Plan:

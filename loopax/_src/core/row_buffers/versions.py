@@ -47,6 +47,15 @@ def buffers(closed: ClosedJaxpr, carry: range, only_appended: bool = False) -> M
     return tuple(not flow.strays and flow.last is out and flow.last is not inputs[i] for i, flow, out in ends)
 
 
+def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
+    """Which leaves of the carry keep the rows that they have, or are not touched at all.
+
+    As in `buffers`, the carry is the body's first outputs.
+    """
+    flows, outputs = _flows(closed, carry, True), closed.jaxpr.outvars
+    return tuple(not flow.strays and flow.last is out for flow, out in zip(flows, outputs, strict=False))
+
+
 def strays(closed: ClosedJaxpr, inputs: range) -> list[list[str]]:
     """For each of these inputs, the primitives to which its versions go that are no operations of buffers."""
     return [flow.strays for flow in _flows(closed, inputs, False)]
