@@ -37,7 +37,7 @@ test-lowest test-newest test-python3.13 test-python3.14: test-%: .envs/%/.instal
 test-all: $(VENV)/.installed
 	.ci/test-all
 
-# Forty small wrong edits of the core, one after another: which test notices each? It takes an hour.
+# Fifty small wrong edits of the core, one after another: which test notices each? It takes an hour.
 faults: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.run --slow
 

@@ -134,7 +134,7 @@ def _lanes_inverse(
 ) -> ClosedJaxpr:
     """The inverse for such lanes: one that has not taken the step keeps its carry.
 
-    Where a lane has a predicate, the rows that it has walked so far follow from its number of steps.
+    Where a lane has a predicate, its number of steps says which rows it has walked: the number stays what it is.
     """
     assert loop.inverse is not None
     walked, walked_avals = windows, list(window_avals)
@@ -154,9 +154,8 @@ def _lanes_inverse(
             return [*extra_after, *back(row, *own, *consts, *carry, *xs)]
         taken = extra_after[-1]
         low, high = (own[-1] - taken, own[-1]) if loop.reverse else (own[0], own[0] + taken)
-        before = taken - ((low <= row) & (row < high)).astype(jnp.int32)
         goes_on = jnp.ones_like(extra_after[0])
-        return [goes_on, *extra_after[1:-1], before, *back(row, low, high, *consts, *carry, *xs)]
+        return [goes_on, *extra_after[1:], *back(row, low, high, *consts, *carry, *xs)]
 
     return trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals])
 
