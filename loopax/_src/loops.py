@@ -21,7 +21,6 @@ from loopax._src.frontend.steps import (
     fori_index,
     fori_step,
     functions_of_step,
-    scan_back,
     scan_rows,
     scan_step,
     step_back,
@@ -285,7 +284,8 @@ def scan(
     options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
     xs, references = take_references("scan(xs=...)", xs)
     loop_spec = scan_spec(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
-    body = ScanBody(arguments.SCAN, f, stop, (f,) if stop is None else (f, stop))
+    functions = (f,) if stop is None else (f, stop)
+    body = ScanBody(arguments.SCAN, f, stop, functions, back=step_back(options, has_rows=True))
     result, loop_info = run_scan(body, options, loop_spec, init, xs, references)
     return options.with_info(result, loop_info)
 
@@ -299,6 +299,7 @@ class ScanBody(NamedTuple):
     functions: tuple[Any, ...]  # the user's, for which it is traced once
     options: Hashable = ()  # what else it depends on
     parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
+    back: tracing.StepBack | None = None  # what the kind brings to walk back
 
 
 def scan_spec(
@@ -339,7 +340,7 @@ def run_scan(
     is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
     spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
     called = Called(words.name, body.functions, body.parameters)
-    keys, back = functions_of_step(options, *body.functions), scan_back(words, options)
+    keys = functions_of_step(options, *body.functions)
     extras, goes_on = options.extras, None if stop is None else always
     if is_counted:
         call, extras, goes_on = (
@@ -348,7 +349,7 @@ def run_scan(
             lambda _: extent.high > 0,
         )
         called = called._replace(extras=("length", "key"))
-    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, back)
+    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, body.back)
     done = run(step, loop_spec, extras, init, xs, goes_on, references)
     carry, ys, loop_info = _finish(options, extent, done)
     return (carry, ys), loop_info

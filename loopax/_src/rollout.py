@@ -1,6 +1,6 @@
 """A step repeated on its own results: autoregressive models, integrators, environments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,13 @@ from jaxtyping import Array, Int, PyTree
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
+from loopax._src.frontend.steps import step_back
+from loopax._src.frontend.trace import StepBack
 from loopax._src.history import History
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.loops import ScanBody, run_scan, scan_spec
+from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import describe
@@ -95,7 +98,7 @@ def rollout(
     save_every
         Save the output of every so many steps only: those of the steps m, 2 m, ..., counted from 1.
     unroll, max_steps, kind, lanes, key, throw, info, progress
-        As in `loopax.scan`.
+        As in `loopax.scan`. The functions of a kind get a state where those of a scan get a carry.
 
     Returns
     -------
@@ -110,6 +113,8 @@ def rollout(
     ValueError
         As in `loopax.scan`: `inputs` has fewer rows than a static `length`; no way to know the number of steps, or
         that of the outputs. `save_every` is not positive.
+    NotImplementedError
+        As in `loopax.scan`; a kind with an inverse and a `history`, which forgets rows.
     equinox.EquinoxRuntimeError
         A traced `length` is negative or beyond the rows of `inputs`, or `max_steps` stops a rollout that would go
         on, and `throw` is True.
@@ -125,11 +130,13 @@ def rollout(
     every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):
         raise TypeError(f"rollout(history=...): got {describe(history)}, expected a loopax.History.")
-    functions = (step,) if stop is None else (step, stop)
+    functions, back = (step,) if stop is None else (step, stop), _step_back(options, inputs is not None)
+    if back is not None and history is not None:
+        raise NotImplementedError(inverse_message("rollout(history=...), which forgets rows,"))
 
     def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
         spec = type(once), every, inputs is None
-        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec, ("state", "x"))
+        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec, ("state", "x"), back)
         return run_scan(body, options, loop_spec, carry, inputs)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
@@ -193,6 +200,26 @@ class _Saving(NamedTuple):
     def is_last(self, carry: _Carry, _: Any) -> Any:
         """Whether to stop."""
         return carry.is_last
+
+
+def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
+    """A step back by the kind's functions of states; what has been saved stays."""
+    of_states = step_back(options, has_rows=with_input)
+    if of_states is None:
+        return None
+
+    def inverse(row: Any, extras: Any, carries: Sequence[_Carry], x: Any, *recorded: Any) -> _Carry:
+        (after,) = carries
+        before = after._replace(state=of_states.inverse(row, extras, [after.state], x, *recorded))
+        if after.num_steps is None:
+            return before
+        return before._replace(num_steps=after.num_steps - 1, is_last=jnp.zeros((), bool))
+
+    def record(row: Any, extras: Any, carries: Sequence[_Carry], x: Any) -> Any:
+        assert of_states.record is not None
+        return of_states.record(row, extras, [carry.state for carry in carries], x)
+
+    return StepBack(inverse, of_states.record and record)
 
 
 def _start_saving(carry: _Carry, like: Any, rows: int) -> _Carry:

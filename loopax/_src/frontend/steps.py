@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from loopax._src.frontend.extent import Extent, scan_extent
 from loopax._src.frontend.options import (
-    SCAN,
     Options,
     Words,
     check_callable,
@@ -23,7 +22,6 @@ from loopax._src.frontend.options import (
 )
 from loopax._src.frontend.trace import StepBack
 from loopax._src.jax_internals import to_weak
-from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze
 
 # (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
@@ -60,13 +58,6 @@ def fori_index(row: Any, extras: Sequence[Any], is_weak: bool) -> Any:
     """The index of a step, from that of the first, which is the first of `extras`."""
     i = extras[0] + row.astype(extras[0].dtype)
     return to_weak(i) if is_weak else i
-
-
-def scan_back(words: Words, options: Options) -> StepBack | None:
-    """A step back of a scan; None: its kind brings none."""
-    if options.kind.inverse is not None and words is not SCAN:
-        raise NotImplementedError(inverse_message(words.name))
-    return step_back(options, has_rows=True)
 
 
 def step_back(

@@ -81,7 +81,8 @@ class Reversible(Kind):
         A negative `checkpoints`; `checkpoints` or `record` without a bound; `rtol` is not positive; the inverse
         returns a leaf as it came that the derivative reads.
     NotImplementedError
-        `lanes="free"`, `lanes_map`, `rollout`, or a body that changes mutable arrays; progress with checkpoints.
+        `lanes="free"`, `lanes_map`, a `rollout` with a `history`, a body that changes mutable arrays; progress with
+        checkpoints.
     equinox.EquinoxRuntimeError
         Where a derivative is taken: `inverse` does not undo the first step to the rounding of the dtype; or the
         way back ends further from the start than `rtol`. With `throw=False` the derivative is NaN.

@@ -1,0 +1,106 @@
+"""`rollout` with the kinds that bring an inverse, or another derivative."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+import loopax as lx
+from tests.kinds.test_reversible import STARTS, row_of, start, step
+from tests.kinds.test_tape import back, lossy, lost
+from tests.support.problem import BOUND, XS, H, W, mixed
+from tests.support.reference import assert_close
+
+LENGTHS = jnp.array([3, 7, 0, 5], jnp.int32)[: len(STARTS)]
+Kinds = Callable[[Array], lx.Kind]
+
+
+def reversible(w: Array, **options: Any) -> lx.Kind:
+    return lx.Reversible(lambda c, x, row: back(w, c, x, row), record=lambda before, after, x: lost(before), **options)
+
+
+def loss(kind: Kinds, w: Array, h: Array, n: Any, **options: Any) -> Array:
+    f = lambda c, x: (new := lossy(w, c, x), row_of(x, new))
+    done = lx.rollout(f, start(h), n, inputs=XS, kind=kind(w), **options)
+    return mixed((done.state[:2], done.outputs))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all outputs": {},
+    "some": {"save_every": 3},
+    "stop": {"stop": lambda c, y: abs(c[0]).max() > 2.0},
+    "stop, some": {"stop": lambda c, y: abs(c[0]).max() > 2.0, "save_every": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [{"rtol": 1e-9}, {"checkpoints": 2}], ids=str)
+def test_an_inverse_of_states(options: str, kind: dict[str, Any]) -> None:
+    """The state alone is walked back; outputs that were saved, and their number, are loopax's own."""
+
+    def gradient(make: Kinds) -> Any:
+        return jax.jit(jax.grad(lambda w, h, n: loss(make, w, h, n, **OPTIONS[options]), (0, 1)))
+
+    found, expected = gradient(lambda w: reversible(w, **kind)), gradient(lambda w: lx.Bounded())
+    for n in (0, 1, 7, BOUND):
+        assert_close(found(W, H, n), expected(W, H, n))
+
+
+def test_lanes() -> None:
+    gradients = [
+        jax.jit(jax.grad(lambda w, k=k: jax.vmap(lambda h, n: loss(k, w, h, n, save_every=2))(STARTS, LENGTHS).sum()))
+        for k in (reversible, lambda w: lx.Bounded())
+    ]
+    assert_close(*(gradient(W) for gradient in gradients))
+
+
+def test_without_inputs_and_with_a_key() -> None:
+    def of(kind: lx.Kind) -> Array:
+        def move(c: Any, *, key: Array) -> Any:
+            p, q = c
+            p = p + jnp.sin(q) * jax.random.normal(key, ())
+            return (p, q + 0.1 * p), p
+
+        def loss(h: Array) -> Array:
+            return mixed(lx.rollout(move, (h, h), 9, kind=kind, key=jax.random.key(1))[:2])
+
+        return jax.grad(loss)(H)
+
+    def undo(c: Any, *, key: Array) -> Any:
+        p, q = c
+        q = q - 0.1 * p
+        return p - jnp.sin(q) * jax.random.normal(key, ()), q
+
+    assert_close(of(lx.Reversible(undo, rtol=1e-9)), of(lx.Residuals()))
+
+
+@pytest.mark.parametrize("save_every", [1, 2])
+def test_truncated(save_every: int) -> None:
+    """The derivative of the last three of eight steps is that of a rollout from the state before them."""
+
+    def loss(w: Array, first: int, state: Any, kind: lx.Kind) -> Array:
+        f = lambda c, x: (step(w, c, x), c[0])
+        done = lx.rollout(f, state, inputs=XS[first:8], kind=kind, save_every=save_every)
+        return mixed(done.state[:2])
+
+    middle = lx.rollout(lambda c, x: (step(W, c, x), None), start(H), inputs=XS[:5]).state
+    found, expected = jax.grad(loss)(W, 0, start(H), lx.Truncated(last=3)), jax.grad(loss)(W, 5, middle, lx.Bounded())
+    assert_close(found, expected)
+
+
+def test_a_fixed_point() -> None:
+    def loss(a: Any, kind: lx.Kind) -> Array:
+        stop = lambda x, _: jnp.abs(jnp.cos(a * x) - x) < 1e-13
+        return lx.rollout(lambda x: (jnp.cos(a * x), None), 0.5, stop=stop, kind=kind).state
+
+    assert_close(jax.grad(loss)(0.9, lx.Implicit(rtol=1e-12)), jax.grad(loss)(0.9, lx.Checkpointed()))
+
+
+def test_a_history_forgets() -> None:
+    history = lx.History(4, like=H)
+    pattern = r"rollout\(history=\.\.\.\), which forgets rows, does not take a kind that brings an inverse"
+    with pytest.raises(NotImplementedError, match=pattern):
+        lx.rollout(lambda s, history: (s, s), H, 3, history=history, kind=lx.Reversible(lambda s: s))
