@@ -105,6 +105,7 @@ def run(
             fixed,
             extent.bound_is_loose,
             traced.names,
+            extent.bound,
         ),
     )
     consts = [*traced.closed_over, *extras]

@@ -45,7 +45,9 @@ def compare(
     fn, *args
         As in `explain`; the function is run, so a `jax.ShapeDtypeStruct` is not enough.
     kinds
-        Kinds, or names of them. With the default, `Checkpointed()`, `Bounded()` and `Residuals()`.
+        Kinds, or names of them. With the default, `Checkpointed()`, `Bounded()` and `Residuals()`. A loop that is
+        written with `Implicit` or `Truncated` keeps its derivative, whatever kind it is given. `Reversible` is
+        refused in a row: write it at its loop.
     argnums
         The numbers of the arguments of which a gradient is taken; all floating-point arrays unless given.
     rounds
@@ -91,8 +93,14 @@ def compare(
             "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
         )
     written = _Candidate(fn, asked, None, _written(loops))
-    rows = _measured([written, *(_Candidate(fn, asked, kind, repr(kind)) for kind in chosen)], rounds)
+    rows = _measured([written, *(_Candidate(fn, asked, kind, _named(kind)) for kind in chosen)], rounds)
     return Comparison(asked.name, (replace(rows[0], is_chosen=True), *rows[1:]))
+
+
+def _named(kind: Kind) -> str:
+    """A kind, and that its derivative is not that of the steps, where it is not."""
+    has_own = kind.derivative != "exact"
+    return f"{kind!r} (derivative: {kind.derivative})" if has_own else repr(kind)
 
 
 def _refuse_types(asked: Subject) -> None:

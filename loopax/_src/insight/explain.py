@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import render as showing
 from loopax._src.insight.advice import Advice, advice_for
 from loopax._src.insight.explanation import Leaf, LoopExplanation
-from loopax._src.insight.find_loops import FoundLoop, Value, find
+from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, see
 from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored, stored_by
@@ -154,20 +156,32 @@ def _gradient_bytes(asked: Subject) -> tuple[int | None, str]:
         return None, str(error)
 
 
+def explanation_of(eqn: Any) -> LoopExplanation:
+    """A loop that is an equation, where all its operands are differentiated that can be."""
+    seen = see(eqn)
+    assert seen is not None
+    real = [Value(perturbed=jnp.issubdtype(atom.aval.dtype, jnp.inexact)) for atom in seen.operands]
+    return _explained(found_at(eqn, seen, real))
+
+
 def _explained(found: FoundLoop) -> LoopExplanation:
     seen, loop = found.seen, found.seen.loop
     debug_info = loop.debug_info
-    stored, problem = stored_of(found)
     is_lax = seen.library == "lax"
+    kind = None if is_lax or debug_info is None else debug_info.kind
+    in_words = kind.in_words() if kind else ""
+    stored, problem = (None, "") if in_words else stored_of(found)
     return LoopExplanation(
         f"{seen.library}.{debug_info.function}" if debug_info else "a loop of loopax",
         found.source,
-        None if is_lax or debug_info is None else debug_info.kind,
+        kind,
         None if is_lax or debug_info is None else debug_info.lanes,
-        loop.bound,
+        loop.bound if debug_info is None or debug_info.most_steps is None else debug_info.most_steps,
         bool(debug_info and debug_info.fixed),
         tuple(_leaves(found, stored)),
         max(seen.waiting, 1),
+        kind.derivative if kind else "exact",
+        in_words,
         stored,
         stored.carries * stored.size * seen.lanes if stored else 0,
         problem,
@@ -193,9 +207,11 @@ def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     consts, _, xs = split_list(found.operands, loop.sizes)
     const_vars, carry_vars, xs_vars = split_list(seen.operands, loop.sizes)
     is_stored = stored.leaves if stored else (False,) * loop.num_carry
+    # The steps of such a loop run on constants, and its result has a derivative all the same.
+    has_own_derivative = loop.debug_info is not None and loop.debug_info.kind.derivative != "exact"
     leaves = [_leaf(v, "constant", atom, False) for v, atom in zip(consts, const_vars, strict=True) if _is_data(atom)]
     leaves += [
-        _leaf(value, "carried", atom, keep)
+        _leaf(value, "carried", atom, keep, has_own_derivative)
         for value, atom, keep in zip(found.carry, carry_vars, is_stored, strict=True)
         if value.name
     ]
@@ -209,6 +225,7 @@ def _is_data(atom: Any) -> bool:
     return bool(atom.aval.shape)
 
 
-def _leaf(value: Value, role: str, atom: Any, is_stored: bool) -> Leaf:
+def _leaf(value: Value, role: str, atom: Any, is_stored: bool, has_own_derivative: bool = False) -> Leaf:
     aval = atom.aval
-    return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, value.perturbed)
+    is_differentiated = value.perturbed or (has_own_derivative and jnp.issubdtype(aval.dtype, jnp.inexact))
+    return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, is_differentiated)

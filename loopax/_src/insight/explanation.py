@@ -57,9 +57,14 @@ class LoopExplanation:
         Its arrays.
     waiting
         Lanes that run until the slowest of them is done; 1 where there are no lanes with steps of their own.
+    derivative
+        "exact", that of the steps; "to a tolerance", or "another" on purpose: `Kind.derivative`.
+    in_words
+        What a gradient stores, for kinds that differentiate a loop in a way of their own; else empty.
     stored
         What a gradient stores: the kind that is taken, the reason of `Auto`, how many carries, and the body
-        evaluations. None where nothing in the loop is differentiated, or a gradient cannot be taken.
+        evaluations. None where nothing in the loop is differentiated, where a gradient cannot be taken, and where
+        `in_words` says it.
     stored_bytes
         `stored.carries * stored.size`, for all lanes.
     problem
@@ -79,6 +84,8 @@ class LoopExplanation:
     is_fixed: bool
     leaves: tuple[Leaf, ...]
     waiting: int
+    derivative: str
+    in_words: str
     stored: Stored | None
     stored_bytes: int
     problem: str

@@ -72,7 +72,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     for eqn in flat.jaxpr.eqns:
         seen = see(eqn)
         if seen is not None:
-            one = _found(eqn, seen, list(map(value, seen.operands)))
+            one = found_at(eqn, seen, list(map(value, seen.operands)))
             found += one.inner if _is_a_condition(seen.loop) else [one]
         elif not is_kernel(eqn):
             found += _inside(eqn, list(map(value, eqn.invars)))
@@ -103,7 +103,8 @@ def _is_a_condition(loop: Loop) -> bool:
     return loop.debug_info is None and loop.bound == 1
 
 
-def _found(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
+def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
+    """A loop that is an equation, of these operands."""
     loop, names = seen.loop, seen.loop.names
     own = [*names.consts, *names.carry, *names.xs]
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]

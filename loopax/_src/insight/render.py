@@ -76,7 +76,11 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
         yield f"kind: {loop.kind!r}{taken}"
     elif loop.kind is not None:
         yield f"kind: {loop.kind!r}"
-    if stored is not None:
+    if loop.derivative != "exact":
+        yield f"derivative: {loop.derivative}{', on purpose' if loop.derivative == 'another' else ''}"
+    if loop.in_words:
+        yield f"gradient stores {loop.in_words}"
+    elif stored is not None:
         yield f"gradient stores {_stores(loop, stored)}"
         yield f"body evaluations: {_evaluations(loop)}"
     elif loop.problem:

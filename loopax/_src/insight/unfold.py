@@ -1,7 +1,7 @@
 """A program with loopax's operations spelled out in JAX's own, and without calls."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from loopax._src.core.jaxpr.util import bind_again, evaluate
 from loopax._src.core.masking.all_active import active_p
 from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.core.row_buffers import primitives as buffers
-from loopax._src.jax_internals import ClosedJaxpr, called, dce, is_of_jax
+from loopax._src.frontend.user_lines import of_user
+from loopax._src.jax_internals import ClosedJaxpr, called, dce, equation_context, is_of_jax, user_lines
 
 _OURS = {
     loop_p,
@@ -60,6 +61,14 @@ def _call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     inner = called(eqn)
     if inner is None:
         return bind_again(eqn, operands)
-    if not is_of_jax(inner):
-        return evaluate(inner, operands, _call)
-    return evaluate(inner, operands, _call, lambda _: nullcontext())  # its lines are those of this call
+    return evaluate(inner, operands, _call, _line_of_call if is_of_jax(inner) else _own_line)
+
+
+def _line_of_call(_: Any) -> AbstractContextManager[None]:
+    """Of an equation in a call of a function of JAX."""
+    return nullcontext()
+
+
+def _own_line(eqn: Any) -> AbstractContextManager[None]:
+    """Of an equation that has one, else that of the call: JAX drops lines where it traces custom derivatives."""
+    return equation_context(eqn) if any(of_user(user_lines(eqn))) else nullcontext()

@@ -1,16 +1,27 @@
 """A program whose loops are of another kind."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from loopax._src.core import Asked, Kind, Loop
+from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_with_tape
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
+from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
+from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, replace_jaxpr
 
 
 def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
     """Give every loop of loopax that a user has called this kind. Loops that loopax makes itself keep theirs."""
+    if kind.inverse is not None:
+        raise NotImplementedError(
+            f"{kind!r} brings the inverse of the steps of one loop. Give it to that loop, and compare the function as "
+            "it is written."
+        )
+    if kind.derivative != "exact":
+        return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
     jaxpr = closed.jaxpr
     return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
 
@@ -27,6 +38,26 @@ def _equation(eqn: Any, kind: Kind) -> Any:
             )
         return eqn.replace(params=compact_vmap._asdict())
     return eqn.replace(params={name: _inside(value, kind) for name, value in eqn.params.items()})
+
+
+def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation, whose loops are run by the kind: it gives them another derivative."""
+    if eqn.primitive is compact_vmap_p:
+        raise NotImplementedError(f"{kind!r} cannot take the place of the kind of lanes in batches of their own.")
+    loop = Loop(**eqn.params) if eqn.primitive is loop_p else None
+    if loop is None or loop.debug_info is None:
+        return bind_again(map_programs(eqn, partial(with_kind, kind=kind)), operands)
+    (low, high, *leaves), info, loop = operands, loop.debug_info, _loop(loop, kind)
+    call = LoopCall(
+        loop,
+        LoopOperands(low, high, *loop.inputs(leaves)),
+        is_fixed=info.fixed,
+        where=f"the body of loopax.{info.function}",
+        unpack=lambda carry: list(carry[int(loop.predicated) :]),
+        checked=lambda results, failed, message, amount: settle(results, [Check(failed, message, amount)]),
+        run_loop=run_with_tape,
+    )
+    return kind.run(call).leaves
 
 
 def _loop(loop: Loop, kind: Kind) -> Loop:

@@ -10,7 +10,7 @@ from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.residuals import Residuals
 from loopax._src.pytrees.static_args import Why, refuse_tracers
 
-_KIND = Why("the program of a gradient", "choose one kind for all calls: values and derivatives do not depend on it")
+_KIND = Why("the program of a gradient", "choose one kind for all calls: values do not depend on it")
 
 KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals"]
 _BY_NAME: dict[str, type[Any]] = {

@@ -16,6 +16,8 @@ from loopax._src.kinds.perturbed import jvp
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import positive_float
 
+_RTOL = 1e-3
+
 
 @dataclass(frozen=True)
 class Implicit(Kind):
@@ -64,7 +66,7 @@ class Implicit(Kind):
 
     linear_solver: Any = None
     fixed_point: Callable[[Any], Any] | None = None
-    rtol: float = 1e-3
+    rtol: float = _RTOL
     derivative: ClassVar[Derivative] = "to a tolerance"
 
     def __post_init__(self) -> None:
@@ -84,7 +86,8 @@ class Implicit(Kind):
         """As a user writes it."""
         solver = "" if self.linear_solver is None else f"linear_solver={_name(self.linear_solver)}"
         function = "" if self.fixed_point is None else f"fixed_point={_name(self.fixed_point)}"
-        return f"Implicit({', '.join(filter(None, [solver, function]))})"
+        rtol = "" if self.rtol == _RTOL else f"rtol={self.rtol:g}"
+        return f"Implicit({', '.join(filter(None, [solver, function, rtol]))})"
 
     def plan(self, loop: LoopFacts) -> NoReverseMode:
         """See `Kind.plan`. Nobody asks: steps are not differentiated."""
@@ -95,6 +98,10 @@ class Implicit(Kind):
         """See `Kind.cost`: nobody knows how many iterations the solver takes."""
         del loop
         return None
+
+    def in_words(self) -> str:
+        """See `Kind.in_words`."""
+        return "the last carry; its derivative solves a linear system there"
 
     def without_functions(self) -> "Implicit":
         """See `Kind.without_functions`."""

@@ -42,6 +42,11 @@ class Drift:
         return [next(found) if r else x for x, r in zip(results, real, strict=True)]
 
 
+def _taken_away(*_: Any) -> Any:
+    """Stands for a user's `record` where programs keep the kind."""
+    raise AssertionError
+
+
 @dataclass(frozen=True)
 class Reversible(Kind):
     """Store the last carry, and walk back from it by the inverse of the step.
@@ -128,9 +133,17 @@ class Reversible(Kind):
         """See `Kind.cost`: a step back evaluates the inverse, and the step for its derivative."""
         return Cost(loop.step.carry_bytes, time=2 * loop.step.evaluation, stored="the last carry")
 
+    def in_words(self) -> str:
+        """See `Kind.in_words`."""
+        tape = " and a row of the tape for each step" if self.record else ""
+        if self.checkpoints:
+            tape = ", and as many rows of the tape as there are steps between two of these" if self.record else ""
+            return f"{self.checkpoints} carries and the last{tape}; the body is evaluated 3n times, the inverse n times"
+        return tape and f"the last carry{tape}; the body is evaluated 2n times, the inverse n times"
+
     def without_functions(self) -> "Reversible":
         """See `Kind.without_functions`."""
-        return replace(self, inverse=None, record=None)
+        return replace(self, inverse=None, record=self.record and _taken_away)
 
     def run(self, call: LoopCall) -> Outcome:
         """See `Kind.run`."""

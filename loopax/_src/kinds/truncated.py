@@ -86,6 +86,15 @@ class Truncated(Kind):
         """See `Kind.record`: that of the kind within."""
         return to_kind(self.kind).record
 
+    def in_words(self) -> str:
+        """See `Kind.in_words`."""
+        if self.window is not None:
+            each = f"the carry before each window of {self.window} steps"
+            return f"{each}, and what {self.kind!r} stores of one window at a time"
+        again = "also the carry before each of them, and they are evaluated once more"
+        steps = f"the last {self.last} steps; where the length is known only at run time, {again}"
+        return f"what {self.kind!r} stores of {steps}"
+
     def without_functions(self) -> "Truncated":
         """See `Kind.without_functions`."""
         return replace(self, kind=to_kind(self.kind).without_functions())

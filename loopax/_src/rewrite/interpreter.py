@@ -26,6 +26,8 @@ from loopax._src.jax_internals import (
     of_weak_type,
     open_call,
 )
+from loopax._src.kinds import Kind
+from loopax._src.lanes import Lanes
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.messages import rewritten_limit_problem
 
@@ -34,7 +36,8 @@ from loopax._src.messages import rewritten_limit_problem
 class Exchange:
     """How to exchange loops."""
 
-    options: dict[str, Any]  # kind and lanes, of all loops
+    kind: Kind | Callable[[Any], Kind]  # of all loops, or a function of their equations
+    lanes: Lanes
     max_steps: int | None  # of those without a static length
     scans: bool  # whether `lax.scan` is exchanged as well
 
@@ -57,7 +60,10 @@ class Exchange:
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if self._exchanges(eqn):
-            return self._scan(Scan.of(eqn), operands) if is_scan(eqn) else self._while(While.of(eqn), operands)
+            options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
+            if is_scan(eqn):
+                return self._scan(Scan.of(eqn), operands, options)
+            return self._while(While.of(eqn), operands, options)
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
         if call := open_call(eqn):
@@ -68,7 +74,7 @@ class Exchange:
         """Trace a jaxpr again with its loops exchanged."""
         return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
 
-    def _while(self, loop: While, operands: list[Any]) -> Sequence[Any]:
+    def _while(self, loop: While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
         cond_consts, body_consts, init = split_list(operands, loop.sizes)
 
         def step(carry: Sequence[Any]) -> list[Any]:
@@ -79,31 +85,32 @@ class Exchange:
 
         counter = _counter(loop)
         if counter is not None:
-            return _counted(counter, step, init, self._run(fori_loop))
+            dtype = loop.body.in_avals[loop.num_consts + counter[0]].dtype
+            return _counted(counter, dtype, step, init, self._run(fori_loop, options))
         if loop.cond.out_avals[0].shape:
-            return _while_any(goes_on, step, init, self._run(while_loop))
-        return self._run(while_loop)(goes_on, step, init)
+            return _while_any(goes_on, step, init, self._run(while_loop, options))
+        return self._run(while_loop, options)(goes_on, step, init)
 
-    def _run(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+    def _run(self, loop: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """The loop with its options; a bound that stops it is an error of `rewrite_loops`."""
         if self.max_steps is None:
-            return partial(loop, **self.options)
+            return partial(loop, **options)
 
         def run(*arguments: Any) -> Any:
-            result, info = loop(*arguments, **self.options, max_steps=self.max_steps, throw=False, info=True)
+            result, info = loop(*arguments, **options, max_steps=self.max_steps, throw=False, info=True)
             problem = rewritten_limit_problem(self.max_steps)
             return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
 
         return run
 
-    def _scan(self, loop: Scan, operands: list[Any]) -> Sequence[Any]:
+    def _scan(self, loop: Scan, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
         consts, init, xs = split_list(operands, loop.sizes)
 
         def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
             return carry, y
 
-        carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **self.options)
+        carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
         return [*carry, *ys]
 
 
@@ -149,7 +156,11 @@ def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
 
 
 def _counted(
-    counter: tuple[int, int], step: Callable[[Sequence[Any]], list[Any]], init: Sequence[Any], run: Callable[..., Any]
+    counter: tuple[int, int],
+    dtype: Any,
+    step: Callable[[Sequence[Any]], list[Any]],
+    init: Sequence[Any],
+    run: Callable[..., Any],
 ) -> list[Any]:
     """Run the loop as a `fori_loop`; the index ends at the upper limit, or where it started beyond it."""
     index, upper = counter
@@ -162,5 +173,5 @@ def _counted(
     def others(carry: Sequence[Any]) -> list[Any]:
         return [x for p, x in enumerate(carry) if p not in counter]
 
-    rest = run(lower_value, upper_value, lambda i, rest: others(step(joined(i, rest))), others(init))
+    rest = run(lower_value, upper_value, lambda i, rest: others(step(joined(i.astype(dtype), rest))), others(init))
     return joined(jnp.maximum(lower_value, upper_value), rest)

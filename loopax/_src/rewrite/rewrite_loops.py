@@ -1,12 +1,14 @@
 """Run the `jax.lax` loops inside someone else's function on loopax."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
-from loopax._src.kinds import KindLike
+from loopax._src.insight.explain import explanation_of
+from loopax._src.insight.explanation import LoopExplanation
+from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import LanesLike
 from loopax._src.pytrees.static_args import Why, static_bool
 from loopax._src.rewrite.interpreter import Exchange
@@ -17,7 +19,7 @@ _SCANS = Why("which loops the program exchanges", "give scans=True in all calls:
 def rewrite_loops(
     fn: Callable[..., Any],
     *,
-    kind: KindLike = "auto",
+    kind: KindLike | Callable[[LoopExplanation], KindLike] = "auto",
     max_steps: int | None = None,
     lanes: LanesLike = "lockstep",
     scans: bool = False,
@@ -36,7 +38,10 @@ def rewrite_loops(
         Any function that JAX can trace. Arrays anywhere in its arguments are traced; everything else (Python numbers,
         strings, functions) stays what it is.
     kind, lanes
-        As in `while_loop`, for all loops. `Free()` is refused: it is for one loop, of a certain form.
+        As in `while_loop`, for all loops. `kind` may also be a function, which gets what `explain` knows of a loop
+        (a `LoopExplanation`: its name, source line, arrays) and returns its kind. Functions that a kind brings
+        (`Reversible`, `Implicit(fixed_point=...)`) get carries as lists of arrays, in the order of their leaves;
+        that of a `fori_loop` is without the index. `Free()` is refused: it is for one loop, of a certain form.
     max_steps
         A static bound on the steps of every loop whose length is not static. A loop that would take more of
         them raises when the program runs.
@@ -69,7 +74,8 @@ def rewrite_loops(
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)
-    options = arguments.options("rewrite_loops", kind, lanes, max_steps=max_steps)
+    is_chosen = callable(kind)
+    options = arguments.options("rewrite_loops", "auto" if is_chosen else kind, lanes, max_steps=max_steps)
     if options.lanes.is_free:
         raise ValueError(
             "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
@@ -77,7 +83,7 @@ def rewrite_loops(
             "with `loopax.while_loop(..., lanes='free')`."
         )
     scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
-    exchange = Exchange({"kind": options.kind, "lanes": options.lanes}, options.max_steps, scans)
+    exchange = Exchange(partial(_kind_of, kind) if is_chosen else options.kind, options.lanes, options.max_steps, scans)
 
     @wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
@@ -85,3 +91,14 @@ def rewrite_loops(
         return program.result_of(exchange.evaluate(program.closed, program.arrays))
 
     return rewritten
+
+
+def _kind_of(choose: Callable[[LoopExplanation], KindLike], eqn: Any) -> Kind:
+    """The kind that the user's function takes for a loop."""
+    loop = explanation_of(eqn)
+    kind = choose(loop)
+    try:
+        return to_kind(kind)
+    except (TypeError, ValueError) as error:
+        where = f"{loop.function} at {loop.source}" if loop.source else loop.function
+        raise type(error)(f"rewrite_loops(kind=...), which returned {kind!r} for {where}: {error}") from None

@@ -49,6 +49,7 @@ class DebugInfo:
     fixed: bool  # always as many steps, known when traced
     bound_is_loose: bool  # the bound is `max_steps`
     names: Names
+    most_steps: int | None = None  # of the call, from which a kind may make several loops
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
 
     def renamed(self, names: Names) -> "DebugInfo":

@@ -61,6 +61,10 @@ class Kind(ABC):
         """
         return call.run()
 
+    def in_words(self) -> str:
+        """What a gradient stores, for `explain`, where that is not what the plan says; else empty."""
+        return ""
+
     def without_functions(self) -> "Kind":
         """The kind without the functions that it brings: programs keep it, and functions may close over tracers."""
         return self
