@@ -18,12 +18,14 @@ from benchmarks import (
     small_bodies,
     stochtrace,
     stochtrace_errors,
+    storeless,
 )
 from benchmarks.groups import Item
 
 WITH_GROUPS = (
     recurrences,
     replays,
+    storeless,
     lanes,
     ragged,
     budgets,

@@ -17,9 +17,11 @@ PEERS = (
     "lax",
     "matfree",
     "nnx",
+    "optimistix",
     "padded and masked lax",
     "traceax",
     "vmapped lax",
+    "vmapped optimistix",
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax import Array
 
 import loopax as lx
+from benchmarks import storeless
 from loopax import Reversible
 from loopax.kinds import LastCarry
 from tests.kinds.test_reversible import LENGTHS, STARTS, row_of, small, start, step
@@ -243,3 +244,20 @@ def test_an_inverse_of_a_whole_step_needs_no_tape() -> None:
     inverse = lambda c, x: back_of_all(W, c, x)
     found, expected = (jax.grad(lambda xs, k=k: f(k)(start(H), xs))(XS) for k in (Reversible(inverse), lx.Bounded()))
     assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_waves_that_leave_against_finite_differences() -> None:
+    """The electromagnetic waves of the benchmark, 1000 steps, with and without checkpoints."""
+    medium = storeless.permittivity(32).astype(float)
+    x = jnp.arange(32.0)
+    change = jnp.exp(-((x[:, None] - 19) ** 2 + (x[None] - 16) ** 2) / 9)
+
+    def energy(amount: Any, make: Make) -> Array:
+        return storeless.waves(medium + amount * change, make)
+
+    plain = jax.jit(lambda amount: energy(amount, OTHER))
+    expected = (plain(1e-4) - plain(-1e-4)) / 2e-4
+    for checkpoints in (0, 19):
+        found = jax.jit(jax.grad(lambda amount, c=checkpoints: energy(amount, taped(checkpoints=c, rtol=1e-6))))(0.0)
+        assert abs(found / expected - 1) <= 1e-5
