@@ -1,6 +1,7 @@
 """Gradients that store one carry: by an inverse, with a tape, and by the equation of a fixed point."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from benchmarks.measure import Case
 
 BODIES, BODY_STEPS = 64, 1000
 GRID, WAVE_STEPS = 128, 1000
-UNITS, LANES, MOST_STEPS, SOLVER_TOLERANCE = 64, 1024, 4000, 1e-5
+UNITS, LANES, MOST_STEPS = 64, 1024, 4000
+GMRES = lineax.GMRES(rtol=1e-5, atol=1e-5)
 
 REVERSIBLE, CHECKPOINTED, BY_HAND = (
     "loopax Reversible",
@@ -173,20 +175,19 @@ def _waves() -> Group:
 # ---- a fixed point
 
 
-def equilibrium(x: Any, weights: Any, y: Any) -> Any:
+def equilibrium(x: Any, scale: Any, weights: Any, y: Any) -> Any:
     """A layer of a deep-equilibrium model; how fast it converges depends on the scale of its weights."""
-    return jnp.tanh(weights @ y + x)
+    return jnp.tanh(scale * (weights @ y) + x)
 
 
-def _by_loopax(x: Any, scale: Any, weights: Any, lanes: Any = "lockstep") -> Any:
-    step = lambda y: equilibrium(x, scale * weights, y)
+def _by_loopax(x: Any, scale: Any, weights: Any, solver: Any = None, lanes: Any = "lockstep") -> Any:
+    step = lambda y: equilibrium(x, scale, weights, y)
 
     def goes_on(state: Any) -> Any:
         y, old, num_steps = state
         scaled = (y - old) / (1e-6 + 1e-5 * jnp.abs(y))
         return (num_steps < 2) | (jnp.sqrt(jnp.mean(scaled**2)) >= 1)
 
-    solver = lineax.GMRES(rtol=SOLVER_TOLERANCE, atol=SOLVER_TOLERANCE)
     kind = lx.Implicit(solver, fixed_point=lambda state: state[0])
     state = (jnp.zeros_like(x), jnp.ones_like(x), 0)
     body = lambda state: (step(state[0]), state[0], state[2] + 1)
@@ -195,13 +196,12 @@ def _by_loopax(x: Any, scale: Any, weights: Any, lanes: Any = "lockstep") -> Any
 
 def _by_optimistix(x: Any, scale: Any, weights: Any) -> Any:
     solver = optimistix.FixedPointIteration(rtol=1e-5, atol=1e-6, norm=optimistix.rms_norm)
-    adjoint = optimistix.ImplicitAdjoint(lineax.GMRES(rtol=SOLVER_TOLERANCE, atol=SOLVER_TOLERANCE))
     found = optimistix.fixed_point(
-        lambda y, args: equilibrium(args[0], args[1], y),
+        lambda y, args: equilibrium(args[0], args[1], args[2], y),
         solver,
         jnp.zeros_like(x),
-        (x, scale * weights),
-        adjoint=adjoint,
+        (x, scale, weights),
+        adjoint=optimistix.ImplicitAdjoint(GMRES),
         max_steps=MOST_STEPS,
     )
     return (found.value**2).sum()
@@ -212,12 +212,15 @@ def _equilibria() -> list[Group]:
     x = 0.1 * jax.random.normal(jax.random.key(1), (UNITS,))
     xs = 0.1 * jax.random.normal(jax.random.key(2), (LANES, UNITS))
     # The scales with which the linear part converges in so many steps, which are log-normal.
-    steps = jnp.clip(12.0 * jnp.exp(jax.random.normal(jax.random.key(3), (LANES,))), 4.0, 96.0)
+    steps = jnp.clip(24.0 * jnp.exp(jax.random.normal(jax.random.key(3), (LANES,))), 4.0, 192.0)
     radius = jnp.abs(jnp.linalg.eigvals(weights)).max()
     scales = jnp.exp(-jnp.log(1e5) / steps) / radius
-    alone = {IMPLICIT: _by_loopax, OPTIMISTIX: _by_optimistix}
-    compact = lambda *arguments: _by_loopax(*arguments, lanes="compact")
-    of_lanes = {LANES_OF_IMPLICIT: compact, LANES_OF_OPTIMISTIX: _by_optimistix}
+    alone = {IMPLICIT: partial(_by_loopax, solver=GMRES), OPTIMISTIX: _by_optimistix}
+    of_lanes = {
+        LANES_OF_IMPLICIT: partial(_by_loopax, lanes="compact"),
+        f"{LANES_OF_IMPLICIT}, GMRES": partial(_by_loopax, solver=GMRES, lanes="compact"),
+        LANES_OF_OPTIMISTIX: _by_optimistix,
+    }
 
     def batch(run: Any) -> Any:
         return jax.grad(lambda xs, scales, w: jax.vmap(run, (0, 0, None))(xs, scales, w).sum(), (0, 2))
