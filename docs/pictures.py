@@ -90,6 +90,7 @@ def main() -> None:
         "normalising_flow",
         "durable_training",
         "hessian_trace",
+        "planets",
     ):
         draw_trained(name)
 

@@ -1,0 +1,51 @@
+"""The planets of the examples: the step and its inverse, gradients against another kind, and a short fit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from tests.support.example_files import load_example, precision_of_a_user
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _precision_of_the_example():
+    with precision_of_a_user(), jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load_example("planets")
+
+
+def test_a_step_back_undoes_a_step(example):
+    q, v, _ = example.problem()
+    for found, start in zip(example.back(*example.leapfrog(q, v)), (q, v), strict=True):
+        assert jnp.abs(found - start).max() <= 1e-13
+
+
+def test_the_trajectory_is_that_of_a_python_loop(example):
+    q, v, observed = example.problem()
+    step = jax.jit(example.leapfrog)
+    for _ in range(example.EVERY):
+        q, v = step(q, v)
+    assert jnp.abs(observed[0] - q).max() <= 6 * example.NOISE
+
+
+def test_gradients_are_those_of_another_kind(example):
+    q, v, observed = example.problem()
+    gradient = lambda kind: jax.jit(jax.grad(lambda v, n: example.misfit(v, q, observed, n, kind)))(1.001 * v, 3000)
+    found, expected = gradient(None), gradient(lx.Checkpointed())
+    assert jnp.abs(found - expected).max() <= 1e-9 * jnp.abs(expected).max()
+
+
+def test_a_short_horizon_is_fitted(example, monkeypatch):
+    monkeypatch.setattr(example, "HORIZONS", (5000,))
+    q, true, observed = example.problem()
+    guess = example.first_guess(q, observed)
+    fitted, misfits = example.fit(q, guess, observed)
+    assert misfits[-1] < 0.01 * misfits[0]
+    assert jnp.abs(fitted - true).max() < 0.1 * jnp.abs(guess - true).max()
