@@ -101,7 +101,7 @@ def problem() -> tuple[Planets, Planets, Array]:
     """Positions and velocities at the start, and noisy observations."""
     angles = jnp.array([0.3, 1.9, 4.0, 5.3])
     around = jnp.stack([jnp.cos(angles), jnp.sin(angles)], 1)
-    q = DISTANCES[:, None] * around
+    q = jnp.asarray(DISTANCES)[:, None] * around
     across = jnp.stack([-around[:, 1], around[:, 0]], 1)
     v = jnp.sqrt(GRAVITY / DISTANCES)[:, None] * across * jnp.array([1.02, 0.98, 1.01, 0.99])[:, None]
     exact = jax.jit(trajectory)(q, v)
@@ -119,7 +119,7 @@ def improve(v: Planets, state: Any, q: Planets, observed: Array, num_steps: Any)
     value = partial(misfit, q=q, observed=observed, num_steps=num_steps)
     loss, gradient = jax.value_and_grad(value)(v)
     updates, state = OPTIMISER.update(gradient, state, v, value=loss, grad=gradient, value_fn=value)
-    return optax.apply_updates(v, updates), state, loss
+    return v + jnp.asarray(updates), state, loss
 
 
 def fit(q: Planets, v: Planets, observed: Array, updates: int = 25) -> tuple[Planets, list[float]]:
@@ -141,7 +141,8 @@ def gradient_bytes(q: Planets, v: Planets, observed: Array) -> dict[str, list[in
 
     def temporary(kind: lx.Kind | None, steps: int) -> int:
         gradient = jax.jit(jax.grad(lambda v: misfit(v, q, observed, steps, kind)))
-        return gradient.lower(v).compile().memory_analysis().temp_size_in_bytes
+        analysis: Any = gradient.lower(v).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     return {name: [temporary(kind, steps) for steps in (1000, 10_000, 100_000)] for name, kind in kinds.items()}
 
@@ -183,7 +184,8 @@ def main() -> None:
         bytes_table.add_row(name, *(f"{size / 1024:.1f} KiB" for size in sizes))
     console.print(bytes_table)
     console.print(f"misfit: {misfits[0]:.3g} -> {misfits[-1]:.3g} times the noise, in {len(misfits)} updates")
-    draw(observed, *(jax.jit(trajectory)(q, v) for v in (guess, fitted)), stored).savefig(FIGURE, dpi=110)
+    before, after = (jax.jit(trajectory)(q, v) for v in (guess, fitted))
+    draw(observed, before, after, stored).savefig(FIGURE, dpi=110)
     assert misfits[-1] < ENOUGH
     assert stored["Reversible(inverse)"][-1] <= 1.02 * stored["Reversible(inverse)"][0]
 
