@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", [{"rtol": 1e-9}, {"checkpoints": 2}], ids=str)
+@pytest.mark.parametrize("kind", [{"rtol": 1e-9}, pytest.param({"checkpoints": 2}, marks=pytest.mark.slow)], ids=str)
 def test_an_inverse_of_states(options: str, kind: dict[str, Any]) -> None:
     """The state alone is walked back; outputs that were saved, and their number, are loopax's own."""
 

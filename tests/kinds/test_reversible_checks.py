@@ -42,7 +42,7 @@ def with_checkpoints(number: int, rtol: float | None = 1e-9) -> Make:
     return lambda inverse: Reversible(inverse, checkpoints=number, rtol=rtol)
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, BOUND + 5])
+@pytest.mark.parametrize("number", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, BOUND + 5))])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form: str, number: int) -> None:
     found, expected = (

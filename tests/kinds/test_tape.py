@@ -83,7 +83,7 @@ FORMS: dict[str, Callable[..., Program]] = {
 }
 
 
-@pytest.mark.parametrize("checkpoints", [0, 2])
+@pytest.mark.parametrize("checkpoints", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form: str, checkpoints: int) -> None:
     make = taped(checkpoints=checkpoints, rtol=1e-9)
@@ -101,7 +101,9 @@ def test_second_derivatives(form: str, outer: Any) -> None:
         assert_close(*(outer(inner(FORMS[form](make), 1), 0)(W, H, XS, 6) for make in (taped(), OTHER)))
 
 
-@pytest.mark.parametrize("form", ["while", "fori", pytest.param("reverse_stop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["while", *(pytest.param(f, marks=pytest.mark.slow) for f in ("fori", "reverse_stop"))]
+)
 @pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
 def test_lanes(form: str, lanes: Any) -> None:
     def gradient(make: Make) -> Any:
@@ -111,7 +113,7 @@ def test_lanes(form: str, lanes: Any) -> None:
     assert_close(gradient(taped()), gradient(OTHER))
 
 
-@pytest.mark.parametrize("form", ["scan", "while"])
+@pytest.mark.parametrize("form", ["while", pytest.param("scan", marks=pytest.mark.slow)])
 def test_lanes_of_gradients(form: str) -> None:
     def gradients(make: Make) -> Any:
         return jax.jit(jax.vmap(jax.grad(FORMS[form](make)), (None, 0, None, 0)))(W, STARTS, XS, LENGTHS)
