@@ -8,9 +8,9 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval, remat
 from jax._src.state import discharge
 
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
-from loopax._src.core.autodiff.transpose import linear_loop_p
 from loopax._src.core.batching.compact.primitive import compact_vmap_p
 from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from loopax._src.core.autodiff.sweep_transpose import LinearSweep, linear_sweep_p
-from loopax._src.core.autodiff.transpose import LinearLoop, linear_loop_p
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.effects.guard import OnlyIf, only_if_p
+from loopax._src.core.ir.linear_loop import LinearLoop, linear_loop_p
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
-from loopax._src.core.autodiff.transpose import linear_loop_p
 from loopax._src.core.batching.compact.primitive import compact_vmap_p
 from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from loopax._src.core.autodiff.transpose import linear_loop_p
+from loopax._src.core.ir.linear_loop import linear_loop_p
 from tests.core.lowering.test_memory import STATE, WEIGHTS
 from tests.support.reference import assert_close
 

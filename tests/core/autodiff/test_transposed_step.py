@@ -7,7 +7,8 @@ import pytest
 
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.partial_eval_rule import run_known
-from loopax._src.core.autodiff.transpose import known_recurrence, linear_loop_p, transposed_step
+from loopax._src.core.autodiff.transpose import known_recurrence, transposed_step
+from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.jaxpr.util import INDEX, trace

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from operator import not_
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.transpose import LinearLoop
 from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
-from loopax._src.core.ir.inverse import needed_by_inverse, part_of_inverse
+from loopax._src.core.ir.inverse import part_of_inverse
+from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.ir.plan import Plan
-from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.util import (
@@ -163,16 +163,10 @@ def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJa
 
     Inputs that the inverse needs to walk these leaves of the carry back are among them.
     """
-    while True:
-        keep = [True, *flatten(LoopInputs((False,) * loop.num_consts, outputs.carry, ()))]
-        keep += [False] * (len(body.in_avals) - len(keep))
-        if loop.inverse is not None:
-            keep = either(keep, (True, *needed_by_inverse(loop.inverse, outputs.carry)))
-        pruned, used = dce(body, flatten(outputs), keep)
-        inputs = LoopInputs(*map(tuple, loop.inputs(used[1:])))
-        if inputs.carry == outputs.carry:
-            return pruned, inputs
-        outputs = outputs._replace(carry=either(outputs.carry, inputs.carry))
+    keep = needed_inputs(body, loop.carry_range, flatten(outputs), loop.inverse)
+    inputs = LoopInputs(*map(tuple, loop.inputs(keep[1:])))
+    pruned, _ = dce(body, flatten(outputs._replace(carry=inputs.carry)), [True, *keep[1:]])
+    return pruned, inputs
 
 
 def _keep_some_carries(parts: PartialEval, saving: Saving) -> PartialEval:

@@ -9,8 +9,18 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from loopax._src.core.jaxpr.util import Mask, split_list, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Literal, While, happens, inlinable, is_jit, is_while, used_inputs
+from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    While,
+    dce,
+    happens,
+    inlinable,
+    is_jit,
+    is_while,
+    used_inputs,
+)
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
 dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
@@ -120,3 +130,23 @@ def dependence_fixpoint(
             kept = [bool(marked >> i & 1) for i in carry]
             return (*kept, *outputs[len(carry) :])
         marked = grown
+
+
+def needed_inputs(
+    closed: ClosedJaxpr, carry: range, outputs: Sequence[bool], inverse: ClosedJaxpr | None = None
+) -> Mask:
+    """Which inputs of a loop's body these outputs need after any number of steps.
+
+    The carry is the body's first outputs, and its inputs at the positions `carry`: the least fixed point, in which a
+    leaf that is needed once stays so. What the `inverse`, a body with the same inputs that returns a carry, needs to
+    walk these leaves back is needed, too.
+    """
+    needed, others = tuple(outputs[: len(carry)]), outputs[len(carry) :]
+    while True:
+        used = dce(closed, [*needed, *others], False)[1]
+        if inverse is not None:
+            used = either(used, dce(inverse, needed, False)[1])
+        grown = either(needed, used[carry.start : carry.stop])
+        if grown == needed:
+            return (*used[: carry.start], *needed, *used[carry.stop :])
+        needed = grown

@@ -1,0 +1,149 @@
+"""The linear part of a loop: its primitive, what its operands are, and what it means.
+
+Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear init,
+*linear xs`. Results are the linear leaves of the carry, the ys (all are linear) and the saved linear carries. Run as it
+stands (by `jax.linearize`), the linear part evaluates the whole loop, known part included. Reverse mode transposes it
+(`autodiff/transpose.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
+from loopax._src.core.ir.plan import Plan, Storage
+from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
+from loopax._src.core.jaxpr.operand_groups import flatten, merge_each, reject_each
+from loopax._src.core.jaxpr.util import Mask, select, split_list
+from loopax._src.jax_internals import ClosedJaxpr, new_primitive
+from loopax._src.schedule.saving import Saving
+
+
+class LinearLoop(NamedTuple):
+    """The static description of the linear part of a loop."""
+
+    body: ClosedJaxpr  # (row, *consts, *carry, *x) -> (*carry, *y), known and linear leaves mixed
+    linear_consts: Mask
+    linear_carry: Mask
+    linear_xs: Mask
+    bound: int | None
+    reverse: bool
+    unroll: int
+    storage: Storage
+    saving: Saving | None = None
+    saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
+    stages: Stages | None = None  # as in `Loop`
+    inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
+
+    @property
+    def plan(self) -> Plan:
+        """What the known loop stores: its kind has been asked."""
+        assert isinstance(self.storage, Plan)
+        return self.storage
+
+    @property
+    def masks(self) -> LoopInputs:
+        """Which consts, carry leaves and xs are linear."""
+        return LoopInputs(self.linear_consts, self.linear_carry, self.linear_xs)
+
+    @property
+    def known_sizes(self) -> list[int]:
+        """Lengths of known consts, known init, saved, checkpoint_rows and known xs among the operands."""
+        consts, carry, xs = (mask.count(False) for mask in self.masks)
+        recomputes = carry > 0 and self.saving is not None
+        return [consts, carry, carry if recomputes else 0, int(recomputes), xs]
+
+    @property
+    def linear_sizes(self) -> list[int]:
+        """Lengths of linear consts, init and xs."""
+        return [sum(mask) for mask in self.masks]
+
+    def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
+        """By name what stands for each input of the body behind the row."""
+        return LoopInputs(*split_list(leaves, [len(self.linear_consts), len(self.linear_carry)]))
+
+    def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
+        """By name what stands for each output of the body."""
+        return LoopOutputs(*split_list(leaves, [len(self.linear_carry)]))
+
+    @property
+    def input_avals(self) -> LoopInputs:
+        """The types of consts, carry and rows of xs."""
+        return self.inputs(self.body.in_avals[1:])
+
+    @property
+    def output_avals(self) -> LoopOutputs:
+        """The types of the linear carry and of rows of ys, which are all linear."""
+        carry, ys = self.outputs(self.body.out_avals)
+        return LoopOutputs(select(self.linear_carry, carry), ys)
+
+    @property
+    def as_loop(self) -> Loop:
+        """The whole loop, known part included."""
+        of_linear = iter(self.saved)
+        return Loop(
+            self.body,
+            num_consts=len(self.linear_consts),
+            num_carry=len(self.linear_carry),
+            predicated=False,
+            inverse=self.inverse,
+            saving=self.saving if any(self.saved) else None,
+            saved=tuple(linear and next(of_linear) for linear in self.linear_carry) if any(self.saved) else (),
+            **traversal(self),
+        )
+
+
+class LinearOperands(NamedTuple):
+    """The operands of a linear loop by name."""
+
+    low: Any
+    high: Any
+    known: LoopInputs
+    saved: list[Any]  # known carries before some steps, where others are recomputed from these
+    checkpoint_rows: list[Any]  # one array: before which steps; none where nothing is recomputed
+    linear: LoopInputs
+
+    @classmethod
+    def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "LinearOperands":
+        """From the flat list."""
+        low, high, *rest = operands
+        known, carry, saved, rows, known_xs, *groups, _ = split_list(rest, [*linear.known_sizes, *linear.linear_sizes])
+        return cls(low, high, LoopInputs(known, carry, known_xs), saved, rows, LoopInputs(*groups))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The flat list."""
+        consts, carry, xs = self.known
+        window = [self.low, self.high]
+        return [*window, *consts, *carry, *self.saved, *self.checkpoint_rows, *xs, *flatten(self.linear)]
+
+
+linear_loop_p = new_primitive("linear_loop")
+
+
+def whole_loop(*flat: Any, **params: Any) -> list[Any]:
+    """The whole loop, known part included; returns what is linear of its results."""
+    linear = LinearLoop(**params)
+    given = LinearOperands.of(linear, flat)
+    out = run(linear.as_loop, given.low, given.high, *merge_each(linear.masks, given.known, given.linear))
+    return [*select(linear.linear_carry, out.carry), *out.ys, *out.saved]
+
+
+def linear_abstract_eval(*_: Any, **params: Any) -> list[Any]:
+    """The types of the linear carry, of the ys and of the saved linear carries."""
+    linear = LinearLoop(**params)
+    types = result_avals(linear.as_loop)
+    return [*linear.output_avals.carry, *types.ys, *types.saved]
+
+
+def linear_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, if the operands fit the whole loop, and `saved` fits its known part."""
+    linear = LinearLoop(**params)
+    check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(linear.linear_sizes), avals)
+    given = LinearOperands.of(linear, avals)
+    inputs = merge_each(linear.masks, given.known, given.linear)
+    check_loop("linear_loop", linear.as_loop, [given.low, given.high], inputs)
+    if given.checkpoint_rows and linear.saving:
+        (numbers,), states = given.checkpoint_rows, reject_each(linear.masks, linear.input_avals).carry
+        check_checkpoints("linear_loop", states, given.saved, numbers, linear.saving, linear.bound)
+    return linear_abstract_eval(*avals, **params), frozenset()
