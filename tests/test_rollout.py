@@ -254,6 +254,7 @@ def test_no_steps() -> None:
         assert_close(of_loopax(STATE, 0, save_every=every), (STATE, np.zeros((0, 2)), np.int32(0)))
 
 
+@slow
 def test_several_steps_at_a_time() -> None:
     run = lambda every: of_loopax(STATE, ROWS, **ALL, save_every=every, unroll=3)
     wanted = rollout_of_lists(STATE, ROWS, **ALL)

@@ -10,7 +10,7 @@ from tests.support.reference import assert_close
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@pytest.mark.parametrize("loop", ["scan", "while", "fori"])
+@pytest.mark.parametrize("loop", ["while", "fori", pytest.param("scan", marks=pytest.mark.slow)])
 def test_gradient(loop, kind):
     with jax.disable_jit():
         actual = jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2))(W, H, XS, np.int32(5))

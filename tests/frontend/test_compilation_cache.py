@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.cached_programs import CHECKED, PROGRAMS
 
+pytestmark = pytest.mark.slow  # two processes that compile
+
 ROOT = Path(__file__).parents[2]
 HIT, MISS, NOT_ASKED = [1, 0], [0, 1], [0, 0]
 # Until then JAX asked the cache for no program with a callback, and a check that can fail is one.

@@ -16,7 +16,7 @@ from loopax._src.insight.schedule_picture import MOST_DRAWN, SchedulePicture
 from loopax._src.insight.schedule_timeline import timeline
 from loopax._src.schedule.machine import execute
 
-CHECKPOINTS = [None, 1, 2, 3, 5, 8, 20, 64]
+CHECKPOINTS = [None, 1, 3, 8, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, 5, 20, 64))]
 EACH_BUDGET = pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 EACH_LENGTH = pytest.mark.parametrize("length_known", [True, False])
 LARGE = 10**6  # bytes of a carry

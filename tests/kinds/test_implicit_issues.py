@@ -46,7 +46,13 @@ def test_a_root_by_gmres(solver: Any) -> None:
         assert_close(jax.jit(mode(lambda p: root(p, solver)))(P), expected)
 
 
-@pytest.mark.parametrize(("outer", "inner"), list(product([jax.jacfwd, jax.jacrev], repeat=2)))
+ORDERS = [
+    pytest.param(outer, inner, marks=[] if outer is inner is jax.jacrev else [pytest.mark.slow])
+    for outer, inner in product([jax.jacfwd, jax.jacrev], repeat=2)
+]
+
+
+@pytest.mark.parametrize(("outer", "inner"), ORDERS)
 def test_second_derivatives_of_a_root(outer: Any, inner: Any) -> None:
     """All four orders of modes: of optimistix's root_find, two failed from JAX 0.7 on."""
     solver = lineax.GMRES(rtol=1e-12, atol=1e-12)
@@ -56,6 +62,7 @@ def test_second_derivatives_of_a_root(outer: Any, inner: Any) -> None:
     assert_close(outer(inner(lambda p: root(p, solver)))(P), expected, 1e-8)
 
 
+@pytest.mark.slow
 def test_a_hessian_of_a_fixed_point() -> None:
     """`jax.hessian`, as in optimistix#151, of a scalar fixed point: y = cos(a y)."""
 

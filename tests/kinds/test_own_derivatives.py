@@ -59,7 +59,7 @@ LOOPS = {"while_loop": while_loop, "fori_loop": fori_loop}
 A = jnp.array([0.3, 0.9, 1.7])
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["fori_loop", pytest.param("while_loop", marks=pytest.mark.slow)])
 def test_every_mode_has_that_derivative(loop: str) -> None:
     with jax.enable_x64(True):
         a = A.astype(jnp.float64)

@@ -25,7 +25,12 @@ class Asks(lx.Kind):
         return self.plan_for(loop)
 
 
-PLANS = [kinds.Checkpoints(3), kinds.Checkpoints(), kinds.EveryCarry(), kinds.EveryResidual()]
+PLANS = [
+    pytest.param(kinds.Checkpoints(3), marks=pytest.mark.slow),
+    kinds.Checkpoints(),
+    kinds.EveryCarry(),
+    kinds.EveryResidual(),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)

@@ -166,9 +166,8 @@ FAST = {
     ("reverse_stop", "reverse over reverse"),
     ("scan", "vmap of grad"),
     ("while", "grad of vmap"),
-    ("while", "vmap of hessian"),
     ("scan", "checkpoint"),
-    ("while", "inside a loop"),
+    ("scan", "inside a loop"),
 }
 
 
@@ -186,7 +185,7 @@ def test_compositions(loop: str, composition: str) -> None:
     assert_close(found, expected)
 
 
-LEAVING = ["vmap of grad", "grad of vmap", pytest.param("hessian of vmap", marks=pytest.mark.slow)]
+LEAVING = ["grad of vmap", *(pytest.param(c, marks=pytest.mark.slow) for c in ("vmap of grad", "hessian of vmap"))]
 
 
 @pytest.mark.parametrize("composition", LEAVING)
@@ -197,6 +196,7 @@ def test_lanes_that_leave(loop: str, composition: str) -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_without_jit() -> None:
     with jax.disable_jit():
         found = jax.grad(LOOPS["scan"](None), ALL)(W, H, XS, 3)

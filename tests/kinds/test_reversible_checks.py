@@ -61,17 +61,16 @@ def while_loop(make: Make, max_steps: int | None = BOUND, **options: Any) -> Pro
     return program
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "outer", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)], ids=["forward", "reverse"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev], ids=["forward", "reverse"])
 def test_second_derivatives(number: int, outer: Any) -> None:
     for inner in (jax.grad, jax.jacfwd):
         second = [outer(inner(while_loop(make), 1), 0)(W, H, XS, 6) for make in (with_checkpoints(number), OTHER)]
         assert_close(*second)
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
 def test_lanes(number: int, lanes: Any) -> None:
     def gradient(make: Make, max_steps: int) -> Any:

@@ -104,7 +104,9 @@ def test_second_derivatives(form: str, outer: Any) -> None:
 @pytest.mark.parametrize(
     "form", ["while", *(pytest.param(f, marks=pytest.mark.slow) for f in ("fori", "reverse_stop"))]
 )
-@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
+@pytest.mark.parametrize(
+    "lanes", ["lockstep", pytest.param(lx.Compact(min_lanes=1, shrink=2), marks=pytest.mark.slow)], ids=str
+)
 def test_lanes(form: str, lanes: Any) -> None:
     def gradient(make: Make) -> Any:
         batch = jax.vmap(FORMS[form](make, lanes=lanes), (None, 0, None, 0))

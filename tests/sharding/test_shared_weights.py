@@ -20,7 +20,8 @@ from tests.support.shared_weights import COUNTS, OWN, SHARED, WEIGHT, XS, deriva
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("second", [[], pytest.param(["second"], marks=pytest.mark.slow)], ids=["first", "second"])
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [[], ["second"]], ids=["first", "second"])
 def test_derivatives_are_those_without_devices(second):
     """In a process of its own: devices that wait for each other would wait for ever."""
     command = [sys.executable, "-m", "tests.support.shared_weights", *second]

@@ -76,7 +76,7 @@ def test_gradient_of_shared_weights(loop):
     assert_close(jax.jit(jax.grad(total, (0, 1, 2)))(W, *OWN[1:]), (w.sum(0), h, xs))
 
 
-@EACH_FORM
+@pytest.mark.parametrize("unknown", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["groups", "stages"])
 def test_higher_derivatives_in_any_order(unknown):
     f = logistic(COMPACT, unknown=unknown)
     _, slopes, hessian = logistic_expected(A, X, N)

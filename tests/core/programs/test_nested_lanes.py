@@ -81,6 +81,7 @@ def test_values_and_gradients_are_those_of_nested_loops(inner, outer, kind):
     assert_close((values, gradients), wanted)
 
 
+@pytest.mark.slow
 def test_one_lane_and_lanes_of_gradients():
     f = nested(inner_while, "scan", lx.Checkpointed(), "free")
     wanted = alone(jax.value_and_grad(by_itself(inner_while, "scan")), W, X, OUTER, INNER)
@@ -88,6 +89,7 @@ def test_one_lane_and_lanes_of_gradients():
     assert_close(jax.jit(jax.vmap(jax.value_and_grad(f)))(W, X, OUTER, INNER), wanted)
 
 
+@pytest.mark.slow
 def test_higher_derivatives():
     small = lambda f: lambda w, n, m: f(w, np.full(3, 0.3), n, m)
     f, g = small(nested(inner_while, "fori", lx.Checkpointed(), "free")), small(by_itself(inner_while, "fori"))

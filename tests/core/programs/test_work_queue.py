@@ -62,7 +62,7 @@ def expected(f):
     ("f", "lanes", "kind"),
     [
         pytest.param(with_while, 1, lx.Checkpointed(), marks=pytest.mark.slow),
-        (with_while, 16, lx.Checkpointed(3)),
+        pytest.param(with_while, 16, lx.Checkpointed(3), marks=pytest.mark.slow),
         pytest.param(with_scan, 10, lx.Auto(), marks=pytest.mark.slow),  # one of the others
         (with_scan, 64, lx.Checkpointed()),
         (with_while, 8, lx.Bounded()),
@@ -75,6 +75,7 @@ def test_values_and_gradients_are_those_of_a_map(f, lanes, kind):
     assert_close(jax.jit(values_and_gradients(mapped))(W, XS), expected(f))
 
 
+@pytest.mark.slow
 def test_other_derivatives_and_vmap():
     def total(w, lanes):
         def f(item):
