@@ -55,7 +55,8 @@ def test_all_libraries_compute_the_same(build):
     assert rows[0].ratio == 1.0
     for row in rows:
         if row.library == "Equinox" and NEW_RULES and build is programs.ragged and row.note:
-            assert "under vmap, the custom_vjp function" in row.note  # some versions of JAX refuse Equinox's rule
+            # Some versions of JAX refuse Equinox's rule.
+            assert "under vmap, the custom_vjp function" in row.note or "Non-hashable static arguments" in row.note
             continue
         assert row.note == "", row
         assert row.milliseconds is not None

@@ -10,7 +10,6 @@ import pytest
 from jax import Array
 
 import loopax as lx
-from benchmarks import storeless
 from loopax import Reversible
 from loopax.kinds import LastCarry
 from tests.kinds.test_reversible import LENGTHS, STARTS, row_of, small, start, step
@@ -253,6 +252,9 @@ def test_an_inverse_of_a_whole_step_needs_no_tape() -> None:
 @pytest.mark.slow
 def test_waves_that_leave_against_finite_differences() -> None:
     """The electromagnetic waves of the benchmark, 1000 steps, with and without checkpoints."""
+    pytest.importorskip("optimistix", reason="the benchmark imports it")
+    from benchmarks import storeless
+
     medium = storeless.permittivity(32).astype(float)
     x = jnp.arange(32.0)
     change = jnp.exp(-((x[:, None] - 19) ** 2 + (x[None] - 16) ** 2) / 9)

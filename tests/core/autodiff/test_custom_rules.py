@@ -10,6 +10,7 @@ import pytest
 import loopax as lx
 from tests.support.problem import KINDS, H, W, name_of
 from tests.support.reference import assert_close
+from tests.support.versions import maps_custom_vjp
 
 STARTS = np.stack([H, -np.asarray(H)])
 
@@ -130,9 +131,10 @@ IN_STAGES = {
     "of a batch of checkpoints": lambda f: jax.grad(lambda x: jax.vmap(jax.checkpoint(f))(x) @ WEIGHTS),
     "of a batch of batches": lambda f: jax.grad(lambda x: jax.vmap(jax.vmap(f))(x[None])[0] @ WEIGHTS),
 }
+OF_A_BATCH = [name for name in IN_STAGES if name != "of each lane"]
 
 
-@pytest.mark.parametrize("gradient", IN_STAGES)
+@pytest.mark.parametrize("gradient", ["of each lane", *(pytest.param(g, marks=maps_custom_vjp) for g in OF_A_BATCH)])
 @pytest.mark.parametrize(("name", "bound"), [("custom_vjp", None), ("not linear backward", 6)])
 def test_lanes_in_stages(name, gradient, bound):
     """Finished lanes leave the batch. A `jax.custom_vjp` has no forward mode, and its tangents cannot be mapped."""
