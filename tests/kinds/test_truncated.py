@@ -190,6 +190,14 @@ class TestCosts:
 
         assert temporary(10_000) <= temporary(100) + 64
 
+    def test_rows_before_the_last_steps_are_not_copied(self) -> None:
+        def loss(xs: Array) -> Array:
+            body = lambda h, x: ((h := jnp.tanh(h + x)), h)
+            return (lx.scan(body, jnp.zeros(64), xs, kind=Truncated(last=5))[1] ** 2).sum()
+
+        xs = jnp.ones((1000, 64))
+        assert temporary_bytes(jax.jit(jax.grad(loss)).lower(xs).compile()) <= 0.2 * xs.nbytes
+
 
 class TestBadInput:
     @pytest.mark.parametrize(("options", "got"), [({}, "neither of"), ({"last": 1, "window": 2}, "both")])

@@ -24,12 +24,12 @@ def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
     assert steps.loop.bound is not None
     first, last = steps.loop.bound - size, steps.operands
     constants = lax.stop_gradient(steps.operands)
-    constants = constants._replace(high=jnp.int32(first), xs=[x[:first] for x in constants.xs])
-    before = steps.part(jnp.int32(0), constants, first, Lax(), is_fixed=True)
+    # All rows, of which it takes the first: a slice of them would be a copy.
+    before = steps.part(jnp.int32(0), constants._replace(high=jnp.int32(first)), steps.loop.bound, Lax())
     carry, xs = lax.stop_gradient(before.carry), [x[first:] for x in last.xs]
     last = last._replace(high=jnp.int32(size), carry=carry, xs=xs)
     after = steps.part(jnp.int32(first), last, size, kind, is_fixed=True, is_shown=True)
-    ys = [jnp.concatenate(pair) for pair in zip(before.ys, after.ys, strict=True)]
+    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(before.ys, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=before.num_steps + after.num_steps, ys=ys))
 
 
