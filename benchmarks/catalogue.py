@@ -19,6 +19,7 @@ from benchmarks import (
     stochtrace,
     stochtrace_errors,
     storeless,
+    truncated,
 )
 from benchmarks.groups import Item
 
@@ -26,6 +27,7 @@ WITH_GROUPS = (
     recurrences,
     replays,
     storeless,
+    truncated,
     lanes,
     ragged,
     budgets,
