@@ -91,6 +91,7 @@ def main() -> None:
         "durable_training",
         "hessian_trace",
         "planets",
+        "truncated_backpropagation",
     ):
         draw_trained(name)
 

@@ -1,0 +1,83 @@
+"""The forecaster of the examples: its gradients against a Python loop, what they store, and a few updates."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopax as lx
+from tests.support.compiled import temporary
+from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.reference import assert_close
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _precision_of_the_example():
+    with precision_of_a_user(), jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load_example("truncated_backpropagation")
+
+
+def some_series(example, steps=STEPS):
+    values, _ = example.load()
+    return example.stretches(values, 1, steps)[0].astype(float)
+
+
+def a_forecaster(example):
+    return jax.tree.map(lambda leaf: leaf.astype(float), example.Forecaster(jax.random.key(3), hidden=4))
+
+
+def by_python(example, network, series, window):
+    """The loss, with the states in a Python list."""
+    states, errors = jnp.zeros((series.shape[1], network.cell.hidden_size)), []
+    for number, (values, following) in enumerate(itertools.pairwise(series)):
+        if number % window == 0:
+            states = lax.stop_gradient(states)
+        states, forecasts = jax.vmap(network)(states, values)
+        errors.append(((forecasts - following) ** 2).mean())
+    return jnp.stack(errors).mean()
+
+
+@pytest.mark.parametrize("window", [1, 5, STEPS, STEPS + 1])
+def test_gradients_of_windows_are_those_of_a_python_loop(example, window):
+    network, series = a_forecaster(example), some_series(example)
+    found = jax.jit(jax.value_and_grad(lambda n: example.loss(n, series, lx.Truncated(window=window))))(network)
+    expected = jax.value_and_grad(lambda n: by_python(example, n, series, window))(network)
+    assert_close(found, expected)
+
+
+def test_a_window_of_all_steps_is_the_whole_gradient(example):
+    network, series = a_forecaster(example), some_series(example)
+    gradient = lambda kind: jax.jit(jax.grad(lambda n: example.loss(n, series, kind)))(network)
+    assert_close(gradient(lx.Truncated(window=STEPS)), gradient(lx.Residuals()))
+
+
+def test_updates_lower_the_loss(example):
+    values, held_out = example.load()
+    batches, test = example.stretches(values, 40, 100), example.side_by_side(held_out, 256)
+    training = example.train(example.compiled(lx.Truncated(window=20), batches[0]), batches, test)
+    assert len(training.losses) == len(batches) // example.EVERY
+    assert training.losses[-1] < 0.9 * training.losses[0]
+
+
+def test_memory_falls_with_the_window(example):
+    """From all steps down to about their square root: below it, the states before windows are what takes room."""
+    network, series = a_forecaster(example), some_series(example, 1000)
+
+    def stored(kind):
+        return temporary(jax.jit(jax.grad(lambda n: example.loss(n, series, kind))).lower(network).compile())
+
+    by_window = [stored(lx.Truncated(window=w)) for w in (1000, 200, 50, 20)]
+    assert by_window == sorted(by_window, reverse=True)
+    assert by_window[-1] < by_window[0] / 10
+    assert by_window[-1] < stored(lx.Truncated(window=1)) < by_window[0]
