@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax._src import core
-from loopax._src.core.effects.guard import without_effects
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.core.row_buffers.versions import chained
 from loopax._src.frontend.references import (

@@ -1,6 +1,6 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, core/effects, core/ir, core/jaxpr, core/row_buffers, jax_internals,
+May import: core, core/ir, core/jaxpr, core/row_buffers, jax_internals,
 pytrees, schedule.
 """
 

@@ -9,8 +9,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import Loop, LoopCall, LoopOperands, run
-from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.inverse import needed_by_inverse, num_recorded
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
 from loopax._src.core.row_buffers.versions import buffers, keep_rows
 from loopax._src.jax_internals import dce, jaxpr_as_fun

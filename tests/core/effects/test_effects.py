@@ -62,6 +62,26 @@ def test_not_for_finished_lanes_of_a_gradient(kind):
     assert log.of(jax.jit(summed), starts) == called
 
 
+@pytest.mark.parametrize("reads", ["cotangent", "carry"])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_in_a_custom_backward_rule(kind, reads):
+    """Once for each step back, whatever is recomputed; with a gradient for each lane, not for finished ones."""
+    log = Log()
+    marked = jax.custom_vjp(lambda x: x)
+
+    def back(x, cotangent):
+        log(cotangent if reads == "cotangent" else x)
+        return (cotangent,)
+
+    marked.defvjp(lambda x: (x, x), back)
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: marked(x) * 2.0, x, max_steps=9, kind=kind)
+    called = lambda x, n: [2.0**i * (2.0 if reads == "cotangent" else x) for i in range(n)]
+    assert log.of(jax.jit(jax.grad(f)), 3.0, 5) == called(3.0, 5)
+    starts, counts = np.array([1.0, 10.0, 20.0]), np.array([2, 3, 0])
+    expected = sorted(called(1.0, 2) + called(10.0, 3))
+    assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == expected
+
+
 INNER = {
     "jit": lambda log, x: jax.jit(log)(x),
     "cond": lambda log, x: jax.lax.cond(x >= 0, log, lambda x: x, x),

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from operator import not_
 from typing import Any, NamedTuple
 
-from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.debug_info import DebugInfo
 from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.ir.plan import Plan
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed

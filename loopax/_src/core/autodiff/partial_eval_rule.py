@@ -10,9 +10,9 @@ from typing import Any
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.planning import planned
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
-from loopax._src.core.effects.strip_progress import strip_progress_of_params
 from loopax._src.core.ir.linear_loop import LinearOperands, linear_loop_p
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run
+from loopax._src.core.ir.strip_progress import strip_progress_of_params
 from loopax._src.core.jaxpr.operand_groups import fill_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.core.jaxpr.varying_axes import retyped

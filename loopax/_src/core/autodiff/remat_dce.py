@@ -6,10 +6,10 @@ from typing import Any
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_partial_eval import known_sweep, needs, with_inputs
-from loopax._src.core.effects.strip_progress import strip_progress_of_equation, strip_progress_of_params
 from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
+from loopax._src.core.ir.strip_progress import strip_progress_of_equation, strip_progress_of_params
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, either, reject, select
 from loopax._src.jax_internals import Literal, Primitive, happens

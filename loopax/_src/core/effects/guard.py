@@ -1,4 +1,4 @@
-"""Effects in the bodies of loops: not repeated where steps are recomputed, not caused by finished lanes."""
+"""Effects in the bodies of loops: not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.effects.strip_progress import strip_progress
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_programs, map_programs, split_list, trace
+from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list, trace
 from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
 from loopax._src.core.row_buffers.versions import touches_buffers
 from loopax._src.jax_internals import (
@@ -27,33 +26,7 @@ from loopax._src.jax_internals import (
     is_while,
     new_primitive,
     register,
-    with_branches,
 )
-
-
-def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop effectful equations without results (debug prints) and progress: recomputed steps do not repeat these."""
-    closed = strip_progress(closed)
-    if not closed.effects:
-        return closed
-    jaxpr, eqns = closed.jaxpr, []
-    for eqn in jaxpr.eqns:
-        if not eqn.effects:
-            eqns.append(eqn)
-        elif eqn.outvars:
-            eqns.append(_equation_without_effects(eqn))
-    effects = set().union(*(eqn.effects for eqn in eqns))
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)  # type: ignore[attr-defined]
-
-
-def _equation_without_effects(eqn: Any) -> Any:
-    """The equation with `without_effects` of the jaxprs inside it."""
-    if is_cond(eqn):
-        return with_branches(eqn, list(map(without_effects, branches(eqn))))
-    pruned = map_programs(eqn, without_effects)
-    programs = list(inner_programs(pruned))
-    return pruned.replace(effects=set().union(*(program.effects for program in programs))) if programs else eqn
-
 
 # An effect without results that happens where `active` is True. Operands: active, *operands.
 only_if_p = new_primitive("only_if")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Storage
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
@@ -89,7 +90,7 @@ class ReverseSweep(NamedTuple):
 
     @property
     def forward(self) -> ClosedJaxpr:
-        """(row, *consts, *state, *forward x) -> state."""
+        """(row, *consts, *state, *forward x) -> state. Effects of the step are those of its backward part."""
         front = (*(True for _ in range(self.num_forward_xs)), *(False for _ in self.xs_range[self.num_forward_xs :]))
         return _forward(self.step, self.num_consts, self.num_carry, self.num_state, front)
 
@@ -169,7 +170,7 @@ class ReverseSweep(NamedTuple):
 def _forward(step: ClosedJaxpr, num_consts: int, num_carry: int, num_state: int, front: Mask) -> ClosedJaxpr:
     keep = [True] * (1 + num_consts) + [False] * num_carry + [True] * num_state + list(front)
     wanted = [False] * num_carry + [True] * num_state + [False] * (len(step.out_avals) - num_carry - num_state)
-    forward, used = dce(step, wanted, keep)
+    forward, used = dce(without_effects(step), wanted, keep)
     assert used == keep
     return forward
 

@@ -25,9 +25,9 @@ from loopax._src.core.batching.compact.primitive import (
     jvp_of_program,
     linearize_program,
 )
-from loopax._src.core.effects.guard import without_effects
 from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select

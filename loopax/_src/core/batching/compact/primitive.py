@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.effects.guard import guarded
-from loopax._src.core.effects.strip_progress import strip_progress
+from loopax._src.core.ir.strip_progress import strip_progress
 from loopax._src.core.ir.typecheck import check_count, check_types
 from loopax._src.core.jaxpr.dataflow import dependence
 from loopax._src.core.jaxpr.expand import jvp_expanded, linearize_expanded
