@@ -92,6 +92,7 @@ def main() -> None:
         "hessian_trace",
         "planets",
         "truncated_backpropagation",
+        "deep_equilibrium",
     ):
         draw_trained(name)
 
