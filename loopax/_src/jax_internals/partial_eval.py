@@ -37,16 +37,16 @@ def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], para
     return trace.default_process_primitive(primitive, tracers, params)
 
 
-def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any], unknown: Sequence[bool]) -> list[Any]:
     """Evaluate a jaxpr on values of which partial evaluation knows some, equation by equation.
 
-    All results are unknown, also those that turn out to depend on known values alone (an array without elements): in
-    `jax.checkpoint`, JAX has asked before, with flags instead of values, and takes the first answer as given. A rule
-    for a primitive runs outside of its `trace`; what sets the current one is not public.
+    `unknown` says which results are made unknown, also those that turn out to depend on known values alone (an array
+    without elements): in `jax.checkpoint`, JAX has asked before, with flags instead of values, and takes the first
+    answer as given. A rule for a primitive runs outside of its `trace`; what sets the current one is not public.
     """
     with _core.set_current_trace(trace):
-        results = jaxpr_as_fun(closed)(*operands)
-    return [trace.instantiate_const(trace.to_jaxpr_tracer(x)) for x in results]
+        results = map(trace.to_jaxpr_tracer, jaxpr_as_fun(closed)(*operands))
+        return [trace.instantiate_const(x) if later else x for x, later in zip(results, unknown, strict=True)]
 
 
 def partial_eval_jaxpr(

@@ -149,3 +149,14 @@ def test_lanes_in_stages(name, gradient, bound):
     starts = np.array([0.5, 0.7, 0.2])
     expected = jax.vmap(jax.grad(lambda x, w: unrolled(x) * w))(starts, WEIGHTS)
     assert_close(jax.jit(IN_STAGES[gradient](loop))(starts), expected)
+
+
+@pytest.mark.parametrize("gradient", IN_STAGES)
+def test_a_rule_that_is_the_derivative_of_lanes_in_groups(gradient):
+    """JAX wants to know the results of a `jax.custom_jvp` before its tangents, also where one loop computes both."""
+    length = lambda x: (5 * x).astype(int)
+    loop = lambda x: lx.fori_loop(0, length(x), lambda i, x: jnp.sin(x) * 1.1, x, max_steps=4, lanes=COMPACT)
+    with_rule = jax.custom_jvp(loop)
+    with_rule.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
+    starts = np.array([0.5, 0.1, 0.9])
+    assert_close(*(jax.jit(IN_STAGES[gradient](f))(starts) for f in (with_rule, loop)))

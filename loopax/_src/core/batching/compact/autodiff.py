@@ -28,6 +28,7 @@ from loopax._src.core.batching.compact.primitive import (
 from loopax._src.core.ir.inverse import part_of_inverse
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
 from loopax._src.core.ir.without_effects import without_effects
+from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
@@ -129,11 +130,10 @@ def _with_known_steps(loop: Loop, outputs: LoopOutputs) -> tuple[Loop, LoopInput
 
 
 def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
-    return (
-        _runs_in_stages(inner)
-        and not any(unknown[:2])
-        and not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
-    )
+    """Whether it is a batch of loops, and when each of them stops does not depend on what is unknown."""
+    if inner.rules is not LOOPS or any(unknown[:2]):
+        return False
+    return not inner.static.predicated or not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
 
 
 def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
@@ -142,19 +142,32 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; unknown ones are
     tangents. Results are those of the loop, with lanes. The later loop has no predicate: each lane takes exactly the
     steps that it took in the known part, so it computes the same. Its program gives the unknown results, and is itself
-    evaluated partially. The whole batch is staged if numbers of steps are unknown.
+    evaluated partially. A batch without stages, and one whose numbers of steps are unknown, is its program.
     """
     inner = CompactVmap(**params)
     loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
-    if not _steps_are_known(inner, unknown):
-        return stage_unknown(trace, compact_vmap_p, tracers, params)
+    if not (_runs_in_stages(inner) and _steps_are_known(inner, unknown)):
+        return _partial_eval_program(trace, inner, unknown, tracers)
     mapped, inputs = inner.mapped, loop.inputs(tracers[2:])
     parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
     low, high = map(known_value, tracers[:2])
     out = _run_known(loop, parts, inner.axis, mapped, low, high, map_leaves(known_value, inputs))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
     batch, operands = _in_groups(inner, parts.later, parts.uses, low, high, inputs, out.num_steps)
-    return _assemble(loop, parts, inner.axis, out, evaluate_partially(trace, batch.program, operands)).leaves
+    results = evaluate_partially(trace, batch.program, operands, [True] * len(batch.program.out_avals))
+    return _assemble(loop, parts, inner.axis, out, results).leaves
+
+
+def _partial_eval_program(trace: Any, inner: CompactVmap, unknown: Sequence[bool], tracers: Sequence[Any]) -> list[Any]:
+    """Evaluate the program partially if some of its results are known: the rule of a `jax.custom_jvp` returns these.
+
+    Else the whole batch is staged.
+    """
+    given = to_bits(unknown)
+    later = [bool(needed & given) for needed in dependence(inner.program)]
+    if all(later):
+        return stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
+    return evaluate_partially(trace, inner.program, tracers, later)
 
 
 def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
