@@ -195,6 +195,28 @@ class TestChecks:
         assert_close(gradient(1.0, with_checkpoints(9, 1e-6)), gradient(1.0, OTHER))
         assert_close(gradient(1.0, with_checkpoints(0, 1e-6), 8), gradient(1.0, OTHER, 8))
 
+    @pytest.mark.parametrize("lanes", ["lockstep", pytest.param("compact", marks=pytest.mark.slow)])
+    def test_each_lane_has_a_drift_of_its_own(self, lanes: Any) -> None:
+        """Too large in the lane of 30 steps. What the derivative by y reads is the same in all lanes."""
+
+        def loop(y: Array, x: Array, n: Any) -> Array:
+            body = lambda i, c: (c[0] / 2, jnp.sin(c[1]) / 4 + 0.3)
+            kind = Reversible(lambda i, c: (2 * c[0], jnp.arcsin(4 * (c[1] - 0.3))), rtol=1e-6)
+            return jnp.add(*lx.fori_loop(0, n, body, (y, x), max_steps=30, kind=kind, throw=False, lanes=lanes))
+
+        gradient = jax.jit(jax.grad(loop, (0, 1)))
+        starts, lengths = jnp.array([1.0, 0.3, 1.0, 1.0]), jnp.array([30, 8, 3, 0])
+        alone = [gradient(0.0, *each) for each in zip(starts, lengths, strict=True)]
+        assert [bool(jnp.isnan(of_x)) for _, of_x in alone] == [True, False, False, False]
+        expected = jax.tree.map(lambda *lanes: jnp.stack(lanes), *alone)
+        assert_close(jax.jit(jax.vmap(gradient, (None, 0, 0)))(0.0, starts, lengths), expected)
+        starts = jnp.array([1.0, 0.39656246770761694])  # the second one is a fixed point, also on the way back
+        of_x = jnp.stack([gradient(0.0, start, 20)[1] for start in starts])
+        assert list(jnp.isnan(of_x)) == [True, False]
+        of_y, found = jax.vmap(gradient, (None, 0, None))(0.0, starts, 20)
+        assert_close(found, of_x)
+        assert_close(of_y, jnp.full(2, 0.5**20))  # it reads nothing that has drifted
+
     def test_truncated_steps_by_an_inverse(self) -> None:
         forward, backward = leapfrog(0.1)
         loop = lambda q, kind: jnp.add(*lx.fori_loop(0, 20, forward, (q, q), kind=kind))

@@ -75,7 +75,8 @@ class Reversible(Kind):
         static bound.
     rtol
         None, or how far the end of the way back may be from the start of the loop, in each leaf relative to the
-        largest element at the start and at the end. In a batch under `jax.vmap`, that of all lanes.
+        largest element at the start and at the end. A `jax.vmap` of a gradient checks each lane; the gradient of a
+        batch checks all of its lanes together, unless they are compact.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
-from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
+from loopax._src.core.batching.lockstep_sweep import lockstep_sweep, with_drift_of_lanes
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -40,7 +40,9 @@ def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Ma
     outputs = (*batched.carry, *batched.state, *ys)
     inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
     step = uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs)
-    return sweep._replace(step=step, inverse=inverse)
+    return with_drift_of_lanes(
+        sweep._replace(step=step, inverse=inverse), axis, tuple(batched.state), (*batched.carry, *ys)
+    )
 
 
 def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
