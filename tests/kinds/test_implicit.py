@@ -185,6 +185,13 @@ def test_a_gradient_evaluates_the_body_twice_more() -> None:
 
 
 class TestFailures:
+    def test_a_solver_that_leaves_the_range_of_numbers(self) -> None:
+        """It multiplies by 4: the norms of x and of the residual are infinite after about 256 steps."""
+        kind = lambda x: Implicit(fixed_point=lambda z: (z, 3 * (f(W, x, z) - z)))
+        loop = lambda x: fori_loop(W, x, kind(x)).sum()
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"did not converge .* \(inf\)"):
+            eqx.filter_jit(jax.grad(loop))(X)
+
     def test_a_loop_that_ended_before(self) -> None:
         def loop(x: Array, **options: Any) -> Array:
             kind = Implicit(rtol=1e-6)

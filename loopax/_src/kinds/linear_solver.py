@@ -60,7 +60,8 @@ def iterate(call: LoopCall, num_steps: Any, matvec: Matvec, b: Any) -> Any:
         "eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way than "
         "by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
     )
-    is_solved = jnp.linalg.norm(residual) <= tolerance * jnp.maximum(size, jnp.linalg.norm(x))
+    # An iteration that diverged ends where the norm of x is infinite, and that of the residual too.
+    is_solved = ~goes_on(x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
     return call.checked(x, ~is_solved, message, _relative(residual, b))
 
 
