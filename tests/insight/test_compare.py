@@ -113,6 +113,23 @@ def test_every_loop_gets_the_kind_and_computes_the_same(kind):
     np.testing.assert_allclose(found, jax.grad(nested)(x), rtol=1e-12)
 
 
+def test_a_check_that_fails_has_a_row():
+    """Of `Implicit`, whose loop ends before it has converged; and of a loop that no kind can run."""
+
+    def program(x, most):
+        body = lambda z: jnp.cos(x * z)
+        return lx.while_loop(lambda z: abs(z - body(z)) > 0.1, body, 0.1, max_steps=most)
+
+    found = lx.compare(lambda x: program(x, 50), jnp.array(0.9), kinds=[lx.Implicit(), "bounded"], rounds=1)
+    written, implicit, bounded = found.rows
+    assert implicit.problem.startswith("the body of loopax.while_loop: kind=Implicit() differentiates the fixed point")
+    assert implicit.problem.endswith("Implicit(fixed_point=lambda val: val.x).")
+    assert min(written.gradient_ms, bounded.gradient_ms) > 0
+    assert str(found).splitlines()[-1] == f"{implicit.name}: {implicit.problem}"
+    for row in lx.compare(lambda x: program(x, 1), jnp.array(0.9), kinds=["bounded"], rounds=1).rows:
+        assert "max_steps=1 stopped a loop that would have gone on" in row.problem
+
+
 @pytest.mark.parametrize(
     ("args", "options", "error", "message"),
     [

@@ -64,6 +64,15 @@ def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = N
         return _program(message, stack)(failed, amount)
 
 
+def text_of_check(error: Exception) -> str:
+    """What a check that failed under `jax.jit` says; of another error, all it says.
+
+    XLA puts something before it, and `equinox.error_if` a line behind it, with advice for plain `jax.jit`.
+    """
+    _, found, text = str(error).rpartition(f"{_errors._EquinoxRuntimeError.__name__}: ")
+    return text.partition("\n-----")[0].strip() if found else str(error)
+
+
 def _is_for_equinox() -> bool:
     """Whether `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU."""
     return _ON_ERROR != "raise" or jax.default_backend() == "tpu"

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from loopax._src.frontend.raising import text_of_check
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
@@ -59,7 +60,7 @@ def compare(
         A row for each program, the one as it is written first: times in milliseconds, seconds to trace and compile the
         gradient, its temporary memory in bytes as XLA reports it and as `explain` predicts it, and how often the
         function was traced. Kinds that come to the same program share a row. A kind that cannot be had has the reason
-        instead. Printed, a table; `.plot()` draws time against memory.
+        instead, and so has one whose program ends with an error. Printed, a table; `.plot()` draws time against memory.
 
     Raises
     ------
@@ -191,6 +192,7 @@ class _Timed:
     program: Any
     seconds: float  # to compile it
     milliseconds: float = float("nan")
+    problem: str = ""  # why it cannot be run
 
 
 def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
@@ -234,14 +236,25 @@ def _compiled(lowered: Any) -> _Timed:
 
 
 def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> list[_Timed]:
-    """Run each program once, then measure all in turn; adds the median time of each."""
+    """Run each program once, then measure those that run in turn; adds the median time of each, or its problem."""
     calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
-    for call in calls:
+    tried = [replace(one, problem=_problem_of(call)) for one, call in zip(compiled, calls, strict=True)]
+    times = iter(interleaved([call for one, call in zip(tried, calls, strict=True) if not one.problem], rounds))
+    return [one if one.problem else replace(one, milliseconds=next(times)) for one in tried]
+
+
+def _problem_of(call: Callable[[], Any]) -> str:
+    """Why a program ends with an error, such as a check that fails in it; empty where it does not."""
+    try:
         call()
-    return [replace(one, milliseconds=time) for one, time in zip(compiled, interleaved(calls, rounds), strict=True)]
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return text_of_check(error)
+    return ""
 
 
 def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:
+    if problem := forward.problem or gradient.problem:
+        return Measured(candidate.name, problem=problem)
     return Measured(
         candidate.name,
         forward.milliseconds,

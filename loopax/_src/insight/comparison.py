@@ -103,7 +103,8 @@ class Comparison:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_title(self.name)
-        axes.legend(frameon=False)
+        if rows:
+            axes.legend(frameon=False)
         return axes
 
 
