@@ -184,12 +184,50 @@ def test_a_gradient_evaluates_the_body_twice_more() -> None:
     assert evaluations(lambda count: jax.grad(lambda x: loop(count, x))(X)) <= 52
 
 
+def test_the_index_of_the_step_is_that_behind_the_last() -> None:
+    """What a body reads by its index, here a row of zeros behind those that count."""
+    rows = jnp.zeros((60, 3)).at[:20].set(1.0)
+
+    def loop(w: Array, kind: lx.Kind) -> Array:
+        body = lambda i, z: f(w, X, z) + rows[i] * w[0]
+        return lx.fori_loop(10, 60, body, jnp.zeros(3), kind=kind).sum()
+
+    assert_close(jax.grad(loop)(W, Implicit()), jax.grad(loop)(W, UNROLLED), CLOSE)
+
+
+def test_residuals_in_another_order_than_the_leaves() -> None:
+    def loop(a: Array, kind: Callable[[Array], lx.Kind]) -> Array:
+        body = lambda i, c: (jnp.cos(a * c[1]), 0.5 * jnp.sin(c[0]))
+        return lx.fori_loop(0, 60, body, (0.1, 0.2), kind=kind(a))[0]
+
+    residual = lambda a, c: (c[1] - 0.5 * jnp.sin(c[0]), c[0] - jnp.cos(a * c[1]))
+    of_a = lambda a: Implicit(fixed_point=lambda c: ((c[1], c[0]), residual(a, c)))
+    assert_close(jax.grad(loop)(0.9, of_a), jax.grad(loop)(0.9, lambda _: UNROLLED), CLOSE)
+
+
+def test_a_loop_that_starts_at_its_fixed_point() -> None:
+    """The solver takes as many steps as it needs, though the loop took one."""
+    z = jax.lax.stop_gradient(fori_loop(W, X, "lax"))
+    loop = lambda w: lx.fori_loop(0, 1, lambda i, z: f(w, X, z), z, kind=Implicit()).sum()
+    assert_close(jax.grad(loop)(W), jax.grad(lambda w: fori_loop(w, X, UNROLLED).sum())(W), CLOSE)
+
+
 class TestFailures:
+    def test_a_loop_that_ended_at_nan(self) -> None:
+        loop = lambda a: lx.fori_loop(0, 3, lambda i, z: jnp.sqrt(a * z - 1), 0.5, kind=Implicit(by_jax))
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"this one ended before \(nan\)"):
+            jax.grad(loop)(0.9)
+
     def test_a_solver_that_leaves_the_range_of_numbers(self) -> None:
         """It multiplies by 4: the norms of x and of the residual are infinite after about 256 steps."""
         kind = lambda x: Implicit(fixed_point=lambda z: (z, 3 * (f(W, x, z) - z)))
         loop = lambda x: fori_loop(W, x, kind(x)).sum()
         with pytest.raises(eqx.EquinoxRuntimeError, match=r"did not converge .* \(inf\)"):
+            eqx.filter_jit(jax.grad(loop))(X)
+
+    def test_a_solution_of_nan(self) -> None:
+        loop = lambda x: fori_loop(W, x, Implicit(lambda matvec, b: b * jnp.nan)).sum()
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"whose residual is more than 0.001 of b \(nan\)"):
             eqx.filter_jit(jax.grad(loop))(X)
 
     def test_a_loop_that_ended_before(self) -> None:

@@ -152,6 +152,33 @@ class TestChecks:
                 run(jnp.ones(3))
         assert jnp.isfinite(flow(jnp.ones(3), 10, 0.01, wrong))
 
+    def test_an_inverse_that_gives_nan(self) -> None:
+        loop = lambda x: lx.fori_loop(0, 3, lambda i, x: 2 * x, x, kind=Reversible(lambda i, x: x * jnp.nan))
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"does not undo the first step \(nan\)"):
+            jax.grad(loop)(0.3)
+
+    def test_the_first_step_of_a_reversed_loop_is_that_of_the_last_row(self) -> None:
+        def loop(x: Array, wrong_row: int) -> Array:
+            kind = Reversible(lambda x, row: jnp.where(row == wrong_row, x, x / 2))
+            return lx.scan(lambda x, row: (2 * x, None), x, jnp.arange(4), length=3, reverse=True, kind=kind)[0]
+
+        assert jnp.isfinite(jax.grad(loop)(0.3, 0))
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"does not undo the first step \(0.5\)"):
+            jax.grad(loop)(0.3, 2)
+
+    def test_an_integer_that_is_not_undone(self) -> None:
+        kind = Reversible(lambda i, c: (c[0] / 2, c[1] - 2))
+        loop = lambda x: lx.fori_loop(0, 3, lambda i, c: (2 * c[0], c[1] + 1), (x, 0), kind=kind)[0]
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"does not undo the first step \(inf\)"):
+            jax.grad(loop)(0.3)
+
+    def test_a_leaf_as_it_came_that_the_inverse_reads(self) -> None:
+        """It is read for another leaf, which the derivative reads."""
+        body = lambda i, c: (c[0] + 0.1 * c[1], 0.9 * c[1], c[2] + jnp.sin(c[0]))
+        kind = Reversible(lambda i, c: (before := c[0] - c[1] / 9, c[1], c[2] - jnp.sin(before)))
+        with pytest.raises(ValueError, match=r"returns carry\[1\] as it came, but the derivative of a step reads it"):
+            jax.grad(lambda x: lx.fori_loop(0, 3, body, (x, x, x), kind=kind)[2])(0.5)
+
     def test_without_throw_the_derivative_is_nan(self) -> None:
         loop = lambda x: lx.fori_loop(
             0, 3, lambda i, x: 2 * jnp.sin(x), x, kind=Reversible(lambda i, x: x / 2), throw=False
@@ -194,6 +221,21 @@ class TestChecks:
             gradient(1.0, with_checkpoints(0, 1e-6))
         assert_close(gradient(1.0, with_checkpoints(9, 1e-6)), gradient(1.0, OTHER))
         assert_close(gradient(1.0, with_checkpoints(0, 1e-6), 8), gradient(1.0, OTHER, 8))
+
+    def test_a_drift_of_another_leaf_than_the_first(self) -> None:
+        """Each of the two contracts where the other one does not."""
+
+        def loop(x: Array, contracted: int) -> Array:
+            body = lambda i, c: tuple(
+                jnp.sin(x) / 4 + 0.3 if at == contracted else jnp.sinh(x) for at, x in enumerate(c)
+            )
+            back = lambda x, at: jnp.arcsin(4 * (x - 0.3)) if at == contracted else jnp.arcsinh(x)
+            kind = Reversible(lambda i, c: tuple(back(x, at) for at, x in enumerate(c)), rtol=1e-6)
+            return jnp.add(*lx.fori_loop(0, 30, body, (x, 1e-3 * x), kind=kind))
+
+        for contracted in (0, 1):
+            with pytest.raises(eqx.EquinoxRuntimeError, match="rounding errors have grown beyond"):
+                eqx.filter_jit(jax.grad(lambda x, at=contracted: loop(x, at)))(0.3)
 
     @pytest.mark.parametrize("lanes", ["lockstep", pytest.param("compact", marks=pytest.mark.slow)])
     def test_each_lane_has_a_drift_of_its_own(self, lanes: Any) -> None:

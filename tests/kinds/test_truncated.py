@@ -118,6 +118,31 @@ def test_lanes_with_lengths_of_their_own(options: dict[str, Any], lanes: Any) ->
     assert_close(found, (sum(w for w, _ in each), jnp.stack([h for _, h in each])))
 
 
+@pytest.mark.parametrize("options", [{"last": 3}, {"window": 4}], ids=str)
+@pytest.mark.parametrize("is_static", [True, False])
+def test_indices_and_keys_are_those_of_the_loop(options: dict[str, Any], is_static: bool) -> None:
+    """A `fori_loop` and a reversed `scan` with keys, against scans of the numbers that they read."""
+    kind, key, n = Truncated(**options), jax.random.key(0), 9
+    numbers = jnp.arange(2.0, n + 2)
+    noise = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(jnp.arange(n))
+
+    def scan(a: Array, xs: Array, reverse: bool) -> Array:
+        return lx.scan(lambda h, x: (jnp.sin(a * x * h), None), 0.3, xs, kind=kind, reverse=reverse)[0]
+
+    def by_index(a: Array, n: Any) -> Array:
+        body = lambda i, h: jnp.sin(a * i * h)
+        return lx.fori_loop(2, n + 2, body, 0.3, max_steps=9 if is_static else 12, kind=kind)
+
+    def by_key(a: Array, n: Any) -> Array:
+        body = lambda h, _, *, key: (jnp.sin(a * jax.random.normal(key) * h), None)
+        bound = None if is_static else 12
+        return lx.scan(body, 0.3, length=n, max_steps=bound, reverse=True, key=key, kind=kind)[0]
+
+    length = n if is_static else jnp.int32(n)
+    assert_close(jax.value_and_grad(by_index)(0.9, length), jax.value_and_grad(scan)(0.9, numbers, False))
+    assert_close(jax.value_and_grad(by_key)(0.9, length), jax.value_and_grad(scan)(0.9, noise, True))
+
+
 def test_while_loops_without_a_bound() -> None:
     def value(w: Array, kind: Any) -> Array:
         body = lambda c: (jnp.tanh(w @ c[0] + 0.1), c[1] + 1)
