@@ -31,6 +31,7 @@ __all__ = [
     "Rollout",
     "Truncated",
     "compare",
+    "cond",
     "explain",
     "fori_loop",
     "lane_report",
@@ -40,6 +41,7 @@ __all__ = [
     "rollout",
     "scan",
     "sharded_lanes",
+    "switch",
     "while_loop",
 ]
 _PUBLIC = {*__all__, "durable", "stochtrace"}

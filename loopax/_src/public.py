@@ -4,6 +4,8 @@
 
 from loopax import durable as durable
 from loopax import stochtrace as stochtrace
+from loopax._src.branches import cond as cond
+from loopax._src.branches import switch as switch
 from loopax._src.buffers import Buffer as Buffer
 from loopax._src.history import History as History
 from loopax._src.insight.compare import compare as compare

@@ -199,7 +199,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
         y = freeze(y)
         refuse_references_in(f"{step.where} returned y", y)
-        ys, found["y_spec"] = pack(_without_flags(y))
+        ys, found["y_spec"] = pack(without_flags(y))
         found["carry_avals"] = list(map(jax.typeof, carry))
         found["messages"] = list(flags)
         go = [goes_on] if predicated else []
@@ -214,7 +214,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
             made = record(row, given, [thaw(spec.unpack(carry)) for carry in carries], thaw(x_rows.unpack(x)))
         made = freeze(made)
         refuse_references_in(f"record of {step.where} returned", made)
-        recorded, row_spec = pack(_without_flags(made))
+        recorded, row_spec = pack(without_flags(made))
         row_of_tape_spec[:] = [row_spec]
         return recorded
 
@@ -349,7 +349,7 @@ def strongly_typed(x: Any) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
-def _without_flags(y: Any) -> Any:
+def without_flags(y: Any) -> Any:
     """Python bools among a row of ys as arrays, which is what stacking rows makes of them outside of modules."""
     leaves, treedef = jax.tree.flatten(y)
     pairs = zip(leaves, in_modules(y), strict=True)

@@ -79,6 +79,7 @@ class LinearSweep(NamedTuple):
     storage: Storage
     stages: Stages | None = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole sweep, as in `ReverseSweep`
+    may_discard: bool = False  # as in `Loop`
 
     @property
     def masks(self) -> SweepInputs:

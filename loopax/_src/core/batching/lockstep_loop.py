@@ -20,6 +20,7 @@ from loopax._src.core.batching.masked_step import (
     step_lanes,
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
+from loopax._src.core.jaxpr.cost import is_elementwise
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
@@ -125,6 +126,7 @@ def _lanes_loop(
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         stages=None,
+        may_discard=loop.may_discard or (loop.bound == 1 and not loop.predicated and is_elementwise(loop.body)),
         debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_windows, num_extra),
     )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes
-from loopax._src.core.batching.masked_step import hull
+from loopax._src.core.batching.masked_step import any_row, hull
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
@@ -95,7 +95,8 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))
         return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
-    out, num_steps = run_lanes(loop, axis, *hull(low, high), lanes)
+    window = any_row(low, high) if loop.bound == 1 else hull(low, high)
+    out, num_steps = run_lanes(loop, axis, *window, lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves

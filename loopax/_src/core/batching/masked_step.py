@@ -18,7 +18,7 @@ from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, visibly_active
-from loopax._src.core.masking.substitute import fill_inactive, pick
+from loopax._src.core.masking.substitute import fill_inactive, over_lanes, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
 from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zeros
 
@@ -91,7 +91,13 @@ def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any
 def hull(low: Any, high: Any) -> tuple[Any, Any]:
     """The window that holds those of all lanes; empty where there are no lanes."""
     empty = jnp.zeros((), jnp.int32)
-    return (jnp.min(low) if jnp.size(low) else empty), (jnp.max(high) if jnp.size(high) else empty)
+    lowest = over_lanes(jnp.min, low) if jnp.size(low) else empty
+    return lowest, over_lanes(jnp.max, high) if jnp.size(high) else empty
+
+
+def any_row(low: Any, high: Any) -> tuple[Any, Any]:
+    """The window that holds those of all lanes, where there is one row at most; bools are searched faster."""
+    return jnp.zeros((), jnp.int32), over_lanes(jnp.any, low < high).astype(jnp.int32)
 
 
 def filled_operands(

@@ -34,6 +34,7 @@ class LinearLoop(NamedTuple):
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
     stages: Stages | None = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
+    may_discard: bool = False  # as in `Loop`
 
     @property
     def plan(self) -> Plan:

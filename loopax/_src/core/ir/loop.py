@@ -82,6 +82,9 @@ class Loop(NamedTuple):
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`inverse.py`)
+    may_discard: bool = (
+        False  # of a loop of one step or none: the step is computed in any case, and dropped if not taken
+    )
 
     @property
     def active_count_index(self) -> int | None:
@@ -146,9 +149,12 @@ class Loop(NamedTuple):
         return self.saving.rows(self.bound) if self.saving else 0
 
 
+_TRAVERSAL = ("bound", "reverse", "unroll", "storage", "stages", "may_discard")
+
+
 def traversal(static: Any) -> dict[str, Any]:
     """The fields that loops, sweeps and their linear parts share: how rows are walked, and what a gradient stores."""
-    return {field: getattr(static, field) for field in ("bound", "reverse", "unroll", "storage", "stages")}
+    return {field: getattr(static, field) for field in _TRAVERSAL}
 
 
 class Outcome(NamedTuple):

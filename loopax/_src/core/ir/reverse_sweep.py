@@ -87,6 +87,7 @@ class ReverseSweep(NamedTuple):
     storage: Storage  # what reverse mode through the sweep stores
     stages: Stages | None = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # (row, *consts, *state after a step, *forward x) -> state before it
+    may_discard: bool = False  # as in `Loop`
 
     @property
     def forward(self) -> ClosedJaxpr:

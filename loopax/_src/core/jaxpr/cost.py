@@ -15,6 +15,7 @@ from loopax._src.jax_internals import (
     Primitive,
     Scan,
     contracted_size,
+    inlinable,
     is_cond,
     is_convolution,
     is_free,
@@ -22,6 +23,9 @@ from loopax._src.jax_internals import (
     is_scan,
     is_transcendental,
     is_while,
+    moves,
+    stands_alone,
+    takes_fused,
 )
 
 IN_MEMORY = 1.0  # per byte stored and read again
@@ -31,6 +35,7 @@ PRODUCT = 0.02  # per multiplication or addition of a matrix product or a convol
 ELEMENTWISE = 0.15  # per element
 FUNCTION = 1.5
 
+_FEW = 40  # equations
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
 # For loopax's own primitives: what an equation computes, where that is not all of its results; and, for those with
@@ -47,6 +52,19 @@ def storing(num_bytes: float, in_all: float) -> float:
 def arithmetic(closed: ClosedJaxpr) -> float:
     """Evaluating a jaxpr once."""
     return _equations(closed.jaxpr)
+
+
+def is_elementwise(closed: ClosedJaxpr) -> bool:
+    """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
+    return not closed.effects and len(closed.jaxpr.eqns) <= _FEW and all(map(_is_elementwise, closed.jaxpr.eqns))
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    program = inlinable(eqn)
+    if program is not None:
+        return is_elementwise(program)
+    has_others = stands_alone(eqn) or takes_fused(eqn) or moves(eqn) or any(True for _ in inner_jaxprs(eqn))
+    return not has_others and eqn.primitive not in computed and len(eqn.outvars) == 1
 
 
 def _equations(jaxpr: Any) -> float:

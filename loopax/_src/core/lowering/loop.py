@@ -49,8 +49,9 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     end = low - 1 if loop.reverse else high
     if loop.saving:
         state, saved = run_saving(loop.saving, loop, walk, steps, state, end)
-    elif loop.bound == 1 and steps.per_active_set is None:
-        state, saved = walk.run_at_most_once(steps, state, end), []
+    elif loop.bound == 1:
+        run = walk.run_and_discard if loop.may_discard else walk.run_at_most_once
+        state, saved = run(steps, state, end), []
     else:
         state, saved = walk.run(steps, state, end), []
     return [walk.distance(start, state.position), *state.carry, *state.ys, *saved]
@@ -64,7 +65,7 @@ def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
     def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
         return lambda consts: partial(step, body, consts)
 
-    if outside := filled_outside(loop.body, loop.num_consts, loop.num_carry):
+    if loop.bound != 1 and (outside := filled_outside(loop.body, loop.num_consts, loop.num_carry)):
         active_at = lambda state: active_of(outside, consts, state.position, state.carry)  # noqa: E731
         steps = Steps(steps_of(jaxpr_as_fun(outside.body)), consts)
         return steps._replace(per_active_set=partial(outside.at, consts, active_at))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.progress import UNKNOWN, Reports
-from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 
 NEVER = -1  # a position that a loop without a limit does not reach
 
@@ -134,6 +134,20 @@ class RowLoop(NamedTuple):
         """Run a loop of one step or none, as a condition: XLA would move what is constant out of a loop."""
         one = self._several(steps.make(steps.consts), 1, steps.row_of)
         return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
+
+    def run_and_discard(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        """Compute the step of a loop of one step or none, and drop it where it is not taken.
+
+        XLA fuses it with what is around the loop, as it does not with a condition.
+        """
+        is_taken = self._enough(end, 1)(state)
+        carry, ys = steps.make(steps.consts)(state.position, state.carry)
+        rows = [y[None] for y in ys]
+        new = [*carry, *rows, self.advance(state.position, 1)]
+        old = [*state.carry, *state.ys, state.position]
+        found = [jnp.where(is_taken, a, b) for a, b in zip(new, old, strict=True)]
+        carry, rows, (position,) = split_list(found, [len(carry), len(rows)])
+        return LoopState(carry, rows, position)
 
     def _run_per_active_set(self, steps: Steps, fill: Any, state: LoopState, end: Any) -> LoopState:
         """Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes."""

@@ -2,14 +2,14 @@
 
 Under `jax.vmap` a lane that has finished still executes the body, and its result is thrown away. From operands of its
 own it could leave the body's domain, give NaNs, or spin in an inner loop. So its operands are overwritten with those of
-the first lane that is still active (a batched double-where).
+a lane that is still active (a batched double-where).
 
 Large constants of each lane (the weights of an ensemble) would be copied in every step. The operation is a primitive,
 which stays visible in bodies: `lowering/active_sets.py` finds it there, and fills such constants once for each set of
 active lanes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +18,46 @@ import jax.numpy as jnp
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
 from loopax._src.jax_internals import Primitive, ad, is_nonzero, register
 
+_COLUMNS = 256
+
 
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
     return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
+def an_active(active: Any) -> Any:
+    """The number of a lane that is active; that of any lane if none is. active: bool[lanes].
+
+    Of many lanes it is found in two steps, each of which XLA computes for many columns at once: a search through all of
+    them takes fifteen times as long.
+    """
+    lanes = active.shape[0]
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+        return jnp.argmax(active)
+    rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
+    column = jnp.argmax(rows.any(0))
+    return column + _COLUMNS * jnp.argmax(rows[:, column])
+
+
+def over_lanes(reduce: Callable[..., Any], values: Any) -> Any:
+    """`reduce` of what each lane has, such as the largest, for many lanes in two steps, too. values: [lanes]."""
+    lanes = values.shape[0] if values.ndim else 0
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+        return reduce(values)
+    whole = lanes - lanes % _COLUMNS
+    columns = reduce(values[:whole].reshape(-1, _COLUMNS), axis=0)
+    return reduce(jnp.concatenate([columns, values[whole:]]))
+
+
 def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-    """Give lanes that are not active the operands of the first one that is.
+    """Give lanes that are not active the operands of one that is.
 
     active: bool[lanes]; operands: [lanes, ...] where `batched`, and shared by all lanes where not.
     """
     if active.size == 0:
         return list(operands)
-    first = jnp.argmax(active)
+    first = an_active(active)
     pairs = zip(operands, batched, strict=True)
     return [fill_inactive_p.bind(active, first, x, batch_axes=0) if is_batched else x for x, is_batched in pairs]
 

@@ -36,7 +36,7 @@ from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.jax_internals import Primitive, ad, new_primitive, register
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
-# in `get` and `add` perhaps more: so many rows are read from one array.
+# perhaps more: so many rows are read from one array, or written to it. Places at which rows are put or taken differ.
 
 
 def get(rows: Any, place: Any, active: Any = np.True_, lanes: int = 0) -> tuple[Any, Any]:
@@ -93,7 +93,7 @@ def _read(rows: Any, place: Any) -> Any:
 
 
 def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
-    if not is_alone:
+    if place.ndim or not is_alone:
         return rows.at[place].set(row, mode="drop")
     if rows.shape[0] == 0:
         return rows
@@ -136,7 +136,9 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     if rows.shape[0] == 0:
         return [_read(rows, place), rows]
     # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
+    is_alone = is_alone and not place.ndim
     inside, zero = place < rows.shape[0], jnp.zeros((), rows.dtype)
+    inside = inside.reshape(*place.shape, *(1,) * (rows.ndim - 1))
     row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
     row = row[0] if is_alone else row
     left = _write(rows, place, jnp.where(inside, zero, row), is_alone)

@@ -2,7 +2,8 @@
 
 Lanes whose numbers of steps are known at the start are sorted into groups of lanes that take similar numbers, and one
 group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
-those are gathered into a smaller batch, which goes on; in the end results are put back in their places.
+those are gathered into a smaller batch, which goes on; in the end results are put back in their places. Lanes that take
+one step or none run in batches of those that take it (`one_step.py`).
 
 Every group and every stage is a batch in lockstep.
 """
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import active_first, take, take_mapped, with_rows
 from loopax._src.core.batching.compact.groups import GroupProgram, in_groups
+from loopax._src.core.batching.compact.one_step import in_batches, takes_one_step
 from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_limits, result_axes, run_lanes
 from loopax._src.core.batching.masked_step import hull
@@ -47,8 +49,11 @@ class Results(NamedTuple):
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch."""
     assert loop.stages is not None
+    low, high, lanes = _lanes(loop, mapped, operands)
+    if takes_one_step(loop) and axis.size:
+        out = in_batches(loop, axis, jnp.broadcast_to(low < high, (axis.size,)), lanes)
+        return [*out.leaves, *nothing_saved(loop, axis)]
     if loop.predicated:
-        low, high, lanes = _lanes(loop, mapped, operands)
         results = _in_stages(loop, loop.stages, axis, *hull(low, high), lanes)
     else:
         results = _in_groups(loop, loop.stages, axis, mapped, operands)

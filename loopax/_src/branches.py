@@ -1,0 +1,215 @@
+"""Branches: `cond` and `switch`. A branch is a loop of one step or none.
+
+So lanes of a batch take branches as they take steps: a lane that does not take a branch feeds it nothing of its own,
+and a branch that no lane takes is not run. The loops of a call stand one after another, and one of them takes its step.
+They carry the result, which each hands on if it takes none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int
+
+from loopax._src.frontend import trace as tracing
+from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
+from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.options import check_callable
+from loopax._src.frontend.run import LoopSpec, run
+from loopax._src.frontend.runtime_checks import settle
+from loopax._src.function_names import Called
+from loopax._src.kinds import Auto, Bounded
+from loopax._src.lanes import Lanes, LanesLike, to_lanes
+from loopax._src.pytrees.leaves import describe
+
+_NOT_GIVEN: Any = object()
+
+
+def cond(
+    pred: bool | Bool[Array, ""],
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    operand: Any = _NOT_GIVEN,
+    lanes: LanesLike = "lockstep",
+) -> Any:
+    """Call one of two functions, in a batch for each lane its own.
+
+    The meaning::
+
+        return true_fun(*operands) if pred else false_fun(*operands)
+
+    Under `jax.vmap` with a predicate of each lane's own, a function that no lane takes is not run. A lane evaluates
+    nothing of the other function outside its domain: no NaN, no error, no iteration and no effect comes from there.
+
+    Parameters
+    ----------
+    pred
+        One bool, or a number that is not zero.
+    true_fun, false_fun
+        Functions of the operands. Both return the same structure, shapes and dtypes.
+    operands
+        Pytrees. Leaves that are not arrays stay what they are; NNX objects may be changed in place.
+    operand
+        The one operand, by name, as in `jax.lax.cond`.
+    lanes
+        How a batch runs in which lanes take different branches. `Lockstep()`: each function is evaluated once for all
+        lanes. `Compact()`: the lanes of each function are gathered into batches of a fixed size, as many as they fill.
+
+    Returns
+    -------
+    result
+        What the function returns.
+
+    Raises
+    ------
+    TypeError
+        `pred` is not one bool or number; the functions return other structures, shapes or dtypes.
+    ValueError
+        An unknown `lanes`, or `lanes="free"`.
+    NotImplementedError
+        The functions communicate over the mapped axis (`jax.lax.psum`), and lanes have predicates of their own.
+
+    Notes
+    -----
+    Cost: one function; in a batch in lockstep each function that a lane takes, for all lanes; in compact lanes each
+    function for its own lanes, rounded up to batches. A gradient in compact lanes stores nothing of the functions, and
+    evaluates each once more. Derivatives: all, in every order.
+
+    """
+    check_callable("true_fun of cond", true_fun)
+    check_callable("false_fun of cond", false_fun)
+    given = _operands("cond", operands, operand)
+    is_true = _predicate(pred)
+    if jax.config.jax_disable_jit and not isinstance(is_true, Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        return (true_fun if is_true else false_fun)(*given)
+    branches = [Branch("true_fun", true_fun), Branch("false_fun", false_fun)]
+    return _run_one("cond", branches, [is_true, ~is_true], given, lanes)
+
+
+def switch(
+    index: int | Int[Array, ""],
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    operand: Any = _NOT_GIVEN,
+    lanes: LanesLike = "lockstep",
+) -> Any:
+    """Call one of several functions, in a batch for each lane its own.
+
+    The meaning::
+
+        index = min(max(index, 0), len(branches) - 1)
+        return branches[index](*operands)
+
+    Parameters
+    ----------
+    index
+        One integer. As in `jax.lax.switch`, one that is out of range is clamped to it.
+    branches
+        Functions of the operands, which return the same structure, shapes and dtypes.
+    operands, operand, lanes
+        As in `cond`.
+
+    Returns
+    -------
+    result
+        What the function returns.
+
+    Raises
+    ------
+    TypeError
+        `index` is not one integer; a branch is not a function; the functions return other structures, shapes or dtypes.
+    ValueError
+        There are no branches; an unknown `lanes`, or `lanes="free"`.
+    NotImplementedError
+        As in `cond`.
+
+    Notes
+    -----
+    Cost and derivatives: as in `cond`.
+
+    """
+    functions = tuple(branches)
+    for i, function in enumerate(functions):
+        check_callable(f"branches[{i}] of switch", function)
+    given = _operands("switch", operands, operand)
+    number = _index(index)
+    if not functions:
+        raise ValueError("switch(branches=...): got no branches, expected at least one function.")
+    to_lanes(lanes)
+    if len(functions) == 1:
+        return functions[0](*given)
+    number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
+    if jax.config.jax_disable_jit and not isinstance(number, Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        return functions[int(number)](*given)
+    named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
+    return _run_one("switch", named, [number == i for i in range(len(functions))], given, lanes)
+
+
+def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
+    """The operands, by whatever name they are given."""
+    if operand is _NOT_GIVEN:
+        return operands
+    if operands:
+        raise TypeError(
+            f"{caller}(operand=...): got an operand by name and {len(operands)} by position, expected one of the two."
+        )
+    return (operand,)
+
+
+def _predicate(pred: Any) -> Any:
+    """A predicate as one bool; numbers that are not zero are True, as in `jax.lax`."""
+    is_one = isinstance(pred, bool | int | float | np.generic | np.ndarray | jax.Array) and np.ndim(pred) == 0
+    if not is_one or jnp.result_type(pred).kind not in "biuf":
+        raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
+    return jnp.asarray(pred) != 0 if jnp.result_type(pred) != jnp.bool_ else jnp.asarray(pred)
+
+
+def _index(index: Any) -> Any:
+    """An index as an array."""
+    is_one = isinstance(index, int | np.generic | np.ndarray | jax.Array) and np.ndim(index) == 0
+    if not is_one or isinstance(index, bool) or jnp.result_type(index).kind not in "iu":
+        raise TypeError(f"switch(index=...): got {describe(index)}, expected one integer.")
+    return jnp.asarray(index)
+
+
+class _Call(NamedTuple):
+    """A call of `cond` or `switch`."""
+
+    name: str
+    operands: tuple[Any, ...]
+    results: Results
+    lanes: Lanes
+
+
+def _run_one(
+    name: str, branches: Sequence[Branch], is_taken: Sequence[Any], operands: tuple[Any, ...], lanes: LanesLike
+) -> Any:
+    """The result of the branch that is taken."""
+    how = to_lanes(lanes)
+    if how.is_free:
+        raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
+    call = _Call(name, operands, common_results(name, branches, operands), how)
+    result = call.results.zeros()
+    for branch, taken in zip(branches, is_taken, strict=True):
+        result = _run_if(call, branch, taken, result)
+    return call.results.as_returned(result)
+
+
+def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any]) -> list[Any]:
+    """The result of a branch if it is taken; else `result`."""
+
+    def step(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        del row, extras, x
+        operands, _ = carry
+        return (operands, as_arrays(call.results, branch.function(*operands))), None, None
+
+    called = Called(call.name, (branch.function,), ())
+    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called)
+    extent = Extent(jnp.int32(0), is_taken.astype(jnp.int32), 1, fixed=False)
+    kind = Auto() if call.lanes.stages is None else Bounded()
+    done = run(traced, LoopSpec(call.name, extent, False, 1, kind, call.lanes), [], (call.operands, result), None, None)
+    return done.hand_over(settle(done.carry, done.checks))[1]
