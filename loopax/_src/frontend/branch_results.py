@@ -80,7 +80,9 @@ def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> 
 def _problems(first: Spec, tree: Any, avals: Sequence[Any], other: Spec, other_tree: Any) -> list[str]:
     """Where the results of two branches differ."""
     if first.treedef != other.treedef:
-        return list(differences(tree, other_tree, _words)) or [f"{other.treedef} and {first.treedef}"]
+        return [
+            line.replace("the carry itself", "the result itself") for line in differences(tree, other_tree, _words)
+        ] or [f"{other.treedef} and {first.treedef}"]
     numbered = iter(avals)
     return [
         f"{path}: {_leaf_words(b)} and {_leaf_words(a)}"

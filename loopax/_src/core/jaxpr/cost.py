@@ -54,6 +54,15 @@ def arithmetic(closed: ClosedJaxpr) -> float:
     return _equations(closed.jaxpr)
 
 
+def always_ends(jaxpr: Any) -> bool:
+    """Whether a program has no effects, and no loop in it whose number of steps has no bound."""
+    return not jaxpr.effects and all(
+        not (is_while(eqn) or (eqn.primitive in step_limits and step_limits[eqn.primitive](eqn)[0] is None))
+        and all(map(always_ends, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def is_elementwise(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
     return not closed.effects and len(closed.jaxpr.eqns) <= _FEW and all(map(_is_elementwise, closed.jaxpr.eqns))

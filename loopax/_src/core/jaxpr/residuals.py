@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from sys import maxsize
 from typing import Any, NamedTuple
 
-from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic
+from loopax._src.core.jaxpr.cost import IN_CACHE, always_ends, arithmetic
 from loopax._src.core.jaxpr.dataflow import dependence, members
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, replace_jaxpr
@@ -27,7 +27,8 @@ def classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int
     consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
     inputs = known.jaxpr.invars[first_x : first_x + num_xs]
     candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
-    hoisted = _computed_from(known, consts, candidates)
+    # A loop may take no step. What is hoisted is computed all the same, so it must come to an end and have no effects.
+    hoisted = [p for p in _computed_from(known, consts, candidates) if always_ends(_program_of(known, p).jaxpr)]
 
     def classify(position: int) -> Residual:
         same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
@@ -44,6 +45,10 @@ def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> l
         return all(i in inputs for i, needed in enumerate(used) if needed)
 
     return positions if suffice(positions) else [p for p in positions if suffice([p])]
+
+
+def _program_of(known: ClosedJaxpr, position: int) -> ClosedJaxpr:
+    return dce(known, [p == position for p in range(len(known.out_avals))], False)[0]
 
 
 def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:
