@@ -293,7 +293,7 @@ def test_a_gradient_in_compact_batches_stores_nothing_of_the_branch() -> None:
         branch = lambda x: jnp.sin(lax.scan(lambda x, _: (jnp.sin(x), None), long(x), None, length=4)[0])
         f = lambda p, x: lx.cond(p, branch, lambda x: x, x, lanes=lx.Compact(min_lanes=8))
         total = lambda x: jax.vmap(f)(np.arange(512) % 64 == 0, x).sum()
-        return temporary(jax.grad(total), np.ones((512, 16)))
+        return temporary(jax.jit(jax.grad(total)).lower(np.ones((512, 16))).compile())
 
     one_lane_of_steps = 16 * 8 * 4
     assert memory(3) <= 8 * 512 * 16 * 6 + 8 * one_lane_of_steps * 8

@@ -6,6 +6,8 @@ They carry the result, which each hands on if it takes none.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +23,10 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.function_names import Called
+from loopax._src.jax_internals import is_reference
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
+from loopax._src.nnx.functional import is_object
 from loopax._src.pytrees.leaves import describe
 
 _NOT_GIVEN: Any = object()
@@ -52,7 +56,8 @@ def cond(
     true_fun, false_fun
         Functions of the operands. Both return the same structure, shapes and dtypes.
     operands
-        Pytrees. Leaves that are not arrays stay what they are; NNX objects may be changed in place.
+        Pytrees. Leaves that are not arrays stay what they are; NNX objects and mutable arrays (`jax.new_ref`) may be
+        changed in place.
     operand
         The one operand, by name, as in `jax.lax.cond`.
     lanes
@@ -192,11 +197,43 @@ def _run_one(
     how = to_lanes(lanes)
     if how.is_free:
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
+    branches, operands = _with_references(branches, operands)
     call = _Call(name, operands, common_results(name, branches, operands), how)
     result = call.results.zeros()
     for branch, taken in zip(branches, is_taken, strict=True):
         result = _run_if(call, branch, taken, result)
     return call.results.as_returned(result)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Where a mutable array stands among operands."""
+
+    number: int
+
+
+def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> tuple[Sequence[Branch], Any]:
+    """Branches that close over mutable arrays among operands (`jax.new_ref`), which no loop can carry."""
+    references = [leaf for leaf in jax.tree.leaves(operands, is_leaf=is_object) if _is_reference(leaf)]
+    if not references:
+        return branches, operands
+    numbers = iter(range(len(references)))
+
+    def taken_out(leaf: Any) -> Any:
+        return _Reference(next(numbers)) if _is_reference(leaf) else leaf
+
+    def put_back(leaf: Any) -> Any:
+        return references[leaf.number] if isinstance(leaf, _Reference) else leaf
+
+    def closing(function: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(function)(lambda *given: function(*jax.tree.map(put_back, given, is_leaf=is_object)))
+
+    branches = [Branch(branch.name, closing(branch.function)) for branch in branches]
+    return branches, jax.tree.map(taken_out, operands, is_leaf=is_object)
+
+
+def _is_reference(leaf: Any) -> bool:
+    return is_reference(leaf) and not is_object(leaf)
 
 
 def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any]) -> list[Any]:

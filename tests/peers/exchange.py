@@ -26,7 +26,11 @@ EXCLUDED = Path(__file__).parent / "excluded.toml"
 RULE = pytest.StashKey[dict[str, Any]]()
 
 # How a loop looks in a peer's tests, where it is more than the name. What Diffrax's tests call has loops within.
-LOOPS = {"flax": r"\bnnx\.(while_loop|fori_loop|scan)\b", "diffrax": ""}
+LOOPS = {
+    "jax": r"\b(while_loop|fori_loop|scan|cond|switch)\b",
+    "flax": r"\bnnx\.(while_loop|fori_loop|scan)\b",
+    "diffrax": "",
+}
 
 
 # ---- loopax's loops with a peer's arguments
@@ -81,8 +85,9 @@ def _kind(name: str, checkpoints: Any) -> lx.Kind:
 
 
 def jax_with_loopax() -> types.ModuleType:
-    """The module `jax`, in whose `lax` the loops are loopax's."""
-    lax = _changed(jax.lax, while_loop=lx.while_loop, fori_loop=lx.fori_loop, scan=lx.scan)
+    """The module `jax`, in whose `lax` the loops and branches are loopax's."""
+    loops = {"while_loop": lx.while_loop, "fori_loop": lx.fori_loop, "scan": lx.scan}
+    lax = _changed(jax.lax, **loops, cond=lx.cond, switch=lx.switch)
     return _changed(jax, lax=lax)
 
 

@@ -129,6 +129,7 @@ def test_scan_of_nnx_itself_on_that_of_loopax(monkeypatch) -> None:
 def test_jax_with_other_loops_is_otherwise_jax() -> None:
     changed = jax_with_loopax()
     assert changed.lax.scan is lx.scan
-    assert changed.lax.cond is jax.lax.cond
+    assert changed.lax.cond is lx.cond
+    assert changed.lax.map is jax.lax.map
     assert changed.numpy is jnp
     assert jax.lax.scan is not lx.scan

@@ -1,17 +1,22 @@
 """What the branches of a `cond` or a `switch` return: the same structure and types, or an error that says where not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
+from loopax._src.core.jaxpr.util import merge_lists, reject
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.runtime_checks import collecting
-from loopax._src.frontend.trace import without_flags
-from loopax._src.jax_internals import to_weak, vary_like, varying_axes, with_varying_axes
-from loopax._src.nnx.functional import freeze, thaw
+from loopax._src.frontend.trace import is_only_itself, without_flags
+from loopax._src.function_names import Called, parameters_of
+from loopax._src.jax_internals import Literal, to_weak, trace_context, vary_like, varying_axes, with_varying_axes
+from loopax._src.nnx.functional import freeze, keeps_closures, thaw
 from loopax._src.pytrees.diff import differences, same_value
 from loopax._src.pytrees.leaves import Dynamic, Spec, describe, pack
 
@@ -23,44 +28,94 @@ class Branch(NamedTuple):
     function: Callable[..., Any]
 
 
+_COMPUTED = object()
+
+
 class Results(NamedTuple):
-    """The types that all branches return."""
+    """The types that all branches return.
+
+    An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
+    """
 
     spec: Spec
     avals: list[Any]  # of the arrays
+    given: list[Any]  # for each array, the one that all branches return as it is; `_COMPUTED`: there is none
+
+    @property
+    def is_given(self) -> list[bool]:
+        """Which arrays are known without a branch."""
+        return [x is not _COMPUTED for x in self.given]
 
     def zeros(self) -> list[Any]:
-        """Arrays of these types."""
-        return [vary_like(jnp.zeros(aval.shape, aval.dtype), aval) for aval in self.avals]
+        """Arrays of these types, for those that branches compute."""
+        avals = reject(self.is_given, self.avals)
+        return [vary_like(jnp.zeros(aval.shape, aval.dtype), aval) for aval in avals]
 
     def as_returned(self, arrays: Sequence[Any]) -> Any:
-        """The user's pytree."""
+        """The user's pytree from the arrays that branches compute."""
+        given = [x for x in self.given if x is not _COMPUTED]
+        arrays = merge_lists(self.is_given, arrays, given)
         arrays = [to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, self.avals, strict=True)]
         return thaw(self.spec.unpack(arrays))
 
 
+class _Found(NamedTuple):
+    """What one branch returns."""
+
+    spec: Spec
+    tree: Any  # the pytree with types at its leaves
+    given: list[Any]  # as in `Results`
+
+
 def as_arrays(results: Results, result: Any) -> list[Any]:
-    """The arrays of what a branch returns, of the types of all."""
+    """The arrays that a branch computes, of the types of all."""
     arrays, _ = pack(without_flags(freeze(result)))
-    return [lax.convert_element_type(x, aval.dtype) for x, aval in zip(arrays, results.avals, strict=True)]
+    pairs = zip(reject(results.is_given, arrays), reject(results.is_given, results.avals), strict=True)
+    return [lax.convert_element_type(x, aval.dtype) for x, aval in pairs]
 
 
 def common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> Results:
     """The types that all branches return for these operands."""
     arrays, spec = pack(freeze(operands))
     found = [_result_of(name, branch, spec, arrays) for branch in branches]
-    first, tree = found[0]
-    avals = first.avals
-    for branch, (other, other_tree) in zip(branches[1:], found[1:], strict=True):
-        problems = _problems(first, tree, avals, other, other_tree)
+    first = found[0]
+    avals, given = first.spec.avals, first.given
+    for branch, other in zip(branches[1:], found[1:], strict=True):
+        problems = _problems(first, avals, other)
         if problems:
             raise TypeError(_message(name, branches[0].name, branch.name, problems))
-        avals = [_joined(a, b) for a, b in zip(avals, other.avals, strict=True)]
-    return Results(first, avals)
+        avals = [_joined(a, b) for a, b in zip(avals, other.spec.avals, strict=True)]
+        given = [a if a is b else _COMPUTED for a, b in zip(given, other.given, strict=True)]
+    return Results(first.spec, avals, [_only_value(aval, x) for aval, x in zip(avals, given, strict=True)])
 
 
-def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[Spec, Any]:
-    """The types that a branch returns, and the pytree with them at its leaves."""
+def _only_value(aval: Any, given: Any) -> Any:
+    """What all branches return of a type: arrays of `float0`, which no loop carries, have only one value."""
+    return np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else given
+
+
+_cache: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> _Found:
+    """What a branch returns for these operands: traced once for the same functions and types, as loops are."""
+    function, key = branch.function, (spec, trace_context())
+    if not is_only_itself(function):
+        return _trace(name, branch, spec, arrays)[0](arrays)
+    entries = _cache.setdefault(function, {})
+    try:
+        if key in entries:
+            return entries[key](arrays)
+    except TypeError:  # a leaf that is not an array cannot be hashed
+        return _trace(name, branch, spec, arrays)[0](arrays)
+    found, closed_over = _trace(name, branch, spec, arrays)
+    if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
+        entries[key] = found
+    return found(arrays)
+
+
+def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[Callable[..., _Found], list[Any]]:
+    """A function from operands of these types to what a branch returns, and the values that the branch closes over."""
     found: list[Spec] = []
 
     def call(arrays: Sequence[Any]) -> list[Any]:
@@ -71,22 +126,40 @@ def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> 
         found.append(out_spec)
         return out
 
-    jax.make_jaxpr(call)(arrays)
+    Called(name, (branch.function,), ()).name_in_errors(call, _names(branch, spec))
+    closed = jax.make_jaxpr(call)(arrays)
     (of_result,) = found
     leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
-    return of_result, of_result.treedef.unflatten(leaves)
+    tree, consts = of_result.treedef.unflatten(leaves), closed.consts
+    inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+    places = [None if isinstance(out, Literal) else inputs.get(out) for out in closed.jaxpr.outvars]
+
+    def at(arrays: Sequence[Any]) -> _Found:
+        values = [*consts, *arrays]
+        return _Found(of_result, tree, [_COMPUTED if place is None else values[place] for place in places])
+
+    return at, consts
 
 
-def _problems(first: Spec, tree: Any, avals: Sequence[Any], other: Spec, other_tree: Any) -> list[str]:
+def _names(branch: Branch, spec: Spec) -> list[str]:
+    """What a branch calls the arrays that it is given."""
+    names = spec.names("operands")
+    for i, parameter in enumerate(parameters_of(branch.function)):
+        prefix = f"operands[{i}]"
+        names = [parameter + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names]
+    return names
+
+
+def _problems(first: _Found, avals: Sequence[Any], other: _Found) -> list[str]:
     """Where the results of two branches differ."""
-    if first.treedef != other.treedef:
-        return [
-            line.replace("the carry itself", "the result itself") for line in differences(tree, other_tree, _words)
-        ] or [f"{other.treedef} and {first.treedef}"]
+    a, b = first.spec, other.spec
+    if a.treedef != b.treedef:
+        found = differences(first.tree, other.tree, _words, root="the result itself")
+        return list(found) or [f"{b.treedef} and {a.treedef}"]
     numbered = iter(avals)
     return [
         f"{path}: {_leaf_words(b)} and {_leaf_words(a)}"
-        for path, a, b in zip(_paths(first), first.leaves, other.leaves, strict=True)
+        for path, a, b in zip(_paths(a), a.leaves, b.leaves, strict=True)
         if not _fit(a, b, next(numbered) if isinstance(a, Dynamic) else None)
     ]
 

@@ -153,7 +153,7 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
     changed since.
     """
-    if not all(map(_is_only_itself, step.functions)):
+    if not all(map(is_only_itself, step.functions)):
         return _trace_now(step, extras, init, spec, x_rows, predicated)
     key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, predicated, trace_context())
     entries = _cache.setdefault(step.functions[0], {})
@@ -169,7 +169,7 @@ def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spe
     return traced
 
 
-def _is_only_itself(function: Any) -> bool:
+def is_only_itself(function: Any) -> bool:
     """Whether a function is the same as before only if it is the same object, and does not change."""
     kind = type(function)
     by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__

@@ -5,14 +5,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import FlattenedIndexKey, KeyPath, keystr, tree_flatten_with_path
 
 Describe = Callable[[Any], str]  # a leaf in the words of an error message
 
 
-def differences(old: Any, new: Any, describe: Describe, path: KeyPath = ()) -> Iterator[str]:
+def differences(
+    old: Any, new: Any, describe: Describe, path: KeyPath = (), *, root: str = "the carry itself"
+) -> Iterator[str]:
     """A line for each place where the structure of `new` is not that of `old`, from the root down."""
-    name = keystr(path) or "the carry itself"
+    name = keystr(path) or root
     if _is_leaf(old) and _is_leaf(new):
         return
     if type(old) is not type(new):
@@ -42,6 +45,8 @@ def same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     try:
+        if isinstance(a, np.ndarray):
+            return a.dtype == b.dtype and np.array_equal(a, b)
         return bool(a == b)
     except Exception:  # noqa: BLE001 - a user's __eq__ may raise anything, and then the values are not known equal
         return False

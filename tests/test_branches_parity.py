@@ -1,0 +1,176 @@
+"""`cond` and `switch` in the place of those of `jax.lax`: what JAX's own tests (`tests/peers`) ask and showed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import loopax as lx
+from tests.support.reference import assert_close
+
+IS = jnp.array([True, False, True])
+X = jnp.arange(3.0)
+
+
+def same_as_lax(call):
+    """Check that values, dtypes and weak types are those of `jax.lax`."""
+    actual, wanted = call(lx.cond, lx.switch), call(lax.cond, lax.switch)
+    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, wanted)
+    assert_close(actual, wanted)
+
+
+CALLS = {
+    "weak": lambda cond, _: cond(True, lambda: 1.0, lambda: 2.0),
+    "number as predicate": lambda cond, _: cond(0.5, lambda: 1, lambda: 2),
+    "operand by name": lambda cond, _: cond(0, lambda x: x, lambda x: -x, operand=X),
+    "none as operand": lambda cond, _: cond(True, lambda x: 1, lambda x: 2, operand=None),
+    "no result": lambda cond, _: cond(True, lambda: None, lambda: None),
+    "zero-size": lambda cond, _: cond(True, lambda x: x + 1, lambda x: x, jnp.zeros((0, 3))),
+    "key": lambda cond, _: jax.random.key_data(cond(True, lambda k: k, jax.random.clone, jax.random.key(1))),
+    "closures": lambda cond, _: jax.jit(lambda p, x: cond(p, lambda: X * x, lambda: X + x))(False, 2.0),
+    "clamped": lambda _, switch: switch(-5, [lambda x: x, lambda x: -x], X),
+    "generator": lambda _, switch: switch(np.uint8(200), [lambda x, i=i: x * i for i in range(3)], X),
+    "one branch": lambda _, switch: switch(7, [lambda x: 3 * x], X),
+    "vmap": lambda cond, _: jax.vmap(lambda p: cond(p, lambda: 1.0, lambda: 2.0))(IS),
+    "hessian": lambda cond, _: jax.hessian(lambda x: cond(x[0] > 0, jnp.sin, jnp.cos, x).sum())(X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_calls_of_lax(name, is_disabled) -> None:
+    with jax.disable_jit(is_disabled):
+        same_as_lax(CALLS[name])
+
+
+REFUSED = [
+    (lambda cond, _: cond(None, lambda: 1, lambda: 2), "pred=.*: got NoneType"),
+    (lambda cond, _: cond((1.0, 1.0), lambda: 1, lambda: 2), "expected one bool"),
+    (lambda cond, _: cond(lambda: True, lambda: 1, lambda: 2), "expected one bool"),
+    (lambda cond, _: cond(jnp.array([True]), lambda: 1, lambda: 2), r"got bool\[1\], expected one bool"),
+    (lambda cond, _: cond(True, 1, lambda: 2), "true_fun of cond: got int 1"),
+    (lambda cond, _: cond(True, lambda: (1,), lambda: [1]), "the result itself: got list, expected tuple"),
+    (lambda cond, _: cond(True, lambda: {"a": 2.0}, lambda: {"a": (3.0, 3.0)}), r"\['a'\]: got tuple"),
+    (lambda cond, _: cond(True, lambda: jnp.ones(1), lambda: 1.0), r"float64\[\] and float64\[1\]"),
+    (lambda cond, _: cond(True, lambda: jnp.int32(1), lambda: jnp.float32(1)), r"float32\[\] and int32\[\]"),
+    (lambda _, switch: switch(True, [lambda: 1, lambda: 2]), "expected one integer"),
+    (lambda _, switch: switch(1.0, [lambda: 1, lambda: 2]), "expected one integer"),
+    (lambda _, switch: switch(0, []), "got no branches"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_errors_have_the_classes_of_lax(call, text) -> None:
+    with pytest.raises((TypeError, ValueError)) as wanted:
+        call(lax.cond, lax.switch)
+    with pytest.raises(wanted.type, match=text):
+        call(lx.cond, lx.switch)
+
+
+def test_an_index_beyond_32_bits_is_clamped() -> None:
+    """`jax.lax.switch` converts to 32 bits first, and takes branch 0."""
+    assert lx.switch(2**40, [lambda: 0, lambda: 1, lambda: 2]) == 2
+    assert lx.switch(-(2**40), [lambda: 0, lambda: 1, lambda: 2]) == 0
+    assert lx.switch(jnp.uint64(2**63 + 1), [lambda: 0, lambda: 1, lambda: 2]) == 2
+
+
+def test_what_all_branches_hand_on_stays_shared_by_lanes() -> None:
+    weights = jnp.ones((3, 3))
+
+    def step(x, weights):
+        return lx.cond(x < 1, lambda x, w: (w @ X * x, w), lambda x, w: (w @ X + x, w), x, weights)
+
+    out, same = jax.vmap(step, in_axes=(0, None), out_axes=(0, None))(X, weights)
+    assert same is weights
+    assert_close(out, jnp.array([step(x, weights)[0] for x in X]))
+
+    def closed(x):
+        return lx.switch(x.astype(int), [lambda x: (2 * x, weights)] * 2 + [lambda x: (3 * x, weights)], x)
+
+    assert jax.vmap(closed, out_axes=(0, None))(X)[1] is weights
+
+
+def test_what_one_branch_hands_on_is_of_its_lanes() -> None:
+    out, both = jax.vmap(lambda p: lx.cond(p, lambda x: (x, x), lambda x: (-x, x), X), out_axes=(0, None))(IS)
+    assert both is X
+    assert_close(out, jnp.where(IS[:, None], X, -X))
+
+
+def test_objects_are_changed_beside_what_is_handed_on() -> None:
+    count, kept = nnx.Variable(jnp.zeros(())), jnp.ones(2)
+
+    def add(count, kept):
+        count[...] += 1
+        return kept, count[...]
+
+    handed_on, number = lx.cond(True, add, lambda count, kept: (kept, count[...]), count, kept)
+    assert handed_on is kept
+    assert count[...] == number == 1
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_mutable_arrays_as_operands(pred) -> None:
+    def after(cond):
+        ref = jax.new_ref(jnp.zeros(3))
+
+        def true_fun(operand, x):
+            operand["ref"][0] = x
+            return x + 1
+
+        def false_fun(operand, x):
+            operand["ref"][1] = 2 * x
+            return x - 1
+
+        result = jax.jit(lambda pred, x: cond(pred, true_fun, false_fun, {"ref": ref}, x))(pred, 3.0)
+        return result, ref[...]
+
+    assert_close(after(lx.cond), after(lax.cond))
+
+
+def test_results_without_derivatives() -> None:
+    """`float0`, of which no array exists."""
+
+    def branch(x):
+        return jax.grad(lambda n: n * 2.0, allow_int=True)(x), x
+
+    nothing, x = lx.cond(True, branch, branch, 3)
+    assert nothing.dtype == jax.dtypes.float0
+    assert x == 3
+
+
+def test_errors_of_jax_name_the_branch_and_its_arguments() -> None:
+    def falls(height, other):
+        return height if height["m"] > 0 else other
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"falls at .* for loopax.cond(.|\n)*height\['m'\]"):
+        lx.cond(True, falls, lambda height, other: other, {"m": 1.0}, {"m": 2.0})
+
+
+def test_effects_are_those_of_the_branch_that_is_taken(capfd) -> None:
+    def branch(name):
+        def function(x):
+            jax.debug.print(name + " {}", x)
+            return x
+
+        return function
+
+    jax.block_until_ready(jax.jit(lambda p: lx.cond(p, branch("yes"), branch("no"), 1.0))(False))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "no 1.0\n"
+
+
+def test_a_branch_is_traced_once_for_the_same_functions() -> None:
+    traces = []
+
+    def branch(x):
+        traces.append(x)
+        return x + 1
+
+    def other(x):
+        return x
+
+    for i in range(3):
+        lx.cond(i > 0, branch, other, 1.0)
+    assert len(traces) <= 2
