@@ -311,7 +311,7 @@ def test_one_index_for_all_lanes_stays_one_conditional() -> None:
 
 def test_results_are_pytrees_of_any_kind() -> None:
     a = lambda x: {"x": x, "n": 1, "flag": True, "key": jax.random.key(1)}
-    b = lambda x: {"x": 2.0, "n": 2, "flag": x > 0, "key": jax.random.key(2)}
+    b = lambda x: {"x": x * 2, "n": 2, "flag": x > 0, "key": jax.random.key(2)}
     out = lx.cond(False, a, b, jnp.float32(3.0))
     assert out["x"].dtype == jnp.float32
     assert out["n"].weak_type
