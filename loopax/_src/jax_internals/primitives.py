@@ -197,6 +197,11 @@ def branches(eqn: Any) -> tuple[ClosedJaxpr, ...]:
     return eqn.params["branches"]
 
 
+def chooses_platform(eqn: Any) -> bool:
+    """Whether it is the `lax.cond` of a `lax.platform_dependent`: compilation chooses, and others may not compile."""
+    return eqn.params.get("branches_platforms") is not None
+
+
 def with_branches(eqn: Any, programs: Sequence[ClosedJaxpr]) -> Any:
     """A `lax.cond` or `lax.switch` with other programs, and their effects."""
     effects = set().union(*(program.effects for program in programs))

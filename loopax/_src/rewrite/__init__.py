@@ -1,4 +1,5 @@
 """`rewrite_loops`: a function with the loops of other libraries replaced.
 
-May import: core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, lanes, loops, messages, pytrees.
+May import: branches, core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, lanes, loops, messages,
+pytrees.
 """

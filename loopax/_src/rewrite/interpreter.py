@@ -1,4 +1,4 @@
-"""Evaluate a jaxpr with its `jax.lax` loops exchanged for those of loopax, wherever they stand in it."""
+"""Evaluate a jaxpr with its `jax.lax` loops (and branches) exchanged for those of loopax, wherever they stand in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from loopax._src.branches import cond, switch
 from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, inner_jaxprs, map_programs, split_list
 from loopax._src.core.masking.substitute import pick
 from loopax._src.frontend.runtime_checks import Check, settle
@@ -17,7 +18,10 @@ from loopax._src.jax_internals import (
     Literal,
     Scan,
     While,
+    branches,
+    chooses_platform,
     is_addition,
+    is_cond,
     is_kernel,
     is_less_than,
     is_scan,
@@ -40,6 +44,7 @@ class Exchange:
     lanes: Lanes
     max_steps: int | None  # of those without a static length
     scans: bool  # whether `lax.scan` is exchanged as well
+    conds: bool  # and `lax.cond` and `lax.switch`
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
@@ -53,12 +58,17 @@ class Exchange:
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
     def _exchanges(self, eqn: Any) -> bool:
-        return is_while(eqn) or (self.scans and is_scan(eqn))
+        return is_while(eqn) or (self.scans and is_scan(eqn)) or self._exchanges_branches(eqn)
+
+    def _exchanges_branches(self, eqn: Any) -> bool:
+        return self.conds and is_cond(eqn) and not chooses_platform(eqn)
 
     def _concerns_inside(self, eqn: Any) -> bool:
         return not is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if self._exchanges_branches(eqn):
+            return self._branches(branches(eqn), operands)
         if self._exchanges(eqn):
             options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
             if is_scan(eqn):
@@ -103,6 +113,15 @@ class Exchange:
 
         return run
 
+    def _branches(self, programs: Sequence[ClosedJaxpr], operands: list[Any]) -> Sequence[Any]:
+        """A `lax.cond`, whose first branch is the one for False, or a `lax.switch`."""
+        index, *operands = operands
+        functions = [partial(_called, self.evaluate, program) for program in programs]
+        if len(functions) == 2:
+            is_false, is_true = functions
+            return cond(index, is_true, is_false, *operands, lanes=self.lanes)
+        return switch(index, functions, *operands, lanes=self.lanes)
+
     def _scan(self, loop: Scan, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
         consts, init, xs = split_list(operands, loop.sizes)
 
@@ -112,6 +131,10 @@ class Exchange:
 
         carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
         return [*carry, *ys]
+
+
+def _called(evaluate: Callable[..., list[Any]], program: ClosedJaxpr, *operands: Any) -> list[Any]:
+    return evaluate(program, operands)
 
 
 def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequence[Any], run: Any) -> list[Any]:

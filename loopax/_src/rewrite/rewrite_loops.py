@@ -14,6 +14,7 @@ from loopax._src.pytrees.static_args import Why, static_bool
 from loopax._src.rewrite.interpreter import Exchange
 
 _SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
+_CONDS = Why("which branches the program exchanges", "give conds=True in all calls: values do not depend on it")
 
 
 def rewrite_loops(
@@ -23,6 +24,7 @@ def rewrite_loops(
     max_steps: int | None = None,
     lanes: LanesLike = "lockstep",
     scans: bool = False,
+    conds: bool = False,
 ) -> Callable[..., Any]:
     """A function that computes what `fn` does, with its loops on loopax.
 
@@ -48,6 +50,10 @@ def rewrite_loops(
     scans
         Whether `jax.lax.scan`, and `fori_loop` with static limits, are exchanged as well. They have all derivatives
         without it, but no kinds.
+    conds
+        Whether `jax.lax.cond` and `jax.lax.switch` are exchanged for `cond` and `switch` of loopax, with these `lanes`.
+        Then a branch that no lane of a `jax.vmap` takes is not run, and a lane evaluates nothing of a branch that it
+        does not take. A `jax.lax.platform_dependent` stays as it is.
 
     Returns
     -------
@@ -59,7 +65,7 @@ def rewrite_loops(
     Raises
     ------
     TypeError
-        `fn` is not a function; `max_steps` or `scans` is traced; when it is called, that JAX cannot trace it.
+        `fn` is not a function; `max_steps`, `scans` or `conds` is traced; when it is called, that JAX cannot trace it.
     ValueError
         An unknown `kind` or `lanes`, or `Free()`; a negative `max_steps`; when it is called, a kind that needs a bound,
         without `max_steps`.
@@ -83,7 +89,9 @@ def rewrite_loops(
             "with `loopax.while_loop(..., lanes='free')`."
         )
     scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
-    exchange = Exchange(partial(_kind_of, kind) if is_chosen else options.kind, options.lanes, options.max_steps, scans)
+    conds = static_bool("rewrite_loops(conds=...)", conds, _CONDS)
+    chosen = partial(_kind_of, kind) if is_chosen else options.kind
+    exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds)
 
     @wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
