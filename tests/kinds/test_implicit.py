@@ -109,6 +109,25 @@ def test_the_start_has_no_derivative() -> None:
     assert_close(jax.grad(loop)(X), jnp.zeros(3))
 
 
+@pytest.mark.parametrize("fixed_point", [None, of_z, lambda c: c[:2]], ids=["all", "one", "weights too"])
+def test_weights_in_the_carry_have_a_derivative(fixed_point: Any) -> None:
+    """The body returns them as they came: they are what the fixed point depends on, and no start of it."""
+
+    def loop(w: Array, kind: lx.Kind) -> Array:
+        z, w, _ = lx.fori_loop(0, 100, lambda i, c: (f(c[1], X, c[0]), c[1], c[2]), (X, w, 3), kind=kind)
+        return (z**2).sum() + w[0, 1] ** 2
+
+    kind = Implicit(fixed_point=fixed_point)
+    assert_close(jax.grad(loop)(W, kind), jax.grad(loop)(W, UNROLLED), CLOSE)
+    second = lambda kind: jax.jacfwd(jax.grad(loop))(W, kind)
+    if fixed_point is None:
+        assert_close(second(kind), second(UNROLLED), 1e-7)
+
+
+def test_a_body_that_changes_nothing() -> None:
+    assert jax.grad(lambda x: lx.fori_loop(0, 3, lambda i, x: x, x, kind=Implicit()))(2.0) == 1.0
+
+
 XS = jnp.stack([X, 0.1 * X, -X, 3.0 * X])
 
 

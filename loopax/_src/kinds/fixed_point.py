@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core import LoopCall
+from loopax._src.core import BoundLoop, LoopCall, LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, open_constants, replace_jaxpr
 
@@ -19,13 +19,16 @@ class FixedPoint:
 
     call: LoopCall
     is_real: Mask  # leaves of the carry that have derivatives
+    is_constant: Mask  # those that the body returns as they came, such as weights
     is_unknown: Mask  # those of the fixed point
     extras: list[Any]  # what the user's function closes over
     user_residual: ClosedJaxpr | None  # (*extras, *carry) -> residual; None: unknowns - step(unknowns)
 
     @classmethod
     def of(cls, call: LoopCall, function: Callable[[Any], Any] | None) -> "FixedPoint":
-        """As the user's function says; without one, all leaves that have derivatives are unknowns."""
+        """As the user's function says; without one, all leaves that have derivatives and change are unknowns."""
+        low, high, *inputs = call.operands
+        is_constant = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs)).fixed
         is_real = tuple(_has_derivative(aval) for aval in call.loop.input_avals.carry)
         if function is None and not any(is_real):
             raise ValueError(
@@ -33,8 +36,9 @@ class FixedPoint:
                 "complex. Leave the kind out."
             )
         if function is None:
-            return cls(call, is_real, is_real, [], None)
-        return cls(call, is_real, *_of_function(call, function))
+            changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
+            return cls(call, is_real, is_constant, changing, [], None)
+        return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
 
     @property
     def is_other(self) -> Mask:
@@ -44,7 +48,7 @@ class FixedPoint:
     def residual(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """What is zero at the fixed point: an array for each unknown. `inputs` are operands and extras."""
         operands, extras = inputs
-        carry = merge_lists(self.is_unknown, reject(self.is_unknown, carry), unknowns)
+        carry = self._with(unknowns, carry, inputs)
         if self.user_residual is not None:
             return jaxpr_as_fun(self.user_residual)(*extras, *carry)
         after = select(self.is_unknown, self.call.at(operands).step(row, carry).carry)
@@ -52,8 +56,14 @@ class FixedPoint:
 
     def others_after(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """The other leaves that have derivatives, after a step from the fixed point."""
-        carry = merge_lists(self.is_unknown, reject(self.is_unknown, carry), unknowns)
+        carry = self._with(unknowns, carry, inputs)
         return select(self.is_other, self.call.at(inputs[0]).step(row, carry).carry)
+
+    def _with(self, unknowns: Sequence[Any], carry: Sequence[Any], inputs: Any) -> list[Any]:
+        """The carry with these unknowns, and with the constants as the loop was given them: a step depends on them."""
+        constants = select(self.is_constant, inputs[0].carry)
+        carry = merge_lists(self.is_constant, reject(self.is_constant, carry), constants)
+        return merge_lists(self.is_unknown, reject(self.is_unknown, carry), unknowns)
 
 
 def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
@@ -77,8 +87,13 @@ def _has_derivative(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _of_function(call: LoopCall, function: Callable[[Any], Any]) -> tuple[Mask, list[Any], ClosedJaxpr | None]:
-    """Which leaves are the unknowns, what the function closes over, and its residual if it has one."""
+def _of_function(
+    call: LoopCall, function: Callable[[Any], Any], is_constant: Mask
+) -> tuple[Mask, list[Any], ClosedJaxpr | None]:
+    """Which leaves are the unknowns, what the function closes over, and its residual if it has one.
+
+    Constants are no unknowns, also if the function returns them.
+    """
     results: list[Any] = []
 
     def flat(*carry: Any) -> list[Any]:
@@ -101,7 +116,7 @@ def _of_function(call: LoopCall, function: Callable[[Any], Any]) -> tuple[Mask, 
                 f"Implicit(fixed_point=...), called with a carry of {call.where}: got a residual of "
                 f"{_type(zero.aval)} for a leaf of {_type(leaf.aval)}. They must have the same shape and dtype."
             )
-    is_unknown = tuple(leaf in unknowns for leaf in carry)
+    is_unknown = tuple(leaf in unknowns and not fixed for leaf, fixed in zip(carry, is_constant, strict=True))
     if not residual:
         return is_unknown, [], None
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]

@@ -25,8 +25,9 @@ class Implicit(Kind):
 
     A loop that converges to z = f(z, a) ends at a z that depends on a alone, however it was found. Its derivative
     solves one linear system at the last carry, (I - df/dz) dz = (df/da) da: the implicit function theorem. Neither the
-    number of steps nor the start matters; the derivative with respect to `init_val` is zero. Forward and reverse
-    mode have the same derivative, in every order, to the tolerances of the loop and of the solver.
+    number of steps nor the start matters; the derivative with respect to `init_val` is zero, but for leaves that the
+    body returns as they came (weights): these are a part of a. Forward and reverse mode have the same derivative, in
+    every order, to the tolerances of the loop and of the solver.
 
     Parameters
     ----------
@@ -39,7 +40,8 @@ class Implicit(Kind):
         For loops whose carry holds more than the fixed point (histories, step sizes). It takes a carry, and
         returns the leaves that are the fixed point, as a pytree, or a pair of them and of a residual of the
         same structure, which is zero at the solution. It may close over what the body closes over. None: all
-        real and complex leaves are. Other leaves have the derivative of one step from the fixed point.
+        real and complex leaves that the body changes are. Other leaves have the derivative of one step from the
+        fixed point.
     rtol
         How far from a fixed point a loop may end: the norm of the residual, relative to that of the fixed point.
 
@@ -115,6 +117,8 @@ class Implicit(Kind):
                 "or ys has none. Use a while_loop or a fori_loop, or another kind."
             )
         fixed_point = FixedPoint.of(call, self.fixed_point)
+        if not any(fixed_point.is_unknown):  # the body returns all as it came
+            return call.run()
         found = call.at(lax.stop_gradient(call.operands)).run()
 
         @jax.custom_jvp
