@@ -268,6 +268,24 @@ class TestChecks:
         )
         assert_close(found, expected)
 
+    @pytest.mark.parametrize("options", [{"last": 2}, {"window": 3}, {"last": 50}], ids=str)
+    @pytest.mark.parametrize("is_static", [True, False])
+    def test_truncated_steps_are_checked(self, options: dict[str, int], is_static: bool) -> None:
+        """The inverse on the first step of the loop, and the drift in each part; here they are wrong elsewhere."""
+
+        def loop(a: Array, wrong: Callable[[Any], Any], num_steps: int = 20) -> Array:
+            body = lambda i, x: jnp.sin(a * x) / 4 + 0.3
+            kind = Reversible(lambda i, x: jnp.arcsin(4 * (x - 0.3)) / a * jnp.where(wrong(i), 1.01, 1), rtol=1e-3)
+            steps = num_steps if is_static else jnp.int32(num_steps)
+            return lx.fori_loop(0, steps, body, 1.0, max_steps=num_steps, kind=lx.Truncated(**options, kind=kind))
+
+        for wrong, problem in (
+            (lambda i: i == 0, "does not undo the first step"),
+            (lambda i: i > 0, "have grown beyond"),
+        ):
+            with pytest.raises(eqx.EquinoxRuntimeError, match=problem):
+                eqx.filter_jit(jax.grad(lambda a, wrong=wrong: loop(a, wrong)))(0.9)
+
 
 class TestBadInput:
     def test_arguments(self) -> None:

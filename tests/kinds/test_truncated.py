@@ -236,6 +236,13 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"Truncated\(window=...\): got -1, expected at least 1"):
             Truncated(window=-1)
 
+    @pytest.mark.parametrize("kind", [lx.Implicit(), Truncated(last=1)], ids=repr)
+    def test_a_kind_with_another_derivative(self, kind: lx.Kind) -> None:
+        with pytest.raises(
+            ValueError, match=r"Truncated\(kind=...\): got .*, whose derivative is not that of the steps"
+        ):
+            Truncated(last=2, kind=kind)
+
     def test_progress_of_windows(self) -> None:
         with pytest.raises(NotImplementedError, match="cannot show its progress"):
             lx.fori_loop(0, 9, lambda i, h: h, H, kind=Truncated(window=2), progress=True)

@@ -146,6 +146,11 @@ class Reversible(Kind):
         """See `Kind.without_functions`."""
         return replace(self, inverse=None, record=self.record and _taken_away)
 
+    def of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
+        """See `Kind.of_steps`: without checkpoints."""
+        drift = None if self.rtol is None else Drift(self.rtol, call.where, call.checked)
+        return with_round_trip(call), replace(self.without_functions(), checkpoints=0, drift=drift)
+
     def run(self, call: LoopCall) -> Outcome:
         """See `Kind.run`."""
         bound = call.loop.bound
@@ -159,9 +164,8 @@ class Reversible(Kind):
                 f"{call.where}: kind={self!r} spreads its checkpoints over a static bound, and the loop has none. Give "
                 "max_steps=, or leave out checkpoints."
             )
-        drift = None if self.rtol is None else Drift(self.rtol, call.where, call.checked)
-        one = replace(self.without_functions(), checkpoints=0, drift=drift)
-        call = with_round_trip(call).stored_by(one)
+        call, one = self.of_steps(call)
+        call = call.stored_by(one)
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:
             return call.run()

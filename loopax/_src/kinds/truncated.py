@@ -34,14 +34,14 @@ class Truncated(Kind):
     last, window
         A number of steps, from 1 on: one of the two.
     kind
-        What a gradient stores of the steps that are differentiated.
+        What a gradient stores of the steps that are differentiated. Of a `Reversible`, without its `checkpoints`.
 
     Raises
     ------
     TypeError
         Both or none of `last` and `window` are given; one is no int, or is traced.
     ValueError
-        `last` or `window` is less than 1.
+        `last` or `window` is less than 1; `kind` has another derivative than that of the steps.
     NotImplementedError
         `lanes="free"`, `lanes_map`, a body that changes mutable arrays; progress of a loop in windows.
 
@@ -69,7 +69,14 @@ class Truncated(Kind):
             )
         for name, value in given.items():
             object.__setattr__(self, name, positive_int(f"Truncated({name}=...)", value, "steps", _STEPS))
-        object.__setattr__(self, "kind", to_kind(self.kind))
+        kind = to_kind(self.kind)
+        if kind.derivative != "exact":
+            raise ValueError(
+                f"Truncated(kind=...): got {kind!r}, whose derivative is not that of the steps. Give a kind that says "
+                "what is stored of the steps that are differentiated, such as Residuals() or Checkpointed(), or take "
+                f"kind={kind!r} alone."
+            )
+        object.__setattr__(self, "kind", kind)
 
     def __repr__(self) -> str:
         """As a user writes it."""
@@ -105,11 +112,11 @@ class Truncated(Kind):
 
     def run(self, call: LoopCall) -> Outcome:
         """See `Kind.run`."""
-        bound, kind = call.loop.bound, to_kind(self.kind)
-        size = self.window or self.last
+        bound, size = call.loop.bound, self.window or self.last
         assert size is not None
         if bound is not None and size >= bound:
-            return call.stored_by(kind).run()
+            return to_kind(self.kind).run(call.stored_by(self.kind))
+        call, kind = to_kind(self.kind).of_steps(call)
         if self.last is not None:
             return differentiate_last(call, size, kind)
         return in_windows(Steps.of(call), size, of_windows=self, of_steps=kind, is_cut=True)

@@ -61,6 +61,10 @@ class Kind(ABC):
         """
         return call.run()
 
+    def of_steps(self, call: LoopCall) -> tuple[LoopCall, "Kind"]:
+        """A call with the checks of this kind, and what stores its steps, where another kind chooses the steps."""
+        return call, self
+
     def in_words(self) -> str:
         """What a gradient stores, for `explain`, where that is not what the plan says; else empty."""
         return ""
