@@ -118,6 +118,22 @@ def test_lanes_with_lengths_of_their_own(options: dict[str, Any], lanes: Any) ->
     assert_close(found, (sum(w for w, _ in each), jnp.stack([h for _, h in each])))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("transform", [jax.jit, pytest.param(jax.checkpoint, marks=pytest.mark.slow)])
+def test_lanes_of_a_program_that_has_been_traced(transform: Any, reverse: bool) -> None:
+    """JAX takes a rule for lanes where the function has them. There are as many lanes as rows: shapes are the same."""
+    lengths, weights = jnp.array([0, 4, 1, 3]), jnp.arange(16.0).reshape(4, 4)
+    step = lambda c, x: ((new := jnp.sin(c * x)), new)
+
+    def loss(h: Array, length: Any, weights: Array) -> Array:
+        return (lx.scan(step, h, XS[:4, 0], length=length, reverse=reverse, kind=Truncated(last=2))[1] * weights).sum()
+
+    args = jnp.arange(1.0, 5.0), lengths, weights
+    of_batch = lambda f: jax.jit(jax.grad(lambda h: jax.vmap(f)(h, *args[1:]).sum()))(args[0])
+    each = jnp.stack([jax.grad(loss)(*lane) for lane in zip(*args, strict=True)])
+    assert_close(of_batch(transform(loss)), each)
+
+
 @pytest.mark.parametrize("options", [{"last": 3}, {"window": 4}], ids=str)
 @pytest.mark.parametrize("is_static", [True, False])
 def test_indices_and_keys_are_those_of_the_loop(options: dict[str, Any], is_static: bool) -> None:

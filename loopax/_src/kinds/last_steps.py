@@ -42,13 +42,13 @@ def _by_ring(call: LoopCall, size: int, kind: Kind) -> Outcome:
 
     @jax.custom_jvp
     def run(operands: LoopOperands) -> Outcome:
-        return call.at(operands).run()
+        return _lanes_in_front(call.at(operands).run())
 
     @jax.custom_jvp
     def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:
         steps = Steps.of(call.at(lax.stop_gradient(operands)))
         found, ring = steps.with_ring(steps.operands, size)
-        return steps.results(found), ring
+        return _lanes_in_front(steps.results(found)), ring
 
     def dots_of(found: Outcome, ring: list[Any], operands: LoopOperands, dots: Any) -> Outcome:
         def last(operands: LoopOperands) -> Outcome:
@@ -68,6 +68,15 @@ def _by_ring(call: LoopCall, size: int, kind: Kind) -> Outcome:
     run.defjvp(rule_of_run, symbolic_zeros=True)
     run_with_ring.defjvp(rule_of_run_with_ring, symbolic_zeros=True)
     return run(call.operands)
+
+
+def _lanes_in_front(out: Outcome) -> Outcome:
+    """The results, whose rows of ys have their lanes in front under `jax.vmap`.
+
+    The function of a `jax.custom_jvp` and its rule must agree on this, for JAX does not see where they do not: rows of
+    a loop have their lanes behind, rows that have been turned have them in front.
+    """
+    return out._replace(ys=[lax.reshape(lax.reshape(y, (1, *y.shape)), y.shape) for y in out.ys])
 
 
 def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: Kind) -> Outcome:
