@@ -17,8 +17,8 @@ from loopax._src.core.effects.guard import guarded
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
-from loopax._src.core.masking.all_active import active_lanes, visibly_active
-from loopax._src.core.masking.substitute import fill_inactive, over_lanes, pick
+from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
+from loopax._src.core.masking.substitute import fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
 from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zeros
 

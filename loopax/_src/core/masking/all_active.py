@@ -17,6 +17,8 @@ from loopax._src.jax_internals import ClosedJaxpr, new_primitive, register, vary
 
 active_p = new_primitive("active_lanes")
 
+_COLUMNS = 256  # in which many lanes are searched
+
 
 class ActiveLanes(NamedTuple):
     """The parameters of the primitive. Operands are `row, *window`: the limits that each lane has of its own."""
@@ -56,6 +58,30 @@ def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -
     """Which lanes are active (`active_lanes`), as a primitive that stays visible in a body."""
     (active,) = active_p.bind(row, *window, windows=windows, lanes=lanes)
     return active
+
+
+def an_active(active: Any) -> Any:
+    """The number of a lane that is active; that of any lane if none is. active: bool[lanes].
+
+    Of many lanes it is found in two steps, each of which XLA computes for many columns at once: a search through all of
+    them takes fifteen times as long.
+    """
+    lanes = active.shape[0]
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+        return jnp.argmax(active)
+    rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
+    column = jnp.argmax(rows.any(0))
+    return column + _COLUMNS * jnp.argmax(rows[:, column])
+
+
+def over_lanes(reduce: Callable[..., Any], values: Any) -> Any:
+    """`reduce` of what each lane has, such as the largest, for many lanes in two steps, too. values: [lanes]."""
+    lanes = values.shape[0] if values.ndim else 0
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+        return reduce(values)
+    whole = lanes - lanes % _COLUMNS
+    columns = reduce(values[:whole].reshape(-1, _COLUMNS), axis=0)
+    return reduce(jnp.concatenate([columns, values[whole:]]))
 
 
 class CommonRows(NamedTuple):

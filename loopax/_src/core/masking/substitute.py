@@ -9,45 +9,20 @@ which stays visible in bodies: `lowering/active_sets.py` finds it there, and fil
 active lanes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.masking.all_active import an_active
 from loopax._src.jax_internals import Primitive, ad, is_nonzero, register
-
-_COLUMNS = 256
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
     return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
-
-
-def an_active(active: Any) -> Any:
-    """The number of a lane that is active; that of any lane if none is. active: bool[lanes].
-
-    Of many lanes it is found in two steps, each of which XLA computes for many columns at once: a search through all of
-    them takes fifteen times as long.
-    """
-    lanes = active.shape[0]
-    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
-        return jnp.argmax(active)
-    rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
-    column = jnp.argmax(rows.any(0))
-    return column + _COLUMNS * jnp.argmax(rows[:, column])
-
-
-def over_lanes(reduce: Callable[..., Any], values: Any) -> Any:
-    """`reduce` of what each lane has, such as the largest, for many lanes in two steps, too. values: [lanes]."""
-    lanes = values.shape[0] if values.ndim else 0
-    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
-        return reduce(values)
-    whole = lanes - lanes % _COLUMNS
-    columns = reduce(values[:whole].reshape(-1, _COLUMNS), axis=0)
-    return reduce(jnp.concatenate([columns, values[whole:]]))
 
 
 def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
