@@ -248,5 +248,6 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any]) -> li
     traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called)
     extent = Extent(jnp.int32(0), is_taken.astype(jnp.int32), 1, fixed=False)
     kind = Auto() if call.lanes.stages is None else Bounded()
-    done = run(traced, LoopSpec(call.name, extent, False, 1, kind, call.lanes), [], (call.operands, result), None, None)
+    loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name)
+    done = run(traced, loop_spec, [], (call.operands, result), None, None)
     return done.hand_over(settle(done.carry, done.checks))[1]

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import merge_lists, reject
@@ -18,7 +18,7 @@ from loopax._src.function_names import Called, parameters_of
 from loopax._src.jax_internals import Literal, to_weak, trace_context, vary_like, varying_axes, with_varying_axes
 from loopax._src.nnx.functional import freeze, keeps_closures, thaw
 from loopax._src.pytrees.diff import differences, same_value
-from loopax._src.pytrees.leaves import Dynamic, Spec, describe, pack
+from loopax._src.pytrees.leaves import Dynamic, Spec, Static, describe, pack
 
 
 class Branch(NamedTuple):
@@ -170,9 +170,11 @@ def _paths(spec: Spec) -> list[str]:
     return [jax.tree_util.keystr(path) or "the result itself" for path, _ in paths]
 
 
-def _fit(a: Any, b: Any, aval: Any) -> bool:
+def _fit(a: Static | Dynamic, b: Static | Dynamic, aval: Any) -> bool:
+    if isinstance(a, Static) and isinstance(b, Static):
+        return same_value(a.value, b.value)
     if not (isinstance(a, Dynamic) and isinstance(b, Dynamic)):
-        return type(a) is type(b) and same_value(a.value, b.value)
+        return False
     return a.key_impl == b.key_impl and aval.shape == b.aval.shape and _joined(aval, b.aval) is not None
 
 
@@ -182,7 +184,7 @@ def _joined(a: Any, b: Any) -> Any:
         dtype = jnp.result_type(a, b)
     if any(x.dtype != dtype and not x.weak_type for x in (a, b)):
         return None
-    joined = jax.core.ShapedArray(a.shape, dtype, weak_type=a.weak_type and b.weak_type)
+    joined = core.ShapedArray(a.shape, dtype, weak_type=a.weak_type and b.weak_type)
     return with_varying_axes(joined, varying_axes(a) | varying_axes(b))
 
 

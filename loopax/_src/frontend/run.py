@@ -40,6 +40,7 @@ class LoopSpec:
     lanes: Lanes
     throw: bool = True  # whether what goes wrong when it runs is an error
     reporter: Reporter | None = None  # to whom it tells how far it is
+    branch: str = ""  # which function of a `cond` or a `switch` it is; empty for loops
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def run(
             extent.bound_is_loose,
             traced.names,
             extent.bound,
+            branch=loop_spec.branch,
         ),
     )
     consts = [*traced.closed_over, *extras]

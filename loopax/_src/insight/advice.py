@@ -12,7 +12,16 @@ from loopax._src.insight.find_loops import FoundLoop, source_of
 from loopax._src.insight.sizes import in_bytes, typed
 from loopax._src.insight.stored import Stored
 from loopax._src.insight.unfold import without_calls
-from loopax._src.jax_internals import ClosedJaxpr, Literal, is_cast, is_select, keeps_values, update_of, updates
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    is_cast,
+    is_select,
+    keeps_values,
+    stands_alone,
+    update_of,
+    updates,
+)
 from loopax._src.lanes import CPU_LANES
 
 # An array that is updated in place: from so many bytes on, and so many times what is written.
@@ -28,8 +37,8 @@ class Advice:
     Attributes
     ----------
     name
-        What it is: "rows-written-in-carry", "trajectory-in-carry", "dtype-round-trip", "slowest-lane" or
-        "large-residuals".
+        What it is: "rows-written-in-carry", "trajectory-in-carry", "dtype-round-trip", "slowest-lane",
+        "branch-for-all-lanes" or "large-residuals".
     source
         The line to change, "file.py:12 (function)"; nothing where it is not known.
     message
@@ -153,6 +162,9 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
     if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
         return
+    if debug_info is not None and debug_info.branch:
+        yield from _branch_for_all(found)
+        return
     here = (
         f"{lanes} lanes run until the slowest of them is done, each step for all lanes. Where their steps differ much, "
     )
@@ -168,6 +180,19 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
             "slowest-lane",
             found.source,
             f'{here}`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.',
+        )
+
+
+def _branch_for_all(found: FoundLoop) -> Iterator[Advice]:
+    """A function that is evaluated for lanes that do not take it, where that costs something."""
+    debug_info = found.seen.loop.debug_info
+    assert debug_info is not None
+    if found.inner or any(map(stands_alone, without_calls(found.seen.loop.body).jaxpr.eqns)):
+        yield Advice(
+            "branch-for-all-lanes",
+            found.source,
+            f"{debug_info.branch} is evaluated for all {found.seen.waiting} lanes if one of them takes it. "
+            f'Where few do, `{debug_info.function}(..., lanes="compact")` gathers these into smaller batches.',
         )
 
 

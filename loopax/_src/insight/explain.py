@@ -73,12 +73,14 @@ class Explanation:
 
     def _heading(self) -> list[str]:
         count = sum(1 for _ in self.walk())
+        branches = sum(1 for loop in self.walk() if loop.branch)
         if not count:
             return [f"{self.name}: no loops, neither of loopax nor of jax.lax."]
         names = self.differentiated
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         of = f", gradient with respect to {', '.join(names[:MOST_NAMES])}{more}" if names else ""
-        return [f"{self.name}: {count} {'loop' if count == 1 else 'loops'}{of}"]
+        found = [showing.counted(count - branches, "loop", "loops"), showing.counted(branches, "branch", "branches")]
+        return [f"{self.name}: {' and '.join(filter(None, found))}{of}"]
 
     def _summary(self) -> list[str]:
         if not self.loops:
@@ -187,6 +189,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         problem,
         tuple(advice_for(found, stored)),
         tuple(map(_explained, found.inner)),
+        debug_info.branch if debug_info else "",
     )
 
 

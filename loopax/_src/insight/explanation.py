@@ -45,6 +45,9 @@ class LoopExplanation:
     ----------
     function
         "loopax.scan", "lax.while_loop" and the like.
+    branch
+        "true_fun", "branches[1]" and the like: a function of a `loopax.cond` or `switch`, which is a loop of one step
+        or none. Empty for loops.
     source
         Where it is called, "file.py:12 (function)".
     kind, lanes
@@ -91,6 +94,7 @@ class LoopExplanation:
     problem: str
     warnings: tuple[Advice, ...]
     inner: tuple["LoopExplanation", ...]
+    branch: str = ""
 
     def walk(self) -> Iterator["LoopExplanation"]:
         """The loop, and those in it."""

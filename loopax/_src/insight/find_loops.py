@@ -107,12 +107,19 @@ def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
     """A loop that is an equation, of these operands."""
     loop, names = seen.loop, seen.loop.names
     own = [*names.consts, *names.carry, *names.xs]
+    if loop.debug_info is not None and loop.debug_info.branch:
+        own = list(map(_name_in_branch, own))
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
     consts, carry, xs = split_list(operands, loop.sizes)
     flags = (False, *(value.perturbed for value in operands))
     reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
     return FoundLoop(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
+
+
+def _name_in_branch(name: str) -> str:
+    """What a leaf of the carry of a branch is: it carries the operands, and arrays of the result."""
+    return "result" if name.startswith("carry[1]") else name.replace("carry[0]", "operands", 1)
 
 
 def source_of(eqn: Any) -> str:

@@ -47,7 +47,13 @@ def _lines(loop: LoopExplanation) -> Iterator[str]:
 
 def title(loop: LoopExplanation) -> str:
     """Which loop it is, and where."""
-    return loop.function + (f" at {loop.source}" if loop.source else "")
+    where = loop.function + (f" at {loop.source}" if loop.source else "")
+    return f"{where}: {loop.branch}" if loop.branch else where
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """So many of something; nothing where there are none."""
+    return f"{count} {one if count == 1 else many}" if count else ""
 
 
 def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
@@ -69,6 +75,11 @@ def _leaf_row(leaf: Leaf) -> list[str]:
 
 def facts(loop: LoopExplanation) -> Iterator[str]:
     """Steps, kind, what is stored, and body evaluations."""
+    if loop.branch:
+        yield f"runs: {_runs(loop)}"
+        if loop.problem:
+            yield f"no gradient: {loop.problem}"
+        return
     yield f"steps: {_steps(loop)}{_lanes(loop)}"
     stored = loop.stored
     if loop.kind is not None and stored is not None:
@@ -103,6 +114,15 @@ def _steps(loop: LoopExplanation) -> str:
 def _lanes(loop: LoopExplanation) -> str:
     given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
     return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
+
+
+def _runs(loop: LoopExplanation) -> str:
+    """When a branch is evaluated, and for whom."""
+    if loop.lanes is not None and loop.lanes != Lockstep():
+        return f"if it is taken, in a batch for the lanes that take it ({loop.lanes!r}); once more for a gradient"
+    if loop.waiting > 1:
+        return f"for all {loop.waiting} lanes, if one of them takes it"
+    return "if it is taken"
 
 
 def _evaluations(loop: LoopExplanation) -> str:

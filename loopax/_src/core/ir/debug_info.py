@@ -51,6 +51,7 @@ class DebugInfo:
     names: Names
     most_steps: int | None = None  # of the call, from which a kind may make several loops
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
+    branch: str = ""  # of a `cond` or a `switch`: the function of the user's
 
     def renamed(self, names: Names) -> "DebugInfo":
         """Give the operands and results other names."""
