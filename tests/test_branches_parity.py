@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax._src.test_util import count_jit_and_pmap_lowerings
 
 import loopax as lx
 from tests.support.reference import assert_close
@@ -161,7 +162,7 @@ def test_effects_are_those_of_the_branch_that_is_taken(capfd) -> None:
     assert capfd.readouterr().out == "no 1.0\n"
 
 
-def test_a_branch_is_traced_once_for_the_same_functions() -> None:
+def test_a_second_call_traces_and_compiles_nothing() -> None:
     traces = []
 
     def branch(x):
@@ -171,6 +172,11 @@ def test_a_branch_is_traced_once_for_the_same_functions() -> None:
     def other(x):
         return x
 
-    for i in range(3):
-        lx.cond(i > 0, branch, other, 1.0)
-    assert len(traces) <= 2
+    lx.cond(True, branch, other, 1.0)
+    count = len(traces)
+    with count_jit_and_pmap_lowerings() as lowered:
+        for i in range(3):
+            lx.cond(i > 0, branch, other, 1.0)
+    assert count <= 2
+    assert len(traces) == count
+    assert lowered() == 0
