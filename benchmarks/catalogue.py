@@ -2,6 +2,7 @@
 
 from benchmarks import (
     adaptive,
+    branches,
     budgets,
     condition_checks,
     durable,
@@ -29,6 +30,7 @@ WITH_GROUPS = (
     storeless,
     truncated,
     lanes,
+    branches,
     ragged,
     budgets,
     models,
