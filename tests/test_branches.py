@@ -356,14 +356,14 @@ def test_nnx_objects_are_changed_in_the_branch_that_is_taken(taken: bool) -> Non
         (lambda: lx.cond(True, lambda: jnp.int32(1), lambda: 1.5), TypeError, "the result itself: .*int32"),
         (lambda: lx.switch(0, [jnp.sin, jnp.cos, lambda x: (x,)], 1.0), TypeError, r"branches\[2\] and branches\[0\]"),
         (lambda: lx.cond(jnp.ones(2), lambda: 1, lambda: 1), TypeError, r"got float64\[2\], expected one bool"),
-        (lambda: lx.cond("yes", lambda: 1, lambda: 1), TypeError, "got str 'yes', expected one bool"),
-        (lambda: lx.cond(True, 3, lambda: 1), TypeError, "true_fun of cond: got int 3"),
-        (lambda: lx.switch(1.0, [lambda: 1]), TypeError, "got float 1.0, expected one integer"),
+        (lambda: lx.cond("yes", lambda: 1, lambda: 1), TypeError, "got str 'yes', expected one bool"),  # pyright: ignore[reportArgumentType]
+        (lambda: lx.cond(True, 3, lambda: 1), TypeError, "true_fun of cond: got int 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: lx.switch(1.0, [lambda: 1]), TypeError, "got float 1.0, expected one integer"),  # pyright: ignore[reportArgumentType]
         (lambda: lx.switch(0, []), ValueError, "got no branches"),
-        (lambda: lx.switch(0, [3]), TypeError, r"branches\[0\] of switch: got int 3"),
+        (lambda: lx.switch(0, [3]), TypeError, r"branches\[0\] of switch: got int 3"),  # pyright: ignore[reportArgumentType]
         (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, operand=2.0), TypeError, "by name and 1 by position"),
         (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, lanes="free"), ValueError, "free lanes are for a loop"),
-        (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, lanes="eager"), ValueError, "Choose one of"),
+        (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, lanes="eager"), ValueError, "Choose one of"),  # pyright: ignore[reportArgumentType]
     ],
 )  # fmt: skip
 def test_bad_arguments(call: Any, error: Any, message: str) -> None:
