@@ -9,7 +9,7 @@ from tests.support.problem import KINDS, LOOPS, XS, name_of
 from tests.support.reference import assert_close
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.slow), *KINDS[1:]], ids=name_of)
 @pytest.mark.parametrize("loop", ["while", "fori", pytest.param("scan", marks=pytest.mark.slow)])
 def test_gradient(loop, kind):
     with jax.disable_jit():

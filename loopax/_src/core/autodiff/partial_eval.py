@@ -205,7 +205,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     unknown = unknown._replace(carry=outputs.carry)
     num_outputs = flatten(outputs).count(False)
     sizes = [mask.count(False) for mask in unknown]
-    residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)))
+    residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
     recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)

@@ -21,14 +21,20 @@ class Residual(NamedTuple):
     position: int  # among the outputs of the known body
 
 
-def classified(known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int]) -> list[Residual]:
-    """The residuals at these positions among the outputs of (row, *consts, *carry, *x) -> ...; `sizes` of the three."""
+def classified(
+    known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int], at_most_once: bool = False
+) -> list[Residual]:
+    """The residuals at these positions among the outputs of (row, *consts, *carry, *x) -> ...; `sizes` of the three.
+
+    `at_most_once`: the step is taken once or not at all, so nothing is gained if what it computes is hoisted.
+    """
     num_consts, num_carry, num_xs = sizes
     consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
     inputs = known.jaxpr.invars[first_x : first_x + num_xs]
     candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
     # A loop may take no step. What is hoisted is computed all the same, so it must come to an end and have no effects.
-    hoisted = [p for p in _computed_from(known, consts, candidates) if always_ends(_program_of(known, p).jaxpr)]
+    programs = {p: _program_of(known, p).jaxpr for p in _computed_from(known, consts, candidates)}
+    hoisted = [p for p, jaxpr in programs.items() if (not jaxpr.eqns if at_most_once else always_ends(jaxpr))]
 
     def classify(position: int) -> Residual:
         same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
