@@ -25,7 +25,7 @@ def stacked(results: Any) -> Any:
     return jax.tree.map(lambda *x: np.stack(x), *results)
 
 
-@each_estimator
+@fast_and_slow(ESTIMATORS[:2], ESTIMATORS[2:])
 def test_batches_and_bounds_do_not_change_an_estimate(estimator: Any) -> None:
     """Of five samples: in uneven batches, in a single one, and where there is room for more."""
     per_sample = estimator.products_per_sample
