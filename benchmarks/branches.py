@@ -179,7 +179,7 @@ def expert(inward: Array, outward: Array, x: Array) -> Array:
 def by_switch(inward: Array, outward: Array, xs: Array, routes: Array) -> Array:
     """For each token the expert that it is sent to."""
     # Taken out of the stack here, so that a branch reads the weights of its expert and no others.
-    weights = [(inward[k], outward[k]) for k in range(EXPERTS)]
+    weights = zip(jnp.unstack(inward), jnp.unstack(outward), strict=True)
     experts = [partial(expert, *of_expert) for of_expert in weights]
     return jax.vmap(lambda x, route: lx.switch(route, experts, x, lanes="compact"))(xs, routes)
 
