@@ -93,6 +93,7 @@ def main() -> None:
         "planets",
         "truncated_backpropagation",
         "deep_equilibrium",
+        "mixture_of_experts",
     ):
         draw_trained(name)
 
