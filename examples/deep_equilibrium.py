@@ -119,7 +119,7 @@ def solve(matvec: Callable[[State], State], b: State, tally: Tally | None) -> St
 def by_steps(
     layer: Layer, start: State, tally: Tally | None, kind: lx.Kind | None = None, max_steps: int = BOUND
 ) -> Found:
-    """The same loop, whose derivative goes through its steps. It is fastest with lanes in lockstep."""
+    """The model's loop with a derivative that goes through its steps. It is fastest with lanes in lockstep."""
     return until_converged(counted(layer, tally), start, None, kind or lx.Residuals(), max_steps, "lockstep")
 
 

@@ -134,7 +134,7 @@ class Training(NamedTuple):
 
 
 def start(hidden: int = HIDDEN) -> Progress:
-    """The same for all kinds."""
+    """An untrained network: all kinds start from one."""
     network = Forecaster(jax.random.key(0), hidden)
     return Progress(network, network, OPTIMISER.init(eqx.filter(network, eqx.is_array)))
 

@@ -2,8 +2,8 @@
 
 The lanes that take it are counted when the program runs: batches of a fixed size are filled with them, one after
 another, as many as it takes. Each batch reads its lanes from the operands of all lanes, and writes their results to
-those of all lanes. Both is done in place, forward and backward, so lanes that do not take the step cost nothing. The
-places that are left over in the last batch repeat its first lane, and write nothing.
+those of all lanes. It reads and writes in place, forward and backward, so lanes that do not take the step cost nothing.
+The places that are left over in the last batch repeat its first lane, and write nothing.
 """
 
 from collections.abc import Sequence
