@@ -46,8 +46,9 @@ def cond(
 
         return true_fun(*operands) if pred else false_fun(*operands)
 
-    Under `jax.vmap` with a predicate of each lane's own, a function that no lane takes is not run. A lane evaluates
-    nothing of the other function outside its domain: no NaN, no error, no iteration and no effect comes from there.
+    Under `jax.vmap` with a predicate of each lane's own, a function that no lane takes is not run. Nothing comes to a
+    lane from the function that it does not take: no NaN, no error, no iteration and no effect. A function of a few
+    elementwise operations is computed for all lanes, and selected.
 
     Parameters
     ----------

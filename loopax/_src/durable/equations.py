@@ -19,7 +19,7 @@ from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.varying_axes import retyped_p
 from loopax._src.core.masking.all_active import ActiveLanes, active_p
-from loopax._src.core.masking.substitute import fill_inactive_p, filled
+from loopax._src.core.masking.substitute import always, fill_inactive_p, filled
 from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -64,7 +64,7 @@ def acts(eqn: Any) -> bool:
 def program_of(eqn: Any) -> Program | None:
     """The program that an equation evaluates on its operands, if it does nothing else."""
     if eqn.primitive is fill_inactive_p:
-        return jax.make_jaxpr(partial(filled, **eqn.params))(*(x.aval for x in eqn.invars))
+        return jax.make_jaxpr(partial(filled, **always(eqn.params)))(*(x.aval for x in eqn.invars))
     return called(eqn)
 
 

@@ -40,6 +40,27 @@ keeps_values = one_of(
     *("convert_element_type", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier")
 )
 
+# Each element of the result from the same element of each operand, in a time that no value makes longer.
+is_elementwise_operation = one_of(
+    *("abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "clz", "complex", "conj", "div"),
+    *("convert_element_type", "copy", "copy_p", "eq", "eq_to", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag"),
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    *("erf", "erf_inv", "erfc", "lgamma", "digamma", "log", "log1p", "logistic", "pow", "integer_pow", "rsqrt", "sqrt"),
+    *("is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or"),
+    *("population_count", "real", "reduce_precision", "rem", "round", "select_n", "sign", "square", "sub", "xor"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "stop_gradient", "name"),
+    *("broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "pvary", "pcast"),
+    *("random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "threefry2x32"),
+)
+# Elements of the result from several elements of an operand, in such a time, too.
+is_reduction_or_move = one_of(
+    *("argmax", "argmin", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod"),
+    *("cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice", "sort"),
+    *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")),
+    *("scatter", "scatter-add", "scatter_add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+    *("split", "stack", "transpose", "unstack", "random_split"),
+)
+
 # ---- what is written in place
 
 _is_slice_update = one_of("dynamic_update_slice")

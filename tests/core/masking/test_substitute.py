@@ -1,6 +1,7 @@
 """Constants of lanes that are filled once for each set of active lanes: the same results as lanes that run alone.
 
-What decides is the size of the constants; here all that lanes have of their own counts as large.
+What decides is the size of the constants; here all that lanes have of their own counts as large. Bodies of mere
+arithmetic are filled in derivatives alone; here they count as others do, but in the tests that say so.
 """
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from loopax._src.core.batching import lockstep_loop, masked_step
 from loopax._src.core.lowering import active_sets
 from tests.support.derivatives import XS, H, W, derivatives
 from tests.support.problem import BOUND, KINDS, LOOPS, name_of
@@ -23,6 +25,13 @@ LOOPS_OF_A_GRADIENT = {"Checkpointed": 3, "Checkpointed3": 4, "Bounded": 2, "Res
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch):
     monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 1)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Finished lanes never compute with operands of their own."""
+    for module in (masked_step, lockstep_loop):
+        monkeypatch.setattr(module, "when_filled", lambda body: "always")
 
 
 def counted(monkeypatch, function, *args):
@@ -44,7 +53,7 @@ def expected_gradients(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_forward(loop, monkeypatch):
+def test_forward(loop, monkeypatch, always):
     """Before a gradient is taken all kinds are the same."""
     loops, values = counted(monkeypatch, jax.vmap(LOOPS[loop][0](lx.Lax())), *LANES)
     assert loops == 1
@@ -59,7 +68,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 @pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
-def test_gradients_of_each_lane(loop, kind, monkeypatch):
+def test_gradients_of_each_lane(loop, kind, monkeypatch, always):
     inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind), (0, 1, 2)))
     loops, found = counted(monkeypatch, inside, *LANES)
     assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
@@ -78,13 +87,13 @@ def test_gradients_of_all_lanes(loop, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
-def test_second_derivatives(kind):
+def test_second_derivatives(kind, always):
     hessians = jax.jit(jax.vmap(jax.hessian(LOOPS["scan"][0](kind), 1)))(*LANES)
     assert_close(hessians, np.stack([lane.hessian for lane in expected("scan")]))
 
 
 @pytest.mark.parametrize("kind", [SLOTS, RESIDUALS], ids=name_of)
-def test_two_vmaps(kind):
+def test_two_vmaps(kind, always):
     """Every lane (rows) with every length (columns)."""
     gradient = jax.grad(LOOPS["scan"][0](kind))
     twice = jax.vmap(jax.vmap(gradient, (None, None, None, 0)), (0, 0, 0, None))
@@ -93,7 +102,7 @@ def test_two_vmaps(kind):
 
 
 @pytest.mark.parametrize("kind", [CHECKPOINTED, BOUNDED], ids=name_of)
-def test_jax_checkpoint(kind):
+def test_jax_checkpoint(kind, always):
     checkpointed = jax.vmap(jax.grad(jax.checkpoint(LOOPS["scan"][0](kind))))
     assert_close(jax.jit(checkpointed)(*LANES), expected_gradients("scan")[0])
 
@@ -109,3 +118,14 @@ def test_forward_mode_outside_of_the_batch():
 def test_small_constants_are_filled_in_each_step(monkeypatch):
     monkeypatch.setattr(active_sets, "LARGE_CONSTANTS_BYTES", 64 * 1024)
     assert counted(monkeypatch, jax.vmap(LOOPS["scan"][0](lx.Lax())), *LANES)[0] == 0
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_mere_arithmetic_is_filled_in_no_step(loop, monkeypatch):
+    """Neither forward nor in a gradient of each lane; what finished lanes compute there meets nothing else."""
+    loops, values = counted(monkeypatch, jax.vmap(LOOPS[loop][0](lx.Lax())), *LANES)
+    assert loops == 0
+    assert_close(values, np.stack([lane.value for lane in expected(loop)]))
+    loops, found = counted(monkeypatch, jax.vmap(jax.grad(LOOPS[loop][0](RESIDUALS), (0, 1, 2))), *LANES)
+    assert loops == 0
+    assert_close(found, expected_gradients(loop))

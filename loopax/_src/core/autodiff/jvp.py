@@ -11,6 +11,7 @@ from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.operand_groups import append_each, fill_each, flatten, map_leaves
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
+from loopax._src.core.masking.substitute import filled_in_derivatives
 from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
 from loopax._src.messages import effects_message
 
@@ -38,7 +39,7 @@ def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Seq
     `perturbed` has a group of flags for each group of inputs, and says which of them have a tangent; `wanted` says
     the same of the outputs.
     """
-    function, mask = jaxpr_as_fun(body), [False, *flatten(perturbed)]
+    function, mask = jaxpr_as_fun(filled_in_derivatives(body)), [False, *flatten(perturbed)]
     (row_aval,), *avals, _ = split_list(body.in_avals, [1, *map(len, perturbed)])
     pairs = [group for avals, flags in zip(avals, perturbed, strict=True) for group in (avals, select(flags, avals))]
 

@@ -16,6 +16,7 @@ from loopax._src.core.ir.strip_progress import strip_progress_of_params
 from loopax._src.core.jaxpr.operand_groups import fill_each, flatten, map_leaves, reject_each, select_each
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.core.jaxpr.varying_axes import retyped
+from loopax._src.core.masking.substitute import filled_in_derivatives
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
@@ -119,6 +120,7 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
     part is the answer. `low`, `high` and all operands that have values get None.
     """
     loop = Loop(**strip_progress_of_params(params))
+    loop = loop._replace(body=filled_in_derivatives(loop.body))
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * (2 + len(operands))
     inputs = loop.inputs(operands)

@@ -24,6 +24,7 @@ from loopax._src.core.jaxpr.operand_groups import (
     unflatten,
 )
 from loopax._src.core.jaxpr.util import Mask, either, invert, weakly_cached
+from loopax._src.core.masking.substitute import filled_in_derivatives
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
 
 
@@ -159,6 +160,7 @@ def sweep_transpose(cts: Sequence[Any], low: Any, high: Any, _: Any, *operands: 
     `init`, so all cotangents of states go to `init`.
     """
     sweep = ReverseSweep(**params)
+    sweep = sweep._replace(step=filled_in_derivatives(sweep.step))
     flags = list(map(ad.is_undefined_primal, operands))
     parts = partial_eval_sweep(sweep, unknown_inputs(sweep.operands(flags)))
     given = linear_operands(parts, low, high, sweep.operands(operands))

@@ -18,10 +18,11 @@ from loopax._src.core.batching.masked_step import (
     lanes_body,
     skip_idle_rows,
     step_lanes,
+    when_filled,
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.cost import is_elementwise
-from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, lane_avals
+from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
@@ -65,6 +66,11 @@ def goes_on(row: Any, own: Sequence[Any], windows: Mask, reverse: bool) -> Any:
     return True
 
 
+def takes_any_step(loop: Loop) -> bool:
+    """Whether a batch computes the one step of a loop for all lanes, and drops it where it is not taken."""
+    return loop.may_discard or (loop.bound == 1 and not loop.predicated and is_elementwise(loop.body))
+
+
 def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
     """Whether the batch goes on, where it has a predicate, and how many lanes do, where it shows that."""
     go_on = carry[0] & ahead if loop.predicated else ahead
@@ -87,12 +93,15 @@ def _lanes_loop(
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
     window_avals, extra = avals
-    function = lane_function(loop.body, flatten(mapped), axis.arguments)
     const_avals, carry_avals, xs_avals = (
         lane_avals(group, mask, axis) for group, mask in zip(loop.input_avals, mapped, strict=True)
     )
+    may_discard = takes_any_step(loop)
+    when = "never" if may_discard else when_filled(loop.body)
+    has_lanes = map_leaves(lambda _: True, mapped) if may_discard else mapped
+    function = lane_function(loop.body, flatten(has_lanes), axis.arguments)
     in_place = buffers(loop.body, loop.carry_range)
-    filled_consts, filled_others = filled_operands(loop.body, mapped.consts, loop.num_carry, mapped.xs)
+    filled_consts, filled_others = filled_operands(loop.body, has_lanes.consts, loop.num_carry, has_lanes.xs)
     num_windows, num_extra = len(window_avals), len(extra)
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
@@ -105,10 +114,12 @@ def _lanes_loop(
     def body(row: Any, *operands: Any) -> list[Any]:
         own, consts, extra, carry, xs = split_list(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
         active = active_at(row, own, carry)
-        filled = fill_inactive(active, consts, filled_consts)
+        if may_discard:
+            consts, xs = _repeated(axis, consts, mapped.consts), _repeated(axis, xs, mapped.xs)
+        filled = fill_inactive(active, consts, filled_consts, when)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, filled, [*carry, *xs], filled_others, carry, in_place)
+            return step_lanes(function, active, row, filled, [*carry, *xs], filled_others, carry, in_place, when)
 
         out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
         if not num_extra:
@@ -126,9 +137,14 @@ def _lanes_loop(
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         stages=None,
-        may_discard=loop.may_discard or (loop.bound == 1 and not loop.predicated and is_elementwise(loop.body)),
+        may_discard=may_discard,
         debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_windows, num_extra),
     )
+
+
+def _repeated(axis: Axis, operands: Sequence[Any], mapped: Sequence[bool]) -> list[Any]:
+    """What all lanes share, for each of them: its derivative is masked in each lane, and then summed."""
+    return [x if has_lanes else fill_axis(axis, x, None) for x, has_lanes in zip(operands, mapped, strict=True)]
 
 
 def _lanes_inverse(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
-from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes
+from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes, takes_any_step
 from loopax._src.core.batching.masked_step import any_row, hull
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
@@ -90,13 +90,19 @@ def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOut
 
 def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
     """Lanes that stop at different steps."""
-    if loop.stages:
+    if loop.stages and not takes_any_step(loop):  # a select costs less than to gather the lanes
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))
         return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
-    window = any_row(low, high) if loop.bound == 1 else hull(low, high)
-    out, num_steps = run_lanes(loop, axis, *window, lanes)
+    out, num_steps = run_lanes(loop, axis, *_rows(loop, low, high), lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves
+
+
+def _rows(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
+    """The window of rows that holds those of all lanes."""
+    if takes_any_step(loop):
+        return jnp.int32(0), jnp.int32(1)
+    return any_row(low, high) if loop.bound == 1 else hull(low, high)

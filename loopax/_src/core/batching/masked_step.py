@@ -1,8 +1,8 @@
 """One step of a batch of loops that stop at different times.
 
 A finished lane keeps its carry. What it computes meanwhile is thrown away, so it computes something harmless: its
-operands are filled with those of a lane that is still active (`masking/substitute.py`). The body is then never
-evaluated outside of its domain, and a loop inside the body never spins for a lane that is done.
+operands are filled with those of a lane that is still active (`masking/substitute.py`), so a loop inside the body never
+spins for a lane that is done, and no derivative meets what lies outside of the body's domain.
 """
 
 from collections import Counter
@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.effects.guard import guarded
+from loopax._src.core.jaxpr.cost import is_arithmetic
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
-from loopax._src.core.masking.substitute import fill_inactive, pick
+from loopax._src.core.masking.substitute import When, fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
 from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zeros
 
@@ -59,13 +60,14 @@ def step_lanes(
     filled: Sequence[bool],
     carry: Sequence[Any],
     in_place: Mask,
+    when: When,
 ) -> list[Any]:
     """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros.
 
     Constants are filled already; `filled` says which of the other operands are to be. In leaves of the carry that are
     changed `in_place`, finished lanes do not write.
     """
-    out = function(active, row, *consts, *fill_inactive(active, others, filled))
+    out = function(active, row, *consts, *fill_inactive(active, others, filled, when))
     new_carry, ys = split_list(out, [len(carry)])
     leaves = zip(in_place, new_carry, carry, strict=True)
     return [
@@ -100,6 +102,11 @@ def any_row(low: Any, high: Any) -> tuple[Any, Any]:
     return jnp.zeros((), jnp.int32), over_lanes(jnp.any, low < high).astype(jnp.int32)
 
 
+def when_filled(body: ClosedJaxpr) -> When:
+    """When finished lanes need the operands of others: mere arithmetic on their own is harmless until it is summed."""
+    return "in_derivatives" if is_arithmetic(body.jaxpr) else "always"
+
+
 def filled_operands(
     body: ClosedJaxpr, consts: Sequence[bool], num_carry: int, rest: Sequence[bool]
 ) -> tuple[Mask, Mask]:
@@ -123,14 +130,15 @@ def lanes_body(
     filled_consts, filled = filled_operands(closed, consts_mapped, num_carry, others_mapped)
     in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
     y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
+    when = when_filled(closed)
 
     def body(row: Any, *operands: Any) -> list[Any]:
         window, consts, carry, others = split_list(operands, [sum(windows), num_consts, num_carry])
         active = in_window(row, window, windows, axis)
-        consts = fill_inactive(active, consts, filled_consts)
+        consts = fill_inactive(active, consts, filled_consts, when)
 
         def step() -> list[Any]:
-            return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place)
+            return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place, when)
 
         return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
 

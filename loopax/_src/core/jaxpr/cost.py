@@ -14,18 +14,18 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
     Scan,
+    called,
     contracted_size,
     inlinable,
     is_cond,
     is_convolution,
+    is_elementwise_operation,
     is_free,
     is_product,
+    is_reduction_or_move,
     is_scan,
     is_transcendental,
     is_while,
-    moves,
-    stands_alone,
-    takes_fused,
 )
 
 IN_MEMORY = 1.0  # per byte stored and read again
@@ -63,6 +63,17 @@ def always_ends(jaxpr: Any) -> bool:
     )
 
 
+def is_arithmetic(jaxpr: Any) -> bool:
+    """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none."""
+    return not jaxpr.effects and all(map(_is_arithmetic, jaxpr.eqns))
+
+
+def _is_arithmetic(eqn: Any) -> bool:
+    if is_scan(eqn) or is_cond(eqn) or called(eqn) is not None:
+        return all(map(is_arithmetic, inner_jaxprs(eqn)))
+    return is_elementwise_operation(eqn) or is_reduction_or_move(eqn)
+
+
 def is_elementwise(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
     return not closed.effects and len(closed.jaxpr.eqns) <= _FEW and all(map(_is_elementwise, closed.jaxpr.eqns))
@@ -70,10 +81,7 @@ def is_elementwise(closed: ClosedJaxpr) -> bool:
 
 def _is_elementwise(eqn: Any) -> bool:
     program = inlinable(eqn)
-    if program is not None:
-        return is_elementwise(program)
-    has_others = stands_alone(eqn) or takes_fused(eqn) or moves(eqn) or any(True for _ in inner_jaxprs(eqn))
-    return not has_others and eqn.primitive not in computed and len(eqn.outvars) == 1
+    return is_elementwise_operation(eqn) if program is None else is_elementwise(program)
 
 
 def _equations(jaxpr: Any) -> float:

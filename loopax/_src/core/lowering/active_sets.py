@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import num_bytes, weakly_cached
-from loopax._src.core.masking.substitute import batch_axes_of, fill_inactive, fill_inactive_p
+from loopax._src.core.masking.substitute import fill_inactive, fill_inactive_p, fills_now
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, replace_jaxpr
 
 # Constants of all lanes together from which on this pays (measured in docs/benchmark.md); below it the additional loop
@@ -43,7 +43,7 @@ def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> Filled
     jaxpr = body.jaxpr
     row, consts = jaxpr.invars[0], list(jaxpr.invars[1 : 1 + num_consts])
     rest = jaxpr.invars[1 + num_consts :]
-    fills = [eqn for eqn in jaxpr.eqns if eqn.primitive is fill_inactive_p and not batch_axes_of(eqn)]
+    fills = [eqn for eqn in jaxpr.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
     fills = [eqn for eqn in fills if any(eqn.invars[2] is const for const in consts)]
     fills = [eqn for eqn in fills if eqn.invars[0] is fills[0].invars[0]]
     if num_bytes(eqn.outvars[0].aval for eqn in fills) < LARGE_CONSTANTS_BYTES or not fills:

@@ -1,8 +1,9 @@
 """What a finished lane of a batch computes with.
 
 Under `jax.vmap` a lane that has finished still executes the body, and its result is thrown away. From operands of its
-own it could leave the body's domain, give NaNs, or spin in an inner loop. So its operands are overwritten with those of
-a lane that is still active (a batched double-where).
+own it could spin in an inner loop, or leave the body's domain. Nobody reads what is not a number there, until a
+derivative multiplies it by zero and sums over lanes. So the operands of a finished lane are overwritten with those of a
+lane that is still active (a batched double-where): always, or only in derivatives where the body is mere arithmetic.
 
 Large constants of each lane (the weights of an ensemble) would be copied in every step. The operation is a primitive,
 which stays visible in bodies: `lowering/active_sets.py` finds it there, and fills such constants once for each set of
@@ -10,14 +11,17 @@ active lanes.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs, weakly_cached
 from loopax._src.core.masking.all_active import an_active
-from loopax._src.jax_internals import Primitive, ad, is_nonzero, register
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, is_nonzero, register, replace_jaxpr
+
+When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
@@ -25,30 +29,71 @@ def pick(active: Any, a: Any, b: Any) -> Any:
     return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
-def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
+def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool], when: When = "always") -> list[Any]:
     """Give lanes that are not active the operands of one that is.
 
     active: bool[lanes]; operands: [lanes, ...] where `batched`, and shared by all lanes where not.
     """
     if active.size == 0:
         return list(operands)
-    first = an_active(active)
+    first = jnp.int32(0) if when == "never" else an_active(active)
     pairs = zip(operands, batched, strict=True)
-    return [fill_inactive_p.bind(active, first, x, batch_axes=0) if is_batched else x for x, is_batched in pairs]
+    return [
+        fill_inactive_p.bind(active, first, x, batch_axes=0, when=when) if is_batched else x for x, is_batched in pairs
+    ]
 
 
-# ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x filled
+# ---- programs whose transpose comes next: sums over lanes meet what finished lanes compute
+
+
+def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with operands filled that are filled in derivatives; itself where none is."""
+    return _filled_now(closed) if _fills_later(closed) else closed
+
+
+@weakly_cached
+def _fills_later(closed: ClosedJaxpr) -> bool:
+    return any(map(_is_filled_later, closed.jaxpr.eqns))
+
+
+def _is_filled_later(eqn: Any) -> bool:
+    """Whether an equation fills in derivatives, or one in its programs does."""
+    if eqn.primitive is fill_inactive_p:
+        return eqn.params["when"] == "in_derivatives"
+    return any(any(map(_is_filled_later, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn))
+
+
+@weakly_cached
+def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr:
+    eqns = [_equation_filled_now(eqn) if _is_filled_later(eqn) else eqn for eqn in closed.jaxpr.eqns]
+    return replace_jaxpr(closed, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+
+
+def _equation_filled_now(eqn: Any) -> Any:
+    if eqn.primitive is fill_inactive_p:
+        return eqn.replace(params=always(eqn.params))
+    return map_programs(eqn, filled_in_derivatives)
+
+
+def always(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation that fills in derivatives, as one that fills; others as they are."""
+    return {**params, "when": "always"} if params["when"] == "in_derivatives" else params
+
+
+# ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is
 
 fill_inactive_p = Primitive("fill_inactive")
 
 
-def batch_axes_of(eqn: Any) -> int:
-    """How many axes of batches stand in front of that of the lanes, in an equation of the primitive."""
-    return eqn.params["batch_axes"]
+def fills_now(eqn: Any) -> bool:
+    """Whether an equation of the primitive fills the lanes of one batch where it stands."""
+    return not eqn.params["batch_axes"] and eqn.params["when"] == "always"
 
 
-def filled(active: Any, first: Any, x: Any, *, batch_axes: int) -> Any:
+def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> Any:
     """The meaning of the primitive."""
+    if when != "always":
+        return x
 
     def fill(active: Any, first: Any, x: Any) -> Any:
         return pick(active, x, x[first][None])
@@ -58,8 +103,8 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int) -> Any:
     return fill(active, first, x)
 
 
-def _abstract(*avals: Any, batch_axes: int) -> Any:
-    return jax.make_jaxpr(lambda *xs: filled(*xs, batch_axes=batch_axes))(*avals).out_avals[0]
+def _abstract(*avals: Any, **params: Any) -> Any:
+    return jax.make_jaxpr(lambda *xs: filled(*xs, **params))(*avals).out_avals[0]
 
 
 def _of_active(active: Any, x: Any) -> Any:
@@ -71,18 +116,18 @@ def _of_active(active: Any, x: Any) -> Any:
     return pick(active, x, jnp.zeros((), x.dtype))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, batch_axes: int) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Tangents of active lanes are their own; those of the others are zero.
 
     Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
     """
-    out = fill_inactive_p.bind(*primals, batch_axes=batch_axes)
+    out = fill_inactive_p.bind(*primals, **params)
     return out, _tangent(primals[0], out, tangents[2])
 
 
-def _linearize(nonzero: Sequence[bool], *operands: Any, batch_axes: int) -> Any:
+def _linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
     """The derivative as `_jvp` has it. It is linear in the tangent of `x`, and needs to know who is active."""
-    out = fill_inactive_p.bind(*operands, batch_axes=batch_axes)
+    out = fill_inactive_p.bind(*operands, **params)
     return out, nonzero[2], lambda *tangents: _tangent(operands[0], out, tangents[2])
 
 
@@ -91,33 +136,32 @@ def _tangent(active: Any, out: Any, tangent: Any) -> Any:
     return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _transpose(ct: Any, active: Any, _first: Any, x: Any, *, batch_axes: int) -> list[Any]:
+def _transpose(ct: Any, active: Any, _first: Any, x: Any, **_: Any) -> list[Any]:
     """The cotangent of `x`: that of the result for active lanes, and zeros.
 
     Operands are `active, first, x`; `x` is the linear one. It is a tangent where a batch of linear loops fills its
     operands, and a filled tangent is one that nothing reads.
     """
-    del batch_axes
     ct = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else _of_active(active, ct)
     return [None, None, ct]
 
 
-def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int) -> Any:
+def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int, when: When) -> Any:
     """Lanes of several batches: each batch fills its lanes with one of its own.
 
     Operands are `active, first, x`; the new axis of lanes is in front of all of them, and of the result.
     """
     if all(d is None for d in dims):  # JAX asks inside batched control flow
-        return fill_inactive_p.bind(*operands, batch_axes=batch_axes), None
+        return fill_inactive_p.bind(*operands, batch_axes=batch_axes, when=when), None
     axis = Axis.of(axis_data)
     operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
-    return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1), 0
+    return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1, when=when), 0
 
 
 register(
     fill_inactive_p,
     meaning=filled,
-    params=["batch_axes"],
+    params=["batch_axes", "when"],
     abstract_eval=_abstract,
     jvp=_jvp,
     linearize=_linearize,
