@@ -14,7 +14,10 @@ from jax import lax
 
 import loopax as lx
 from tests.support.compiled import temporary
+from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
+
+__all__ = ["recorder"]  # a fixture
 
 slow = pytest.mark.slow
 COMPACT = lx.Compact(min_lanes=1)
@@ -396,3 +399,37 @@ def test_collectives_under_predicates_of_each_lane(lanes: Any) -> None:
     with pytest.raises(NotImplementedError, match="psum"):
         jax.vmap(f, axis_name="i")(np.array([True, False]), np.ones(2))
     assert_close(jax.vmap(f, (None, 0), axis_name="i")(True, np.ones(2)), jnp.full(2, 2.0))
+
+
+# ---- branches in the body of a loop, and loops that report in a branch
+
+LENGTHS = np.array([1, 4, 0, 3])
+
+
+@each_lanes
+def test_a_branch_in_a_loop_is_taken_by_lanes_that_take_the_step(lanes: Any) -> None:
+    """A lane that has finished would take the branch that is heard, which goes on for ever from there."""
+    seen: list[float] = []
+
+    def heard(x: Any, n: Any) -> Any:
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return lx.while_loop(lambda y: (y < 8.0) | ((n == 3) & (x == 10.0)), lambda y: y + 1.0, x)
+
+    def lane(n: Any) -> Any:
+        body = lambda i, x: lx.cond(i % 2 == 1, heard, lambda x, _: x + i, x, n, lanes=lanes)
+        return lx.fori_loop(0, n, lambda i, x: body(i, x) - jnp.where(i == 3, 5.0, 0.0), 0.0)
+
+    found = jax.jit(jax.vmap(lane))(LENGTHS)
+    jax.effects_barrier()
+    assert_close(found, jnp.array([0.0, 5.0, 0.0, 10.0]))
+    assert sorted(seen) == [0.0, 0.0, 10.0]
+
+
+def test_progress_of_a_loop_in_a_branch(recorder: Any) -> None:
+    """It is shown where the branch is taken."""
+    shown = lambda x: lx.fori_loop(0, 5, lambda _, x: x + 1.0, x, progress=True)
+    run = jax.jit(lambda p, x: lx.cond(p, shown, lambda x: x, x))
+    assert jax.block_until_ready(run(False, 1.0)) == 1.0
+    assert not recorder.ended
+    assert jax.block_until_ready(run(True, 1.0)) == 6.0
+    assert len(recorder.ended) == 1

@@ -27,6 +27,7 @@ CALLS = {
     "number as predicate": lambda cond, _: cond(0.5, lambda: 1, lambda: 2),
     "operand by name": lambda cond, _: cond(0, lambda x: x, lambda x: -x, operand=X),
     "none as operand": lambda cond, _: cond(True, lambda x: 1, lambda x: 2, operand=None),
+    "an operand for each": lambda cond, _: [cond(p, X, lambda x: x + 1, (X, 2.0), lambda x: x[0] * x[1]) for p in IS],
     "no result": lambda cond, _: cond(True, lambda: None, lambda: None),
     "zero-size": lambda cond, _: cond(True, lambda x: x + 1, lambda x: x, jnp.zeros((0, 3))),
     "key": lambda cond, _: jax.random.key_data(cond(True, lambda k: k, jax.random.clone, jax.random.key(1))),

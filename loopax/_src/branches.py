@@ -86,6 +86,7 @@ def cond(
     evaluates each once more. Derivatives: all, in every order.
 
     """
+    true_fun, false_fun, operands = _with_operands_together(true_fun, false_fun, operands)
     check_callable("true_fun of cond", true_fun)
     check_callable("false_fun of cond", false_fun)
     given = _operands("cond", operands, operand)
@@ -153,6 +154,17 @@ def switch(
         return functions[int(number)](*given)
     named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
     return _run_one("switch", named, [number == i for i in range(len(functions))], given, lanes)
+
+
+def _with_operands_together(true_fun: Any, false_fun: Any, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Functions and operands, also of a call `cond(pred, true_operand, true_fun, false_operand, false_fun)`.
+
+    `jax.lax.cond` takes it, too, but does not document it any more.
+    """
+    if callable(true_fun) or not callable(false_fun) or len(operands) != 2 or not callable(operands[1]):
+        return true_fun, false_fun, operands
+    if_true, (if_false, of_false) = false_fun, operands
+    return wraps(if_true)(lambda x, _: if_true(x)), wraps(of_false)(lambda _, x: of_false(x)), (true_fun, if_false)
 
 
 def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
