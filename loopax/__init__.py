@@ -29,6 +29,7 @@ __all__ = [
     "Residuals",
     "Reversible",
     "Rollout",
+    "Sequential",
     "Truncated",
     "compare",
     "cond",

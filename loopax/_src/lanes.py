@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 
-from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.lane_stages import OneByOne, Stages
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
 
@@ -22,8 +22,8 @@ class Lanes(ABC):
 
     @property
     @abstractmethod
-    def stages(self) -> Stages | None:
-        """The smaller batches in which the lanes that are left go on; None: there are none."""
+    def stages(self) -> Stages | OneByOne | None:
+        """The smaller batches in which the lanes that are left go on; None: all lanes go on together."""
 
     @property
     @abstractmethod
@@ -35,7 +35,8 @@ class Lanes(ABC):
 class Lockstep(Lanes):
     """The default: all lanes step together until the slowest is done.
 
-    Lanes that have finished keep their carry, and evaluate nothing outside the body's domain.
+    Lanes that have finished keep their carry, and nothing else comes from them: no NaN, no error, no effect, and no
+    iteration of a loop in the body.
     Body evaluations of a batch: lanes times the steps of the slowest.
     """
 
@@ -145,6 +146,33 @@ class Free(Lanes):
         return True
 
 
+@dataclass(frozen=True)
+class Sequential(Lanes):
+    """One lane after another, each alone.
+
+    Each lane is bit by bit what it is without `jax.vmap`, also where all lanes take the same steps. Body evaluations:
+    those of all lanes together. On a CPU this beats a batch where a step is costly and the numbers of steps
+    differ much; where a step is cheap, a batch shares what XLA spends on each operation. A gradient that is taken
+    outside of `jax.vmap` stores for every lane what its kind says, and sums cotangents of shared weights in place.
+
+    Raises
+    ------
+    NotImplementedError
+        In a loop: the body communicates over the mapped axis (`jax.lax.psum`).
+
+    """
+
+    @property
+    def stages(self) -> OneByOne:
+        """See `Lanes.stages`."""
+        return OneByOne()
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
+
 def _check_shrink(shrink: object) -> None:
     refuse_arrays("Compact(shrink=...)", shrink, "a Python number", _STAGES)
     if isinstance(shrink, bool) or not isinstance(shrink, Real):
@@ -159,8 +187,8 @@ def _check_shrink(shrink: object) -> None:
         )
 
 
-LanesLike = Lanes | Literal["lockstep", "compact", "free"]
-_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "free": Free}
+LanesLike = Lanes | Literal["lockstep", "compact", "sequential", "free"]
+_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "sequential": Sequential, "free": Free}
 
 
 def to_lanes(lanes: LanesLike) -> Lanes:

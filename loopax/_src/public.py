@@ -27,6 +27,7 @@ from loopax._src.lanes import Compact as Compact
 from loopax._src.lanes import Free as Free
 from loopax._src.lanes import Lanes as Lanes
 from loopax._src.lanes import Lockstep as Lockstep
+from loopax._src.lanes import Sequential as Sequential
 from loopax._src.loops import fori_loop as fori_loop
 from loopax._src.loops import scan as scan
 from loopax._src.loops import while_loop as while_loop

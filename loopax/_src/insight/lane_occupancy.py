@@ -46,6 +46,11 @@ def in_stages(steps: np.ndarray, stages: Stages) -> list[Stretch]:
     return found
 
 
+def sequential(steps: np.ndarray) -> list[Stretch]:
+    """One lane after another."""
+    return [Stretch(1, np.ones(int(steps.sum()), np.int64))]
+
+
 def _stretch(steps: np.ndarray, lanes: int, start: int, end: int) -> Stretch:
     """Rows `start ... end - 1`."""
     counts = np.bincount(np.minimum(steps, end), minlength=end + 1)

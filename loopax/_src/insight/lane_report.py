@@ -27,6 +27,8 @@ class LaneReport:
     lockstep, groups, stages : list of Stretch
         Batched iterations of `Lockstep()`, of `Compact()` where the numbers of steps are known at the start, and of
         `Compact()` where they are not.
+    sequential : list of Stretch
+        Iterations of `Sequential()`: those of all lanes, one lane at a time.
     nested, free : Nested or None
         For nested loops, the iterations of both together in lockstep and with `Free()`, and how often what stands
         around the inner loop is evaluated.
@@ -37,6 +39,7 @@ class LaneReport:
     lockstep: list[Stretch]
     groups: list[Stretch]
     stages: list[Stretch]
+    sequential: list[Stretch]
     nested: Nested | None
     free: Nested | None
 
@@ -62,10 +65,12 @@ class LaneReport:
             ("lockstep", self.lockstep),
             ("compact, steps known", self.groups),
             ("compact, steps not known", self.stages),
+            ("sequential", self.sequential),
         ]
         for name, stretches in rows:
             count = sum(len(s.active) for s in stretches)
-            lines.append(f"{name:<28}{count:>12}{lane_steps(stretches):>12}{self.share(stretches):>9.0%}")
+            same = "  as in lockstep: too few lanes" if name.startswith("compact") and len(stretches) == 1 else ""
+            lines.append(f"{name:<28}{count:>12}{lane_steps(stretches):>12}{self.share(stretches):>9.0%}{same}")
         if self.nested and self.free:
             lines.append(f"{'nested':<28}{'iterations':>12}{'outer part evaluated':>23}")
             for name, found in (("lockstep", self.nested), ("free", self.free)):
@@ -76,7 +81,8 @@ class LaneReport:
         """Draw the occupancy of the batch over time; returns the axes (needs matplotlib).
 
         Light: the lanes that are computed in each batched iteration. Dark: those of them that take a step of their
-        own. `stretches` is one of `lockstep` (the default), `groups` and `stages`.
+        own. `stretches` is one of `lockstep` (the default), `groups`, `stages` and
+        `sequential`.
         """
         if axes is None:
             from matplotlib import pyplot as plt
@@ -144,6 +150,7 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
         occupancy.lockstep(steps),
         occupancy.in_groups(steps, stages),
         occupancy.in_stages(steps, stages),
+        occupancy.sequential(steps),
         nested,
         free,
     )

@@ -4,7 +4,7 @@ Where all lanes take the same steps, the batch is one loop on larger arrays. Els
 (`core/batching/lockstep_loop.py`) or in stages (`core/batching/compact/loop.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes, takes_any_step
 from loopax._src.core.batching.masked_step import any_row, hull
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run
+from loopax._src.core.batching.sequential import run_sequentially
+from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
@@ -53,6 +55,9 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     outputs = _batched_outputs(loop, axis_data, batched)
     differ = any(windows) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
+    if isinstance(loop.stages, OneByOne) and axis.size:
+        axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
+        return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
     given = _with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
     if differ:
         refuse_sharded_lanes(axis)
@@ -61,6 +66,13 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         )
     out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
     return out.leaves, result_axes(loop, None, None, outputs).leaves
+
+
+def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:
+    """The loop of a lane, one of so many: it has its share of the memory, and shows its part of the progress."""
+    reporting = loop.reporting and loop.reporting._replace(runs=axis.size, lanes=axis.size, size=1)
+    loop = loop._replace(storage=loop.storage.part(1 / axis.size), reporting=reporting)
+    return lambda *operands: loop_p.bind(*operands, **loop._asdict())
 
 
 def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
@@ -90,7 +102,7 @@ def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOut
 
 def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
     """Lanes that stop at different steps."""
-    if loop.stages and not takes_any_step(loop):  # a select costs less than to gather the lanes
+    if isinstance(loop.stages, Stages) and not takes_any_step(loop):  # a select costs less than to gather the lanes
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))

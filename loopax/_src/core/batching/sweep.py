@@ -1,6 +1,7 @@
 """Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep, with_drift_of_lanes
 from loopax._src.core.batching.masked_step import hull
+from loopax._src.core.batching.sequential import run_sequentially
+from loopax._src.core.ir.lane_stages import OneByOne, Stages
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -68,17 +71,21 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     low, high, checkpoint_rows, *leaves = operands
     *windows, is_saved_apart = is_batched(dims[:3])
     windows = tuple(windows)
-    if is_saved_apart and not (sweep.stages and any(windows)):
-        return _save_again(axis_data, operands, dims, **params)
     mapped = sweep.operands(dims[3:])
     batched, ys = _batched(sweep, map_leaves(lambda d: d is not None, mapped), any(windows))
+    if isinstance(sweep.stages, OneByOne) and axis.size:
+        alone = partial(reverse_sweep_p.bind, **params)
+        return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
+    in_groups = isinstance(sweep.stages, Stages) and any(windows)
+    if is_saved_apart and not in_groups:
+        return _save_again(axis_data, operands, dims, **params)
     given = _with_lanes(axis, sweep.operands(leaves), mapped, batched)
     own = own_limits(windows, low, high)
     if not any(windows):
         lanes = _uniform_sweep(sweep, axis, batched, ys)
     else:
         refuse_sharded_lanes(axis)
-        if sweep.stages:
+        if in_groups:
             return _batch_in_groups(sweep, axis, (*windows, *flatten(batched)), [low, high], given)
         lanes = lockstep_sweep(
             sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))

@@ -1,4 +1,4 @@
-"""How many stages or groups of lanes a batch has, and how large they are."""
+"""How a batch runs that is not in lockstep: how many stages or groups of lanes it has, and how large they are."""
 
 from dataclasses import dataclass
 
@@ -35,3 +35,8 @@ class Stages:
         size = min(max(lanes // PART, self.min_lanes), LARGER * self.min_lanes)
         number = max(others // size, 1)
         return [(few, self.min_lanes), (number, -(-others // number))]
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """One lane runs after another, each alone."""

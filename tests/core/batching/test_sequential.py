@@ -1,0 +1,160 @@
+"""`Sequential`: lanes run one after another, and every one is what it is alone, bit by bit."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from tests.core.batching.counting import alone
+from tests.support.problem import BOUND, KINDS, LOOPS, H, W, name_of
+from tests.support.progress_recorder import recorder
+from tests.support.reference import assert_close
+
+__all__ = ["recorder"]  # a fixture
+
+LANES = 4
+RANDOM = np.random.RandomState(3)
+COUNTS = np.array([3, 0, BOUND, 1])
+OWN = (RANDOM.randn(LANES, 3, 3) * 0.4, RANDOM.randn(LANES, 3), RANDOM.randn(LANES, BOUND, 3), COUNTS)
+CASES = [("scan", KINDS[0]), ("fori", KINDS[1]), ("while", KINDS[2]), ("reverse_stop", KINDS[3]), ("while", KINDS[0])]
+MORE = [(loop, kind) for loop in LOOPS for kind in KINDS if (loop, kind) not in CASES]
+each_case = pytest.mark.parametrize(
+    ("loop", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=name_of
+)
+
+
+@ft.cache
+def single(loop):
+    return jax.jit(jax.value_and_grad(LOOPS[loop][0](lx.Residuals()), (0, 1, 2)))
+
+
+@ft.cache
+def expected(loop):
+    return alone(single(loop), *OWN)
+
+
+@each_case
+def test_values_and_gradients_of_each_lane(loop, kind):
+    inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind, lanes="sequential"), (0, 1, 2)))
+    assert_close(jax.jit(inside)(*OWN), expected(loop))
+
+
+@each_case
+def test_gradients_of_a_batch(loop, kind):
+    lanes = jax.vmap(LOOPS[loop][0](kind, lanes=lx.Sequential()))
+    outside = jax.value_and_grad(lambda *args: lanes(*args).sum(), (0, 1, 2))
+    values, gradients = expected(loop)
+    assert_close(jax.jit(outside)(*OWN), (values.sum(), gradients))
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_every_lane_is_bit_by_bit_what_it_is_alone(loop):
+    """Also where all lanes take the same steps."""
+    program, own = LOOPS[loop][0](lx.Lax(), lanes="sequential"), OWN[:3]
+    one = jax.jit(program)
+    for counts in (COUNTS, np.full(LANES, 5)):
+        found = jax.jit(jax.vmap(program))(*own, counts)
+        np.testing.assert_array_equal(found, [one(*lane) for lane in zip(*own, counts, strict=True)])
+    same = jax.jit(jax.vmap(program, (0, 0, 0, None)))(*own, 5)
+    np.testing.assert_array_equal(same, found)
+
+
+def test_a_lane_evaluates_its_own_steps_alone():
+    steps = []
+
+    def body(_, x):
+        jax.debug.callback(lambda: steps.append(None))
+        return x + 1.0
+
+    run = jax.vmap(lambda n: lx.fori_loop(0, n, body, 0.0, lanes="sequential"))
+    assert_close(jax.jit(run)(COUNTS), jnp.asarray(COUNTS, float))
+    jax.effects_barrier()
+    assert len(steps) == sum(COUNTS)
+
+
+def test_lanes_share_the_memory_of_auto():
+    """What all lanes store together is no more than one loop may."""
+    kind = lx.Auto(memory=4000)
+    loop = lambda h: lx.fori_loop(0, BOUND, lambda _, h: jnp.sin(h), h, kind=kind, lanes="sequential")
+    explained = lx.explain(lambda hs: jax.vmap(loop)(hs).sum(), np.ones((LANES, 3)))
+    assert "at most 1000 bytes" in str(explained)
+
+
+def test_cotangents_of_shared_weights_are_summed_in_place():
+    """Beside the stored states there is one sum, and not one for each lane."""
+    size, lanes = 64, 64
+    loop = lambda w, h: lx.fori_loop(0, 3, lambda _, h: jnp.tanh(w @ h), h, kind="bounded", lanes="sequential")
+    total = lambda w, hs: jax.vmap(loop, (None, 0))(w, hs).sum()
+    memory = jax.jit(jax.grad(total)).lower(np.ones((size, size)), np.ones((lanes, size))).compile().memory_analysis()
+    weights = 8 * size * size
+    assert memory.temp_size_in_bytes < 4 * weights + 8 * lanes * size * 8
+
+
+@pytest.mark.parametrize("order", ["hessian", pytest.param("reverse over reverse", marks=pytest.mark.slow)])
+def test_second_derivatives(order):
+    program = LOOPS["while"][0](KINDS[1], lanes="sequential")
+    of = jax.hessian if order == "hessian" else lambda f, i: jax.jacrev(jax.grad(f, i), i)
+    found = jax.jit(jax.vmap(of(program, 1), (None, 0, None, 0)))(W, OWN[1], OWN[2][0], COUNTS)
+    plain = LOOPS["while"][0](lx.Residuals())
+    each = [jax.jit(jax.hessian(plain, 1))(W, h, OWN[2][0], n) for h, n in zip(OWN[1], COUNTS, strict=True)]
+    assert_close(found, np.stack(each))
+
+
+def test_two_vmaps():
+    program = LOOPS["scan"][0](KINDS[0], lanes="sequential")
+    twice = jax.vmap(jax.vmap(jax.grad(program, 1), (None, None, None, 0)), (None, 0, None, None))
+    found = jax.jit(twice)(W, OWN[1], OWN[2][0], COUNTS)
+    gradient = jax.jit(jax.grad(LOOPS["scan"][0](lx.Residuals()), 1))
+    assert_close(found, np.stack([[gradient(W, h, OWN[2][0], n) for n in COUNTS] for h in OWN[1]]))
+
+
+@pytest.mark.parametrize("lanes", [0, 1])
+def test_no_lane_and_one(lanes):
+    program = jax.vmap(jax.grad(LOOPS["while"][0](KINDS[0], lanes="sequential"), 1), (None, 0, None, 0))
+    found = jax.jit(program)(W, OWN[1][:lanes], OWN[2][0], COUNTS[:lanes])
+    assert found.shape == (lanes, 3)
+    if lanes:
+        assert_close(found[0], jax.jit(jax.grad(LOOPS["while"][0](KINDS[0]), 1))(W, OWN[1][0], OWN[2][0], COUNTS[0]))
+
+
+def test_branches():
+    f = lambda p, x: lx.cond(p, jnp.sqrt, lambda x: -x, x, lanes="sequential")
+    found = jax.jit(jax.vmap(jax.value_and_grad(f, 1)))(np.array([True, False]), np.array([4.0, -1.0]))
+    assert_close(found, (jnp.array([2.0, 1.0]), jnp.array([0.25, -1.0])))
+
+
+def test_disable_jit():
+    with jax.disable_jit():
+        found = jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, x: x + i, 0.0, lanes="sequential"))(COUNTS)
+    assert_close(found, jnp.asarray(COUNTS * (COUNTS - 1) / 2))
+
+
+def test_progress(recorder):
+    """All lanes are reported as one loop."""
+    run = jax.vmap(lambda n: lx.fori_loop(0, n, lambda _, x: x + 1.0, 0.0, lanes="sequential", progress=True))
+    jax.block_until_ready(jax.jit(run)(COUNTS))
+    assert {parts for _, _, parts, _ in recorder.begun} == {LANES}
+    assert len(recorder.ended) == LANES
+
+
+def test_collectives_are_refused():
+    body = lambda _, x: x + jax.lax.psum(x, "lanes")
+    run = jax.vmap(lambda n, x: lx.fori_loop(0, n, body, x, lanes="sequential"), axis_name="lanes")
+    with pytest.raises(NotImplementedError, match="lanes"):
+        run(COUNTS, np.ones(LANES))
+
+
+def test_carries_and_keys():
+    """A batch of keys, and integers, bools and weights that all share."""
+
+    def lane(key, n):
+        body = lambda i, c: (c[0] + jax.random.uniform(jax.random.fold_in(key, i)), ~c[1], c[2])
+        return lx.fori_loop(0, n, body, (0.0, jnp.array(True), H), lanes="sequential")
+
+    keys = jax.random.split(jax.random.key(1), LANES)
+    found = jax.jit(jax.vmap(lane))(keys, COUNTS)
+    each = [lane(key, n) for key, n in zip(keys, COUNTS, strict=True)]
+    assert_close(found, jax.tree.map(lambda *xs: np.stack(xs), *each))
