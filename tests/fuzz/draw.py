@@ -4,13 +4,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.operations import ALWAYS, OF_LEAVES, WITHOUT_FORWARD_MODE
+from tests.fuzz.operations import ALWAYS, OF_LEAVES, TAKES_BRANCHES, WITHOUT_FORWARD_MODE
 from tests.fuzz.program import KINDS, LANES, ROWS, Program
-from tests.fuzz.transformations import DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
+from tests.fuzz.transformations import AROUND, DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
 
 STORES_EVERY_STEP = ("bounded", "residuals")
 FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while")
-OTHER_INNER_LOOPS = ("batch", "slope", "loop_in_checkpoint")
+OTHER_INNER_LOOPS = ("batch", "slope", "loop_in_checkpoint", *TAKES_BRANCHES)  # a branch is a loop
 DROPS_RESULTS = ("overwrite", "window")  # of an inner loop, which is then dead code
 
 
@@ -54,7 +54,7 @@ def _lanes(body: tuple[str, ...]) -> list[str]:
 
 
 def _transformations(body: tuple[str, ...], leaves: str, bounded: bool) -> st.SearchStrategy[tuple[str, ...]]:
-    names = list(TRANSFORMATIONS)
+    names = [*TRANSFORMATIONS, *AROUND]
     reverse_twice = True
     if WITHOUT_FORWARD_MODE & set(body):
         names = [name for name in names if name not in FORWARD]

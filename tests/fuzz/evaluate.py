@@ -11,7 +11,7 @@ from jax import lax
 import loopax as lx
 from tests.fuzz.operations import OPERATIONS, Layer, Values
 from tests.fuzz.program import KINDS, LANES, ROWS, Program
-from tests.fuzz.transformations import DERIVATIVES, TRANSFORMATIONS, Function
+from tests.fuzz.transformations import AROUND, DERIVATIVES, TRANSFORMATIONS, Function
 
 MOST_INNER_STEPS = 8
 MOST_ROWS = 17  # of a buffer: four operations of a body append in four steps
@@ -53,7 +53,7 @@ def function(program: Program, loops: Any) -> Callable[[Any, Any], Any]:
 
     f: Function = given
     for name in program.transformations:
-        f = TRANSFORMATIONS[name](f)
+        f = TRANSFORMATIONS[name](f) if name in TRANSFORMATIONS else AROUND[name](f, loops)
     return f
 
 
@@ -94,10 +94,17 @@ def where(flag: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), new, old)
 
 
+def where_floats(flag: Any, tree: Any) -> Any:
+    """The pytree, with ones in the place of its numbers where the flag is False."""
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.tree.map(lambda leaf: jnp.where(flag, leaf, 1) if is_float(leaf) else leaf, tree)
+
+
 class WithLoopax:
-    """The loops, buffers and histories of loopax, and mutable arrays."""
+    """The loops, branches, buffers and histories of loopax, and mutable arrays."""
 
     CLOSED_OVER = ("r",)  # leaves that the step closes over, and the loop does not carry
+    BRANCHES: Any = "lockstep"  # how lanes take branches
     mutable = staticmethod(jax.new_ref)
 
     @staticmethod
@@ -128,6 +135,26 @@ class WithLoopax:
     def write(reference: Any, i: Any, f: Any) -> Any:
         reference[i] = f(reference[i])
         return reference
+
+    @classmethod
+    def write_if(cls, flag: Any, reference: Any, i: Any, f: Any) -> Any:
+        def write() -> None:
+            cls.write(reference, i, f)
+
+        cls.cond(flag, write, lambda: None)
+        return reference
+
+    @classmethod
+    def cond(cls, flag: Any, true: Any, false: Any, *operands: Any) -> Any:
+        return lx.cond(flag, true, false, *operands, lanes=cls.BRANCHES)
+
+    @classmethod
+    def switch(cls, index: Any, branches: Any, *operands: Any) -> Any:
+        return lx.switch(index, branches, *operands, lanes=cls.BRANCHES)
+
+    @staticmethod
+    def with_compact_branches() -> Any:
+        return WithCompactBranches
 
     @staticmethod
     def plain(values: Values) -> Values:
@@ -168,6 +195,12 @@ class WithLoopax:
         return results(last, ys, info.num_steps, info.limit_reached)
 
 
+class WithCompactBranches(WithLoopax):
+    """Branches are evaluated for two lanes at a time."""
+
+    BRANCHES = lx.Compact(min_lanes=2)
+
+
 class Unrolled:
     """Python loops, whose steps do nothing behind the last one. Buffers, histories and mutable arrays are arrays."""
 
@@ -203,6 +236,27 @@ class Unrolled:
     @staticmethod
     def write(array: Any, i: Any, f: Any) -> Any:
         return array.at[i].set(f(array[i]))
+
+    @classmethod
+    def write_if(cls, flag: Any, array: Any, i: Any, f: Any) -> Any:
+        return jnp.where(flag, cls.write(array, i, f), array)
+
+    @classmethod
+    def cond(cls, flag: Any, true: Any, false: Any, *operands: Any) -> Any:
+        return cls.switch(jnp.where(flag, 0, 1), [true, false], *operands)
+
+    @classmethod
+    def switch(cls, index: Any, branches: Any, *operands: Any) -> Any:
+        """All of them; one that is not taken computes with ones, which are in every domain."""
+        index = jnp.clip(index, 0, len(branches) - 1)
+        result = branches[0](*where_floats(index == 0, operands))
+        for i, branch in enumerate(branches[1:], 1):
+            result = where(index == i, branch(*where_floats(index == i, operands)), result)
+        return result
+
+    @classmethod
+    def with_compact_branches(cls) -> Any:
+        return cls
 
     @staticmethod
     def plain(values: Values) -> Values:

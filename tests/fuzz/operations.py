@@ -2,8 +2,8 @@
 
 Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `k`
 a PRNG key, `m` an Equinox module, `b` a buffer, `h` a history and `r` a mutable array that is closed over. `x` is the
-row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops, buffers, histories and mutable arrays are those
-of `loops`: loopax's and JAX's, or unrolled ones and plain arrays.
+row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops, branches, buffers, histories and mutable arrays
+are those of `loops`: loopax's and JAX's, or unrolled ones and plain arrays.
 """
 
 from collections.abc import Callable
@@ -186,6 +186,41 @@ def slope(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": 0.5 * jax.grad(lambda v: loops.inner(2, lambda v: jnp.sin(w @ v), v).sum())(c["v"])}
 
 
+def branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Of a few elementwise operations: lanes compute both and select. Its predicate is the row's."""
+    v = loops.cond(x > 0, lambda v, s: jnp.sin(v) * s, lambda v, s: 0.5 * v + x, c["v"], c["s"])
+    return c | {"v": v}
+
+
+def branch_with_a_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    v, s = loops.cond(c["s"] > 0.1, lambda v, s: (jnp.sin(w @ v), s), lambda v, s: (v, s * 0.5), c["v"], c["s"])
+    return c | {"v": v, "s": s}
+
+
+def branch_with_a_domain(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Outside of it the function is NaN, or its derivative infinite."""
+    far = lambda s, v: (0.3 * jnp.log(s), jnp.sqrt(jnp.abs(v).sum() * s) * v)
+    s, v = loops.cond(c["s"] > 0.1, far, lambda s, v: (0.7 * s + 0.2, 0.8 * v), c["s"], c["v"])
+    return c | {"s": s, "v": jnp.tanh(v)}
+
+
+def one_of_three(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """The index may be out of range."""
+    branches = [lambda v, n: (jnp.tanh(w @ v), n), lambda v, n: (v[::-1] * x, n + 1), lambda v, n: (jnp.cos(v), n - 2)]
+    v, n = loops.switch(c["n"] - 1, branches, c["v"], c["n"])
+    return c | {"v": v, "n": jnp.abs(n)}
+
+
+def loop_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    long = lambda v, n: loops.inner(n % 3, lambda v: jnp.tanh(w @ v + x), v)
+    return c | {"v": loops.cond(c["v"][0] > 0.1, long, lambda v, n: 0.9 * v, c["v"], c["n"])}
+
+
+def branch_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    inner = lambda v, s: loops.cond(v[0] > s, lambda v: jnp.sin(w @ v), lambda v: v - 0.1, v)
+    return c | {"v": 0.9 * loops.cond(c["s"] > 0.1, inner, lambda v, s: v * s, c["v"], c["s"])}
+
+
 def complex_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
     turn = lax.complex(0.8 * jnp.cos(c["s"]), 0.8 * jnp.sin(c["s"]))
     z = c["z"] * turn + lax.complex(0.1 * c["v"][:2], 0.2 * c["v"][1:])
@@ -202,6 +237,17 @@ def random(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"k": following, "v": 0.8 * c["v"] + 0.2 * jax.random.uniform(key, (3,), float)}
 
 
+def random_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """A lane that does not take it keeps its key."""
+
+    def draw(key: Any, v: Any) -> Any:
+        key, following = jax.random.split(key)
+        return following, 0.8 * v + 0.2 * jax.random.uniform(key, (3,), float)
+
+    key, v = loops.cond(c["s"] > 0.1, draw, lambda key, v: (key, 0.7 * v), c["k"], c["v"])
+    return c | {"k": key, "v": v}
+
+
 def module(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": c["m"](c["v"])}
 
@@ -209,6 +255,12 @@ def module(c: Values, x: Any, w: Any, loops: Any) -> Values:
 def trained_module(c: Values, x: Any, w: Any, loops: Any) -> Values:
     weight = 0.9 * c["m"].weight + 0.1 * jnp.outer(c["v"], c["v"])
     return c | {"m": Layer(weight, c["m"].rate)}
+
+
+def module_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    halved = lambda m, v: (Layer(0.5 * m.weight, m.rate), m(v))
+    m, v = loops.cond(c["s"] > 0.1, halved, lambda m, v: (m, 0.8 * v), c["m"], c["v"])
+    return c | {"m": m, "v": v}
 
 
 def append(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -223,6 +275,11 @@ def push(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"h": loops.push(c["h"], jnp.sin(c["s"] + c["h"][0]))}
 
 
+def push_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    pushed = lambda h, s: loops.push(h, jnp.sin(s + h[0]))
+    return c | {"h": loops.cond(x > 0, pushed, lambda h, s: h, c["h"], c["s"])}
+
+
 def window(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": jnp.tanh(loops.rows(c["h"]).sum() * x), "v": c["v"] * c["h"][c["n"] % 3]}
 
@@ -231,25 +288,46 @@ def write(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"r": loops.write(c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
 
 
+def write_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"r": loops.write_if(x > 0, c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
+
+
 def read(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": 0.5 * c["s"] + 0.4 * c["r"][...].sum() * x}
+
+
+def compact(operation: Operation) -> Operation:
+    """The operation with branches of compact lanes."""
+
+    def compacted(c: Values, x: Any, w: Any, loops: Any) -> Values:
+        return operation(c, x, w, loops.with_compact_branches())
+
+    compacted.__name__ = f"compact_{operation.__name__}"
+    return compacted
+
+
+def of_any_lanes(*operations: Operation) -> list[Operation]:
+    """Each in lockstep, and with compact lanes."""
+    return [*operations, *map(compact, operations)]
 
 
 ALWAYS: list[Operation] = [
     *(product, elementwise, total, count, swap, overwrite, sort, largest, gather, scatter, cumulative, where),
     *(square_root, cond, switch, lax_scan, lax_fori, inner_loop, inner_loop_of_any_length, inner_while, checkpoint),
     *(loop_in_checkpoint, custom_jvp, custom_vjp, squash, stop_gradient, jit, batch, slope),
+    *of_any_lanes(branch, branch_with_a_product, branch_with_a_domain, one_of_three, loop_in_branch, branch_in_branch),
 ]
 OF_LEAVES: dict[str, list[Operation]] = {
     "z": [complex_product],
     "f": [float32],
-    "k": [random],
-    "m": [module, trained_module],
+    "k": [random, *of_any_lanes(random_branch)],
+    "m": [module, trained_module, *of_any_lanes(module_in_branch)],
     "b": [append, newest_of_buffer],
-    "h": [push, window],
-    "r": [write, read],
+    "h": [push, window, *of_any_lanes(push_in_branch)],
+    "r": [write, read, *of_any_lanes(write_in_branch)],
 }
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation for group in (ALWAYS, *OF_LEAVES.values()) for operation in group
 }
 WITHOUT_FORWARD_MODE = {"custom_vjp", "squash"}
+TAKES_BRANCHES = [name for name in OPERATIONS if "branch" in name or "one_of_three" in name]

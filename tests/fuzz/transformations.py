@@ -43,6 +43,36 @@ TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
     "checkpoint": jax.checkpoint,
     "jit": jax.jit,
 }
+
+
+def other(f: Function) -> Function:
+    """Something else of the same types."""
+
+    def something(t: Any, n: Any) -> Any:
+        value = jnp.sin(t.sum()) * 0.5
+        fill = lambda aval: jnp.broadcast_to(value, aval.shape).astype(aval.dtype)
+        return jax.tree.map(fill, jax.eval_shape(f, t, n))
+
+    return something
+
+
+def in_cond(f: Function, loops: Any) -> Function:
+    """Where it is not `f`, it is something else, by the lane's own `t`."""
+    return lambda t, n: loops.cond(t[0] > 0.3, f, other(f), t, n)
+
+
+def in_switch(f: Function, loops: Any) -> Function:
+    """By the lane's own `n`, which may be out of range."""
+    return lambda t, n: loops.switch(n - 1, [lambda t, n: other(f)(t * t, n), other(f), f], t, n)
+
+
+# As transformations, of a function and the class of loops.
+AROUND: dict[str, Callable[[Function, Any], Function]] = {
+    "cond": in_cond,
+    "switch": in_switch,
+    "compact cond": lambda f, loops: in_cond(f, loops.with_compact_branches()),
+    "compact switch": lambda f, loops: in_switch(f, loops.with_compact_branches()),
+}
 FORWARD = {"jvp", "linearize", "jacfwd"}
 REVERSE = {"grad", "value_and_grad", "vjp", "jacrev"}
 DERIVATIVES = FORWARD | REVERSE
