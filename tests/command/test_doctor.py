@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import loopax as lx
 from loopax.__main__ import main
 from loopax._src.command import blas, copies, selftest
 from loopax._src.command import installed as versions
@@ -60,6 +61,26 @@ def test_a_broken_transformation_is_reported(quick, capsys):
     assert any(line.split() == ["jvp", "ok"] for line in lines)
     assert any(line.startswith("jax.linearize") and "FAILS: ValueError: out of order" in line for line in lines)
     assert lines[-1] == "1 failed (jax.linearize)"
+
+
+def test_branches_are_right():
+    assert [selftest.run(check) for check in selftest._branches()] == [
+        Result(f"{name}, grad of vmap{lanes}", "") for lanes in ("", ", compact lanes") for name in ("cond", "switch")
+    ]
+
+
+def test_a_gradient_through_a_branch_that_is_not_taken_is_reported(quick, capsys):
+    quick.setattr(selftest, "checks", selftest._branches)
+
+    def both(pred, true_fun, false_fun, x, lanes):
+        del lanes
+        return jax.numpy.where(pred, true_fun(x), false_fun(x))
+
+    quick.setattr(lx, "cond", both)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "nan" in out
+    assert "2 failed (cond, grad of vmap; cond, grad of vmap, compact lanes)" in out
 
 
 def test_a_copy_in_every_step_is_reported(quick, capsys):

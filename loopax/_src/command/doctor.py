@@ -48,7 +48,7 @@ def _settings() -> list[str]:
 def _transformations() -> list[str]:
     results = _each("self-test", selftest.run, selftest.checks())
     rows = [[r.name, f"FAILS: {r.error}" if r.error else "ok"] for r in results]
-    show_table("Self-test: a tiny loop against plain Python", ["transformation", ""], rows)
+    show_table("Self-test: a tiny loop and branches against plain Python", ["transformation", ""], rows)
     return [result.name for result in results if result.error]
 
 

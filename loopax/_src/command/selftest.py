@@ -1,7 +1,7 @@
-"""Every transformation of a tiny loop, against the same in plain Python."""
+"""Every transformation of a tiny loop, and branches of a batch, against the same in plain Python."""
 
 from collections.abc import Callable
-from math import cos, sin
+from math import cos, sin, sqrt
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -71,7 +71,8 @@ def loop(x: Any, n: Any, kind: Any = "auto", bound: int | None = BOUND, lanes: A
 
 def checks() -> list[SelfTest]:
     """All of them, in the order in which they are shown."""
-    return [*_loops(), *_derivatives(), *_batches(), *_compositions(), SelfTest("run-time check raises", _check_raises)]
+    raising = SelfTest("run-time check raises", _check_raises)
+    return [*_loops(), *_derivatives(), *_batches(), *_branches(), *_compositions(), raising]
 
 
 def _loops() -> list[SelfTest]:
@@ -127,6 +128,32 @@ def _batches() -> list[SelfTest]:
         SelfTest("grad of vmap, compact lanes", lambda: (jax.jit(total(compact))(starts), SLOPES)),
         SelfTest("vmap of hessian", lambda: (jax.jit(jax.vmap(jax.hessian(loop)))(starts, counts), CURVATURES)),
     ]
+
+
+def _branches() -> list[SelfTest]:
+    """Value and slope of each lane: a lane outside of a function's domain does not take it."""
+    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
+    sines = [(sin(x), cos(x)) for x in STARTS]
+    of_cond = [(sqrt(x - 0.5), 0.5 / sqrt(x - 0.5)) if x > 0.5 else sine for x, sine in zip(STARTS, sines, strict=True)]
+    of_switch = [in_python(X, STEPS)[:2], sines[1], in_python(STARTS[2], STEPS)[:2]]
+
+    def of_lanes(lanes: Any, name: str) -> list[SelfTest]:
+        def by_predicate(x: Any, _: Any) -> Any:
+            return lx.cond(x > 0.5, lambda x: jnp.sqrt(x - 0.5), jnp.sin, x, lanes=lanes)
+
+        def by_index(x: Any, n: Any) -> Any:
+            return lx.switch(n, [jnp.cos, jnp.sin, lambda x: loop(x, STEPS)], x, lanes=lanes)
+
+        def found(f: Callable[..., Any]) -> Any:
+            values = jax.jit(jax.vmap(f))
+            return jnp.stack([values(starts, counts), jax.grad(lambda x: values(x, counts).sum())(starts)], 1)
+
+        return [
+            SelfTest(f"cond, {name}", lambda: (found(by_predicate), of_cond)),
+            SelfTest(f"switch, {name}", lambda: (found(by_index), of_switch)),
+        ]
+
+    return [*of_lanes("lockstep", "grad of vmap"), *of_lanes(lx.Compact(min_lanes=1), "grad of vmap, compact lanes")]
 
 
 def _compositions() -> list[SelfTest]:
