@@ -318,6 +318,23 @@ def test_one_index_for_all_lanes_stays_one_conditional() -> None:
     assert "stablehlo.select" not in text
 
 
+@pytest.mark.parametrize(
+    ("branch", "is_selected"),
+    [
+        (lambda x: jnp.sin(x) * 2, True),
+        (lambda x: W @ x, False),
+        (lambda x: lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), False),
+        (lambda x: lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=4)[0], False),
+    ],
+    ids=["elementwise", "product", "conditional", "scan"],
+)
+def test_lanes_compute_and_select_a_few_elementwise_operations(branch: Any, is_selected: bool) -> None:
+    """Of both functions; any other one is a conditional of its own, which is not run where no lane takes it."""
+    f = jax.vmap(lambda p, x: lx.cond(p, branch, lambda x: -x, x))
+    text = jax.jit(f).lower(np.array([True, False]), np.ones((2, 2))).as_text()
+    assert text.count("stablehlo.case") == (not is_selected)
+
+
 def test_a_gradient_computes_nothing_of_a_branch_outside_of_it() -> None:
     """All of it depends on operands alone, which a loop takes for constants: it is not moved out of the branch."""
     steps = lambda x: lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=4)[0]

@@ -24,7 +24,9 @@ def same_as_lax(call):
 
 CALLS = {
     "weak": lambda cond, _: cond(True, lambda: 1.0, lambda: 2.0),
+    "one weak": lambda cond, _: cond(True, lambda: 1.0, lambda: jnp.float64(2.0)),
     "number as predicate": lambda cond, _: cond(0.5, lambda: 1, lambda: 2),
+    "number below zero as predicate": lambda cond, _: cond(-0.5, lambda: 1, lambda: 2),
     "operand by name": lambda cond, _: cond(0, lambda x: x, lambda x: -x, operand=X),
     "none as operand": lambda cond, _: cond(True, lambda x: 1, lambda x: 2, operand=None),
     "an operand for each": lambda cond, _: [cond(p, X, lambda x: x + 1, (X, 2.0), lambda x: x[0] * x[1]) for p in IS],
@@ -115,18 +117,18 @@ def test_objects_are_changed_beside_what_is_handed_on() -> None:
 @pytest.mark.parametrize("pred", [True, False])
 def test_mutable_arrays_as_operands(pred) -> None:
     def after(cond):
-        ref = jax.new_ref(jnp.zeros(3))
+        refs = {"a": jax.new_ref(jnp.zeros(3)), "b": jax.new_ref(jnp.ones(3))}
 
         def true_fun(operand, x):
-            operand["ref"][0] = x
+            operand["a"][0] = x
             return x + 1
 
         def false_fun(operand, x):
-            operand["ref"][1] = 2 * x
+            operand["b"][1] = 2 * x
             return x - 1
 
-        result = jax.jit(lambda pred, x: cond(pred, true_fun, false_fun, {"ref": ref}, x))(pred, 3.0)
-        return result, ref[...]
+        result = jax.jit(lambda pred, x: cond(pred, true_fun, false_fun, refs, x))(pred, 3.0)
+        return result, refs["a"][...], refs["b"][...]
 
     assert_close(after(lx.cond), after(lax.cond))
 
@@ -181,3 +183,12 @@ def test_a_second_call_traces_and_compiles_nothing() -> None:
     assert count <= 2
     assert len(traces) == count
     assert lowered() == 0
+
+
+def test_types_are_those_of_the_precision_at_the_call() -> None:
+    def branch(x):
+        return jnp.arange(3)
+
+    for is_double in (True, False):
+        with jax.enable_x64(is_double):
+            assert lx.cond(True, branch, branch, np.float32(1)).dtype == jnp.arange(3).dtype
