@@ -15,6 +15,10 @@ def doubled(x):
     return lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x, x)
 
 
+of_its_own = jax.custom_jvp(doubled)
+of_its_own.defjvp(lambda primals, tangents: (of_its_own(*primals), *tangents))
+
+
 def heard(x):
     jax.debug.callback(lambda _: None, x)
     return x
@@ -60,6 +64,7 @@ OTHER = {
     "scan": ENDING["scan"],
     "while": doubled,
     "effect": heard,
+    "while with a derivative of its own": of_its_own,
     "many": lambda x: sum(jnp.sin(x + i) for i in range(30)),
 }
 

@@ -19,6 +19,9 @@ def test_an_active_lane_is_found(lanes):
 
 @pytest.mark.parametrize("lanes", [1, 7, 1024, 1500])
 def test_the_largest_of_many_lanes(lanes):
-    values = np.random.RandomState(0).permutation(lanes)
-    assert jax.jit(lambda x: over_lanes(jnp.max, x))(values) == lanes - 1
-    assert not jax.jit(lambda x: over_lanes(jnp.any, x))(values < 0)
+    largest, is_any = (jax.jit(lambda x, reduce=reduce: over_lanes(reduce, x)) for reduce in (jnp.max, jnp.any))
+    for place in {0, lanes // 2, lanes - 1}:
+        values = np.roll(np.arange(lanes), place + 1)
+        assert values[place] == largest(values) == lanes - 1
+        assert is_any(np.arange(lanes) == place)
+    assert not is_any(np.zeros(lanes, bool))
