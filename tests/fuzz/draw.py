@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.operations import ALWAYS, OF_LEAVES, TAKES_BRANCHES, WITHOUT_FORWARD_MODE
 from tests.fuzz.program import KINDS, LANES, ROWS, Program
-from tests.fuzz.transformations import AROUND, DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
+from tests.fuzz.transformations import AROUND, BATCHES, DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
 
 STORES_EVERY_STEP = ("bounded", "residuals")
 FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while")
@@ -53,7 +53,9 @@ def _lanes(body: tuple[str, ...]) -> list[str]:
     return [name for name in LANES if name != "free" or one]
 
 
-def _transformations(body: tuple[str, ...], leaves: str, bounded: bool) -> st.SearchStrategy[tuple[str, ...]]:
+@st.composite
+def _transformations(draw: Any, body: tuple[str, ...], leaves: str, bounded: bool) -> tuple[str, ...]:
+    """Most programs with branches have lanes, for which they are."""
     names = [*TRANSFORMATIONS, *AROUND]
     reverse_twice = True
     if WITHOUT_FORWARD_MODE & set(body):
@@ -70,4 +72,10 @@ def _transformations(body: tuple[str, ...], leaves: str, bounded: bool) -> st.Se
         in_reverse = sum(name in REVERSE for name in names)
         return sum(name in DERIVATIVES for name in names) <= 2 and (reverse_twice or in_reverse < 2)
 
-    return st.lists(st.sampled_from(names), max_size=3).map(tuple).filter(is_taken)
+    found = draw(st.lists(st.sampled_from(names), max_size=3).map(tuple).filter(is_taken))
+    takes_branches = {*body, *found} & {*TAKES_BRANCHES, *AROUND}
+    if not takes_branches or BATCHES & set(found) or draw(st.sampled_from([True, False, False])):
+        return found
+    batch = draw(st.sampled_from([name for name in names if name in BATCHES]))
+    place = draw(st.integers(0, len(found)))
+    return (*found[:place], batch, *found[place:])

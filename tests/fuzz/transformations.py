@@ -76,3 +76,4 @@ AROUND: dict[str, Callable[[Function, Any], Function]] = {
 FORWARD = {"jvp", "linearize", "jacfwd"}
 REVERSE = {"grad", "value_and_grad", "vjp", "jacrev"}
 DERIVATIVES = FORWARD | REVERSE
+BATCHES = {"vmap", "vmap of t", "vmap of n"}
