@@ -11,8 +11,9 @@ from loopax._src.core.ir.lane_stages import OneByOne, Stages
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
 
-# Lanes that keep a device busy: the first measured (docs/benchmark.md), the second a guess.
-CPU_LANES, OTHER_LANES = 32, 4096
+# Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
+# forward and back; a stage walks forward only, and is worth it with fewer lanes.
+CPU_LANES, CPU_STAGE, OTHER_LANES = 32, 4, 4096
 _STAGES = Why("the sizes of the batches in the program", "choose one for all calls: results do not depend on it")
 _LANES = Why("how the program runs a batch", "choose one for all calls: results do not depend on it")
 
@@ -57,12 +58,12 @@ class Compact(Lanes):
     Where the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by them
     and run in groups, one after another: the eighth with the most steps in groups of `min_lanes`, the others in
     groups of an eighth of the lanes, at most about four times `min_lanes`. Where they are not (`while_loop`, `scan`
-    with `stop`), all lanes start together; when no more than 1 / `shrink` of them are left, these are gathered into a
-    smaller batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
+    with `stop`), all lanes start together; when no more than half of them are left, these are gathered into a smaller
+    batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
     order. Reverse mode runs in groups in any case; after stages, which store nothing, it walks forward once more.
 
-    Groups take about 3 times as long to compile as lockstep does; a gradient after stages 4 times. A batch in
-    which all lanes take the same steps gains nothing, and a loop that is not batched is as it is without.
+    Groups take about 3 times as long to compile as lockstep does; stages of 1024 lanes 6 times, with a gradient 7. A
+    batch in which all lanes take the same steps gains nothing, and a loop that is not batched is as it is without.
 
     A second `jax.vmap` under which lanes take different numbers of steps joins the same batch, unless what only one of
     both maps (weights, say) would have to be repeated for so many lanes that the operands of the loop take more than
@@ -71,11 +72,12 @@ class Compact(Lanes):
     Parameters
     ----------
     shrink
-        The size of a stage over that of the next, a number from 2 on. 2 is about a tenth faster than 3, and has
-        half as many stages again to compile.
+        The size of a stage over that of the next, a number from 2 on. None is 2 while many lanes are left, and more for
+        the last lanes: 1024, 512, 256, 96, 32, 4. For a body of a few operations on a few numbers it is 3, down to 32
+        lanes. 2 compiles most stages, and is a few per cent faster than None.
     min_lanes
         No group or stage has fewer lanes (a batch that is smaller itself apart), from 1 on. As many as keep the
-        device busy: None is 32 on a CPU, and 4096 elsewhere (not measured).
+        device busy: None is 4 for stages and 32 for groups on a CPU, and 4096 elsewhere (not measured).
 
     Raises
     ------
@@ -88,12 +90,13 @@ class Compact(Lanes):
 
     """
 
-    shrink: float = 3
+    shrink: float | None = None
     min_lanes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse stages that do not get smaller."""
-        _check_shrink(self.shrink)
+        if self.shrink is not None:
+            _check_shrink(self.shrink)
         if self.min_lanes is not None:
             lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", _STAGES)
             object.__setattr__(self, "min_lanes", lanes)
@@ -102,8 +105,10 @@ class Compact(Lanes):
     def stages(self) -> Stages:
         """See `Lanes.stages`."""
         if self.min_lanes is not None:
-            return Stages(self.shrink, self.min_lanes)
-        return Stages(self.shrink, CPU_LANES if jax.default_backend() == "cpu" else OTHER_LANES)
+            return Stages(self.shrink, self.min_lanes, self.min_lanes)
+        if jax.default_backend() == "cpu":
+            return Stages(self.shrink, CPU_STAGE, CPU_LANES)
+        return Stages(self.shrink, OTHER_LANES, OTHER_LANES)
 
     @property
     def is_free(self) -> bool:

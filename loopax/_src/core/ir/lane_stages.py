@@ -7,20 +7,40 @@ from dataclasses import dataclass
 PART = 8
 LARGER = 4
 
+# Stages by default: half of the lanes, then half of these, and so forth. Most steps are taken by many lanes; few lanes
+# take the last steps, and a stage for them saves less than it takes to compile.
+SHRINKS = (2.0, 2.0, 2.7)
+LAST_SHRINK, FEW_LANES = 4.0, 64
+# Of a step that costs little, a larger batch costs little more.
+SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
+
 
 @dataclass(frozen=True)
 class Stages:
     """A batch is gathered into a smaller one whenever few enough lanes are left."""
 
-    shrink: float  # one size over the next
+    shrink: float | None  # one size over the next; None: as measured
     min_lanes: int  # no stage is smaller
+    min_group: int  # where numbers of steps are known: no group is smaller
 
-    def sizes(self, lanes: int) -> list[int]:
-        """The sizes of the stages of a batch, from the whole of it down."""
+    def sizes(self, lanes: int, is_cheap: bool = False) -> list[int]:
+        """The sizes of the stages of a batch, from the whole of it down; a step that costs little has fewer."""
+        by_default = is_cheap and self.shrink is None
+        fewest = max(self.min_lanes, FEWEST_IF_CHEAP) if by_default else self.min_lanes
         sizes = [lanes]
-        while (smaller := -int(-sizes[-1] // self.shrink)) >= self.min_lanes and smaller < sizes[-1]:
+        while (smaller := -int(-sizes[-1] // self._shrink(sizes, is_cheap))) >= fewest and smaller < sizes[-1]:
             sizes.append(smaller)
         return sizes
+
+    def _shrink(self, sizes: list[int], is_cheap: bool) -> float:
+        """The last of these sizes over the next."""
+        if self.shrink is not None:
+            return self.shrink
+        if is_cheap:
+            return SHRINK_IF_CHEAP
+        if sizes[-1] <= FEW_LANES:
+            return LAST_SHRINK
+        return SHRINKS[len(sizes) - 1] if len(sizes) <= len(SHRINKS) else SHRINK_IF_CHEAP
 
     def groups(self, lanes: int) -> list[tuple[int, int]]:
         """How many groups, and of how many lanes, a batch is cut into whose lanes are sorted by their steps.
@@ -28,13 +48,13 @@ class Stages:
         The lanes with the most steps differ most, so these are in smaller groups than the others. Together groups
         may have a few places more than there are lanes.
         """
-        if lanes < 2 * self.min_lanes:
+        if lanes < 2 * self.min_group:
             return [(1, lanes)]
-        few = max(lanes // PART // self.min_lanes, 1)
-        others = lanes - few * self.min_lanes
-        size = min(max(lanes // PART, self.min_lanes), LARGER * self.min_lanes)
+        few = max(lanes // PART // self.min_group, 1)
+        others = lanes - few * self.min_group
+        size = min(max(lanes // PART, self.min_group), LARGER * self.min_group)
         number = max(others // size, 1)
-        return [(few, self.min_lanes), (number, -(-others // number))]
+        return [(few, self.min_group), (number, -(-others // number))]
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,13 @@ from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_l
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs
+from loopax._src.core.jaxpr.cost import arithmetic
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
 from loopax._src.jax_internals import zeros
+
+CHEAP_STEP = 64.0  # of a lane, in the unit of `core/jaxpr/cost.py`: some elementwise operations on a few numbers
 
 
 class Results(NamedTuple):
@@ -48,7 +51,7 @@ class Results(NamedTuple):
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch."""
-    assert loop.stages is not None
+    assert isinstance(loop.stages, Stages)
     low, high, lanes = _lanes(loop, mapped, operands)
     if takes_one_step(loop) and axis.size:
         out = in_batches(loop, axis, jnp.broadcast_to(low < high, (axis.size,)), lanes)
@@ -108,7 +111,7 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact/autodiff.py`).
     """
-    sizes = stages.sizes(axis.size)
+    sizes = stages.sizes(axis.size, is_cheap=arithmetic(loop.body) < CHEAP_STEP)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     places = jnp.arange(axis.size, dtype=jnp.int32)

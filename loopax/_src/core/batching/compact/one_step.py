@@ -15,6 +15,7 @@ from jax import lax
 
 from loopax._src.core.batching.lockstep_loop import LaneOperands
 from loopax._src.core.batching.masked_step import lane_function
+from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, run
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import flatten
@@ -33,10 +34,10 @@ def takes_one_step(loop: Loop) -> bool:
 
 def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outcome:
     """The results of all lanes; takes: bool[lanes]."""
-    assert loop.stages is not None
+    assert isinstance(loop.stages, Stages)
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
-    size = min(max(loop.stages.min_lanes, axis.size // _MOST_BATCHES), axis.size)
+    size = min(max(loop.stages.min_group, axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
     order = jnp.pad(_taking_first(takes), (0, batches * size - axis.size))
     count = jnp.sum(takes, dtype=jnp.int32)

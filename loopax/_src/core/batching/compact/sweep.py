@@ -16,6 +16,7 @@ from loopax._src.core.batching.compact.primitive import BatchRules
 from loopax._src.core.batching.lockstep_loop import own_limits
 from loopax._src.core.batching.lockstep_sweep import lockstep_sweep
 from loopax._src.core.batching.masked_step import hull
+from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, checkpoint_and_sweep
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import flatten, unflatten
@@ -24,7 +25,7 @@ from loopax._src.core.jaxpr.util import Mask
 
 def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *init, *carry, *xs`."""
-    assert sweep.stages is not None
+    assert isinstance(sweep.stages, Stages)
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         return _in_lockstep(sweep, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
