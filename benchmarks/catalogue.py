@@ -21,6 +21,7 @@ from benchmarks import (
     stochtrace_errors,
     storeless,
     truncated,
+    ways,
 )
 from benchmarks.groups import Item
 
@@ -30,6 +31,7 @@ WITH_GROUPS = (
     storeless,
     truncated,
     lanes,
+    ways,
     branches,
     ragged,
     budgets,

@@ -10,6 +10,7 @@ from loopax._version import __version__ as __version__
 
 __all__ = [
     "Auto",
+    "AutoLanes",
     "Bounded",
     "Buffer",
     "Checkpointed",

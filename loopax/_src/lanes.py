@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne, Stages
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
 
@@ -23,7 +23,7 @@ class Lanes(ABC):
 
     @property
     @abstractmethod
-    def stages(self) -> Stages | OneByOne | None:
+    def stages(self) -> HowLanesRun:
         """The smaller batches in which the lanes that are left go on; None: all lanes go on together."""
 
     @property
@@ -178,6 +178,33 @@ class Sequential(Lanes):
         return False
 
 
+@dataclass(frozen=True)
+class AutoLanes(Lanes):
+    """Lockstep, compact or sequential, whichever is expected to be fastest.
+
+    The choice is made where lanes turn out to take different numbers of steps, from the number of lanes and from what a
+    step costs for one lane and for a batch, which is estimated from its operations. The numbers of steps are not known
+    there: they are taken to differ as exponential ones do. On a GPU it is lockstep or compact. Results are the same, to
+    rounding.
+
+    Raises
+    ------
+    NotImplementedError
+        In a loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different steps.
+
+    """
+
+    @property
+    def stages(self) -> Choice:
+        """See `Lanes.stages`."""
+        return Choice(Compact().stages, jax.default_backend() == "cpu")
+
+    @property
+    def is_free(self) -> bool:
+        """See `Lanes.is_free`."""
+        return False
+
+
 def _check_shrink(shrink: object) -> None:
     refuse_arrays("Compact(shrink=...)", shrink, "a Python number", _STAGES)
     if isinstance(shrink, bool) or not isinstance(shrink, Real):
@@ -192,8 +219,14 @@ def _check_shrink(shrink: object) -> None:
         )
 
 
-LanesLike = Lanes | Literal["lockstep", "compact", "sequential", "free"]
-_BY_NAME: dict[str, type[Lanes]] = {"lockstep": Lockstep, "compact": Compact, "sequential": Sequential, "free": Free}
+LanesLike = Lanes | Literal["lockstep", "compact", "sequential", "auto", "free"]
+_BY_NAME: dict[str, type[Lanes]] = {
+    "lockstep": Lockstep,
+    "compact": Compact,
+    "sequential": Sequential,
+    "auto": AutoLanes,
+    "free": Free,
+}
 
 
 def to_lanes(lanes: LanesLike) -> Lanes:

@@ -74,8 +74,9 @@ def while_loop(
         the lower-case name of one; `Reversible(inverse)`. Or another derivative: `Implicit()`, `Truncated(last=k)`.
     lanes
         How a batch of loops under `jax.vmap` runs: `Lockstep()`, until the slowest lane is done; `Compact()`,
-        without the lanes that have finished; `Sequential()`, one lane after another; `Free()`, for a loop with a loop
-        in its body, every lane on its own; or the lower-case name of one. Nothing comes from finished lanes.
+        without the lanes that have finished; `Sequential()`, one lane after another; `"auto"`, the fastest of
+        these by an estimate; `Free()`, for a loop with a loop in its body, every lane on its own; or the lower-case
+        name of one. Nothing comes from finished lanes.
     key
         A PRNG key. Step i gets `jax.random.fold_in(key, i)`, the same when a step is replayed.
     throw

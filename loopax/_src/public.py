@@ -23,6 +23,7 @@ from loopax._src.kinds import Lax as Lax
 from loopax._src.kinds import Residuals as Residuals
 from loopax._src.kinds import Reversible as Reversible
 from loopax._src.kinds import Truncated as Truncated
+from loopax._src.lanes import AutoLanes as AutoLanes
 from loopax._src.lanes import Compact as Compact
 from loopax._src.lanes import Free as Free
 from loopax._src.lanes import Lanes as Lanes

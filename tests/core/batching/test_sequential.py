@@ -90,6 +90,7 @@ def test_cotangents_of_shared_weights_are_summed_in_place():
     total = lambda w, hs: jax.vmap(loop, (None, 0))(w, hs).sum()
     memory = jax.jit(jax.grad(total)).lower(np.ones((size, size)), np.ones((lanes, size))).compile().memory_analysis()
     weights = 8 * size * size
+    assert memory is not None
     assert memory.temp_size_in_bytes < 4 * weights + 8 * lanes * size * 8
 
 

@@ -22,7 +22,7 @@ import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
 from loopax._src.core.ir.inverse import part_of_inverse
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.lane_stages import HowLanesRun
 from loopax._src.core.ir.loop import LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.reverse_sweep import (
@@ -77,7 +77,7 @@ class LinearSweep(NamedTuple):
     reverse: bool
     unroll: int
     storage: Storage
-    stages: Stages | OneByOne | None = None  # as in `Loop`
+    stages: HowLanesRun = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole sweep, as in `ReverseSweep`
     may_discard: bool = False  # as in `Loop`
 

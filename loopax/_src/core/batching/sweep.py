@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
+from loopax._src.core.batching.choice import chosen
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.compact.sweep import SWEEPS
 from loopax._src.core.batching.lockstep_loop import own_limits
@@ -73,8 +74,10 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     windows = tuple(windows)
     mapped = sweep.operands(dims[3:])
     batched, ys = _batched(sweep, map_leaves(lambda d: d is not None, mapped), any(windows))
+    if any(windows):
+        sweep = sweep._replace(stages=chosen(sweep.stages, sweep.forward, sweep.num_consts, axis.size))
     if isinstance(sweep.stages, OneByOne) and axis.size:
-        alone = partial(reverse_sweep_p.bind, **params)
+        alone = partial(reverse_sweep_p.bind, **sweep._asdict())
         return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
     in_groups = isinstance(sweep.stages, Stages) and any(windows)
     if is_saved_apart and not in_groups:

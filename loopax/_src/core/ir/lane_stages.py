@@ -60,3 +60,14 @@ class Stages:
 @dataclass(frozen=True)
 class OneByOne:
     """One lane runs after another, each alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Lockstep, these stages, or one by one, whichever is expected to be fastest."""
+
+    stages: Stages
+    alone_is_fast: bool  # one lane keeps a core busy, as on a CPU
+
+
+HowLanesRun = Stages | OneByOne | Choice | None  # None: in lockstep

@@ -9,7 +9,7 @@ stands (by `jax.linearize`), the linear part evaluates the whole loop, known par
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.lane_stages import HowLanesRun
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
@@ -32,7 +32,7 @@ class LinearLoop(NamedTuple):
     storage: Storage
     saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
-    stages: Stages | OneByOne | None = None  # as in `Loop`
+    stages: HowLanesRun = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
     may_discard: bool = False  # as in `Loop`
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jax import core
 
 from loopax._src.core.ir.debug_info import DebugInfo, Names
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.lane_stages import HowLanesRun
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
@@ -78,7 +78,7 @@ class Loop(NamedTuple):
     storage: Storage  # what reverse mode stores
     saving: Saving | None = None  # a loop that saves: when
     saved: Mask = ()  # a loop that saves: which leaves of the carry
-    stages: Stages | OneByOne | None = None  # how a batch runs; None: in lockstep
+    stages: HowLanesRun = None  # how a batch runs; None: in lockstep
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`inverse.py`)

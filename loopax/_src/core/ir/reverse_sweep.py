@@ -24,7 +24,7 @@ bodies. So second derivatives store no more than first ones do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
+from loopax._src.core.ir.lane_stages import HowLanesRun
 from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.without_effects import without_effects
@@ -85,7 +85,7 @@ class ReverseSweep(NamedTuple):
     reverse: bool  # the direction of `forward`
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
-    stages: Stages | OneByOne | None = None  # as in `Loop`
+    stages: HowLanesRun = None  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # (row, *consts, *state after a step, *forward x) -> state before it
     may_discard: bool = False  # as in `Loop`
 

@@ -7,11 +7,12 @@ times as fast, and their ratios similar. It is for choices between alternatives 
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    Literal,
     Primitive,
     Scan,
     called,
@@ -26,6 +27,8 @@ from loopax._src.jax_internals import (
     is_scan,
     is_transcendental,
     is_while,
+    stands_alone,
+    takes_fused,
 )
 
 IN_MEMORY = 1.0  # per byte stored and read again
@@ -34,6 +37,11 @@ CACHE_BYTES = 32 * 2**20
 PRODUCT = 0.02  # per multiplication or addition of a matrix product or a convolution
 ELEMENTWISE = 0.15  # per element
 FUNCTION = 1.5
+PRODUCT_ALONE = 0.04  # of a matrix and a vector: a batch of vectors is a product of matrices, which is faster
+CALL = 1600.0  # an operation that XLA executes by itself, such as a product, on an array of all lanes
+CALL_ALONE = 60.0  # and on that of one lane
+STEP_ALONE = 20.0  # a step of one lane
+CHEAP_STEP = 64.0
 
 _FEW = 40  # equations
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
@@ -52,6 +60,67 @@ def storing(num_bytes: float, in_all: float) -> float:
 def arithmetic(closed: ClosedJaxpr) -> float:
     """Evaluating a jaxpr once."""
     return _equations(closed.jaxpr)
+
+
+class StepCost(NamedTuple):
+    """What a step of a batch costs, measured on CPUs (docs/benchmark.md): roughly `of_batch + lanes * of_lane`."""
+
+    of_lane: float
+    of_batch: float  # however many lanes there are
+    alone: float  # a step of one lane without a batch
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it is some elementwise operations on a few numbers."""
+        return self.of_lane < CHEAP_STEP
+
+
+def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
+    """The cost of a step, from the body of one lane: (row, *consts, *others) -> ...
+
+    What depends on constants alone is computed once.
+    """
+    varying = _varying(body, num_consts)
+    work, products, calls = _equations(varying), _products(varying), _calls(varying)
+    alone = work + (PRODUCT_ALONE / PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE
+    return StepCost(work, CALL * calls, alone)
+
+
+class _Equations(NamedTuple):
+    eqns: list[Any]
+
+
+def _varying(body: ClosedJaxpr, num_consts: int) -> _Equations:
+    """The equations that are not computed from constants alone."""
+    changing = {*body.jaxpr.invars[:1], *body.jaxpr.invars[1 + num_consts :]}
+    found = []
+    for eqn in body.jaxpr.eqns:
+        if any(not isinstance(atom, Literal) and atom in changing for atom in eqn.invars):
+            changing.update(eqn.outvars)
+            found.append(eqn)
+    return _Equations(found)
+
+
+def _products(jaxpr: Any) -> float:
+    """The part of `arithmetic` that is products."""
+    return sum(
+        _inside(eqn, _products) if list(inner_jaxprs(eqn)) else _equation(eqn) * is_product(eqn) for eqn in jaxpr.eqns
+    )
+
+
+def _calls(jaxpr: Any) -> float:
+    """How many operations XLA executes by themselves."""
+    return sum(_inside(eqn, _calls) if list(inner_jaxprs(eqn)) else _stands_alone(eqn) for eqn in jaxpr.eqns)
+
+
+def _stands_alone(eqn: Any) -> bool:
+    return stands_alone(eqn) or takes_fused(eqn)
+
+
+def _inside(eqn: Any, of_jaxpr: Callable[[Any], float]) -> float:
+    """What the programs of an equation amount to."""
+    costs = [of_jaxpr(jaxpr) for jaxpr in inner_jaxprs(eqn)]
+    return max(costs) if is_cond(eqn) else _iterations(eqn) * sum(costs)
 
 
 def always_ends(jaxpr: Any) -> bool:
@@ -89,9 +158,8 @@ def _equations(jaxpr: Any) -> float:
 
 
 def _equation(eqn: Any) -> float:
-    if inner := list(inner_jaxprs(eqn)):
-        costs = [_equations(jaxpr) for jaxpr in inner]
-        return max(costs) if is_cond(eqn) else _iterations(eqn) * sum(costs)
+    if list(inner_jaxprs(eqn)):
+        return _inside(eqn, _equations)
     size = sum(prod(v.aval.shape) for v in _computed(eqn))
     if is_product(eqn):
         return PRODUCT * 2 * size * contracted_size(eqn)

@@ -21,13 +21,11 @@ from loopax._src.core.batching.lockstep_loop import LaneOperands, goes_on, own_l
 from loopax._src.core.batching.masked_step import hull
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs
-from loopax._src.core.jaxpr.cost import arithmetic
+from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
 from loopax._src.jax_internals import zeros
-
-CHEAP_STEP = 64.0  # of a lane, in the unit of `core/jaxpr/cost.py`: some elementwise operations on a few numbers
 
 
 class Results(NamedTuple):
@@ -111,7 +109,7 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact/autodiff.py`).
     """
-    sizes = stages.sizes(axis.size, is_cheap=arithmetic(loop.body) < CHEAP_STEP)
+    sizes = stages.sizes(axis.size, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     places = jnp.arange(axis.size, dtype=jnp.int32)

@@ -1,0 +1,84 @@
+"""`lanes="auto"`: which way a batch is expected to be fastest, from what its steps cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from loopax._src.core.batching.choice import chosen
+from loopax._src.core.ir.lane_stages import Choice, OneByOne, Stages
+from loopax._src.core.jaxpr.cost import step_cost
+from tests.support.reference import assert_close
+
+STAGES = Stages(None, 4, 32)
+W = np.full((64, 64), 0.1, np.float32)
+X = np.ones((1000, 25), np.float32)
+
+BODIES = {
+    "layer": (lambda h: jnp.tanh(W @ h), 64),
+    "regression": (lambda h: h - jax.nn.sigmoid(X @ h) @ X, 25),
+    "two operations": (lambda h: h * 0.5 + 1.0, 3),
+    "functions": (lambda h: jnp.sin(h) + jnp.exp(h), 2000),
+}
+CHOICES = [
+    ("layer", 1024, "compact"),  # a product of matrices is faster than products of a matrix and vectors
+    ("layer", 8, "sequential"),  # and is called by few lanes
+    ("regression", 32, "sequential"),
+    ("two operations", 1024, "lockstep"),
+    ("functions", 64, "compact"),  # one operation on a large array, which runs on several cores
+    ("layer", 1, "lockstep"),
+]
+NAMES = {type(None): "lockstep", Stages: "compact", OneByOne: "sequential"}
+
+
+def body_of(name):
+    function, size = BODIES[name]
+    return jax.make_jaxpr(lambda row, h: function(h))(0, jax.ShapeDtypeStruct((size,), jnp.float32))
+
+
+@pytest.mark.parametrize(("body", "lanes", "name"), CHOICES)
+def test_choices(body, lanes, name):
+    assert NAMES[type(chosen(Choice(STAGES, True), body_of(body), 0, lanes))] == name
+
+
+@pytest.mark.parametrize("lanes", [8, 1024])
+def test_no_lane_runs_alone_on_another_device(lanes):
+    found = chosen(Choice(Stages(None, 512, 512), False), body_of("layer"), 0, lanes)
+    assert NAMES[type(found)] == ("compact" if lanes == 1024 else "lockstep")
+
+
+@pytest.mark.parametrize("how", [None, STAGES, OneByOne()])
+def test_what_is_no_choice_stays(how):
+    assert chosen(how, body_of("layer"), 0, 32) is how
+
+
+def test_what_depends_on_constants_alone_is_computed_once():
+    once = jax.make_jaxpr(lambda row, w, h: jnp.sin(w) * h)(0, X, X)
+    assert step_cost(once, 1).of_lane < step_cost(once, 0).of_lane / 5
+    assert step_cost(jax.make_jaxpr(lambda row, h: W[:4, :4] @ (W[:4, :4] @ h))(0, W[0, :4]), 0).of_batch > 0
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.grad(lambda *xs: f(*xs).sum())])
+@pytest.mark.parametrize("body", ["layer", "two operations", "regression"])
+def test_results_are_those_of_lockstep(body, transform):
+    function, size = BODIES[body]
+    steps = np.array([3, 0, 7, 1])
+    starts = np.ones((4, size), np.float32)
+
+    def run(lanes):
+        loop = lambda h, n: lx.fori_loop(0, n, lambda _, h: function(h), h, lanes=lanes, max_steps=7)
+        return jax.jit(transform(jax.vmap(loop)))(starts, steps)
+
+    assert_close(run("auto"), run("lockstep"), 1e-4)
+
+
+def test_gradients_of_each_lane():
+    steps, starts = np.array([3, 0, 7, 1]), np.ones((4, 25), np.float32)
+
+    def run(lanes):
+        body = BODIES["regression"][0]
+        loop = lambda h, n: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, body(c[1])), (0, h), lanes=lanes)
+        return jax.jit(jax.vmap(jax.grad(lambda h, n: loop(h, n)[1].sum())))(starts, steps)
+
+    assert_close(run(lx.AutoLanes()), run("lockstep"), 1e-4)
