@@ -144,6 +144,29 @@ def stages() -> list[Group]:
     return found
 
 
+def gradients_after_stages() -> list[Group]:
+    """Of shared weights, in groups of so many lanes: the default beside others."""
+    grid = [lx.Compact(2, lanes) for lanes in (16, 32, 64, 128)]
+
+    def gradient(how: lx.Lanes) -> Callable[..., Any]:
+        def lane(weights: Any, h: Array, n: Array) -> Array:
+            body = lambda c: (c[0] + 1, lanes.step(weights, c[1]))
+            return lx.while_loop(lambda c: c[0] < n, body, (jnp.int32(0), h), lanes=how, kind="checkpointed")[1]
+
+        return jax.grad(lambda weights, hs, n: (jax.vmap(lane, (None, 0, 0))(weights, hs, n) ** 2).sum())
+
+    ways = {COMPACT: lx.Compact(), **{repr(how): how for how in grid}}
+    return [
+        Group(
+            f"Stages: MLP 16-64-64-16, {name} counts, gradient of shared weights",
+            [Case(key, gradient(how), (lanes.weights(), random(LANES, 16), counts(name))) for key, how in ways.items()],
+            [Target("time", COMPACT, tuple(repr(how) for how in grid), 1.1)],
+            rounds=5,
+        )
+        for name in ("log-normal", "exponential", "uniform", "equal")
+    ]
+
+
 # ---- chains of NUTS
 
 
@@ -203,4 +226,4 @@ def choices() -> list[Group]:
 
 
 def groups() -> list[Group]:
-    return [*masks(), *stages(), *chains(), *choices()]
+    return [*masks(), *stages(), *gradients_after_stages(), *chains(), *choices()]

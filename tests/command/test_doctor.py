@@ -9,7 +9,7 @@ import pytest
 
 import loopax as lx
 from loopax.__main__ import main
-from loopax._src.command import blas, copies, selftest
+from loopax._src.command import blas, copies, cores, selftest
 from loopax._src.command import installed as versions
 from loopax._src.command.copies import CopyTest
 from loopax._src.command.installed import Installed
@@ -40,12 +40,39 @@ def quick(monkeypatch):
     """Without the checks that take long."""
     monkeypatch.setattr(copies, "programs", list)
     monkeypatch.setattr(selftest, "checks", list)
+    monkeypatch.setattr(cores, "usable", lambda: 1)
     return monkeypatch
 
 
 def test_nothing_fails(quick, capsys):
     assert main(["doctor"]) == 0
     assert "all is well" in capsys.readouterr().out
+
+
+def test_lanes_over_cores(quick, capsys):
+    quick.setattr(cores, "usable", lambda: 2)
+    quick.setattr(cores, "gains", lambda number: [cores.Gain("sequential", 0.008, 0.004 * number / 2)])
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 CPU devices" in shown
+    assert shown.split("sequential")[1].split()[:3] == ["8.0", "4.0", "2.0"]
+
+
+def test_a_process_that_fails_is_reported(quick, capsys):
+    def ended(_):
+        raise subprocess.CalledProcessError(1, "python")
+
+    quick.setattr(cores, "usable", lambda: 2)
+    quick.setattr(cores, "gains", ended)
+    assert main(["doctor"]) == 1
+    assert "lanes over cores" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_cores_are_measured_in_a_process_with_as_many_devices():
+    found = cores.gains(2)
+    assert [gain.lanes for gain in found] == ["lockstep", "sequential"]
+    assert all(gain.alone > 0 and gain.together > 0 for gain in found)
 
 
 def test_a_broken_transformation_is_reported(quick, capsys):

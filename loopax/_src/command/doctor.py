@@ -1,12 +1,15 @@
 """`python -m loopax doctor`: whether all that loopax needs is here, and works."""
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from loopax._src.command import blas, copies, selftest
+import jax
+
+from loopax._src.command import blas, copies, cores, selftest
 from loopax._src.command import installed as versions
 from loopax._src.command.settings import settings
 from loopax._src.command.table import show_table
@@ -24,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Look at everything; the exit code is 1 if something fails, else 0."""
     del arguments
     start = time.perf_counter()
-    failed = [*_versions(), *_settings(), *_transformations(), *_copies()]
+    failed = [*_versions(), *_settings(), *_transformations(), *_copies(), *_cores()]
     seconds = time.perf_counter() - start
     print(f"{len(failed)} failed ({'; '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
     return 1 if failed else 0
@@ -58,6 +61,23 @@ def _copies() -> list[str]:
     title = "Loops that write a row a step: does XLA copy all rows?"
     show_table(title, ["program", "arrays held", ""], rows, numeric=["arrays held"])
     return [verdict.name for verdict in verdicts if verdict.fails]
+
+
+def _cores() -> list[str]:
+    """What lanes gain from more cores. A gain cannot fail, but its process can."""
+    number = cores.usable()
+    if number < 2 or jax.default_backend() != "cpu":
+        return []
+    title = f"Lanes over {number} cores: `sharded_lanes` on {number} CPU devices (docs/cores.md)"
+    try:
+        gains = cores.gains(number)
+    except (subprocess.SubprocessError, ValueError) as error:
+        show_table(title, ["lanes", ""], [["not measured", f"FAILS: {error}"]])
+        return ["lanes over cores"]
+    headers = ["lanes", "one device, ms", f"{number} devices, ms", "times as fast"]
+    rows = [[g.lanes, f"{g.alone * 1e3:.1f}", f"{g.together * 1e3:.1f}", f"{g.times:.1f}"] for g in gains]
+    show_table(title, headers, rows, numeric=headers[1:])
+    return []
 
 
 def _each(what: str, function: Callable[[T], R], values: Iterable[T]) -> list[R]:

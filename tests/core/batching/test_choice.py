@@ -82,3 +82,23 @@ def test_gradients_of_each_lane():
         return jax.jit(jax.vmap(jax.grad(lambda h, n: loop(h, n)[1].sum())))(starts, steps)
 
     assert_close(run(lx.AutoLanes()), run("lockstep"), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "is_cheap", "sizes"),
+    [
+        (1024, False, [1024, 512, 256, 95, 32, 8]),
+        (32, False, [32, 8]),
+        (16, False, [16, 4]),
+        (8, False, [8]),
+        (1024, True, [1024, 342, 114, 38]),
+        (64, True, [64]),
+        (1, False, [1]),
+        (0, False, [0]),
+    ],
+)
+def test_stages_by_default(lanes, is_cheap, sizes):
+    assert STAGES.sizes(lanes, is_cheap) == sizes
+    assert Stages(2.0, 300, 300).sizes(lanes, is_cheap) == [
+        size for size in (lanes, lanes // 2) if size > 300 or size == lanes
+    ]
