@@ -43,6 +43,7 @@ WITH_GROUPS = (
     small_bodies,
 )
 WITH_TABLES = (
+    ways,
     evaluations,
     predictions,
     stochtrace,

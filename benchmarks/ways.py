@@ -11,8 +11,9 @@ from jax import Array, lax
 
 import loopax as lx
 from benchmarks import lanes
-from benchmarks.groups import Group, Target
+from benchmarks.groups import Findings, Group, Target
 from benchmarks.measure import Case
+from loopax._src.command import cores
 
 Step = Callable[[Array], Array]
 VMAPPED, LOCKSTEP, COMPACT = "vmapped lax.while_loop", "loopax lockstep", "loopax compact"
@@ -223,6 +224,28 @@ def choices() -> list[Group]:
         )
         for title, (step, units, size) in programs.items()
     ]
+
+
+# ---- cores
+
+
+def over_cores() -> list[dict[str, Any]]:
+    """Lanes on one CPU device and on two, in a process with two."""
+    return [
+        {
+            "lanes": gain.lanes,
+            "one device, ms": gain.alone * 1e3,
+            "two devices, ms": gain.together * 1e3,
+            "two / one": gain.together / gain.alone,
+            "within the bound of 0.6": gain.together <= 0.6 * gain.alone,
+        }
+        for gain in cores.gains(2)
+    ]
+
+
+def tables() -> list[Findings]:
+    remark = f"{cores.LANES} lanes of {cores.STEPS} steps of a layer with {cores.UNITS} units, by `sharded_lanes`."
+    return [Findings("Lanes over two cores", over_cores, remark)]
 
 
 def groups() -> list[Group]:

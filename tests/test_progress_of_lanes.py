@@ -50,7 +50,7 @@ def test_vmap_of_grad(recorder):
 @pytest.mark.parametrize("loop", [counted, summed])
 def test_compact_lanes_are_one_display(recorder, loop):
     ns = np.array([3, 35, 4, 6, 2, 5, 30, 1])
-    lanes = lx.Compact(min_lanes=2)
+    lanes = lx.Compact(shrink=3, min_lanes=2)
     same(both(lambda progress: jax.vmap(lambda n: loop(n, progress, lanes=lanes)), ns))
     (parts,) = {parts for _, _, parts, _ in recorder.begun}
     assert len(recorder.begun) == len(recorder.ended) == parts > 1

@@ -105,10 +105,10 @@ class Compact(Lanes):
     def stages(self) -> Stages:
         """See `Lanes.stages`."""
         if self.min_lanes is not None:
-            return Stages(self.shrink, self.min_lanes, self.min_lanes)
+            return Stages(self.shrink, self.min_lanes)
         if jax.default_backend() == "cpu":
             return Stages(self.shrink, CPU_STAGE, CPU_LANES)
-        return Stages(self.shrink, OTHER_LANES, OTHER_LANES)
+        return Stages(self.shrink, OTHER_LANES)
 
     @property
     def is_free(self) -> bool:

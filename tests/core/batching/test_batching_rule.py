@@ -36,7 +36,7 @@ def loops_in(jaxpr):
 
 
 @pytest.mark.parametrize("lanes_of", [["a"], ["b"], ["h"], ["x"], ["high"], ["high", "x", "fixed"]], ids="-".join)
-@pytest.mark.parametrize("stages", [None, Stages(2.0, 1, 1)], ids=["lockstep", "compact"])
+@pytest.mark.parametrize("stages", [None, Stages(2.0, 1)], ids=["lockstep", "compact"])
 def test_every_lane_has_the_results_that_it_would_have_alone(lanes_of, stages):
     function, operands = batched(lanes_of, stages=stages)
     results = jax.jit(function)(*operands)

@@ -44,7 +44,7 @@ def test_choices(body, lanes, name):
 
 @pytest.mark.parametrize("lanes", [8, 1024])
 def test_no_lane_runs_alone_on_another_device(lanes):
-    found = chosen(Choice(Stages(None, 512, 512), False), body_of("layer"), 0, lanes)
+    found = chosen(Choice(Stages(None, 512), False), body_of("layer"), 0, lanes)
     assert NAMES[type(found)] == ("compact" if lanes == 1024 else "lockstep")
 
 
@@ -99,6 +99,3 @@ def test_gradients_of_each_lane():
 )
 def test_stages_by_default(lanes, is_cheap, sizes):
     assert STAGES.sizes(lanes, is_cheap) == sizes
-    assert Stages(2.0, 300, 300).sizes(lanes, is_cheap) == [
-        size for size in (lanes, lanes // 2) if size > 300 or size == lanes
-    ]

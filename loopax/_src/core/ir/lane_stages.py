@@ -21,7 +21,12 @@ class Stages:
 
     shrink: float | None  # one size over the next; None: as measured
     min_lanes: int  # no stage is smaller
-    min_group: int  # where numbers of steps are known: no group is smaller
+    group_lanes: int | None = None  # where numbers of steps are known: no group is smaller; None: as no stage is
+
+    @property
+    def min_group(self) -> int:
+        """No group has fewer lanes."""
+        return self.min_lanes if self.group_lanes is None else self.group_lanes
 
     def sizes(self, lanes: int, is_cheap: bool = False) -> list[int]:
         """The sizes of the stages of a batch, from the whole of it down; a step that costs little has fewer."""
