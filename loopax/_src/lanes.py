@@ -101,6 +101,11 @@ class Compact(Lanes):
             lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", _STAGES)
             object.__setattr__(self, "min_lanes", lanes)
 
+    def __repr__(self) -> str:
+        """As a user writes it."""
+        given = {"shrink": self.shrink, "min_lanes": self.min_lanes}
+        return f"Compact({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
     @property
     def stages(self) -> Stages:
         """See `Lanes.stages`."""

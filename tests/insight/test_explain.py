@@ -159,10 +159,10 @@ def test_lanes():
     same = only(lx.explain(jax.vmap(lambda x: lx.fori_loop(0, 5, lambda i, x: jnp.sin(x), x)), jnp.ones(50)))
     assert same.waiting == 1
     compact = lambda x: lx.while_loop(lambda x: x < 10, lambda x: x * jnp.sin(x), x, lanes="compact")
-    packed = only(lx.explain(jax.vmap(compact), jnp.ones(50)))
+    packed = only(lx.explain(jax.vmap(compact), jnp.ones(100)))
     assert (packed.waiting, packed.lanes) == (1, lx.Compact())
     assert packed.stored is not None
-    assert packed.stored_bytes == 50 * packed.stored.carries * packed.stored.size > 0
+    assert packed.stored_bytes == 100 * packed.stored.carries * packed.stored.size > 0
 
 
 def test_models():

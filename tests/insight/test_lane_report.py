@@ -74,3 +74,22 @@ def test_bad_arguments(info, inner, error, message):
 def test_a_traced_report_is_refused():
     with pytest.raises(TypeError, match="outside of `jit`"):
         jax.jit(lambda n: lx.lane_report(n).useful)(jnp.arange(3))
+
+
+@pytest.mark.parametrize(("lanes", "waits"), [(6, True), (32, False)])
+def test_a_choice_without_an_effect_is_said(lanes, waits):
+    """By the report, and by `explain`."""
+    body = lambda x: jnp.sin(x) * x / 2
+    loop = lambda x: lx.while_loop(lambda x: x[0] > 1.0, body, x, lanes="compact")
+    explained = str(lx.explain(lambda xs: jax.vmap(loop)(xs).sum(), jnp.ones((lanes, 100))))
+    assert (f"Compact(), {lanes} lanes until the slowest is done" in explained) == waits
+    stages = str(lx.lane_report(np.arange(lanes))).split("not known")[1].splitlines()[0]
+    assert ("as in lockstep" in stages) == waits
+
+
+def test_a_compact_batch_is_shown_as_it_is_written():
+    assert [repr(how) for how in (lx.Compact(), lx.Compact(2), lx.Compact(min_lanes=4))] == [
+        "Compact()",
+        "Compact(shrink=2)",
+        "Compact(min_lanes=4)",
+    ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
+from loopax._src.core.batching.compact.loop import is_one_batch
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, members, of_equation
@@ -153,8 +154,9 @@ def _see_batch(eqn: Any) -> Seen | None:
     compact_vmap = CompactVmap(**eqn.params)
     if not isinstance(compact_vmap.static, Loop):
         return None  # a reverse sweep
-    loop = compact_vmap.static
-    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=compact_vmap.axis.size)
+    loop, lanes = compact_vmap.static, compact_vmap.axis.size
+    waiting = lanes if is_one_batch(loop, lanes) else 1
+    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=lanes, waiting=waiting)
 
 
 def _results(loop: Loop, eqn: Any) -> list[Any]:

@@ -28,6 +28,18 @@ from loopax._src.core.jaxpr.util import Mask, select, split_list, stacked
 from loopax._src.jax_internals import zeros
 
 
+def is_one_batch(loop: Loop, lanes: int) -> bool:
+    """Whether so many lanes are too few for stages or groups, and run in lockstep."""
+    assert isinstance(loop.stages, Stages)
+    if takes_one_step(loop):
+        return False
+    return len(_sizes(loop, loop.stages, lanes) if loop.predicated else loop.stages.groups(lanes)) == 1
+
+
+def _sizes(loop: Loop, stages: Stages, lanes: int) -> list[int]:
+    return stages.sizes(lanes, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
+
+
 class Results(NamedTuple):
     """Of all lanes of a batch."""
 
@@ -109,7 +121,7 @@ def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lane
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact/autodiff.py`).
     """
-    sizes = stages.sizes(axis.size, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
+    sizes = _sizes(loop, stages, axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     places = jnp.arange(axis.size, dtype=jnp.int32)
