@@ -18,7 +18,12 @@ from loopax._src.command import cores
 Step = Callable[[Array], Array]
 VMAPPED, LOCKSTEP, COMPACT = "vmapped lax.while_loop", "loopax lockstep", "loopax compact"
 SEQUENTIAL, AUTO, VMAP = "loopax sequential", "loopax auto", "vmapped lax loops"
-WAYS = {LOCKSTEP: "lockstep", COMPACT: "compact", SEQUENTIAL: "sequential", AUTO: "auto"}
+WAYS: dict[str, lx.Lanes] = {
+    LOCKSTEP: lx.Lockstep(),
+    COMPACT: lx.Compact(),
+    SEQUENTIAL: lx.Sequential(),
+    AUTO: lx.AutoLanes(),
+}
 STEPS = 1000
 MEAN, MOST = 60, 120
 LANES = 1024
@@ -184,7 +189,9 @@ def chains() -> list[Group]:
     def chain(key: Array, x: Array, step_size: Array) -> Array:
         nuts = blackjax.nuts(log_density, step_size=step_size, inverse_mass_matrix=jnp.ones(25))
         one = lambda state, key: (nuts.step(key, state)[0], None)
-        return lax.scan(one, nuts.init(x), jax.random.split(key, 6))[0].position
+        start = nuts.init(x)  # pyright: ignore[reportCallIssue] - NUTS needs no key here
+        last: Any = lax.scan(one, start, jax.random.split(key, 6))[0]
+        return last.position
 
     programs = {VMAP: jax.vmap(chain)}
     programs |= {name: jax.vmap(lx.rewrite_loops(chain, lanes=how)) for name, how in WAYS.items()}
