@@ -59,7 +59,7 @@ def storing(num_bytes: float, in_all: float) -> float:
 
 def arithmetic(closed: ClosedJaxpr) -> float:
     """Evaluating a jaxpr once."""
-    return _equations(closed.jaxpr)
+    return _total(closed.jaxpr.eqns, _operation)
 
 
 class StepCost(NamedTuple):
@@ -80,17 +80,13 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
 
     What depends on constants alone is computed once.
     """
-    varying = _varying(body, num_consts)
-    work, products, calls = _equations(varying), _products(varying), _calls(varying)
+    eqns = _varying(body, num_consts)
+    work, products, calls = (_total(eqns, of) for of in (_operation, _product, _runs_by_itself))
     alone = work + (PRODUCT_ALONE / PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE
     return StepCost(work, CALL * calls, alone)
 
 
-class _Equations(NamedTuple):
-    eqns: list[Any]
-
-
-def _varying(body: ClosedJaxpr, num_consts: int) -> _Equations:
+def _varying(body: ClosedJaxpr, num_consts: int) -> list[Any]:
     """The equations that are not computed from constants alone."""
     changing = {*body.jaxpr.invars[:1], *body.jaxpr.invars[1 + num_consts :]}
     found = []
@@ -98,29 +94,7 @@ def _varying(body: ClosedJaxpr, num_consts: int) -> _Equations:
         if any(not isinstance(atom, Literal) and atom in changing for atom in eqn.invars):
             changing.update(eqn.outvars)
             found.append(eqn)
-    return _Equations(found)
-
-
-def _products(jaxpr: Any) -> float:
-    """The part of `arithmetic` that is products."""
-    return sum(
-        _inside(eqn, _products) if list(inner_jaxprs(eqn)) else _equation(eqn) * is_product(eqn) for eqn in jaxpr.eqns
-    )
-
-
-def _calls(jaxpr: Any) -> float:
-    """How many operations XLA executes by themselves."""
-    return sum(_inside(eqn, _calls) if list(inner_jaxprs(eqn)) else _stands_alone(eqn) for eqn in jaxpr.eqns)
-
-
-def _stands_alone(eqn: Any) -> bool:
-    return stands_alone(eqn) or takes_fused(eqn)
-
-
-def _inside(eqn: Any, of_jaxpr: Callable[[Any], float]) -> float:
-    """What the programs of an equation amount to."""
-    costs = [of_jaxpr(jaxpr) for jaxpr in inner_jaxprs(eqn)]
-    return max(costs) if is_cond(eqn) else _iterations(eqn) * sum(costs)
+    return found
 
 
 def always_ends(jaxpr: Any) -> bool:
@@ -153,13 +127,31 @@ def _is_elementwise(eqn: Any) -> bool:
     return is_elementwise_operation(eqn) if program is None else is_elementwise(program)
 
 
-def _equations(jaxpr: Any) -> float:
-    return sum(_equation(eqn) for eqn in jaxpr.eqns)
+def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
+    """What equations amount to: the sum over their operations, also over those of programs in them."""
+    return sum(_amount(eqn, of_operation) for eqn in eqns)
 
 
-def _equation(eqn: Any) -> float:
-    if list(inner_jaxprs(eqn)):
-        return _inside(eqn, _equations)
+def _amount(eqn: Any, of_operation: Callable[[Any], float]) -> float:
+    inner = list(inner_jaxprs(eqn))
+    if not inner:
+        return of_operation(eqn)
+    amounts = [_total(jaxpr.eqns, of_operation) for jaxpr in inner]
+    return max(amounts) if is_cond(eqn) else _iterations(eqn) * sum(amounts)
+
+
+def _product(eqn: Any) -> float:
+    """The cost of a product; nothing for others."""
+    return _operation(eqn) if is_product(eqn) else 0.0
+
+
+def _runs_by_itself(eqn: Any) -> float:
+    """1 for an operation that XLA executes by itself."""
+    return float(stands_alone(eqn) or takes_fused(eqn))
+
+
+def _operation(eqn: Any) -> float:
+    """The cost of an operation that holds no program."""
     size = sum(prod(v.aval.shape) for v in _computed(eqn))
     if is_product(eqn):
         return PRODUCT * 2 * size * contracted_size(eqn)
