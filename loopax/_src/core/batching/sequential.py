@@ -40,19 +40,30 @@ def run_sequentially(
     mapped = is_batched(dims)
     shared = reject(mapped, operands)
     rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(select(mapped, operands), select(mapped, dims), strict=True)]
+    ys = over_rows(lambda shared, own: alone(*merge_lists(mapped, shared, own)), shared, rows, "a loop over lanes")
+    return [y if own else y[0] for own, y in zip(results, ys, strict=True)], axes_of(results)
 
-    def lane(_: Any, *values: Any) -> Sequence[Any]:
-        return alone(*merge_lists(mapped, *split_list(values, [len(shared)])))
 
+def over_rows(
+    function: Callable[[list[Any], list[Any]], Sequence[Any]], shared: Sequence[Any], rows: Sequence[Any], reason: str
+) -> list[Any]:
+    """`function(shared, row)` of one row after another; the results have rows in front.
+
+    There is one row at least; `reason` says why a gradient stores what all of them need.
+    """
+
+    def body(_: Any, *values: Any) -> Sequence[Any]:
+        return function(*split_list(values, [len(shared)]))
+
+    number = len(rows[0])
     loop = Loop(
-        trace(lane, [INDEX, *map(jax.typeof, shared), *(jax.typeof(x[0]) for x in rows)]),
+        trace(body, [INDEX, *map(jax.typeof, shared), *(jax.typeof(x[0]) for x in rows)]),
         num_consts=len(shared),
         num_carry=0,
-        bound=axis.size,
+        bound=number,
         reverse=False,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(reason="a loop over lanes"),
+        storage=EveryResidual(reason=reason),
     )
-    out = run(loop, jnp.int32(0), jnp.int32(axis.size), shared, [], rows)
-    return [y if own else y[0] for own, y in zip(results, out.ys, strict=True)], axes_of(results)
+    return list(run(loop, jnp.int32(0), jnp.int32(number), shared, [], rows).ys)

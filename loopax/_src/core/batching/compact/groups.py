@@ -6,14 +6,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import take
+from loopax._src.core.batching.sequential import over_rows
 from loopax._src.core.ir.lane_stages import Stages
-from loopax._src.core.ir.loop import Loop, run
-from loopax._src.core.ir.plan import EveryResidual
-from loopax._src.core.jaxpr.util import INDEX, Mask, merge_lists, reject, select, split_list, trace
+from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
 
 
 class GroupProgram(NamedTuple):
@@ -57,25 +55,15 @@ def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows:
     """One group after another; returns results with lanes first."""
     axes = select(program.mapped, program.operand_axes)
 
-    def body(_: Any, *values: Any) -> list[Any]:
-        shared_values, (is_lane, *own) = split_list(values, [len(shared)])
+    def group(shared: list[Any], row: list[Any]) -> list[Any]:
+        is_lane, *own = row
         own = [jnp.moveaxis(x, 0, at) for x, at in zip(own, axes, strict=True)]
-        low, high, *rest = merge_lists(program.mapped, shared_values, own)
+        low, high, *rest = merge_lists(program.mapped, shared, own)
         results = program.run_group(size, [*_windows(is_lane, program.mapped, low, high), *rest])
         return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
 
-    loop = Loop(
-        trace(body, [INDEX, *map(jax.typeof, shared), *(jax.typeof(x[0]) for x in rows)]),
-        num_consts=len(shared),
-        num_carry=0,
-        bound=number,
-        reverse=False,
-        predicated=False,
-        unroll=1,
-        storage=EveryResidual(reason="a map over groups of lanes"),
-    )
-    out = run(loop, jnp.int32(0), jnp.int32(number), shared, [], rows)
-    return [y.reshape(number * size, *y.shape[2:]) for y in out.ys]
+    ys = over_rows(group, shared, rows, "a map over groups of lanes")
+    return [y.reshape(number * size, *y.shape[2:]) for y in ys]
 
 
 def _windows(is_lane: Any, mapped: Mask, low: Any, high: Any) -> tuple[Any, Any]:
