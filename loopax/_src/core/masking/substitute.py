@@ -52,15 +52,15 @@ def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @weakly_cached
-def _fills_later(closed: ClosedJaxpr) -> bool:
-    return any(map(_is_filled_later, closed.jaxpr.eqns))
+def _fills_later(jaxpr: Any) -> bool:
+    """Whether an equation anywhere inside fills in derivatives."""
+    return any(map(_is_filled_later, jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns))
 
 
 def _is_filled_later(eqn: Any) -> bool:
-    """Whether an equation fills in derivatives, or one in its programs does."""
     if eqn.primitive is fill_inactive_p:
         return eqn.params["when"] == "in_derivatives"
-    return any(any(map(_is_filled_later, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn))
+    return any(map(_fills_later, inner_jaxprs(eqn)))
 
 
 @weakly_cached
