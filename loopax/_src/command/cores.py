@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import loopax as lx
+from loopax._src.insight.timing import interleaved
 
 LANES, UNITS, STEPS, ROUNDS = 64, 256, 50, 5
 MOST_SECONDS = 120
@@ -50,23 +50,15 @@ def gains(cores: int) -> list[Gain]:
 
 
 def measured(cores: int) -> list[Gain]:
-    """The same, in this process, which has so many devices."""
+    """What `gains` returns, of this process, which has so many devices."""
     return [Gain(lanes, *_seconds(lanes, cores)) for lanes in ("lockstep", "sequential")]
 
 
 def _seconds(lanes: Any, cores: int) -> list[float]:
-    """The least seconds of some rounds on one device and on all, in turn."""
+    """The median seconds on one device and on all, in turn."""
     programs = [partial(_batch(lanes, devices), *_operands()) for devices in (1, cores)]
-    for program in programs:
-        program()
-    rounds = [[_timed(program) for program in programs] for _ in range(ROUNDS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
-
-
-def _timed(program: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(program())
-    return time.perf_counter() - start
+    calls = [lambda program=program: jax.block_until_ready(program()) for program in programs]
+    return [milliseconds / 1e3 for milliseconds in interleaved(calls, ROUNDS, warm=True)]
 
 
 def _operands() -> tuple[Any, ...]:
