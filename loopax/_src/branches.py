@@ -1,8 +1,8 @@
 """Branches: `cond` and `switch`. A branch is a loop of one step or none.
 
-So lanes of a batch take branches as they take steps: a lane that does not take a branch feeds it nothing of its own,
-and a branch that no lane takes is not run. The loops of a call stand one after another, and one of them takes its step.
-They carry the result, which each hands on if it takes none.
+So lanes of a batch take branches as they take steps: nothing comes to a lane from a branch that it does not take, and a
+costly branch that no lane takes is not run. The loops of a call stand one after another, and one of them takes its
+step. They carry the result, which each hands on if it takes none.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ def cond(
 
         return true_fun(*operands) if pred else false_fun(*operands)
 
-    Under `jax.vmap` with a predicate of each lane's own, a function that no lane takes is not run. Nothing comes to a
-    lane from the function that it does not take: no NaN, no error, no iteration and no effect. A function of a few
+    Under `jax.vmap` with a predicate of each lane's own, a costly function that no lane takes is not run. Nothing comes
+    to a lane from the function that it does not take: no NaN, no error, no iteration and no effect. A function of a few
     elementwise operations is computed for all lanes, and selected.
 
     Parameters
@@ -64,6 +64,8 @@ def cond(
     lanes
         How a batch runs in which lanes take different branches. `Lockstep()`: each function is evaluated once for all
         lanes. `Compact()`: the lanes of each function are gathered into batches of a fixed size, as many as they fill.
+        `Sequential()`: one lane after another calls its own function. `AutoLanes()`: the fastest of these, by an
+        estimate.
 
     Returns
     -------

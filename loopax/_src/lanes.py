@@ -73,7 +73,7 @@ class Compact(Lanes):
     ----------
     shrink
         The size of a stage over that of the next, a number from 2 on. None is 2 while many lanes are left, and more for
-        the last lanes: 1024, 512, 256, 96, 32, 4. For a body of a few operations on a few numbers it is 3, down to 32
+        the last lanes: 1024, 512, 256, 95, 32, 8. For a body of a few operations on a few numbers it is 3, down to 32
         lanes. 2 compiles most stages, and is a few per cent faster than None.
     min_lanes
         No group or stage has fewer lanes (a batch that is smaller itself apart), from 1 on. As many as keep the

@@ -82,9 +82,7 @@ class Loop(NamedTuple):
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`inverse.py`)
-    may_discard: bool = (
-        False  # of a loop of one step or none: the step is computed in any case, and dropped if not taken
-    )
+    may_discard: bool = False  # the one step of a loop is computed in any case, and dropped if it is not taken
 
     @property
     def active_count_index(self) -> int | None:
