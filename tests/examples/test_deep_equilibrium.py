@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.example_files import load_example
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_a_user():
-    with precision_of_a_user():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
 
 @pytest.fixture

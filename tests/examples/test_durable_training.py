@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.example_files import load_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
 pytest.importorskip("sklearn")
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_a_user():
-    with precision_of_a_user():
-        yield
 
 
 @pytest.fixture

@@ -6,18 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.example_files import load_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
 # The example is in float32, where different orders of the same sums differ by about 1e-7 of the largest term.
 TOLERANCE = 5e-6
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_a_user():
-    with precision_of_a_user():
-        yield
 
 
 @pytest.fixture(scope="module")

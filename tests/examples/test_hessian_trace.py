@@ -12,17 +12,11 @@ from jax.test_util import check_grads
 from loopax import stochtrace
 from tests.support.example_files import load_example, precision_of_a_user
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
 pytest.importorskip("sklearn")
 
 TOLERANCE = 1e-5  # the example is in float32
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_a_user():
-    with precision_of_a_user():
-        yield
 
 
 @pytest.fixture(scope="module")

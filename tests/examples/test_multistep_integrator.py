@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.example_files import load_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
 PUBLISHED = {1: [1], 2: [3 / 2, -1 / 2], 3: [23 / 12, -16 / 12, 5 / 12], 4: [55 / 24, -59 / 24, 37 / 24, -9 / 24]}
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_a_user():
-    with precision_of_a_user():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loopax as lx
-from tests.core.batching.counting import alone
+from tests.core.batching.counting import alone, single
 from tests.core.batching.logistic import COMPACT, A, N, X, logistic, logistic_expected
 from tests.support.problem import BOUND, KINDS, LOOPS, W, name_of
 from tests.support.reference import assert_close
@@ -33,12 +33,6 @@ CASES = [
     ("reverse_stop", KINDS[2]),
     ("while", KINDS[3]),
 ]
-
-
-@ft.cache
-def single(loop):
-    """A lane by itself. What it gives does not depend on the kind."""
-    return jax.jit(jax.value_and_grad(LOOPS[loop][0](lx.Residuals()), (0, 1, 2)))
 
 
 @ft.cache

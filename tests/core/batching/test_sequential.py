@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.core.batching.counting import alone
+from tests.core.batching.counting import alone, single
 from tests.support.problem import BOUND, KINDS, LOOPS, H, W, name_of
 from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
@@ -24,11 +24,6 @@ MORE = [(loop, kind) for loop in LOOPS for kind in KINDS if (loop, kind) not in 
 each_case = pytest.mark.parametrize(
     ("loop", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=name_of
 )
-
-
-@ft.cache
-def single(loop):
-    return jax.jit(jax.value_and_grad(LOOPS[loop][0](lx.Residuals()), (0, 1, 2)))
 
 
 @ft.cache
