@@ -40,8 +40,8 @@ from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
 from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, sweep_abstract_eval, sweep_dependence
 from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
-from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.dataflow import dependence_rules
+from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
 from loopax._src.jax_internals import register

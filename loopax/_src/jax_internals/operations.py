@@ -79,10 +79,13 @@ is_free = one_of(
     *("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota"),
     "pvary",  # changes a type of the devices of a `shard_map`
 )
-is_transcendental = one_of(
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "digamma", "random_bits", "threefry2x32"),
+# A CPU takes some instructions for each element, or many.
+is_function = one_of(
+    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "erfc", "div", "rem", "sqrt", "rsqrt"),
+)
+is_slow_function = one_of(
+    *("pow", "cbrt", "erf_inv", "lgamma", "digamma", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+    *("sinh", "cosh", "asinh", "acosh", "atanh", "random_bits", "threefry2x32", "bessel_i0e", "bessel_i1e"),
 )
 
 # ---- what XLA fuses on a CPU (`insight/fusion.py`)

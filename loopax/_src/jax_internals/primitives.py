@@ -243,3 +243,9 @@ def contracted_size(eqn: Any) -> int:
     """How many products a `dot_general` adds up for each of its results."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+
+
+def convolved_size(eqn: Any) -> int:
+    """How many products a convolution adds up for each of its results."""
+    kernel = eqn.invars[1].aval.shape
+    return prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)

@@ -72,7 +72,7 @@ class Auto(Kind):
         costs = {kind: cost for kind in candidates if (cost := kind.cost(loop)) and cost.memory <= budget}
         best = min(costs, key=lambda kind: costs[kind].time)
         listed = ", ".join(f"{_name(kind)} {cost.time:.3g}" for kind, cost in costs.items())
-        reason = f"at most {budget} bytes for {loop.bound} steps; added to a step, in bytes written and read: {listed}"
+        reason = f"at most {budget} bytes for {loop.bound} steps; nanoseconds added to a step, roughly: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
     def _too_small(self, loop: LoopFacts) -> ValueError:

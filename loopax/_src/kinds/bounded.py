@@ -24,4 +24,4 @@ class Bounded(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        return cost_of_rows(loop, loop.step.carry_bytes, evaluations=1)
+        return cost_of_rows(loop, loop.step.carry_bytes, loop.step.evaluation + loop.step.carry_calls)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, Plan
-from loopax._src.core.jaxpr.cost import storing
+from loopax._src.core.jaxpr.costs import costs
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.schedule.blocks import LastSteps
 from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, last_steps_of, saved_carries
@@ -12,6 +12,9 @@ _CHECKPOINTS = Why(
     "how much memory a gradient uses",
     "give the most carries that there is room for: one budget serves every number of steps",
 )
+
+# Rows of a block are few, and XLA calls operations on small arrays one after another: that costs half as much.
+CALLS_OF_BLOCKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,22 @@ class Checkpointed(Kind):
         if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
             return None
         carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
-        if not carry or storing(residuals, residuals * bound) > loop.step.evaluation:
+        if not carry or costs().storing(residuals, residuals * bound) > loop.step.evaluation:
             return None
         return last_steps_of(bound, count, carry, residuals)
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`."""
-        count, size = self._carries(loop), loop.step.carry_bytes
-        time, last = 2 * loop.step.evaluation, self._last_steps(loop)
+        count, step = self._carries(loop), loop.step
+        size = step.carry_bytes
+        time = 2 * step.evaluation + step.step + costs().storing(size, count * size)
+        time += CALLS_OF_BLOCKS * step.carry_calls
+        last = self._last_steps(loop)
         if last is not None and loop.bound:
-            residuals = max(loop.step.residual_bytes, loop.step.read_bytes)
+            residuals = max(step.residual_bytes, step.read_bytes)
             again = 1 - last.recorded / loop.bound
-            time = again * loop.step.evaluation + storing(residuals, residuals * max(last.recorded, last.block))
+            stored = costs().storing(residuals, residuals * max(last.recorded, last.block))
+            time = again * step.evaluation + stored + costs().call + step.residual_calls
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
     def within(self, memory: int, loop: LoopFacts) -> "Checkpointed":

@@ -26,4 +26,5 @@ class Residuals(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        return cost_of_rows(loop, loop.step.residual_bytes, 0, loop.step.read_bytes)
+        step = loop.step
+        return cost_of_rows(loop, step.residual_bytes, step.residual_calls, step.read_bytes)

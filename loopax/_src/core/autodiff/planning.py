@@ -3,12 +3,15 @@
 from functools import partial
 from sys import maxsize
 
-from loopax._src.core.autodiff.partial_eval import partial_eval
+from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
+from loopax._src.core.autodiff.transpose import transposed_step
 from loopax._src.core.ir.facts import LoopFacts, StepFacts
 from loopax._src.core.ir.kind import Asked
 from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.ir.plan import EveryCarry, EveryResidual, Plan
-from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic
+from loopax._src.core.jaxpr import tiny
+from loopax._src.core.jaxpr.cost import arithmetic, evaluation
+from loopax._src.core.jaxpr.costs import costs
 from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
 
 
@@ -42,5 +45,22 @@ def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals.ys[by_residual.num_known_ys :]
     read = num_bytes(by_carry.known.input_avals.xs)
-    evaluation = arithmetic(by_carry.known.body) + IN_CACHE * read
-    return StepFacts(carry, num_bytes(rows), evaluation, num_bytes(by_residual.residual_avals))
+    again = evaluation(by_carry.known.body) + costs().cached_byte * read
+    facts = StepFacts(carry, num_bytes(rows), again, num_bytes(by_residual.residual_avals))
+    calls_of_rows = costs().call * len(rows)
+    if not tiny.is_tiny(by_carry.known.body):
+        return facts._replace(step=costs().step, residual_calls=calls_of_rows)
+    ahead = tiny.calls(by_residual.known.body, tiny.MOST_STORING, num_bytes(rows))
+    back = _calls_of_derivative(by_residual, tiny.MOST_FROM_RESIDUALS)
+    return facts._replace(
+        evaluation=arithmetic(by_carry.known.body),
+        step=tiny.STEP,
+        carry_calls=_calls_of_derivative(by_carry, tiny.MOST_FROM_CARRIES),
+        residual_calls=ahead + back + (2 * calls_of_rows if ahead or back else tiny.ROW * len(rows)),
+    )
+
+
+def _calls_of_derivative(parts: PartialEval, most: int) -> float:
+    """Those of a step that only the last carry's cotangent asks for."""
+    step = transposed_step(parts.linear, (False,) * len(parts.linear.output_avals.ys))
+    return tiny.calls(step, most)

@@ -23,7 +23,6 @@ from loopax._src.core.ir.linear_loop import (
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
-from loopax._src.core.jaxpr.cost import step_limits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.operand_groups import (
     Groups,
@@ -34,6 +33,7 @@ from loopax._src.core.jaxpr.operand_groups import (
     select_each,
     unflatten,
 )
+from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, trace, weakly_cached, written_out
 from loopax._src.core.row_buffers.versions import chained, read_only
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, known_now, register, strong, zeros

@@ -15,7 +15,7 @@ from loopax._src.jax_internals import ClosedJaxpr
 
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
 
-SPREAD = 50_000.0  # XLA computes elementwise operations that cost more than this on several cores
+SPREAD = 60_000.0  # nanoseconds: XLA computes elementwise operations that cost more on several cores
 
 
 def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> HowLanesRun:

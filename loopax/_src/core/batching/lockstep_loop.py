@@ -21,9 +21,9 @@ from loopax._src.core.batching.masked_step import (
     when_filled,
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
-from loopax._src.core.jaxpr.cost import is_elementwise
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, fill_axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
+from loopax._src.core.jaxpr.properties import is_elementwise
 from loopax._src.core.jaxpr.util import Mask, collective_over, select, split_list, stacked, trace, weakly_cached
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.core.row_buffers.versions import buffers

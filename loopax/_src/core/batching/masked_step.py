@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.effects.guard import guarded
-from loopax._src.core.jaxpr.cost import is_arithmetic
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.properties import is_arithmetic
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
 from loopax._src.core.masking.substitute import When, fill_inactive, pick

@@ -11,15 +11,19 @@ class StepFacts(NamedTuple):
 
     carry_bytes: int  # the part of the carry that the derivative of a step needs
     residual_bytes: int  # all that it needs, if no step is evaluated again
-    evaluation: float  # evaluating the step once, in the time of a byte that is stored to memory and read again
+    evaluation: float  # evaluating the step once, in nanoseconds
     read_bytes: int = 0  # all that the derivative reads, with what it computes from stored residuals
+    step: float = 0.0  # nanoseconds of a step of a loop that evaluates it, beside this
+    # What storing every carry, and residuals of every step, adds to a step, beside the bytes: calls of operations.
+    carry_calls: float = 0.0
+    residual_calls: float = 0.0
 
 
 class Cost(NamedTuple):
     """What a kind costs for a loop."""
 
     memory: float  # bytes that a gradient stores, at most
-    time: float  # per step, beyond one evaluation and its derivative, in the unit of `StepFacts.evaluation`
+    time: float  # per step, beyond one evaluation and its derivative, in nanoseconds
     stored: str = ""  # what is stored, for `explain`
 
 

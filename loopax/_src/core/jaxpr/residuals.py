@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from sys import maxsize
 from typing import Any, NamedTuple
 
-from loopax._src.core.jaxpr.cost import IN_CACHE, always_ends, arithmetic
+from loopax._src.core.jaxpr.cost import arithmetic
+from loopax._src.core.jaxpr.costs import costs
 from loopax._src.core.jaxpr.dataflow import dependence, members
+from loopax._src.core.jaxpr.properties import always_ends
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, replace_jaxpr
 
@@ -89,7 +91,7 @@ def without_recomputed(
             continue
         needed = [jaxpr.eqns[i] for i in places]
         cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
-        if cost <= (0.0 if position in hoisted else IN_CACHE * num_bytes([residual.aval])):
+        if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
             left.remove(position)
             equations += [eqn for eqn in needed if not any(eqn is other for other in equations)]
     if len(left) == len(positions):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.jaxpr.cost import computed
+from loopax._src.core.jaxpr.own_primitives import computed
 from loopax._src.core.jaxpr.util import collective_in, inner_jaxprs, map_programs, trace, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,

@@ -9,7 +9,8 @@ from sys import maxsize
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.cost import IN_CACHE, arithmetic
+from loopax._src.core.jaxpr.cost import arithmetic
+from loopax._src.core.jaxpr.costs import costs
 from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.util import num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.masking.all_active import asks_for_active
@@ -107,7 +108,7 @@ def _pays(sweep: ReverseSweep, recording: Recording, room: int) -> bool:
     """
     states, record = (num_bytes(of) for of in (sweep.forward_avals.state, recording.record_avals(sweep.num_state)))
     saved = arithmetic(sweep.backward) - arithmetic(recording.back)
-    return record <= room and saved >= IN_CACHE * (0.1 * states + max(record - states, 0))
+    return record <= room and saved >= costs().cached_byte * (0.1 * states + max(record - states, 0))
 
 
 class _Parts(NamedTuple):

@@ -23,7 +23,7 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.cost import step_limits
+from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, stacked
 from loopax._src.core.lowering.sweep_common import Bodies, Track
 from loopax._src.core.lowering.while_loop import LoopState, read, write

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopax._src.core.jaxpr.cost import computed
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.jaxpr.own_primitives import computed
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.jax_internals import Primitive, ad, new_primitive, register
