@@ -2,6 +2,7 @@
 
 from benchmarks import (
     adaptive,
+    auto,
     branches,
     budgets,
     condition_checks,
@@ -20,6 +21,7 @@ from benchmarks import (
     stochtrace,
     stochtrace_errors,
     storeless,
+    tiny_loops,
     truncated,
     ways,
 )
@@ -43,6 +45,8 @@ WITH_GROUPS = (
     small_bodies,
 )
 WITH_TABLES = (
+    auto,
+    tiny_loops,
     ways,
     evaluations,
     predictions,

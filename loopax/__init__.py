@@ -42,6 +42,7 @@ __all__ = [
     "rewrite_loops",
     "rollout",
     "scan",
+    "set_calibration",
     "sharded_lanes",
     "switch",
     "while_loop",

@@ -11,6 +11,7 @@ from loopax._version import __version__
 SUBCOMMANDS = {
     "doctor": "versions, devices, a self-test of every transformation, and what XLA copies in loops",
     "bench": "loopax beside jax.lax, Equinox, Flax NNX and Diffrax on this machine, in about a minute",
+    "calibrate": 'measure what operations cost on this machine, and write a file for Auto() and lanes="auto"',
     "demo": "cannon shots: loops of unknown length, batched and differentiated, in less than half a minute",
 }
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m loopax", description=__doc__)
     parser.add_argument("--version", action="version", version=f"loopax {__version__}")
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="{doctor,bench,demo}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="{doctor,bench,calibrate,demo}")
     for name, words in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=words)
         if name in given:  # the others need not be imported, and JAX takes seconds

@@ -15,8 +15,6 @@ from loopax._src.jax_internals import ClosedJaxpr
 
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
 
-SPREAD = 60_000.0  # nanoseconds: XLA computes elementwise operations that cost more on several cores
-
 
 def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> HowLanesRun:
     """How a batch of so many lanes runs; what is no choice is as it is."""
@@ -26,8 +24,7 @@ def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> 
         return None
     cost = step_cost(body, num_consts)
     sizes = how.stages.sizes(lanes, cost.is_cheap)
-    is_spread = not cost.of_batch and lanes * cost.of_lane > SPREAD
-    if how.alone_is_fast and not is_spread and cost.alone < _in_batch(cost, sizes):
+    if how.alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
         return OneByOne()
     return how.stages if len(sizes) > 1 and not cost.is_cheap else None
 

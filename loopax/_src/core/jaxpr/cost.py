@@ -30,10 +30,11 @@ from loopax._src.jax_internals import (
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
-CALL_OF_BATCH = 11.0  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
+CALL_OF_BATCH = 12.0  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
 CALL_ALONE = 0.4  # and on that of one lane
-STEP_ALONE = 11.0  # a step of one lane, in nanoseconds
-CHEAP_STEP = 60.0
+STEP_ALONE = 0.04  # a step of one lane, in `Costs.step`
+CHEAP_STEP = 330  # elements
+SPREAD_STEP = 330_000  # elements, of a batch: XLA computes them on several cores
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
@@ -58,7 +59,11 @@ class StepCost(NamedTuple):
     @property
     def is_cheap(self) -> bool:
         """Whether it is some elementwise operations on a few numbers."""
-        return self.of_lane < CHEAP_STEP
+        return self.of_lane < CHEAP_STEP * costs().elementwise
+
+    def is_spread(self, lanes: int) -> bool:
+        """Whether XLA computes a step of so many lanes on several cores of a CPU."""
+        return not self.of_batch and lanes * self.of_lane > SPREAD_STEP * costs().elementwise
 
 
 def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
@@ -69,7 +74,7 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     eqns = _varying(body, num_consts)
     work, products, calls = (_total(eqns, of) for of in (_operation, _product, _runs_by_itself))
     calls *= costs().call
-    alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE
+    alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE * costs().step
     return StepCost(work, CALL_OF_BATCH * calls, alone)
 
 
