@@ -74,3 +74,6 @@ def write(file: str | os.PathLike[str], constants: Costs, machine: str) -> None:
 
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+use_environment()

@@ -8,7 +8,6 @@ from loopax._src.branches import cond as cond
 from loopax._src.branches import switch as switch
 from loopax._src.buffers import Buffer as Buffer
 from loopax._src.calibration import set_calibration as set_calibration
-from loopax._src.calibration import use_environment
 from loopax._src.history import History as History
 from loopax._src.insight.compare import compare as compare
 from loopax._src.insight.comparison import Comparison as Comparison
@@ -42,5 +41,3 @@ from loopax._src.rewrite.rewrite_loops import rewrite_loops as rewrite_loops
 from loopax._src.rollout import Rollout as Rollout
 from loopax._src.rollout import rollout as rollout
 from loopax._src.sharding.sharded_lanes import sharded_lanes as sharded_lanes
-
-use_environment()

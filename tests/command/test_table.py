@@ -49,4 +49,4 @@ def test_no_such_subcommand(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "doctor,bench,demo" in capsys.readouterr().err
+    assert "doctor,bench,calibrate,demo" in capsys.readouterr().err

@@ -40,7 +40,9 @@ def loops(directory: Any, steps: Steps, **options: Any) -> Any:
     w = jnp.eye(3) * 0.5
 
     def inner(x: Any, n: Any) -> Any:
-        x = lx.fori_loop(0, n, lambda j, x: jnp.sin(w @ x) + TABLE * j.astype(float), x, max_steps=4)
+        x = lx.fori_loop(
+            0, n, lambda j, x: jnp.sin(w @ x) + TABLE * j.astype(float), x, max_steps=4, kind="checkpointed"
+        )
         x = lx.while_loop(lambda x: x[0] < 2, lambda x: x + 0.5, x, max_steps=9)
         x, ys = lx.scan(lambda c, y: (c * 0.9 + y, c), x, jnp.stack([x, x]), kind="checkpointed")
         return x + ys.sum(0)

@@ -67,7 +67,7 @@ def test_where_it_stands_and_what_it_is():
 def test_why_auto_chooses():
     stored = only(lx.explain(recurrent, *ARGS)).stored
     assert stored is not None
-    _, listed = stored.reason.split("added to a step, in bytes written and read: ")
+    _, listed = stored.reason.split("expected to add to a step, in nanoseconds: ")
     costs = {name: float(cost) for name, cost in re.findall(r"(\w+) ([\d.]+)(?:,|$)", listed)}
     assert costs.keys() == {"Residuals", "Bounded", "Checkpointed"}
     assert stored.kind == f"{min(costs, key=costs.__getitem__)}()"

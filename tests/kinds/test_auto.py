@@ -117,7 +117,7 @@ def test_only_what_the_derivative_needs_counts():
 def test_the_reason_is_kept():
     reason = chosen(jax.grad(fixed(many_functions)), STATE).reason
     assert reason.startswith(
-        f"at most {256 * 2**20} bytes for {STEPS} steps; nanoseconds added to a step, roughly: Residuals "
+        f"at most {256 * 2**20} bytes for {STEPS} steps; expected to add to a step, in nanoseconds: Residuals "
     )
     assert ", Bounded " in reason
     assert ", Checkpointed " in reason

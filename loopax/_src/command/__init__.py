@@ -1,4 +1,4 @@
 """`python -m loopax`.
 
-May import: extras, insight.
+May import: calibration, core/jaxpr, extras, insight.
 """

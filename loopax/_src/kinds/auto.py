@@ -71,8 +71,8 @@ class Auto(Kind):
             candidates.append(Checkpointed(min(budget // loop.step.carry_bytes, loop.bound)))
         costs = {kind: cost for kind in candidates if (cost := kind.cost(loop)) and cost.memory <= budget}
         best = min(costs, key=lambda kind: costs[kind].time)
-        listed = ", ".join(f"{_name(kind)} {cost.time:.3g}" for kind, cost in costs.items())
-        reason = f"at most {budget} bytes for {loop.bound} steps; nanoseconds added to a step, roughly: {listed}"
+        listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
+        reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
     def _too_small(self, loop: LoopFacts) -> ValueError:

@@ -100,7 +100,8 @@ def test_two_levels_where_the_checkpoints_allow_for_them():
     """64 checkpoints for 1000 steps: 32 blocks of 32 steps, within 2 % of the optimum."""
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))
     assert schedule.evaluations(1000, 64) < evaluated <= 1.02 * schedule.evaluations(1000, 64)
-    assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 2000
+    # Small residuals: each step is evaluated twice, but for the last ones, whose residuals are stored at once.
+    assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 1960
 
 
 def product(counter, h):
