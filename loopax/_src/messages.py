@@ -107,12 +107,20 @@ def rewritten_limit_problem(max_steps: int | None) -> str:
 
 def lanes_map_message(loops: int) -> str:
     """The function of `lanes_map` has no loop, or several."""
+    return f"{_one_loop('lanes_map', loops)}, or use `jax.lax.map(f, xs, batch_size=...)`, which needs no loop."
+
+
+def lanes_stream_message(loops: int) -> str:
+    """The function of `lanes_stream` has no loop, or several."""
+    return f"{_one_loop('lanes_stream', loops)}. Items without a loop need no lanes: `jax.vmap` takes as long for each."
+
+
+def _one_loop(caller: str, loops: int) -> str:
     found = "none" if loops == 0 else str(loops)
     return (
-        f"lanes_map(f, ...): f must hold exactly one loop of loopax, and holds {found}. The form it needs: outside of "
+        f"{caller}(f, ...): f must hold exactly one loop of loopax, and holds {found}. The form it needs: outside of "
         "`cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, `loopax.fori_loop` or "
-        "`loopax.scan`; before and after it, anything. Make one loop of several, or use `jax.lax.map(f, xs, "
-        "batch_size=...)`, which needs no loop."
+        "`loopax.scan`; before and after it, anything. Make one loop of several"
     )
 
 

@@ -33,10 +33,14 @@ from loopax._src.lanes import Sequential as Sequential
 from loopax._src.loops import fori_loop as fori_loop
 from loopax._src.loops import scan as scan
 from loopax._src.loops import while_loop as while_loop
-from loopax._src.mapping import lanes_map as lanes_map
 from loopax._src.models import local as local
 from loopax._src.progress import Progress as Progress
 from loopax._src.pytrees.types import LoopInfo as LoopInfo
+from loopax._src.queues.lanes_map import lanes_map as lanes_map
+from loopax._src.queues.lanes_stream import LanesStream as LanesStream
+from loopax._src.queues.lanes_stream import StreamReport as StreamReport
+from loopax._src.queues.lanes_stream import SuspendedStream as SuspendedStream
+from loopax._src.queues.lanes_stream import lanes_stream as lanes_stream
 from loopax._src.rewrite.rewrite_loops import rewrite_loops as rewrite_loops
 from loopax._src.rollout import Rollout as Rollout
 from loopax._src.rollout import rollout as rollout

@@ -44,7 +44,9 @@ def taken():
         body = lambda _, h: jnp.tanh(h) * jnp.exp(-h * h) + 0.1 * h
         return lx.fori_loop(0, 50, body, h).sum()
 
-    return lx.explain(energy, START).loops[0].stored.kind
+    stored = lx.explain(energy, START).loops[0].stored
+    assert stored is not None
+    return stored.kind
 
 
 def test_every_constant_has_one_probe():

@@ -13,10 +13,12 @@ from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.programs.nested_lanes import run_free
-from loopax._src.core.programs.work_queue import run_queue
+from loopax._src.core.programs.queue_chunks import ItemRows, queue_for, run_chunk
+from loopax._src.core.programs.work_queue import NO_ITEM, run_queue
 from loopax._src.core.row_buffers.tape import run_with_tape
 
 __all__ = [
+    "NO_ITEM",
     "UNNAMED",
     "Asked",
     "BoundLoop",
@@ -26,6 +28,7 @@ __all__ = [
     "Derivative",
     "EveryCarry",
     "EveryResidual",
+    "ItemRows",
     "Kind",
     "LastCarry",
     "Loop",
@@ -40,8 +43,10 @@ __all__ = [
     "Reporting",
     "StepFacts",
     "Storage",
+    "queue_for",
     "rules",
     "run",
+    "run_chunk",
     "run_free",
     "run_queue",
     "run_with_tape",

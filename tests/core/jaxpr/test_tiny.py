@@ -92,7 +92,9 @@ def test_facts_of_tiny_loops():
 def test_auto_checkpoints_where_only_blocks_are_one_function():
     def kind_of(step):
         found = lx.explain(lambda y: lx.fori_loop(0, 1000, lambda _, y: step(y), y).sum(), Y)
-        return found.loops[0].stored.kind
+        stored = found.loops[0].stored
+        assert stored is not None
+        return stored.kind
 
     assert kind_of(by_indices) == "Checkpointed()"
     assert kind_of(lambda y: y - 0.1 * y * y) in ("Bounded()", "Residuals()")

@@ -3,21 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from loopax._src import core
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
-from loopax._src.frontend.references import refuse_closed_over, refuse_references_in
-from loopax._src.frontend.runtime_checks import Check, collecting, settle
-from loopax._src.function_names import Called
-from loopax._src.jax_internals import open_constants
-from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
-from loopax._src.nnx.writeback import refuse_changes
+from loopax._src.frontend.references import refuse_references_in
+from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.pytrees.leaves import pack, restore_weak
 from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.queues.item_program import item_program
 
 _LANES = Why("the size of the batch in the program", "choose one for all calls: results do not depend on it")
 
@@ -69,29 +66,15 @@ def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> 
     refuse_references_in("lanes_map(xs=...)", frozen, "Give its value (`ref[...]`).")
     arrays, spec = pack(frozen)
     items = _items(arrays)
-    item_spec, found = spec.rows(), {}
-
-    def flat(*item: Any) -> list[Any]:
-        given = item_spec.unpack(item)
-        live, objects = thaw_numbered(given)
-        with collecting() as checks:
-            ys, found["spec"] = pack(freeze(f(live)))
-        refuse_changes("f of lanes_map", given, objects, live)
-        found["messages"] = [check.message for check in checks]
-        return [*(check.failed for check in checks), *ys]
-
-    called = Called("lanes_map", (f,), ("x",))
-    called.name_in_errors(flat, item_spec.names(called.name("x")))
-    program, shared = open_constants(jax.make_jaxpr(flat)(*item_spec.avals))
-    refuse_closed_over("f of lanes_map", shared, "Return what f would write")
+    made = item_program("lanes_map", f, spec.rows())
     if not items:
-        outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in program.out_avals]
+        outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in made.program.out_avals]
     else:
-        outputs = core.run_queue(program, shared, arrays, items, lanes)
-    failed, ys = split_list(outputs, [len(found["messages"])])
-    checks = [Check(jnp.any(flags), message) for flags, message in zip(failed, found["messages"], strict=True)]
-    ys = restore_weak(ys, found["spec"].avals)
-    return thaw(settle(found["spec"].unpack(ys), checks))
+        outputs = core.run_queue(made.program, made.shared, arrays, items, lanes)
+    failed, ys = split_list(outputs, [len(made.messages)])
+    checks = [Check(jnp.any(flags), message) for flags, message in zip(failed, made.messages, strict=True)]
+    ys = restore_weak(ys, made.results.avals)
+    return thaw(settle(made.results.unpack(ys), checks))
 
 
 def _items(arrays: list[Any]) -> int:

@@ -1,0 +1,4 @@
+"""Any number of items through a fixed number of lanes: of one array, or from a host.
+
+May import: core, frontend.
+"""

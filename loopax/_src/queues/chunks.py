@@ -1,0 +1,100 @@
+"""The device's side of a stream: chunks of rounds, compiled once."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from loopax._src.core import NO_ITEM, ItemRows, queue_for, run_chunk
+from loopax._src.pytrees.leaves import Spec, Static
+from loopax._src.queues.item_program import ItemProgram, item_program
+
+# A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
+# lanes are idle, and there are more rounds.
+PART = 16
+_KEPT = 8  # programs, so that another stream of the same function compiles nothing
+
+
+class Chunk(NamedTuple):
+    """What came out of a chunk, on the host."""
+
+    numbers: np.ndarray  # of the items that are done
+    num_steps: np.ndarray  # of each
+    outputs: list[np.ndarray]  # (items, ...)
+    rows: int  # of items that were begun
+    free: int  # lanes without an item
+    iterations: int
+    useful: int  # steps of lanes
+
+
+class Program(NamedTuple):
+    """A function of items for a number of lanes. It holds nothing of a stream."""
+
+    made: ItemProgram
+    item_avals: list[Any]
+    lanes: int
+    places: int  # items of a round
+    rounds: int  # of a chunk, at most
+    run: Callable[..., Any]  # (state, shared, rows, most) -> (state, found)
+    empty: Callable[[], Any]  # lanes without items
+
+    def place_rows(self, items: Sequence[tuple[int, list[np.ndarray]]], first: int) -> tuple[Any, list[Any], list[int]]:
+        """Numbered items in rows, of which the first has so many at most; also how many are in each row."""
+        numbers = np.full((self.rounds, self.places), NO_ITEM, np.int32)
+        inputs = [np.zeros((self.rounds, self.places, *aval.shape), aval.dtype) for aval in self.item_avals]
+        counts: list[int] = []
+        for number, item in items:
+            if not counts or counts[-1] == (self.places if len(counts) > 1 else min(first, self.places)):
+                counts.append(0)
+            at = len(counts) - 1, counts[-1]
+            numbers[at] = number
+            for rows, value in zip(inputs, item, strict=True):
+                rows[at] = value
+            counts[-1] += 1
+        return numbers, inputs, counts
+
+    def most_items(self, first: int) -> int:
+        """How many fit in rows of which the first has so many at most."""
+        return min(first, self.places) + (self.rounds - 1) * self.places if first else 0
+
+
+def results_of(found: Any) -> Chunk:
+    """Wait for a chunk."""
+    rows, free, iterations, useful = (
+        int(x) for x in jax.device_get((found.rows, found.free, found.iterations, found.useful))
+    )
+    numbers, num_steps = (np.asarray(x)[:rows].reshape(-1) for x in (found.finished, found.num_steps))
+    done = numbers != NO_ITEM
+    outputs = [np.asarray(x)[:rows].reshape(-1, *x.shape[2:])[done] for x in found.outputs]
+    return Chunk(numbers[done], num_steps[done], outputs, rows, free, iterations, useful)
+
+
+def compiled(function: Spec, item: Spec, lanes: int) -> Program:
+    """The program of a function and items like these; that of an earlier stream where it is the same."""
+    try:
+        hash((function, item))
+    except TypeError:
+        return _program(function, item, lanes)
+    return _cached(function, item, lanes, jax.dtypes.canonicalize_dtype(float))
+
+
+@lru_cache(maxsize=_KEPT)
+def _cached(function: Spec, item: Spec, lanes: int, _: Any) -> Program:
+    return _program(function, item, lanes)
+
+
+def _program(function: Spec, item: Spec, lanes: int) -> Program:
+    leaves = [leaf.value if isinstance(leaf, Static) else leaf.aval for leaf in function.leaves]
+    made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function)
+    places = max(lanes // PART, 1)
+
+    def queue(shared: Sequence[Any]) -> Any:
+        return queue_for(made.program, shared, item.avals, lanes, places)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state: Any, shared: Sequence[Any], rows: ItemRows, most: Any) -> Any:
+        return run_chunk(queue(shared), state, rows, most)
+
+    return Program(made, item.avals, lanes, places, -(-2 * lanes // places), run, jax.jit(lambda: queue([]).empty()))

@@ -1,0 +1,63 @@
+"""Items on the host: their arrays, which must be alike."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopax._src.frontend.references import refuse_references_in
+from loopax._src.nnx.functional import freeze
+from loopax._src.pytrees.leaves import Dynamic, Spec, pack
+
+_ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
+
+
+def spec_of(item: Any, index: int) -> Spec:
+    """What every item has to be like."""
+    frozen = freeze(item)
+    refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
+    arrays, spec = pack(frozen)
+    types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
+    leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
+    return Spec(spec.treedef, tuple(leaves))
+
+
+def arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
+    """The arrays of an item; an error where it is not like the others."""
+    leaves, treedef = jax.tree.flatten(freeze(item))
+    if treedef != spec.treedef:
+        raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")
+    arrays = []
+    for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        if isinstance(expected, Dynamic):
+            arrays.append(_array(leaf, expected, spec, place, index))
+        elif type(leaf) is not expected.type or leaf != expected.value:  # a part of the program
+            raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
+    return arrays
+
+
+def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    if array.dtype.kind in "biufcV":
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
+        raise TypeError(_message(spec, place, index, _described(array), _described(of.aval)))
+    return array
+
+
+def _described(aval: Any) -> str:
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _message(spec: Spec, place: int, index: int, got: str, expected: str) -> str:
+    return f"lanes_stream: item {index}{_path(spec, place)} is {got}, expected {expected}. {_ALIKE}"
+
+
+def _path(spec: Spec, place: int) -> str:
+    paths: Sequence[Any] = jax.tree_util.tree_flatten_with_path(spec.treedef.unflatten(range(len(spec.leaves))))[0]
+    return jax.tree_util.keystr(paths[place][0])

@@ -1,0 +1,425 @@
+"""Items that come one by one through a fixed number of lanes: `lanes_stream`."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from weakref import finalize
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from loopax._src.core import ItemRows
+from loopax._src.frontend.options import check_callable
+from loopax._src.frontend.raising import with_amount
+from loopax._src.nnx.functional import freeze, thaw
+from loopax._src.pytrees.leaves import Spec, pack
+from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.queues.chunks import Program, compiled, results_of
+from loopax._src.queues.item_types import arrays_of, spec_of
+from loopax._src.queues.pace import Pace
+from loopax._src.queues.source import Source
+
+_WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
+_NUMBERS = 2**31 - 1  # of items on the device
+NOBODY = -1  # a lane without an item
+
+
+class SuspendedStream(NamedTuple):
+    """A stream that can go on: a pytree of NumPy arrays and ints. Give it to `lanes_stream(resume=...)`.
+
+    Attributes
+    ----------
+    unfinished
+        `(index, item)` of the items that are in lanes, in the order of the lanes, and of those that wait for one.
+    lanes : int64[lanes]
+        The index of the item in each lane, -1 where there is none.
+    state
+        Where the lanes are in their loops.
+    results
+        `(index, result, error)` of the items that are finished and were not handed out; `error` is the number of the
+        check that failed, or -1.
+    fetched
+        How many items were taken from the iterable.
+    next_result
+        With `ordered`, the index of the next result.
+
+    """
+
+    unfinished: tuple[tuple[int, Any], ...]
+    lanes: np.ndarray
+    state: list[Any]
+    results: tuple[tuple[int, Any, int], ...]
+    fetched: int
+    next_result: int
+
+
+class StreamReport(NamedTuple):
+    """What the lanes of a stream did.
+
+    Attributes
+    ----------
+    items
+        That are finished.
+    lanes
+        Of the stream.
+    iterations, useful
+        Batched steps, and the steps of lanes with an item in them.
+    iterations_fed, useful_fed
+        The same, until the source ended.
+    seconds
+        Since the first item.
+
+    """
+
+    items: int
+    lanes: int
+    iterations: int
+    useful: int
+    iterations_fed: int
+    useful_fed: int
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the lane-steps that were computed, those of lanes with an item; 1 where there are none."""
+        return self.useful / (self.lanes * self.iterations) if self.iterations else 1.0
+
+    @property
+    def share_fed(self) -> float:
+        """The same, until the source ended."""
+        return self.useful_fed / (self.lanes * self.iterations_fed) if self.iterations_fed else 1.0
+
+    def __str__(self) -> str:
+        """In two lines."""
+        seconds = self.seconds or float("inf")
+        return (
+            f"{self.items} items through {self.lanes} lanes: {self.items / seconds:.4g} items/s, "
+            f"{self.useful / seconds:.4g} steps/s\n"
+            f"{self.iterations} iterations, {self.useful} steps of lanes: {self.share:.0%} useful, "
+            f"{self.share_fed:.0%} until the source ended"
+        )
+
+
+def lanes_stream(
+    f: Callable[[Any], Any],
+    items: Iterable[PyTree[Any]],
+    *,
+    lanes: int = 64,
+    ordered: bool = False,
+    chunk_steps: int | None = None,
+    prefetch: int = 2,
+    throw: bool = True,
+    resume: SuspendedStream | None = None,
+) -> "LanesStream":
+    """Map a function with a loop in it over items that come one by one, in a fixed number of lanes.
+
+    The meaning::
+
+        for index, item in enumerate(items):
+            yield index, f(item)
+
+    but in the order in which items are finished. All lanes step together on the device. A lane that has finished hands
+    over its result and takes the next item, while the others go on. It is called from Python, not inside of `jit`.
+
+    Parameters
+    ----------
+    f
+        `f(item)` holds exactly one loop of loopax, outside of `cond`, `scan`, `jax.checkpoint` and other loops. What
+        stands before and after it runs once for each item. It is compiled once for any number of items. Streams of one
+        function share the program. Where `f` is a pytree (an Equinox module, a `jax.tree_util.Partial`), its arrays may
+        differ.
+    items
+        Any iterable of pytrees, also endless, also slow. All are like the first: structure, shapes and dtypes.
+    lanes
+        Items that are worked on at a time, an int from 1 on.
+    ordered
+        Hand results out in the order of the items. Those that are finished before an earlier one wait in memory.
+    chunk_steps
+        The most steps between two looks of the host at what is finished and what has come. Default: as many as take
+        about 50 milliseconds. Results do not depend on it.
+    prefetch
+        How many items are fetched ahead, in multiples of `lanes`, by a thread of their own. 0: items are fetched where
+        the stream is advanced, without a thread.
+    throw
+        Raise the error of an item's loop (`max_steps` reached, say) where its result would be handed out. False: hand
+        out `(index, result, error)`, where `error` is a message or None.
+    resume
+        What `suspend()` of an earlier stream returned. `items` are those that come after.
+
+    Returns
+    -------
+    LanesStream
+        An iterator over `(index, result)`, and a context manager. The leaves of results are NumPy arrays. Leaving the
+        `with` block, or `close()`, ends the stream and frees its memory. `suspend()` ends it, too, and returns what
+        goes on elsewhere. `report()` says what the lanes did.
+
+    Raises
+    ------
+    TypeError
+        `f` is not callable, `items` is not iterable, an option has another type, or is traced; an item has another
+        structure, shape or dtype than the first (the message names the item and the leaf).
+    ValueError
+        `lanes` or `chunk_steps` is less than 1, `prefetch` is negative; `f` holds no loop, or several; `resume` belongs
+        to another number of lanes; an item differs in what is not an array.
+    equinox.EquinoxRuntimeError
+        The error of an item, which it names.
+
+    Notes
+    -----
+    What `items` raises is raised here, after the results of all items before it. Memory: the state of all lanes, and
+    items and results of `2 * lanes`; it does not grow with the number of items. There are no derivatives; `lanes_map`
+    has them. The bits of a result do not depend on the lane, where the device's operations on batches are so.
+
+    """
+    check_callable("f of lanes_stream", f)
+    lanes = positive_int("lanes_stream(lanes=...)", lanes, "lanes", _WHY)
+    if chunk_steps is not None:
+        chunk_steps = positive_int("lanes_stream(chunk_steps=...)", chunk_steps, "steps", _WHY)
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"lanes_stream(prefetch=...): got {prefetch!r}, expected an int: multiples of `lanes`.")
+    if prefetch < 0:
+        raise ValueError(f"lanes_stream(prefetch=...): got {prefetch}, expected 0 or more: multiples of `lanes`.")
+    if not isinstance(items, Iterable):
+        raise TypeError(f"lanes_stream(items=...): got a {type(items).__name__}, expected an iterable of items.")
+    if resume is not None and len(resume.lanes) != lanes:
+        raise ValueError(
+            f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and lanes={lanes}. "
+            f"Give lanes={len(resume.lanes)}."
+        )
+    return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume)
+
+
+class LanesStream(Iterator[Any]):
+    """Results of a stream as they come: see `lanes_stream`, which makes it."""
+
+    def __init__(
+        self,
+        f: Callable[[Any], Any],
+        items: Iterable[Any],
+        lanes: int,
+        ordered: bool,
+        pace: Pace,
+        ahead: int,
+        throw: bool,
+        resume: SuspendedStream | None,
+    ) -> None:
+        """Nothing is run before the first result is asked for."""
+        self._function_arrays, self._function = pack(freeze(f))
+        self._lanes, self._ordered, self._pace, self._throw = lanes, ordered, pace, throw
+        self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
+        self._in_lanes: dict[int, int] = {}  # by number: the index
+        self._results: deque[tuple[int, Any, int]] = deque()
+        self._held: dict[int, tuple[Any, int]] = {}  # until those before them are there
+        self._fetched = self._next = 0  # indices: of the next item, and of the next result where these are ordered
+        self._free = lanes
+        self._item: Spec | None = None
+        self._program: Program | None = None
+        self._state: Any = None
+        self._running: Any = None  # what a chunk will have found, and what it was given
+        self._counts = [0] * 5  # items, iterations, useful, and the last two until the source ended
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._is_open = True
+        self._source = Source(items, ahead)
+        self._stop = finalize(self, self._source.stop, wait=False)
+        if resume is not None:
+            self._resume(resume)
+
+    # ---- what a user does
+
+    def __iter__(self) -> Self:
+        """The stream itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next result; waits until there is one."""
+        while not self._results:
+            if not self._is_open or not self._look():
+                self.close()
+                self._source.raise_error()
+                raise StopIteration
+        index, result, error = self._results.popleft()
+        message = None if error < 0 else self._message(index, error)
+        if not self._throw:
+            return index, result, message
+        if message is not None:
+            self.close()
+            raise eqx.EquinoxRuntimeError(message)
+        return index, result
+
+    def __enter__(self) -> Self:
+        """The stream itself, which is closed at the end."""
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """End the stream: fetch no more, and let go of the lanes. What is not handed out is lost."""
+        self._is_open = False
+        self._stop()
+        self._state = self._running = None
+        for held in (self._results, self._held, self._waiting, self._in_lanes):
+            held.clear()
+
+    def suspend(self) -> SuspendedStream:
+        """End the stream, and return what goes on as `lanes_stream(f, rest of the items, resume=...)`.
+
+        An item that is being fetched is waited for.
+        """
+        if not self._is_open:
+            raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
+        if self._running is not None:
+            self._collect()
+        for item in self._source.stop():
+            self._wait_for_lane(item)
+        where = np.full(self._lanes, NOBODY, np.int64)
+        state, unfinished = [], []
+        if self._state is not None:
+            lane = jax.device_get(self._state)
+            state = jax.tree.leaves(lane.inside)
+            busy = np.flatnonzero(lane.item >= 0)
+            where[busy] = [self._in_lanes[int(lane.item[i])] for i in busy]
+            unfinished = [(int(where[i]), self._as_given([x[i] for x in lane.inputs])) for i in busy]
+        unfinished += [(index, self._as_given(arrays)) for index, arrays in self._waiting]
+        results = (*self._results, *((index, *found) for index, found in sorted(self._held.items())))
+        following = self._results[0][0] if self._ordered and self._results else self._next
+        suspended = SuspendedStream(tuple(unfinished), where, state, results, self._fetched, following)
+        self.close()
+        return suspended
+
+    def report(self) -> StreamReport:
+        """What the lanes have done so far."""
+        items, iterations, useful, iterations_fed, useful_fed = self._counts
+        seconds = (self._ended or 0.0) - (self._began or 0.0)
+        return StreamReport(items, self._lanes, iterations, useful, iterations_fed, useful_fed, seconds)
+
+    # ---- what the stream does
+
+    def _look(self) -> bool:
+        """Wait for the chunk that is running, and start the next one; false where nothing is left to do."""
+        if self._running is None and not self._start(wait=True):
+            return False
+        self._collect()
+        self._start(wait=False)  # the device runs while the caller uses the results
+        return True
+
+    def _start(self, wait: bool) -> bool:
+        """Start a chunk with the items that are there; false where there is nothing to run: with `wait`, for ever."""
+        while not self._fill() and not self._in_lanes:
+            if self._source.is_empty or not wait:
+                return False
+            self._source.wait()
+        program = self._ready_program()
+        given = [self._waiting.popleft() for _ in range(min(len(self._waiting), program.most_items(self._free)))]
+        numbered = [(index % _NUMBERS, arrays) for index, arrays in given]
+        numbers, inputs, counts = program.place_rows(numbered, self._free)
+        is_last = self._source.is_empty and not self._waiting
+        has_more = bool(self._waiting) or (not is_last and self._source.has_fetched)
+        rows = len(counts) or (min(-(-len(self._in_lanes) // program.places), program.rounds) if is_last else 1)
+        wanted = program.places if is_last else 1
+        item_rows = ItemRows(numbers, inputs, np.int32(rows), np.bool_(has_more), np.int32(wanted))
+        shared = [*program.made.shared, *self._function_arrays]
+        start = time.perf_counter()
+        self._began = start if self._began is None else self._began
+        self._state, found = program.run(self._state, shared, item_rows, np.int32(self._pace.steps))
+        self._running = found, given, counts, start, is_last
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the chunk that is running, and take what it found."""
+        found, given, counts, start, is_last = self._running
+        self._running = None
+        chunk = results_of(found)
+        self._ended = time.perf_counter()
+        self._pace.measured(chunk.iterations, self._ended - start)
+        begun = sum(counts[: chunk.rows])
+        self._in_lanes.update((index % _NUMBERS, index) for index, _ in given[:begun])
+        self._waiting.extendleft(reversed(given[begun:]))
+        self._free = chunk.free
+        for i, number in enumerate(chunk.numbers):
+            self._finish(self._in_lanes.pop(int(number)), [x[i] for x in chunk.outputs])
+        done = (len(chunk.numbers), chunk.iterations, chunk.useful)
+        fed = (0, 0) if is_last else done[1:]
+        self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
+
+    def _finish(self, index: int, outputs: list[Any]) -> None:
+        """An item is done: the flags of its checks, and its results."""
+        made = self._ready_program().made
+        flags, arrays = outputs[: len(made.messages)], outputs[len(made.messages) :]
+        error = next((i for i, failed in enumerate(flags) if failed), -1)
+        result = thaw(made.results.unpack([np.array(x) for x in arrays]))
+        self._hand_out(index, result, error)
+
+    def _hand_out(self, index: int, result: Any, error: int) -> None:
+        """At once, or, if results are ordered, after those before it."""
+        if not self._ordered:
+            self._results.append((index, result, error))
+            return
+        self._held[index] = result, error
+        while self._next in self._held:
+            self._results.append((self._next, *self._held.pop(self._next)))
+            self._next += 1
+
+    def _fill(self) -> bool:
+        """Take items that are there, so many as a chunk has room for; whether any wait for a lane."""
+        room = self._program.most_items(self._free) if self._program else self._lanes
+        try:
+            for item in self._source.take(max(room - len(self._waiting), 0)):
+                self._wait_for_lane(item)
+        except (TypeError, ValueError, NotImplementedError) as error:  # not like the others
+            self._source.end(error)
+        return bool(self._waiting)
+
+    def _wait_for_lane(self, item: Any) -> None:
+        """Make arrays of an item, which wait for a lane."""
+        if self._item is None:
+            self._item = spec_of(item, self._fetched)
+        self._waiting.append((self._fetched, arrays_of(item, self._fetched, self._item)))
+        self._fetched += 1
+
+    def _ready_program(self) -> Program:
+        """The compiled program, from the first item on."""
+        if self._program is None:
+            assert self._item is not None
+            self._program = compiled(self._function, self._item, self._lanes)
+        if self._state is None:
+            self._state = self._program.empty()
+        return self._program
+
+    def _as_given(self, arrays: list[Any]) -> Any:
+        assert self._item is not None
+        return thaw(self._item.unpack([np.asarray(x) for x in arrays]))
+
+    def _message(self, index: int, error: int) -> str:
+        return f"item {index} of lanes_stream: {with_amount(self._ready_program().made.messages[error], None)}"
+
+    def _resume(self, suspended: SuspendedStream) -> None:
+        """Go on where another stream was suspended."""
+        where = np.asarray(suspended.lanes)
+        self._next, self._fetched = int(suspended.next_result), int(suspended.fetched)
+        for index, result, error in suspended.results:
+            self._hand_out(int(index), result, int(error))
+        if not suspended.unfinished:
+            return
+        self._item = spec_of(suspended.unfinished[0][1], int(suspended.unfinished[0][0]))
+        pairs = [(int(index), arrays_of(item, int(index), self._item)) for index, item in suspended.unfinished]
+        busy = np.flatnonzero(where != NOBODY)
+        self._waiting.extend(pairs[len(busy) :])
+        self._free = self._lanes - len(busy)
+        empty = self._ready_program().empty()
+        if not len(busy):
+            return
+        self._in_lanes = {index % _NUMBERS: index for index, _ in pairs[: len(busy)]}
+        numbers = np.where(where == NOBODY, NOBODY, where % _NUMBERS).astype(np.int32)
+        inputs = [np.array(x) for x in empty.inputs]
+        for lane, (_, arrays) in zip(busy, pairs, strict=False):
+            for rows, value in zip(inputs, arrays, strict=True):
+                rows[lane] = value
+        inside = jax.tree.structure(empty.inside).unflatten(suspended.state)
+        self._state = jax.device_put(empty._replace(item=numbers, inputs=inputs, inside=inside))

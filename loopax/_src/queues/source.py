@@ -1,0 +1,104 @@
+"""Items of any iterable, fetched while the device runs."""
+
+import contextvars
+from collections import deque
+from collections.abc import Iterable, Iterator
+from threading import Condition, Thread
+from typing import Any
+
+
+class Source:
+    """Items in their order. They are fetched ahead in a thread, or, with `ahead=0`, where they are taken.
+
+    An error of the iterable is kept until all items before it are taken.
+    """
+
+    def __init__(self, items: Iterable[Any], ahead: int, fetched: Iterable[Any] = ()) -> None:
+        """Begin to fetch; `fetched` items come first."""
+        self._iterator: Iterator[Any] = iter(items)
+        self._ahead = ahead
+        self._fetched: deque[Any] = deque(fetched)
+        self._changed = Condition()
+        self._ended = self._stopping = False
+        self._error: BaseException | None = None
+        self._thread: Thread | None = None
+        if ahead:
+            run = contextvars.copy_context().run
+            self._thread = Thread(target=run, args=(self._fetch_ahead,), name="loopax items", daemon=True)
+            self._thread.start()
+
+    def take(self, most: int) -> list[Any]:
+        """The next items, so many at most: with `ahead=0` all of these, else those that are there."""
+        if not self._ahead:
+            while len(self._fetched) < most and not self._ended:
+                self._fetch_one()
+        with self._changed:
+            taken = [self._fetched.popleft() for _ in range(min(most, len(self._fetched)))]
+            self._changed.notify_all()
+        return taken
+
+    def wait(self) -> None:
+        """Until there is an item, or no more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fetched or self._ended or not self._ahead)
+
+    @property
+    def has_fetched(self) -> bool:
+        """Whether an item is there."""
+        return bool(self._fetched)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all items are taken."""
+        with self._changed:
+            return self._ended and not self._fetched
+
+    def end(self, error: BaseException) -> None:
+        """An item that was taken is wrong: none after it is handed out, and this is raised."""
+        self.stop(wait=False)
+        with self._changed:
+            self._fetched.clear()
+            self._error = error
+
+    def raise_error(self) -> None:
+        """Raise what the iterable has raised, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def stop(self, wait: bool = True) -> list[Any]:
+        """Fetch no more; returns the items that are fetched and not taken. One that is being fetched is waited for."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if wait and self._thread is not None:
+            self._thread.join()
+        self._ended = True
+        return list(self._fetched)
+
+    def _fetch_ahead(self) -> None:
+        while self._has_room():
+            self._fetch_one()
+
+    def _has_room(self) -> bool:
+        """Wait for room; false where nothing more is fetched."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._ended or len(self._fetched) < self._ahead)
+            return not (self._stopping or self._ended)
+
+    def _fetch_one(self) -> None:
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the items are taken
+            self._end(error)
+        else:
+            with self._changed:
+                self._fetched.append(item)
+                self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
