@@ -53,3 +53,13 @@ def test_compact_lanes_pay_for_their_own() -> None:
     assert found.warnings == ()
     assert [loop.branch for loop in found.loops] == ["true_fun", "false_fun"]
     assert "for the lanes that take it (Compact(" in str(found)
+
+
+def test_for_whom_a_branch_runs() -> None:
+    runs = lambda **options: [line.strip() for line in str(mapped(64, **options)).splitlines() if "runs:" in line]
+    everybody = "runs: for all 64 lanes, if one of them takes it"
+    assert runs() == [everybody, everybody]
+    costly, cheap = runs(lanes="compact")
+    assert costly.startswith("runs: if it is taken, in a batch for the lanes that take it (Compact())")
+    assert cheap == everybody
+    assert set(runs(lanes="sequential")) == {"runs: if it is taken, for one lane after another"}

@@ -8,7 +8,7 @@ from typing import Any
 from loopax._src.insight.explanation import Leaf, LoopExplanation
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored
-from loopax._src.lanes import Lockstep
+from loopax._src.lanes import Lockstep, Sequential
 
 MOST_CONSTANTS = 8  # shown one by one
 WIDTH = 88  # of a text
@@ -118,10 +118,12 @@ def _lanes(loop: LoopExplanation) -> str:
 
 def _runs(loop: LoopExplanation) -> str:
     """When a branch is evaluated, and for whom."""
-    if loop.lanes is not None and loop.lanes != Lockstep():
-        return f"if it is taken, in a batch for the lanes that take it ({loop.lanes!r}); once more for a gradient"
     if loop.waiting > 1:
         return f"for all {loop.waiting} lanes, if one of them takes it"
+    if loop.lanes == Sequential():
+        return "if it is taken, for one lane after another"
+    if loop.lanes is not None and loop.lanes != Lockstep():
+        return f"if it is taken, in a batch for the lanes that take it ({loop.lanes!r}); once more for a gradient"
     return "if it is taken"
 
 
