@@ -15,8 +15,34 @@ from loopax._src.pytrees.leaves import Dynamic, Spec, pack
 _ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
 
 
-def spec_of(item: Any, index: int) -> Spec:
-    """What every item has to be like."""
+class ItemTypes:
+    """What all items are like: the first."""
+
+    def __init__(self) -> None:
+        """No item is known."""
+        self.count = 0  # of items that were made ready
+        self._spec: Spec | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """From the first item on."""
+        assert self._spec is not None
+        return self._spec
+
+    def ready(self, item: Any) -> tuple[int, list[np.ndarray]]:
+        """The next item: its index and its arrays; an error where it is not like the others."""
+        found = self.ready_again(self.count, item)
+        self.count += 1
+        return found
+
+    def ready_again(self, index: int, item: Any) -> tuple[int, list[np.ndarray]]:
+        """One that has an index."""
+        if self._spec is None:
+            self._spec = _spec_of(item, index)
+        return index, _arrays_of(item, index, self._spec)
+
+
+def _spec_of(item: Any, index: int) -> Spec:
     frozen = freeze(item)
     refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
     arrays, spec = pack(frozen)
@@ -25,8 +51,7 @@ def spec_of(item: Any, index: int) -> Spec:
     return Spec(spec.treedef, tuple(leaves))
 
 
-def arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
-    """The arrays of an item; an error where it is not like the others."""
+def _arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
     leaves, treedef = jax.tree.flatten(freeze(item))
     if treedef != spec.treedef:
         raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")

@@ -13,13 +13,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from loopax._src.core import ItemRows
+from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze, thaw
-from loopax._src.pytrees.leaves import Spec, pack
+from loopax._src.pytrees.leaves import pack
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.queues.chunks import Program, compiled, results_of
-from loopax._src.queues.item_types import arrays_of, spec_of
+from loopax._src.queues.item_types import ItemTypes
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.source import Source
 
@@ -214,9 +215,8 @@ class LanesStream(Iterator[Any]):
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._results: deque[tuple[int, Any, int]] = deque()
         self._held: dict[int, tuple[Any, int]] = {}  # until those before them are there
-        self._fetched = self._next = 0  # indices: of the next item, and of the next result where these are ordered
+        self._next = 0  # the index of the next result, where they are ordered
         self._free = lanes
-        self._item: Spec | None = None
         self._program: Program | None = None
         self._state: Any = None
         self._running: Any = None  # what a chunk will have found, and what it was given
@@ -224,10 +224,11 @@ class LanesStream(Iterator[Any]):
         self._began: float | None = None
         self._ended: float | None = None
         self._is_open = True
-        self._source = Source(items, ahead)
-        self._stop = finalize(self, self._source.stop, wait=False)
+        self._items = ItemTypes()
         if resume is not None:
             self._resume(resume)
+        self._source = Source(items, ahead, self._items.ready)
+        self._stop = finalize(self, self._source.stop, wait=False)
 
     # ---- what a user does
 
@@ -275,9 +276,8 @@ class LanesStream(Iterator[Any]):
         if not self._is_open:
             raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
         if self._running is not None:
-            self._collect()
-        for item in self._source.stop():
-            self._wait_for_lane(item)
+            self._finish(self._collect())
+        self._waiting.extend(self._source.stop())
         where = np.full(self._lanes, NOBODY, np.int64)
         state, unfinished = [], []
         if self._state is not None:
@@ -289,7 +289,7 @@ class LanesStream(Iterator[Any]):
         unfinished += [(index, self._as_given(arrays)) for index, arrays in self._waiting]
         results = (*self._results, *((index, *found) for index, found in sorted(self._held.items())))
         following = self._results[0][0] if self._ordered and self._results else self._next
-        suspended = SuspendedStream(tuple(unfinished), where, state, results, self._fetched, following)
+        suspended = SuspendedStream(tuple(unfinished), where, state, results, self._items.count, following)
         self.close()
         return suspended
 
@@ -305,8 +305,10 @@ class LanesStream(Iterator[Any]):
         """Wait for the chunk that is running, and start the next one; false where nothing is left to do."""
         if self._running is None and not self._start(wait=True):
             return False
-        self._collect()
-        self._start(wait=False)  # the device runs while the caller uses the results
+        finished = self._collect()
+        self._start(wait=False)  # the device runs while results and items are made ready, and used
+        self._finish(finished)
+        self._fill()
         return True
 
     def _start(self, wait: bool) -> bool:
@@ -331,8 +333,8 @@ class LanesStream(Iterator[Any]):
         self._running = found, given, counts, start, is_last
         return True
 
-    def _collect(self) -> None:
-        """Wait for the chunk that is running, and take what it found."""
+    def _collect(self) -> tuple[list[int], list[np.ndarray]]:
+        """Wait for the chunk that is running; returns the indices of the items that are done, and their outputs."""
         found, given, counts, start, is_last = self._running
         self._running = None
         chunk = results_of(found)
@@ -342,19 +344,19 @@ class LanesStream(Iterator[Any]):
         self._in_lanes.update((index % _NUMBERS, index) for index, _ in given[:begun])
         self._waiting.extendleft(reversed(given[begun:]))
         self._free = chunk.free
-        for i, number in enumerate(chunk.numbers):
-            self._finish(self._in_lanes.pop(int(number)), [x[i] for x in chunk.outputs])
         done = (len(chunk.numbers), chunk.iterations, chunk.useful)
         fed = (0, 0) if is_last else done[1:]
         self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
+        return [self._in_lanes.pop(int(number)) for number in chunk.numbers], chunk.outputs
 
-    def _finish(self, index: int, outputs: list[Any]) -> None:
-        """An item is done: the flags of its checks, and its results."""
+    def _finish(self, finished: tuple[list[int], list[np.ndarray]]) -> None:
+        """Items are done: the flags of their checks, and their results."""
         made = self._ready_program().made
-        flags, arrays = outputs[: len(made.messages)], outputs[len(made.messages) :]
-        error = next((i for i, failed in enumerate(flags) if failed), -1)
-        result = thaw(made.results.unpack([np.array(x) for x in arrays]))
-        self._hand_out(index, result, error)
+        flags, arrays = split_list(finished[1], [len(made.messages)])
+        for place, index in enumerate(finished[0]):
+            error = next((i for i, failed in enumerate(flags) if failed[place]), -1)
+            result = thaw(made.results.unpack([np.array(x[place]) for x in arrays]))
+            self._hand_out(index, result, error)
 
     def _hand_out(self, index: int, result: Any, error: int) -> None:
         """At once, or, if results are ordered, after those before it."""
@@ -367,34 +369,21 @@ class LanesStream(Iterator[Any]):
             self._next += 1
 
     def _fill(self) -> bool:
-        """Take items that are there, so many as a chunk has room for; whether any wait for a lane."""
-        room = self._program.most_items(self._free) if self._program else self._lanes
-        try:
-            for item in self._source.take(max(room - len(self._waiting), 0)):
-                self._wait_for_lane(item)
-        except (TypeError, ValueError, NotImplementedError) as error:  # not like the others
-            self._source.end(error)
+        """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
+        room = self._program.most_items(self._lanes) if self._program else self._lanes
+        self._waiting.extend(self._source.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
-
-    def _wait_for_lane(self, item: Any) -> None:
-        """Make arrays of an item, which wait for a lane."""
-        if self._item is None:
-            self._item = spec_of(item, self._fetched)
-        self._waiting.append((self._fetched, arrays_of(item, self._fetched, self._item)))
-        self._fetched += 1
 
     def _ready_program(self) -> Program:
         """The compiled program, from the first item on."""
         if self._program is None:
-            assert self._item is not None
-            self._program = compiled(self._function, self._item, self._lanes)
+            self._program = compiled(self._function, self._items.spec, self._lanes)
         if self._state is None:
             self._state = self._program.empty()
         return self._program
 
     def _as_given(self, arrays: list[Any]) -> Any:
-        assert self._item is not None
-        return thaw(self._item.unpack([np.asarray(x) for x in arrays]))
+        return thaw(self._items.spec.unpack([np.asarray(x) for x in arrays]))
 
     def _message(self, index: int, error: int) -> str:
         return f"item {index} of lanes_stream: {with_amount(self._ready_program().made.messages[error], None)}"
@@ -402,13 +391,13 @@ class LanesStream(Iterator[Any]):
     def _resume(self, suspended: SuspendedStream) -> None:
         """Go on where another stream was suspended."""
         where = np.asarray(suspended.lanes)
-        self._next, self._fetched = int(suspended.next_result), int(suspended.fetched)
+        self._next = int(suspended.next_result)
         for index, result, error in suspended.results:
             self._hand_out(int(index), result, int(error))
-        if not suspended.unfinished:
+        pairs = [self._items.ready_again(int(index), item) for index, item in suspended.unfinished]
+        self._items.count = int(suspended.fetched)
+        if not pairs:
             return
-        self._item = spec_of(suspended.unfinished[0][1], int(suspended.unfinished[0][0]))
-        pairs = [(int(index), arrays_of(item, int(index), self._item)) for index, item in suspended.unfinished]
         busy = np.flatnonzero(where != NOBODY)
         self._waiting.extend(pairs[len(busy) :])
         self._free = self._lanes - len(busy)

@@ -1,8 +1,8 @@
-"""Items of any iterable, fetched while the device runs."""
+"""Items of any iterable, fetched and made ready while the device runs."""
 
 import contextvars
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import Condition, Thread
 from typing import Any
 
@@ -10,14 +10,15 @@ from typing import Any
 class Source:
     """Items in their order. They are fetched ahead in a thread, or, with `ahead=0`, where they are taken.
 
-    An error of the iterable is kept until all items before it are taken.
+    An error of the iterable, or of `ready`, is kept until all items before it are taken.
     """
 
-    def __init__(self, items: Iterable[Any], ahead: int, fetched: Iterable[Any] = ()) -> None:
-        """Begin to fetch; `fetched` items come first."""
+    def __init__(self, items: Iterable[Any], ahead: int, ready: Callable[[Any], Any]) -> None:
+        """Begin to fetch; what is taken is `ready(item)`."""
         self._iterator: Iterator[Any] = iter(items)
         self._ahead = ahead
-        self._fetched: deque[Any] = deque(fetched)
+        self._ready = ready
+        self._fetched: deque[Any] = deque()
         self._changed = Condition()
         self._ended = self._stopping = False
         self._error: BaseException | None = None
@@ -53,13 +54,6 @@ class Source:
         with self._changed:
             return self._ended and not self._fetched
 
-    def end(self, error: BaseException) -> None:
-        """An item that was taken is wrong: none after it is handed out, and this is raised."""
-        self.stop(wait=False)
-        with self._changed:
-            self._fetched.clear()
-            self._error = error
-
     def raise_error(self) -> None:
         """Raise what the iterable has raised, once."""
         error, self._error = self._error, None
@@ -88,7 +82,7 @@ class Source:
 
     def _fetch_one(self) -> None:
         try:
-            item = next(self._iterator)
+            item = self._ready(next(self._iterator))
         except StopIteration:
             self._end(None)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the items are taken
