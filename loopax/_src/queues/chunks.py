@@ -13,7 +13,7 @@ from loopax._src.queues.item_program import ItemProgram, item_program
 
 # A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
 # lanes are idle, and there are more rounds.
-PART = 16
+PART = 10
 _KEPT = 8  # programs, so that another stream of the same function compiles nothing
 
 
@@ -44,15 +44,14 @@ class Program(NamedTuple):
         """Numbered items in rows, of which the first has so many at most; also how many are in each row."""
         numbers = np.full((self.rounds, self.places), NO_ITEM, np.int32)
         inputs = [np.zeros((self.rounds, self.places, *aval.shape), aval.dtype) for aval in self.item_avals]
-        counts: list[int] = []
-        for number, item in items:
-            if not counts or counts[-1] == (self.places if len(counts) > 1 else min(first, self.places)):
-                counts.append(0)
-            at = len(counts) - 1, counts[-1]
-            numbers[at] = number
-            for rows, value in zip(inputs, item, strict=True):
-                rows[at] = value
-            counts[-1] += 1
+        counts = [min(len(items), first, self.places)] if items else []
+        while (left := len(items) - sum(counts)) > 0:
+            counts.append(min(left, self.places))
+        if items:
+            at = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+            numbers[at] = [number for number, _ in items]
+            for i, rows in enumerate(inputs):
+                rows[at] = np.stack([arrays[i] for _, arrays in items])
         return numbers, inputs, counts
 
     def most_items(self, first: int) -> int:

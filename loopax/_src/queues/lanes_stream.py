@@ -323,9 +323,11 @@ class LanesStream(Iterator[Any]):
         numbers, inputs, counts = program.place_rows(numbered, self._free)
         is_last = self._source.is_empty and not self._waiting
         has_more = bool(self._waiting) or (not is_last and self._source.has_fetched)
-        rows = len(counts) or (min(-(-len(self._in_lanes) // program.places), program.rounds) if is_last else 1)
+        rows = program.rounds if is_last else len(counts) or 1
         wanted = program.places if is_last else 1
-        item_rows = ItemRows(numbers, inputs, np.int32(rows), np.bool_(has_more), np.int32(wanted))
+        item_rows = ItemRows(
+            numbers, inputs, np.int32(len(counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted)
+        )
         shared = [*program.made.shared, *self._function_arrays]
         start = time.perf_counter()
         self._began = start if self._began is None else self._began

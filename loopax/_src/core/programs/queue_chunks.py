@@ -30,9 +30,10 @@ class ItemRows(NamedTuple):
 
     numbers: Any  # int32[rounds, places], NO_ITEM where there is none
     inputs: list[Any]  # (rounds, places, ...)
-    count: Any  # rows that count
+    filled: Any  # rows with items in them
+    count: Any  # rounds: more than there are such rows where no items are left, and lanes are only waited for
     more: Any  # whether the host has more items
-    wanted: Any  # lanes to wait for in the last round, where it has not
+    wanted: Any  # lanes to wait for in a round that no items follow
 
 
 class Found(NamedTuple):
@@ -64,11 +65,12 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
     """Run rounds until so many steps are taken, or no row is left."""
 
     def goes_on(at: _Progress) -> Any:
-        return (at.row < rows.count) & (at.found.iterations < most)
+        is_left = jnp.any(at.state.item != NO_ITEM) | (at.row < rows.filled)
+        return (at.row < rows.count) & is_left & (at.found.iterations < most)
 
     def one_round(at: _Progress) -> _Progress:
         state = _begin(queue, at.state, rows.numbers[at.row], [x[at.row] for x in rows.inputs])
-        has_next = rows.more | (at.row + 1 < rows.count)
+        has_next = rows.more | (at.row + 1 < rows.filled)
         with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
         leave = jnp.where(has_next, queue.lanes - queue.part, jnp.maximum(with_item - rows.wanted, 0))
         state, iterations, useful = _step(queue, state, leave, most - at.found.iterations)
