@@ -37,10 +37,10 @@ from loopax._src.models import local as local
 from loopax._src.progress import Progress as Progress
 from loopax._src.pytrees.types import LoopInfo as LoopInfo
 from loopax._src.queues.lanes_map import lanes_map as lanes_map
-from loopax._src.queues.lanes_stream import LanesStream as LanesStream
-from loopax._src.queues.lanes_stream import StreamReport as StreamReport
-from loopax._src.queues.lanes_stream import SuspendedStream as SuspendedStream
 from loopax._src.queues.lanes_stream import lanes_stream as lanes_stream
+from loopax._src.queues.stream import LanesStream as LanesStream
+from loopax._src.queues.stream_report import StreamReport as StreamReport
+from loopax._src.queues.suspended import SuspendedStream as SuspendedStream
 from loopax._src.rewrite.rewrite_loops import rewrite_loops as rewrite_loops
 from loopax._src.rollout import Rollout as Rollout
 from loopax._src.rollout import rollout as rollout
