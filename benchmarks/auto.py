@@ -12,9 +12,10 @@ from benchmarks.cost_programs import Program
 from benchmarks.groups import Findings
 from loopax._src.core import LoopFacts, Plan
 from loopax._src.insight.timing import compiled, interleaved
+from loopax._src.kinds.auto import fitting
 
 ROUNDS = 15
-COMPILED = 2  # The same program can take a third longer after another compilation. The best of so many counts.
+COMPILED = 2  # A program can take a third longer after another compilation. The best of so many counts.
 DEFAULT = lx.Auto().memory
 
 
@@ -53,11 +54,7 @@ class Choices:
 
     def within(self, budget: int) -> list[lx.Kind]:
         """The kinds that fit."""
-        bound, carry = self.loop.bound or 0, self.loop.step.carry_bytes
-        kinds = [lx.Residuals(), lx.Bounded(), lx.Checkpointed().within(budget, self.loop)]
-        if self.loop.is_fixed and bound * self.loop.step.residual_bytes > budget:
-            kinds.append(lx.Checkpointed(min(budget // carry, bound)))
-        return [kind for kind in kinds if (cost := kind.cost(self.loop)) and cost.memory <= budget]
+        return list(fitting(self.loop, self.loop.bound or 0, budget))
 
     @property
     def kinds(self) -> list[lx.Kind]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from loopax._src.core import Checkpoints, Kind, LoopFacts, Plan
+from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts, Plan
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.residuals import Residuals
@@ -62,14 +62,11 @@ class Auto(Kind):
         budget = int(self.memory * loop.share)
         if loop.step.carry_bytes > budget:
             raise self._too_small(loop)
-        checkpointed = Checkpointed(DEFAULT_SLOTS if loop.bound is None else None).within(budget, loop)
         if loop.bound is None:
+            checkpointed = Checkpointed(DEFAULT_SLOTS).within(budget, loop)
             stored = checkpointed.cost(loop).stored
             return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
-        candidates: list[Kind] = [Residuals(), Bounded(), checkpointed]
-        if loop.is_fixed and loop.step.carry_bytes and loop.bound * loop.step.residual_bytes > budget:
-            candidates.append(Checkpointed(min(budget // loop.step.carry_bytes, loop.bound)))
-        costs = {kind: cost for kind in candidates if (cost := kind.cost(loop)) and cost.memory <= budget}
+        costs = fitting(loop, loop.bound, budget)
         best = min(costs, key=lambda kind: costs[kind].time)
         listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
         reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
@@ -82,6 +79,14 @@ class Auto(Kind):
             f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
             "as much makes it three to four times as fast."
         )
+
+
+def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
+    """The kinds that fit in so many bytes, and what they cost."""
+    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed().within(budget, loop)]
+    if loop.is_fixed and loop.step.carry_bytes and bound * loop.step.residual_bytes > budget:
+        kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
+    return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
 
 
 def _name(kind: Kind) -> str:

@@ -95,9 +95,12 @@ class Spec:
 
     def names(self, root: str = "") -> list[str]:
         """The paths of the arrays in the pytree, from its `root` on."""
+        return [root + path for path, leaf in zip(self.paths(), self.leaves, strict=True) if isinstance(leaf, Dynamic)]
+
+    def paths(self) -> list[str]:
+        """Those of all leaves."""
         numbered = self.treedef.unflatten(range(len(self.leaves)))
-        paths = [keystr(path) for path, _ in tree_flatten_with_path(numbered)[0]]
-        return [root + path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Dynamic)]
+        return [keystr(path) for path, _ in tree_flatten_with_path(numbered)[0]]
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """The user's pytree from its arrays."""

@@ -21,7 +21,6 @@ class Chunk(NamedTuple):
     """What came out of a chunk, on the host."""
 
     numbers: np.ndarray  # of the items that are done
-    num_steps: np.ndarray  # of each
     outputs: list[np.ndarray]  # (items, ...)
     rows: int  # of items that were begun
     free: int  # lanes without an item
@@ -64,10 +63,10 @@ def results_of(found: Any) -> Chunk:
     rows, free, iterations, useful = (
         int(x) for x in jax.device_get((found.rows, found.free, found.iterations, found.useful))
     )
-    numbers, num_steps = (np.asarray(x)[:rows].reshape(-1) for x in (found.finished, found.num_steps))
+    numbers = np.asarray(found.finished)[:rows].reshape(-1)
     done = numbers != NO_ITEM
     outputs = [np.asarray(x)[:rows].reshape(-1, *x.shape[2:])[done] for x in found.outputs]
-    return Chunk(numbers[done], num_steps[done], outputs, rows, free, iterations, useful)
+    return Chunk(numbers[done], outputs, rows, free, iterations, useful)
 
 
 def compiled(function: Spec, item: Spec, lanes: int) -> Program:

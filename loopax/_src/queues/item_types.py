@@ -1,6 +1,5 @@
 """Items on the host: their arrays, which must be alike."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,9 +79,4 @@ def _described(aval: Any) -> str:
 
 
 def _message(spec: Spec, place: int, index: int, got: str, expected: str) -> str:
-    return f"lanes_stream: item {index}{_path(spec, place)} is {got}, expected {expected}. {_ALIKE}"
-
-
-def _path(spec: Spec, place: int) -> str:
-    paths: Sequence[Any] = jax.tree_util.tree_flatten_with_path(spec.treedef.unflatten(range(len(spec.leaves))))[0]
-    return jax.tree_util.keystr(paths[place][0])
+    return f"lanes_stream: item {index}{spec.paths()[place]} is {got}, expected {expected}. {_ALIKE}"

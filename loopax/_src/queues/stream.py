@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from loopax._src.core import ItemRows
+from loopax._src.core import NO_ITEM, ItemRows
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze, thaw
@@ -21,7 +21,7 @@ from loopax._src.queues.item_types import ItemTypes
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.source import Source
 from loopax._src.queues.stream_report import StreamReport
-from loopax._src.queues.suspended import NOBODY, SuspendedStream
+from loopax._src.queues.suspended import SuspendedStream
 
 _NUMBERS = 2**31 - 1  # of items on the device
 
@@ -48,7 +48,6 @@ class LanesStream(Iterator[Any]):
         self._results: deque[tuple[int, Any, int]] = deque()
         self._held: dict[int, tuple[Any, int]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
-        self._free = lanes
         self._program: Program | None = None
         self._state: Any = None
         self._running: Any = None  # what a chunk will have found, and what it was given
@@ -110,12 +109,12 @@ class LanesStream(Iterator[Any]):
         if self._running is not None:
             self._finish(self._collect())
         self._waiting.extend(self._source.stop())
-        where = np.full(self._lanes, NOBODY, np.int64)
+        where = np.full(self._lanes, NO_ITEM, np.int64)
         state, unfinished = [], []
         if self._state is not None:
             lane = jax.device_get(self._state)
             state = jax.tree.leaves(lane.inside)
-            busy = np.flatnonzero(lane.item >= 0)
+            busy = np.flatnonzero(lane.item != NO_ITEM)
             where[busy] = [self._in_lanes[int(lane.item[i])] for i in busy]
             unfinished = [(int(where[i]), self._as_given([x[i] for x in lane.inputs])) for i in busy]
         unfinished += [(index, self._as_given(arrays)) for index, arrays in self._waiting]
@@ -150,9 +149,10 @@ class LanesStream(Iterator[Any]):
                 return False
             self._source.wait()
         program = self._ready_program()
-        given = [self._waiting.popleft() for _ in range(min(len(self._waiting), program.most_items(self._free)))]
+        free = self._lanes - len(self._in_lanes)
+        given = [self._waiting.popleft() for _ in range(min(len(self._waiting), program.most_items(free)))]
         numbered = [(index % _NUMBERS, arrays) for index, arrays in given]
-        numbers, inputs, counts = program.place_rows(numbered, self._free)
+        numbers, inputs, counts = program.place_rows(numbered, free)
         is_last = self._source.is_empty and not self._waiting
         has_more = bool(self._waiting) or (not is_last and self._source.has_fetched)
         rows = program.rounds if is_last else len(counts) or 1
@@ -177,9 +177,8 @@ class LanesStream(Iterator[Any]):
         begun = sum(counts[: chunk.rows])
         self._in_lanes.update((index % _NUMBERS, index) for index, _ in given[:begun])
         self._waiting.extendleft(reversed(given[begun:]))
-        self._free = chunk.free
         # An item that is lost would let the stream wait for ever.
-        assert len(self._in_lanes) - len(chunk.numbers) == self._lanes - self._free
+        assert len(self._in_lanes) - len(chunk.numbers) == self._lanes - chunk.free
         done = (len(chunk.numbers), chunk.iterations, chunk.useful)
         fed = (0, 0) if is_last else done[1:]
         self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
@@ -234,14 +233,14 @@ class LanesStream(Iterator[Any]):
         self._items.count = int(suspended.fetched)
         if not pairs:
             return
-        busy = np.flatnonzero(where != NOBODY)
+        busy = np.flatnonzero(where != NO_ITEM)
         self._waiting.extend(pairs[len(busy) :])
-        self._free = self._lanes - len(busy)
-        empty = self._ready_program().empty()
         if not len(busy):
             return
+        self._ready_program()
+        empty = self._state
         self._in_lanes = {index % _NUMBERS: index for index, _ in pairs[: len(busy)]}
-        numbers = np.where(where == NOBODY, NOBODY, where % _NUMBERS).astype(np.int32)
+        numbers = np.where(where == NO_ITEM, NO_ITEM, where % _NUMBERS).astype(np.int32)
         inputs = [np.array(x) for x in empty.inputs]
         for lane, (_, arrays) in zip(busy, pairs, strict=False):
             for rows, value in zip(inputs, arrays, strict=True):

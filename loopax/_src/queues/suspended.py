@@ -4,8 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-NOBODY = -1  # a lane without an item
-
 
 class SuspendedStream(NamedTuple):
     """A stream that can go on: a pytree of NumPy arrays and ints. Give it to `lanes_stream(resume=...)`.

@@ -59,6 +59,10 @@ class Queue(NamedTuple):
         """Whether a lane has steps to take."""
         return (lane.item != NO_ITEM) & self.stepper.goes_on(lane.inside)
 
+    def num_busy(self, state: Lane) -> Any:
+        """How many of all lanes are."""
+        return jnp.sum(jax.vmap(self.is_busy)(state), dtype=jnp.int32)
+
     def begin(self, item: Any, inputs: list[Any], old: Lane) -> Lane:
         """A lane with its next item."""
         inside = self.stepper.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
@@ -121,8 +125,7 @@ def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
     takes = left.item == NO_ITEM  # all of them, but at the end
     begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
-    begun = jax.tree.map(lambda new, old: _where(takes, new, old), begun, left)
-    state = jax.tree.map(lambda x, new: x.at[rank].set(new, unique_indices=True), state, begun)
+    state = with_lanes(state, rank, where_lanes(takes, begun, left))
     return _step_until_some_are_done(queue, state, numbers), jnp.where(done, chosen.item, NO_ITEM), outputs
 
 
@@ -134,7 +137,7 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
     leaves, treedef = jax.tree.flatten(state)
 
     def too_many(state: Lane) -> Any:
-        return jnp.sum(jax.vmap(queue.is_busy)(state), dtype=jnp.int32) > leave
+        return queue.num_busy(state) > leave
 
     def step(_: Any, __: Any, *leaves: Any) -> list[Any]:
         state = jax.vmap(queue.step)(treedef.unflatten(leaves))
@@ -146,8 +149,18 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
     return treedef.unflatten(out.carry[1:])
 
 
-def _where(chosen: Any, new: Any, old: Any) -> Any:
-    return jnp.where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+def where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
+    """The new lanes where they are chosen, else the old ones."""
+
+    def pick(new: Any, old: Any) -> Any:
+        return jnp.where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, new, old)
+
+
+def with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
+    """The state with these lanes in the places of others."""
+    return jax.tree.map(lambda x, new: x.at[rank].set(new, unique_indices=True), state, lanes)
 
 
 def _refuse(loops: int) -> Exception:
