@@ -14,18 +14,38 @@ from loopax._src.queues.item_program import ItemProgram, item_program
 # A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
 # lanes are idle, and there are more rounds.
 PART = 10
+NUMBERS = 2**31 - 1  # of items on the device
 _KEPT = 8  # programs, so that another stream of the same function compiles nothing
 
 
 class Chunk(NamedTuple):
     """What came out of a chunk, on the host."""
 
-    numbers: np.ndarray  # of the items that are done
-    outputs: list[np.ndarray]  # (items, ...)
+    numbers: np.ndarray  # (rows * places,) of the items that are done, NO_ITEM where there is none
+    outputs: list[Any]  # (rounds, places, ...) arrays of JAX
     rows: int  # of items that were begun
     free: int  # lanes without an item
     iterations: int
     useful: int  # steps of lanes
+
+    @property
+    def finished(self) -> np.ndarray:
+        """The numbers of the items that are done."""
+        return self.numbers[self.numbers != NO_ITEM]
+
+    def results(self) -> list[np.ndarray]:
+        """The outputs of the items that are done: (items, ...)."""
+        done = self.numbers != NO_ITEM
+        return [np.asarray(x)[: self.rows].reshape(-1, *x.shape[2:])[done] for x in self.outputs]
+
+
+class Block(NamedTuple):
+    """The items of a chunk, on the host."""
+
+    numbers: np.ndarray  # int32[rounds, places], NO_ITEM where there is none
+    inputs: list[np.ndarray]  # (rounds, places, ...)
+    counts: list[int]  # items of each row that has any
+    first: int  # lanes that must be free for the first row
 
 
 class Program(NamedTuple):
@@ -39,8 +59,8 @@ class Program(NamedTuple):
     run: Callable[..., Any]  # (state, shared, rows, most) -> (state, found)
     empty: Callable[[], Any]  # lanes without items
 
-    def place_rows(self, items: Sequence[tuple[int, list[np.ndarray]]], first: int) -> tuple[Any, list[Any], list[int]]:
-        """Numbered items in rows, of which the first has so many at most; also how many are in each row."""
+    def block(self, items: Sequence[tuple[int, list[np.ndarray]]], first: int) -> "Block":
+        """Numbered items in rows, of which the first has so many at most."""
         numbers = np.full((self.rounds, self.places), NO_ITEM, np.int32)
         inputs = [np.zeros((self.rounds, self.places, *aval.shape), aval.dtype) for aval in self.item_avals]
         counts = [min(len(items), first, self.places)] if items else []
@@ -48,10 +68,10 @@ class Program(NamedTuple):
             counts.append(min(left, self.places))
         if items:
             at = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
-            numbers[at] = [number for number, _ in items]
+            numbers[at] = [index % NUMBERS for index, _ in items]
             for i, rows in enumerate(inputs):
                 rows[at] = np.stack([arrays[i] for _, arrays in items])
-        return numbers, inputs, counts
+        return Block(numbers, inputs, counts, first)
 
     def most_items(self, first: int) -> int:
         """How many fit in rows of which the first has so many at most."""
@@ -60,13 +80,9 @@ class Program(NamedTuple):
 
 def results_of(found: Any) -> Chunk:
     """Wait for a chunk."""
-    rows, free, iterations, useful = (
-        int(x) for x in jax.device_get((found.rows, found.free, found.iterations, found.useful))
-    )
+    rows, free, iterations, useful = (int(x) for x in (found.rows, found.free, found.iterations, found.useful))
     numbers = np.asarray(found.finished)[:rows].reshape(-1)
-    done = numbers != NO_ITEM
-    outputs = [np.asarray(x)[:rows].reshape(-1, *x.shape[2:])[done] for x in found.outputs]
-    return Chunk(numbers[done], outputs, rows, free, iterations, useful)
+    return Chunk(numbers, found.outputs, rows, free, iterations, useful)
 
 
 def compiled(function: Spec, item: Spec, lanes: int) -> Program:
@@ -95,4 +111,4 @@ def _program(function: Spec, item: Spec, lanes: int) -> Program:
     def run(state: Any, shared: Sequence[Any], rows: ItemRows, most: Any) -> Any:
         return run_chunk(queue(shared), state, rows, most)
 
-    return Program(made, item.avals, lanes, places, -(-2 * lanes // places), run, jax.jit(lambda: queue([]).empty()))
+    return Program(made, item.avals, lanes, places, 2 * lanes // places, run, jax.jit(lambda: queue([]).empty()))

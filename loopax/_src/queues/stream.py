@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 from weakref import finalize
@@ -16,14 +17,12 @@ from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.pytrees.leaves import pack
-from loopax._src.queues.chunks import Program, compiled, results_of
+from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Program, compiled, results_of
 from loopax._src.queues.item_types import ItemTypes
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.source import Source
 from loopax._src.queues.stream_report import StreamReport
 from loopax._src.queues.suspended import SuspendedStream
-
-_NUMBERS = 2**31 - 1  # of items on the device
 
 
 class LanesStream(Iterator[Any]):
@@ -51,6 +50,7 @@ class LanesStream(Iterator[Any]):
         self._program: Program | None = None
         self._state: Any = None
         self._running: Any = None  # what a chunk will have found, and what it was given
+        self._block: tuple[Any, Block] | None = None  # the first items that wait, and the first of them
         self._counts = [0] * 5  # items, iterations, useful, and the last two until the source ended
         self._began: float | None = None
         self._ended: float | None = None
@@ -107,7 +107,7 @@ class LanesStream(Iterator[Any]):
         if not self._is_open:
             raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
         if self._running is not None:
-            self._finish(self._collect())
+            self._finish(*self._collect())
         self._waiting.extend(self._source.stop())
         where = np.full(self._lanes, NO_ITEM, np.int64)
         state, unfinished = [], []
@@ -138,57 +138,57 @@ class LanesStream(Iterator[Any]):
             return False
         finished = self._collect()
         self._start(wait=False)  # the device runs while results and items are made ready, and used
-        self._finish(finished)
-        self._fill()
+        self._finish(*finished)
+        self._prepare()
         return True
 
     def _start(self, wait: bool) -> bool:
         """Start a chunk with the items that are there; false where there is nothing to run: with `wait`, for ever."""
-        while not self._fill() and not self._in_lanes:
-            if self._source.is_empty or not wait:
-                return False
-            self._source.wait()
-        program = self._ready_program()
         free = self._lanes - len(self._in_lanes)
-        given = [self._waiting.popleft() for _ in range(min(len(self._waiting), program.most_items(free)))]
-        numbered = [(index % _NUMBERS, arrays) for index, arrays in given]
-        numbers, inputs, counts = program.place_rows(numbered, free)
+        block = self._prepared_for(free)
+        if block is None:
+            while not self._fill() and not self._in_lanes:
+                if self._source.is_empty or not wait:
+                    return False
+                self._source.wait()
+            block = self._place(free)
+        program = self._ready_program()
+        given = [self._waiting.popleft() for _ in range(sum(block.counts))]
         is_last = self._source.is_empty and not self._waiting
         has_more = bool(self._waiting) or (not is_last and self._source.has_fetched)
-        rows = program.rounds if is_last else len(counts) or 1
+        rows = program.rounds if is_last else len(block.counts) or 1
         wanted = program.places if is_last else 1
-        item_rows = ItemRows(
-            numbers, inputs, np.int32(len(counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted)
-        )
+        counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
+        item_rows = ItemRows(block.numbers, block.inputs, *counts)
         shared = [*program.made.shared, *self._function_arrays]
         start = time.perf_counter()
         self._began = start if self._began is None else self._began
         self._state, found = program.run(self._state, shared, item_rows, np.int32(self._pace.steps))
-        self._running = found, given, counts, start, is_last
+        self._running = found, given, block.counts, start, is_last
         return True
 
-    def _collect(self) -> tuple[list[int], list[np.ndarray]]:
-        """Wait for the chunk that is running; returns the indices of the items that are done, and their outputs."""
+    def _collect(self) -> tuple[list[int], Chunk]:
+        """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
         found, given, counts, start, is_last = self._running
         self._running = None
         chunk = results_of(found)
         self._ended = time.perf_counter()
         self._pace.measured(chunk.iterations, self._ended - start)
         begun = sum(counts[: chunk.rows])
-        self._in_lanes.update((index % _NUMBERS, index) for index, _ in given[:begun])
+        self._in_lanes.update((index % NUMBERS, index) for index, _ in given[:begun])
         self._waiting.extendleft(reversed(given[begun:]))
+        indices = [self._in_lanes.pop(int(number)) for number in chunk.finished]
         # An item that is lost would let the stream wait for ever.
-        assert len(self._in_lanes) - len(chunk.numbers) == self._lanes - chunk.free
-        done = (len(chunk.numbers), chunk.iterations, chunk.useful)
+        assert len(self._in_lanes) == self._lanes - chunk.free
+        done = (len(indices), chunk.iterations, chunk.useful)
         fed = (0, 0) if is_last else done[1:]
         self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
-        return [self._in_lanes.pop(int(number)) for number in chunk.numbers], chunk.outputs
-
-    def _finish(self, finished: tuple[list[int], list[np.ndarray]]) -> None:
+        return indices, chunk
+    def _finish(self, indices: list[int], chunk: Chunk) -> None:
         """Items are done: the flags of their checks, and their results."""
         made = self._ready_program().made
-        flags, arrays = split_list(finished[1], [len(made.messages)])
-        for place, index in enumerate(finished[0]):
+        flags, arrays = split_list(chunk.results(), [len(made.messages)])
+        for place, index in enumerate(indices):
             error = next((i for i, failed in enumerate(flags) if failed[place]), -1)
             result = thaw(made.results.unpack([np.array(x[place]) for x in arrays]))
             self._hand_out(index, result, error)
@@ -202,6 +202,25 @@ class LanesStream(Iterator[Any]):
         while self._next in self._held:
             self._results.append((self._next, *self._held.pop(self._next)))
             self._next += 1
+
+    def _prepare(self) -> None:
+        """Place the items of the next chunk while the device runs, where they are all there."""
+        self._fill()
+        program = self._ready_program()
+        full = program.most_items(program.places)
+        if len(self._waiting) >= full:
+            self._block = self._waiting[0], self._place(program.places)
+
+    def _prepared_for(self, free: int) -> Block | None:
+        """The items that were placed, where no other comes first, and enough lanes are free."""
+        (first_item, block), self._block = self._block or (None, None), None
+        is_next = block and self._waiting[0] is first_item and free >= block.first
+        return block if is_next else None
+
+    def _place(self, free: int) -> Block:
+        """The first items that wait, as many as a chunk takes."""
+        program = self._ready_program()
+        return program.block(list(islice(self._waiting, program.most_items(free))), free)
 
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
@@ -239,8 +258,8 @@ class LanesStream(Iterator[Any]):
             return
         self._ready_program()
         empty = self._state
-        self._in_lanes = {index % _NUMBERS: index for index, _ in pairs[: len(busy)]}
-        numbers = np.where(where == NO_ITEM, NO_ITEM, where % _NUMBERS).astype(np.int32)
+        self._in_lanes = {index % NUMBERS: index for index, _ in pairs[: len(busy)]}
+        numbers = np.where(where == NO_ITEM, NO_ITEM, where % NUMBERS).astype(np.int32)
         inputs = [np.array(x) for x in empty.inputs]
         for lane, (_, arrays) in zip(busy, pairs, strict=False):
             for rows, value in zip(inputs, arrays, strict=True):
