@@ -21,8 +21,8 @@ _KEPT = 8  # programs, so that another stream of the same function compiles noth
 class Chunk(NamedTuple):
     """What came out of a chunk, on the host."""
 
-    numbers: np.ndarray  # (rows * places,) of the items that are done, NO_ITEM where there is none
-    outputs: list[Any]  # (rounds, places, ...) arrays of JAX
+    numbers: np.ndarray  # (rows + 1, places) of the items that are done, NO_ITEM where there is none
+    outputs: list[Any]  # (rounds + 1, places, ...) arrays of JAX
     rows: int  # of items that were begun
     free: int  # lanes without an item
     iterations: int
@@ -36,14 +36,14 @@ class Chunk(NamedTuple):
     def results(self) -> list[np.ndarray]:
         """The outputs of the items that are done: (items, ...)."""
         done = self.numbers != NO_ITEM
-        return [np.asarray(x)[: self.rows].reshape(-1, *x.shape[2:])[done] for x in self.outputs]
+        return [np.asarray(x)[: len(done)][done] for x in self.outputs]
 
 
 class Block(NamedTuple):
-    """The items of a chunk, on the host."""
+    """The items of a chunk."""
 
-    numbers: np.ndarray  # int32[rounds, places], NO_ITEM where there is none
-    inputs: list[np.ndarray]  # (rounds, places, ...)
+    numbers: Any  # int32[rounds, places], NO_ITEM where there is none
+    inputs: list[Any]  # (rounds, places, ...)
     counts: list[int]  # items of each row that has any
     first: int  # lanes that must be free for the first row
 
@@ -81,8 +81,7 @@ class Program(NamedTuple):
 def results_of(found: Any) -> Chunk:
     """Wait for a chunk."""
     rows, free, iterations, useful = (int(x) for x in (found.rows, found.free, found.iterations, found.useful))
-    numbers = np.asarray(found.finished)[:rows].reshape(-1)
-    return Chunk(numbers, found.outputs, rows, free, iterations, useful)
+    return Chunk(np.asarray(found.finished)[: rows + 1], found.outputs, rows, free, iterations, useful)
 
 
 def compiled(function: Spec, item: Spec, lanes: int) -> Program:

@@ -209,7 +209,9 @@ class LanesStream(Iterator[Any]):
         program = self._ready_program()
         full = program.most_items(program.places)
         if len(self._waiting) >= full:
-            self._block = self._waiting[0], self._place(program.places)
+            block = self._place(program.places)
+            numbers, inputs = jax.device_put((block.numbers, block.inputs))
+            self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
 
     def _prepared_for(self, free: int) -> Block | None:
         """The items that were placed, where no other comes first, and enough lanes are free."""

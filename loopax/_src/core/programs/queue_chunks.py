@@ -4,12 +4,13 @@
 a chunk rows of items, one row for each round::
 
     for row of items, until so many steps are taken:
-        row -> free lanes
+        outputs of finished lanes -> a row of results, with the numbers of their items
+        row -> these lanes, or others that are free
         while enough lanes are busy: step all lanes
-        outputs of finished lanes -> a row of results
+    outputs of finished lanes -> one more row of results
 
-A row has no more items than there are lanes that are free when its round begins. The host makes sure of that for the
-first row. After a round, as many lanes are free as a row has places.
+A row has no more items than there are lanes without a step to take when its round begins. The host makes sure of that
+for the first row. After a round, as many lanes have none as a row has places.
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.batching.compact.gather import active_first
 from loopax._src.core.programs.split_at_loop import Stepper, split_at_loop
-from loopax._src.core.programs.work_queue import NO_ITEM, Lane, Queue, where_lanes, with_lanes
+from loopax._src.core.programs.work_queue import NO_ITEM, Lane, Queue, exchange
 from loopax._src.jax_internals import ClosedJaxpr
 from loopax._src.messages import lanes_stream_message
 
@@ -39,8 +39,8 @@ class ItemRows(NamedTuple):
 class Found(NamedTuple):
     """What a chunk found."""
 
-    finished: Any  # int32[rounds, places]: numbers of items that are done, NO_ITEM where there is none
-    outputs: list[Any]  # (rounds, places, ...)
+    finished: Any  # int32[rounds + 1, places]: numbers of items that are done, NO_ITEM where there is none
+    outputs: list[Any]  # (rounds + 1, places, ...)
     rows: Any  # of items that were begun
     iterations: Any  # in which all lanes were stepped
     useful: Any  # steps of lanes in them
@@ -63,37 +63,34 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
     def one_round(at: tuple[Lane, Found]) -> tuple[Lane, Found]:
         state, found = at
         row = found.rows
-        state = _begin(queue, state, rows.numbers[row], [x[row] for x in rows.inputs])
+        state, found = _exchange(queue, state, found, rows.numbers[row], [x[row] for x in rows.inputs])
         has_next = rows.more | (row + 1 < rows.filled)
         with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
         leave = jnp.where(has_next, queue.lanes - queue.part, jnp.maximum(with_item - rows.wanted, 0))
         state, iterations, useful = _step(queue, state, leave, most - found.iterations)
-        state, finished, outputs = _take(queue, state)
-        return state, Found(
-            found.finished.at[row].set(finished),
-            [x.at[row].set(new) for x, new in zip(found.outputs, outputs, strict=True)],
-            row + 1,
-            found.iterations + iterations,
-            found.useful + useful,
-            found.free,
+        return state, found._replace(
+            rows=row + 1, iterations=found.iterations + iterations, useful=found.useful + useful
         )
 
-    state, found = lax.while_loop(goes_on, one_round, (state, _nothing(queue, rows.numbers.shape[0])))
+    state, found = lax.while_loop(goes_on, one_round, (state, _nothing(queue, rows.numbers.shape[0] + 1)))
+    none = [jnp.zeros((queue.part, *aval.shape), aval.dtype) for aval in queue.item_avals]
+    state, found = _exchange(queue, state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
     return state, found._replace(free=jnp.sum(state.item == NO_ITEM, dtype=jnp.int32))
 
 
-def _nothing(queue: Queue, rounds: int) -> Found:
-    places, zero = (rounds, queue.part), jnp.int32(0)
+def _nothing(queue: Queue, rows: int) -> Found:
+    places, zero = (rows, queue.part), jnp.int32(0)
     outputs = [jnp.zeros((*places, *aval.shape), aval.dtype) for aval in queue.stepper.parts.after.out_avals]
     return Found(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
 
 
-def _begin(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> Lane:
-    """Give items to free lanes."""
-    rank = active_first(state.item == NO_ITEM)[: queue.part]
-    old = jax.tree.map(lambda x: x[rank], state)
-    begun = jax.vmap(queue.begin)(numbers, inputs, old)
-    return with_lanes(state, rank, where_lanes(numbers != NO_ITEM, begun, old))
+def _exchange(queue: Queue, state: Lane, found: Found, numbers: Any, inputs: list[Any]) -> tuple[Lane, Found]:
+    """Results of finished lanes go to the next row, and items to these and to other free lanes."""
+    state, finished, outputs = exchange(queue, state, numbers, inputs)
+    return state, found._replace(
+        finished=found.finished.at[found.rows].set(finished),
+        outputs=[x.at[found.rows].set(new) for x, new in zip(found.outputs, outputs, strict=True)],
+    )
 
 
 def _step(queue: Queue, state: Lane, leave: Any, most: Any) -> tuple[Lane, Any, Any]:
@@ -110,17 +107,6 @@ def _step(queue: Queue, state: Lane, leave: Any, most: Any) -> tuple[Lane, Any, 
 
     start = (state, jnp.int32(0), jnp.int32(0), queue.num_busy(state))
     return lax.while_loop(goes_on, step, start)[:3]
-
-
-def _take(queue: Queue, state: Lane) -> tuple[Lane, Any, list[Any]]:
-    """Take the results of finished lanes, which are free then."""
-    is_done = (state.item != NO_ITEM) & ~jax.vmap(queue.is_busy)(state)
-    rank = active_first(is_done)[: queue.part]
-    chosen, done = jax.tree.map(lambda x: x[rank], state), is_done[rank]
-    outputs = jax.vmap(queue.outputs)(chosen)
-    finished = jnp.where(done, chosen.item, NO_ITEM)
-    items = jnp.where(done, NO_ITEM, chosen.item)
-    return state._replace(item=state.item.at[rank].set(items)), finished, outputs
 
 
 def _refuse(loops: int) -> Exception:

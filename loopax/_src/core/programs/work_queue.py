@@ -116,6 +116,15 @@ def _rows(x: Any, part: int, rounds: int) -> Any:
 
 def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
     """One round; returns the state, and the numbers of the items that are done with their outputs."""
+    state, finished, outputs = exchange(queue, state, numbers, inputs)
+    return _step_until_some_are_done(queue, state, numbers), finished, outputs
+
+
+def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
+    """Take results of finished lanes, and give items to these and to other free lanes.
+
+    Returns the state, and the numbers of the items that are done with their outputs.
+    """
     busy = jax.vmap(queue.is_busy)(state)
     is_done = (state.item != NO_ITEM) & ~busy
     rank = active_first(is_done, last=busy)[: queue.part]
@@ -125,8 +134,8 @@ def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
     takes = left.item == NO_ITEM  # all of them, but at the end
     begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
-    state = with_lanes(state, rank, where_lanes(takes, begun, left))
-    return _step_until_some_are_done(queue, state, numbers), jnp.where(done, chosen.item, NO_ITEM), outputs
+    state = _with_lanes(state, rank, _where_lanes(takes, begun, left))
+    return state, jnp.where(done, chosen.item, NO_ITEM), outputs
 
 
 def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
@@ -149,7 +158,7 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
     return treedef.unflatten(out.carry[1:])
 
 
-def where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
+def _where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
     """The new lanes where they are chosen, else the old ones."""
 
     def pick(new: Any, old: Any) -> Any:
@@ -158,7 +167,7 @@ def where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
     return jax.tree.map(pick, new, old)
 
 
-def with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
+def _with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
     """The state with these lanes in the places of others."""
     return jax.tree.map(lambda x, new: x.at[rank].set(new, unique_indices=True), state, lanes)
 
