@@ -3,13 +3,16 @@
 from loopax._src.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
 from loopax._src.durable.loops import fori_loop, scan, while_loop
 from loopax._src.durable.outputs import Rows, outputs, steps_saved
+from loopax._src.durable.streams import StreamOutputs, lanes_stream
 
 __all__ = [
     "AnotherProgramWarning",
     "DamagedSaveWarning",
     "Rows",
     "SaveError",
+    "StreamOutputs",
     "fori_loop",
+    "lanes_stream",
     "outputs",
     "scan",
     "steps_saved",

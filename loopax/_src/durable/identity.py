@@ -1,6 +1,6 @@
 """Describes the run that is asked for, and lets all hosts settle whether it goes on: `stored_program.check` decides."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,12 @@ from loopax._src.pytrees.leaves import Spec, to_array
 
 def refuse_unsavable(name: str, traced: TracedChunk) -> None:
     """Refuse arrays of types that cannot be written."""
+    refuse_unknown(name, [*types_of("carry", traced.spec), *types_of("outputs", traced.y_spec)])
+
+
+def refuse_unknown(name: str, found: Iterable[tuple[str, Any]]) -> None:
+    """Refuse types that cannot be written."""
     tensorstore = import_tensorstore()
-    found = [*_types("carry", traced.spec), *_types("outputs", traced.y_spec)]
     problems = [f"  {path}: {aval.str_short()}" for path, aval in found if not _is_known(tensorstore, aval.dtype)]
     if problems:
         raise TypeError(
@@ -37,7 +41,7 @@ def _is_known(tensorstore: Any, dtype: Any) -> bool:
     return True
 
 
-def _types(what: str, spec: Spec) -> list[tuple[str, Any]]:
+def types_of(what: str, spec: Spec) -> list[tuple[str, Any]]:
     """The types of the arrays of a pytree, by path."""
     return [(f"{what}{path}", aval) for path, aval in zip(spec.names(), spec.avals, strict=True)]
 
@@ -52,7 +56,7 @@ def describe(
     settings: dict[str, str],
 ) -> programs.StoredProgram:
     """Describe a run from its first carry and a traced step; `named` are ids of closed-over arrays that have names."""
-    carry = _types("carry", traced.spec)
+    carry = types_of("carry", traced.spec)
     types = {path: aval.str_short() for path, aval in carry}
     types |= {f"a row of outputs {i}": str(row) for i, row in enumerate(row_types(traced.y_spec))}
     written = _written(step, [path for path, _ in carry], named)

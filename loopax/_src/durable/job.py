@@ -106,7 +106,8 @@ def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) 
         outputs = Outputs(name, directory, chunk.traced.y_spec, job.rows) if job.rows else None
         if outputs and saves.newest_step:
             outputs.refuse_gone()
-        state = saves.newest(chunk.first, outputs.check if outputs else None) or _first_state(job, chunk)
+        check_rows = (lambda state: outputs.check(state.steps)) if outputs else None
+        state = saves.newest(chunk.first, check_rows) or _first_state(job, chunk)
         _refuse_shorter(name, state, job.total)
         arrays, journals = outputs.open(state.steps) if outputs else ([], [])
         writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None

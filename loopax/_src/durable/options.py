@@ -59,14 +59,14 @@ def loop_options(
 
     A durable loop is neither differentiated nor batched, so its callers have no say in how.
     """
-    _refuse_transformations(name, given, key)
+    refuse_transformations(name, given, key)
     shared = options(name, Lax(), Lockstep(), key, progress, None, throw, info)
     if max_steps is None:
         return shared
     return replace(shared, max_steps=int_within(f"{name}(max_steps=...)", max_steps, 0, 2**63 - 1))
 
 
-def _refuse_transformations(name: str, *given: Any) -> None:
+def refuse_transformations(name: str, *given: Any) -> None:
     """Refuse to run inside of a transformation, or with values that one has left behind."""
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in tree_leaves(given)):
         raise TypeError(

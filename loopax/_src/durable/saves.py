@@ -89,10 +89,12 @@ class Saves:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def newest(self, like: Sequence[jax.Array], check_rows: Callable[[int], None] | None = None) -> SavedState | None:
+    def newest(
+        self, like: Sequence[jax.Array], check_rows: Callable[[SavedState], None] | None = None
+    ) -> SavedState | None:
         """The newest save that is whole, with the types and shardings of these arrays; None: there is none.
 
-        `check_rows` raises where rows of outputs are lost that belong to a save of so many steps.
+        `check_rows` raises where rows of outputs are lost that belong to a save.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         problems = []
@@ -100,7 +102,7 @@ class Saves:
             try:
                 state = self._restore(step, like)
                 if check_rows is not None:
-                    check_rows(step)
+                    check_rows(state)
             except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
                 problems.append(f"  step {step}: {type(error).__name__}: {_first_line(error)[:_MOST_TEXT]}")
                 continue

@@ -86,18 +86,24 @@ def lanes_stream(
 
     """
     check_callable("f of lanes_stream", f)
-    lanes = positive_int("lanes_stream(lanes=...)", lanes, "lanes", _WHY)
-    if chunk_steps is not None:
-        chunk_steps = positive_int("lanes_stream(chunk_steps=...)", chunk_steps, "steps", _WHY)
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"lanes_stream(prefetch=...): got {prefetch!r}, expected an int: multiples of `lanes`.")
-    if prefetch < 0:
-        raise ValueError(f"lanes_stream(prefetch=...): got {prefetch}, expected 0 or more: multiples of `lanes`.")
-    if not isinstance(items, Iterable):
-        raise TypeError(f"lanes_stream(items=...): got a {type(items).__name__}, expected an iterable of items.")
+    lanes, chunk_steps = check_stream("lanes_stream", items, lanes, chunk_steps, prefetch)
     if resume is not None and len(resume.lanes) != lanes:
         raise ValueError(
             f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and lanes={lanes}. "
             f"Give lanes={len(resume.lanes)}."
         )
     return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume)
+
+
+def check_stream(name: str, items: Any, lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:
+    """Understand the options of a stream: its lanes, and the steps of a chunk."""
+    lanes = positive_int(f"{name}(lanes=...)", lanes, "lanes", _WHY)
+    if chunk_steps is not None:
+        chunk_steps = positive_int(f"{name}(chunk_steps=...)", chunk_steps, "steps", _WHY)
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"{name}(prefetch=...): got {prefetch!r}, expected an int: multiples of `lanes`.")
+    if prefetch < 0:
+        raise ValueError(f"{name}(prefetch=...): got {prefetch}, expected 0 or more: multiples of `lanes`.")
+    if not isinstance(items, Iterable):
+        raise TypeError(f"{name}(items=...): got a {type(items).__name__}, expected an iterable of items.")
+    return lanes, chunk_steps

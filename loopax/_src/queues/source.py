@@ -38,15 +38,15 @@ class Source:
             self._changed.notify_all()
         return taken
 
-    def wait(self) -> None:
-        """Until there is an item, or no more will come."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until there is an item, or no more will come, or so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fetched or self._ended or not self._ahead)
+            self._changed.wait_for(lambda: self._fetched or self._ended or not self._ahead, seconds)
 
     @property
-    def has_fetched(self) -> bool:
-        """Whether an item is there."""
-        return bool(self._fetched)
+    def num_fetched(self) -> int:
+        """How many items are there."""
+        return len(self._fetched)
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,294 @@
+"""A stream of items that is saved to disk while it runs, and resumed."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from loopax._src.durable.directory import Directory, locked
+from loopax._src.durable.identity import refuse_unknown, types_of
+from loopax._src.durable.identity import settle as settle_program
+from loopax._src.durable.interrupts import Interrupts, watching
+from loopax._src.durable.options import Checked, Durability, check, refuse_transformations
+from loopax._src.durable.outputs import Rows
+from loopax._src.durable.pace import Pace
+from loopax._src.durable.result_rows import ResultRows
+from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.durable.stored_program import StoredProgram, describe
+from loopax._src.durable.wording import write
+from loopax._src.frontend.options import check_callable
+from loopax._src.queues.lanes_stream import check_stream
+from loopax._src.queues.pace import Pace as ChunkPace
+from loopax._src.queues.working_lanes import BusyLanes, WorkingLanes
+
+_NAME = "durable.lanes_stream"
+_PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
+
+
+class StreamOutputs(NamedTuple):
+    """Results of a durable stream on disk, in the order in which items were finished.
+
+    Attributes
+    ----------
+    items : int64[rows]
+        The index of the item of each row. `np.argsort(outputs.items)` gives the row of each item.
+    failed : bool[rows]
+        Whether the item's loop failed; with `throw=True`, none has.
+    results
+        The pytree that `f` returns, with rows for items.
+
+    """
+
+    items: Rows
+    failed: Rows
+    results: PyTree[Rows]
+
+
+def lanes_stream(
+    f: Callable[[Any], Any],
+    items: Iterable[PyTree[Any]],
+    *,
+    directory: str | os.PathLike[str],
+    lanes: int = 64,
+    checkpoint_every: float | timedelta = 60.0,
+    keep: int = 2,
+    resume: str = "auto",
+    chunk_steps: int | None = None,
+    prefetch: int = 2,
+    throw: bool = True,
+) -> StreamOutputs:
+    """`loopax.lanes_stream` for runs of hours: each result goes to a row on disk, once, also where the run is killed.
+
+    The meaning::
+
+        for index, item in enumerate(items):
+            results[index] = f(item)
+
+    It runs to the end of the items. The same call goes on where an earlier one was stopped or killed: with the lanes as
+    they were at the newest save, and without the rows that were written after it.
+
+    Parameters
+    ----------
+    f, lanes, chunk_steps, prefetch
+        As in `loopax.lanes_stream`. A run that is resumed has the same number of lanes.
+    items
+        As in `loopax.lanes_stream`, at least one. A run that is resumed is given the same items from the first one on.
+        It takes those that it had begun from the iterable and does not look at them. There may be more than before.
+    directory, keep, resume
+        As in `loopax.durable.while_loop`.
+    checkpoint_every
+        The most work that a kill may lose: seconds (a float, or a `timedelta`).
+    throw
+        Raise the error of an item's loop. The newest save is as it was, so the same call comes to that item again.
+        False: the row of the item says that it failed.
+
+    Returns
+    -------
+    StreamOutputs
+        Rows on disk, `(items, failed, results)`, which are read where they are indexed.
+
+    Raises
+    ------
+    TypeError, ValueError, equinox.EquinoxRuntimeError
+        As in `loopax.lanes_stream`; there is no item; there are fewer than the stored run has begun;
+        `checkpoint_every` is an int; the directory holds a run of another program (what differs is shown).
+    loopax.durable.SaveError, RuntimeError, KeyboardInterrupt, SystemExit
+        As in `loopax.durable.while_loop`.
+
+    Notes
+    -----
+    What `items` raises is raised here, after the results of all items before it are saved. `durable.outputs` reads the
+    rows while it runs; rows that are not written yet are zero. Cost: that of `loopax.lanes_stream`, and for each save a
+    copy of all lanes. One process runs it.
+
+    """
+    refuse_transformations(_NAME, (items if isinstance(items, list | tuple) else None,), None)
+    check_callable(f"f of {_NAME}", f)
+    lanes, chunk_steps = check_stream(_NAME, items, lanes, chunk_steps, prefetch)
+    if not isinstance(checkpoint_every, float | np.floating | timedelta):
+        raise TypeError(
+            f"{_NAME}(checkpoint_every=...): got {checkpoint_every!r}, expected seconds: a float or a "
+            "datetime.timedelta. Lanes have no step in common that could be counted."
+        )
+    checked = check(_NAME, Durability(directory, checkpoint_every, keep, resume, None))
+    if jax.process_count() > 1:
+        raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
+    with locked(_NAME, checked.directory):
+        return _Run(f, iter(items), lanes, chunk_steps, prefetch * lanes, throw, checked).to_the_end()
+
+
+class _Run:
+    """A run in a directory of its own."""
+
+    def __init__(
+        self,
+        f: Callable[[Any], Any],
+        items: Iterator[Any],
+        lanes: int,
+        chunk_steps: int | None,
+        ahead: int,
+        throw: bool,
+        checked: Checked,
+    ) -> None:
+        """The first item says what all are like."""
+        self._throw, self._checked, self._ahead = throw, checked, ahead
+        self._lanes = WorkingLanes(f, lanes, ChunkPace(chunk_steps), _NAME)
+        first = _first_of(items)
+        self._items = chain([first], items)
+        self._lanes.items.ready_again(0, first)
+        made = self._lanes.program.made
+        states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(_where(self._lanes).inside)]
+        refuse_unknown(_NAME, [*types_of("item", self._lanes.items.spec), *types_of("results", made.results), *states])
+        self._rows = ResultRows(_NAME, checked.directory, made.results)
+        self._pace = Pace(checked.every, None, 1)
+
+    def to_the_end(self) -> StreamOutputs:
+        """Go on with what is stored, or begin."""
+        directory = self._checked.directory
+        self._settle_program(directory)
+        self._saves = Saves(_NAME, directory, self._checked.keep)
+        try:
+            with watching() as interrupts:
+                self._go_on()
+                self._advance(interrupts)
+            found = self._rows.close()
+        finally:
+            self._lanes.close()
+            self._saves.close()
+        return StreamOutputs(found["items"], found["failed"], found["results"])
+
+    def _settle_program(self, directory: Directory) -> None:
+        """Whether the run that is stored, if there is one, is the one that is asked for."""
+        described = self._described()
+        settle_program(_NAME, directory, described, lambda: described, self._checked.anyway)
+
+    def _described(self) -> StoredProgram:
+        lanes = self._lanes
+        made = lanes.program.made
+        given = [*made.shared, *lanes.function_arrays]
+        items = types_of("item", lanes.items.spec)
+        written = write(made.program, [*[None] * len(given), *(path for path, _ in items)], {}, given)
+        types = {path: aval.str_short() for path, aval in [*items, *types_of("results", made.results)]}
+        return describe(_NAME, {"lanes": str(lanes.num_lanes)}, types, dict(written.arrays), written)
+
+    def _go_on(self) -> None:
+        """The lanes of the newest save, and the items that come after."""
+        like = list(map(jnp.asarray, _packed(0, 0, _where(self._lanes))))
+        if self._saves.newest_step:
+            self._rows.refuse_gone()
+        state = self._saves.newest(like, lambda state: self._rows.check(_counts(state.arrays)[0]))
+        rows, begun = (0, 0) if state is None else _counts(state.arrays)
+        self._before = 0 if state is None else state.steps
+        self._rows.open(rows)
+        if state is not None:
+            self._lanes.go_on(_unpacked(state.arrays, len(self._lanes.items.spec.avals)))
+        self._lanes.num_begun = self._lanes.items.count = begun
+        self._lanes.fetch(_after(self._items, begun), self._ahead)
+
+    def _advance(self, interrupts: Interrupts) -> None:
+        """Run to the end, saving; an interrupt saves too, and is raised then."""
+        self._pace.begin(self._number)
+        goes_on = True
+        while goes_on and interrupts.received is None:
+            begun, before = time.monotonic(), self._number
+            if self._pace.must_wait(before, 1):
+                self._settle()
+            is_time = self._pace.should_save(before)
+            goes_on = self._take(start_next=not is_time)
+            self._pace.took(self._number - before, time.monotonic() - begun)
+            if is_time:
+                self._save()
+            elif not self._saves.in_progress():
+                self._pace.saved()
+        if self._lanes.is_running:
+            self._take(start_next=False)
+        self._save()
+        self._settle()
+        if interrupts.received is not None:
+            raise interrupts.stop(
+                f"{_NAME}: interrupted after {self._rows.count} items, which are saved in "
+                f"{self._checked.directory.root}. The same call goes on from there."
+            )
+        self._lanes.raise_error()
+
+    @property
+    def _number(self) -> int:
+        """Of a save: greater whenever something was done."""
+        report = self._lanes.report()
+        return self._before + report.iterations + report.items
+
+    def _take(self, start_next: bool) -> bool:
+        """Write what was finished; false where nothing is left to do."""
+        finished = self._lanes.look(start_next, _PATIENCE)
+        if finished is None:
+            return False
+        failed = [error >= 0 for error in finished.errors]
+        if self._throw and any(failed):
+            at = failed.index(True)
+            raise eqx.EquinoxRuntimeError(self._lanes.message(finished.indices[at], finished.errors[at]))
+        self._rows.append(finished.indices, failed, finished.arrays)
+        return True
+
+    def _save(self) -> None:
+        """Begin to save where the lanes are, once the rows before are on disk. No chunk may run."""
+        if self._saves.newest_step == self._number:
+            return
+        self._rows.flush()
+        arrays = list(map(jnp.asarray, _packed(self._rows.count, self._lanes.num_begun, _where(self._lanes))))
+        self._saves.start(SavedState(self._number, True, arrays))
+        self._pace.saving(self._number)
+
+    def _settle(self) -> None:
+        """Wait until what has been saved is on disk."""
+        begun = time.monotonic()
+        self._saves.finish()
+        self._pace.saved()
+        self._pace.idle += time.monotonic() - begun
+
+
+def _first_of(items: Iterator[Any]) -> Any:
+    for item in items:
+        return item
+    raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
+
+
+def _after(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """Items after so many."""
+    skipped = sum(1 for _ in islice(items, count))
+    if skipped < count:
+        raise ValueError(
+            f"{_NAME}(items=...): the stored run has begun {count} items, and only {skipped} are given. Give the same "
+            "items from the first one on, or another directory."
+        )
+    yield from items
+
+
+def _where(lanes: WorkingLanes) -> BusyLanes:
+    found = lanes.busy()
+    assert found is not None  # the first item has made the state
+    return found
+
+
+def _packed(rows: int, begun: int, at: BusyLanes) -> list[np.ndarray]:
+    """Arrays of a save. JAX has integers of 32 bits by default, so those of 64 are halved."""
+    counts = np.array([rows, begun], np.int64)
+    return [counts.view(np.uint32), at.indices.view(np.uint32), *at.inputs, *at.inside]
+
+
+def _counts(arrays: Sequence[jax.Array]) -> tuple[int, int]:
+    """Rows that are written, and items that were begun."""
+    rows, begun = np.asarray(arrays[0]).view(np.int64).tolist()
+    return rows, begun
+
+
+def _unpacked(arrays: Sequence[jax.Array], num_inputs: int) -> BusyLanes:
+    _, indices, *rest = map(np.asarray, arrays)
+    return BusyLanes(indices.view(np.int64), rest[:num_inputs], rest[num_inputs:])

@@ -1,0 +1,218 @@
+"""The host's side of a stream: it gives chunks of the lanes items, and takes what they found."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import jax
+import numpy as np
+
+from loopax._src.core import NO_ITEM, ItemRows
+from loopax._src.core.jaxpr.util import split_list
+from loopax._src.frontend.raising import with_amount
+from loopax._src.nnx.functional import freeze
+from loopax._src.pytrees.leaves import pack
+from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Program, compiled
+from loopax._src.queues.chunks import results_of as wait_for
+from loopax._src.queues.item_types import ItemTypes
+from loopax._src.queues.pace import Pace
+from loopax._src.queues.source import Source
+from loopax._src.queues.stream_report import StreamReport
+
+
+class Finished(NamedTuple):
+    """Items that are done."""
+
+    indices: list[int]
+    errors: list[int]  # the number of the check that failed, -1 where none did
+    arrays: list[np.ndarray]  # (items, ...) for each array of a result
+
+
+class BusyLanes(NamedTuple):
+    """Where the lanes are, in NumPy arrays."""
+
+    indices: np.ndarray  # int64[lanes], NO_ITEM where there is none
+    inputs: list[np.ndarray]  # (lanes, ...) for each array of an item
+    inside: list[np.ndarray]  # (lanes, ...) for each array of the loop's state
+
+
+class WorkingLanes:
+    """Lanes that work on items. It is told to look, and then says which items are done."""
+
+    def __init__(self, f: Callable[[Any], Any], lanes: int, pace: Pace, name: str = "lanes_stream") -> None:
+        """Nothing is run before the first look, nor fetched before there is a source."""
+        self.function_arrays, self._function = pack(freeze(f))
+        self.num_lanes, self._pace, self._name = lanes, pace, name
+        self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
+        self._in_lanes: dict[int, int] = {}  # by number: the index
+        self._program: Program | None = None
+        self._state: Any = None
+        self._running: Any = None  # what a chunk will have found, and what it was given
+        self._block: tuple[Any, Block] | None = None  # the first item that waits, and the next chunk's
+        self._counts = [0] * 5  # items, iterations, useful, and the last two until the source ended
+        self._began: float | None = None
+        self._ended: float | None = None
+        self.items = ItemTypes()
+        self.num_begun = 0  # items that are or were in lanes: the first ones
+
+    def fetch(self, items: Iterable[Any], ahead: int) -> None:
+        """Begin to take items from here."""
+        self._source = Source(items, ahead, self.items.ready)
+        self._stop = finalize(self, self._source.stop, wait=False)
+
+    # ---- what an owner asks for
+
+    @property
+    def program(self) -> Program:
+        """The compiled program, from the first item on."""
+        if self._program is None:
+            self._program = compiled(self._function, self.items.spec, self.num_lanes)
+        if self._state is None:
+            self._state = self._program.empty()
+        return self._program
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a chunk runs."""
+        return self._running is not None
+
+    def look(self, start_next: bool = True, patience: float | None = None) -> Finished | None:
+        """Wait for the chunk that is running, or else for an item; None where nothing is left to do.
+
+        The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
+        """
+        if self._running is None and not self._start():
+            if self._source.is_empty:
+                return None
+            self._source.wait(patience)
+            return Finished([], [], [])
+        indices, chunk = self._collect()
+        if start_next:
+            self._start()  # the device runs while results and items are made ready, and used
+        flags, arrays = split_list(chunk.results(), [len(self.program.made.messages)])
+        errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
+        self._prepare()
+        return Finished(indices, errors, arrays)
+
+    def message(self, index: int, error: int) -> str:
+        """What the error of an item says."""
+        return f"item {index} of {self._name}: {with_amount(self.program.made.messages[error], None)}"
+
+    def raise_error(self) -> None:
+        """Raise what the iterable has raised, once."""
+        self._source.raise_error()
+
+    def stop(self) -> list[tuple[int, list[np.ndarray]]]:
+        """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
+        return [*self._waiting, *self._source.stop()]
+
+    def close(self) -> None:
+        """Fetch no more, and let go of the lanes."""
+        self._stop()
+        self._state = self._running = self._block = None
+        self._waiting.clear()
+        self._in_lanes.clear()
+
+    def busy(self) -> BusyLanes | None:
+        """Where the lanes are; None where no item was begun. No chunk may run."""
+        if self._state is None:
+            return None
+        lane = jax.device_get(self._state)
+        indices = np.full(self.num_lanes, NO_ITEM, np.int64)
+        at = np.flatnonzero(lane.item != NO_ITEM)
+        indices[at] = [self._in_lanes[int(number)] for number in lane.item[at]]
+        return BusyLanes(indices, lane.inputs, jax.tree.leaves(lane.inside))
+
+    def go_on(self, at: BusyLanes) -> None:
+        """Be where lanes were."""
+        self.program  # noqa: B018 - makes the state
+        indices = np.asarray(at.indices)
+        is_busy = indices != NO_ITEM
+        self._in_lanes = {int(index) % NUMBERS: int(index) for index in indices[is_busy]}
+        numbers = np.where(is_busy, indices % NUMBERS, NO_ITEM).astype(np.int32)
+        inside = jax.tree.structure(self._state.inside).unflatten(at.inside)
+        self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
+
+    def wait_with(self, items: Iterable[tuple[int, list[np.ndarray]]]) -> None:
+        """These items, which are made ready, are next."""
+        self._waiting.extend(items)
+
+    def report(self) -> StreamReport:
+        """What the lanes have done so far."""
+        items, iterations, useful, iterations_fed, useful_fed = self._counts
+        seconds = (self._ended or 0.0) - (self._began or 0.0)
+        return StreamReport(items, self.num_lanes, iterations, useful, iterations_fed, useful_fed, seconds)
+
+    # ---- chunks
+
+    def _start(self) -> bool:
+        """Start a chunk with the items that are there; false where there is nothing to run."""
+        free = self.num_lanes - len(self._in_lanes)
+        block = self._prepared_for(free)
+        if block is None:
+            if not self._fill() and not self._in_lanes:
+                return False
+            block = self._place(free)
+        program = self.program
+        given = [self._waiting.popleft() for _ in range(sum(block.counts))]
+        is_last = self._source.is_empty and not self._waiting
+        has_more = bool(self._waiting) or (not is_last and self._source.num_fetched > 0)
+        rows = program.rounds if is_last else len(block.counts) or 1
+        wanted = program.places if is_last else 1
+        counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
+        item_rows = ItemRows(block.numbers, block.inputs, *counts)
+        shared = [*program.made.shared, *self.function_arrays]
+        start = time.perf_counter()
+        self._began = start if self._began is None else self._began
+        self._state, found = program.run(self._state, shared, item_rows, np.int32(self._pace.steps))
+        self._running = found, given, block.counts, start, is_last
+        return True
+
+    def _collect(self) -> tuple[list[int], Chunk]:
+        """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
+        found, given, counts, start, is_last = self._running
+        self._running = None
+        chunk = wait_for(found)
+        self._ended = time.perf_counter()
+        self._pace.measured(chunk.iterations, self._ended - start)
+        begun = sum(counts[: chunk.rows])
+        self.num_begun += begun
+        self._in_lanes.update((index % NUMBERS, index) for index, _ in given[:begun])
+        self._waiting.extendleft(reversed(given[begun:]))
+        indices = [self._in_lanes.pop(int(number)) for number in chunk.finished]
+        # An item that is lost would let the stream wait for ever.
+        assert len(self._in_lanes) == self.num_lanes - chunk.free
+        done = (len(indices), chunk.iterations, chunk.useful)
+        fed = (0, 0) if is_last else done[1:]
+        self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
+        return indices, chunk
+
+    def _prepare(self) -> None:
+        """Place the items of the next chunk while the device runs, where they are all there."""
+        self._fill()
+        program = self.program
+        full = program.most_items(program.places)
+        if len(self._waiting) >= full:
+            block = self._place(program.places)
+            numbers, inputs = jax.device_put((block.numbers, block.inputs))
+            self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
+
+    def _prepared_for(self, free: int) -> Block | None:
+        """The items that were placed, where no other comes first, and enough lanes are free."""
+        (first_item, block), self._block = self._block or (None, None), None
+        is_next = block and self._waiting[0] is first_item and free >= block.first
+        return block if is_next else None
+
+    def _place(self, free: int) -> Block:
+        """The first items that wait, as many as a chunk takes."""
+        program = self.program
+        return program.block(list(islice(self._waiting, program.most_items(free))), free)
+
+    def _fill(self) -> bool:
+        """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
+        room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
+        self._waiting.extend(self._source.take(max(room - len(self._waiting), 0)))
+        return bool(self._waiting)
