@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.durable import victim
+from tests.durable import stream_victim, victim
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +94,37 @@ def test_killed_runs_resume_to_the_same_bits(number, uninterrupted, tmp_path):
     first = again[0] if again else STEPS
     assert again == list(range(first, STEPS))
     assert len(taken) - EVERY <= first <= len(taken)
+
+
+def start_stream(path):
+    command = [sys.executable, "-m", "tests.durable.stream_victim", str(path / "run"), str(path / "marks")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def kill_stream(path, fetched, seconds):
+    """Kill it so long after so many items have been fetched, those that it skips included."""
+    marks = path / "marks"
+    marks.unlink(missing_ok=True)
+    process = start_stream(path)
+    wait_for(lambda: marks.exists() and marks.stat().st_size >= fetched, process)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0)
+
+
+def test_a_stream_that_is_killed_again_and_again_has_each_item_once_and_the_same_bits(tmp_path):
+    """One run, which is further at each kill."""
+    outputs, choose = [], random.Random(5)
+    for kills in (0, KILLS):
+        path = tmp_path / f"{kills} kills"
+        path.mkdir()
+        for killed in range(kills):
+            kill_stream(path, stream_victim.ITEMS * (killed + choose.random()) / kills, choose.uniform(0, 0.1))
+        out, err = start_stream(path).communicate(timeout=120)
+        assert not err, err
+        outputs.append(out.strip())
+    assert outputs[0] == outputs[1] != ""

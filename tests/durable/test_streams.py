@@ -1,0 +1,237 @@
+"""`durable.lanes_stream`: results of items in rows on disk, each once, also where a run stops in between."""
+
+import os
+import signal
+import threading
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equinox import EquinoxRuntimeError
+
+import loopax as lx
+from loopax import durable
+from loopax._src.durable import result_rows
+from tests.queues.test_lanes_stream import collatz, expected
+
+LANES = 4
+
+
+def numbers(count: int) -> list[Any]:
+    return [np.int32(i + 1) for i in range(count)]
+
+
+def run(directory: Any, items: Any, f: Any = collatz, **options: Any) -> durable.StreamOutputs:
+    return durable.lanes_stream(f, items, directory=directory, **{"lanes": LANES, **options})
+
+
+def by_item(found: durable.StreamOutputs) -> dict[int, Any]:
+    rows = jax.tree.map(np.asarray, found.results)
+    items = np.asarray(found.items).tolist()
+    assert len(set(items)) == len(items)
+    return {item: jax.tree.map(lambda x, row=row: x[row], rows) for row, item in enumerate(items)}
+
+
+ANSWERS = {i: expected(i + 1) for i in range(60)}
+
+
+def as_ints(found: durable.StreamOutputs) -> dict[int, Any]:
+    return {i: (int(result["steps"]), int(result["most"])) for i, result in by_item(found).items()}
+
+
+class StopError(Exception):
+    pass
+
+
+def stopping_at(items: Any, index: int, error: BaseException) -> Any:
+    """A source that fails once; what is finished before that is saved."""
+    for i, item in enumerate(items):
+        if i == index:
+            raise error
+        yield item
+
+
+def test_rows_are_results_and_the_same_call_again_runs_nothing(tmp_path: Any) -> None:
+    found = run(tmp_path, numbers(60))
+    assert as_ints(found) == ANSWERS
+    assert not np.asarray(found.failed).any()
+    again = run(tmp_path, numbers(60))
+    assert np.array_equal(again.items, found.items)
+    assert as_ints(again) == ANSWERS
+    assert all(len(rows) == 60 for rows in durable.outputs(tmp_path).values())
+
+
+@pytest.mark.parametrize("stops", [[0], [1], [7, 8], [3, 30, 59], [60]])
+def test_a_run_goes_on_after_each_stop(stops: list[int], tmp_path: Any) -> None:
+    for stop in stops:
+        with pytest.raises(StopError):
+            run(tmp_path, stopping_at([*numbers(60), None], stop, StopError()), chunk_steps=3)
+    assert as_ints(run(tmp_path, numbers(60), chunk_steps=5)) == ANSWERS
+
+
+def test_items_that_were_begun_are_taken_and_not_looked_at(tmp_path: Any) -> None:
+    with pytest.raises(StopError):
+        run(tmp_path, stopping_at(numbers(60), 30, StopError()))
+    begun = [numbers(1)[0], *[object()] * 29, *numbers(60)[30:]]
+    assert as_ints(run(tmp_path, begun)) == ANSWERS
+
+
+def test_there_may_be_more_items_than_before_but_not_fewer(tmp_path: Any) -> None:
+    run(tmp_path, numbers(20))
+    assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
+    with pytest.raises(ValueError, match="has begun 60 items, and only 20 are given"):
+        run(tmp_path, numbers(20))
+
+
+def test_rows_grow(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_rows, "_FIRST_ROOM", 1)
+    assert as_ints(run(tmp_path, numbers(60), chunk_steps=2)) == ANSWERS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_the_same_call_goes_on(number: int, tmp_path: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def items(at: int | None) -> Any:
+        for i, item in enumerate(numbers(60)):
+            if i == at:
+                os.kill(os.getpid(), number)
+            yield item
+
+    try:
+        kind = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+        with pytest.raises(kind) as caught:
+            run(tmp_path, items(40), prefetch=1, chunk_steps=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "items, which are saved in" in str(caught.value)
+    assert as_ints(run(tmp_path, items(None))) == ANSWERS
+
+
+def test_an_interrupt_is_heeded_while_a_slow_item_is_waited_for(tmp_path: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    waits, never = [], threading.Event()
+
+    def items() -> Any:
+        yield np.int32(3)
+        waits.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        never.wait(20)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, items())
+    finally:
+        never.set()
+        signal.signal(signal.SIGINT, before)
+    assert waits == [1]
+
+
+def limited(n: Any) -> Any:
+    return lx.while_loop(lambda i: i < n, lambda i: i + 1, jnp.int32(0), max_steps=10)
+
+
+def test_the_error_of_an_item_names_it_each_time(tmp_path: Any) -> None:
+    items = [np.int32(n) for n in (3, 4, 11, 5)]
+    for _ in range(2):
+        with pytest.raises(EquinoxRuntimeError, match=r"item 2 of durable.lanes_stream: .*max_steps=10"):
+            run(tmp_path, items, limited)
+
+
+def test_failed_items_are_marked(tmp_path: Any) -> None:
+    found = run(tmp_path, [np.int32(n) for n in (3, 4, 11, 5)], limited, throw=False)
+    failed = dict(zip(np.asarray(found.items).tolist(), np.asarray(found.failed).tolist(), strict=True))
+    assert failed == {0: False, 1: False, 2: True, 3: False}
+
+
+def test_keys_and_several_leaves(tmp_path: Any) -> None:
+    def walk(item: Any) -> Any:
+        step = lambda _, s: (jax.random.fold_in(s[0], 1), s[1] + jax.random.normal(s[0], (2,), jnp.bfloat16))
+        key, x = lx.fori_loop(0, item["n"], step, (item["key"], jnp.zeros(2, jnp.bfloat16)), max_steps=8)
+        return {"key": key, "x": x}
+
+    keys = jax.random.split(jax.random.key(0), 9)
+    items = [{"n": np.int32(i % 5), "key": keys[i]} for i in range(9)]
+    with pytest.raises(StopError):
+        run(tmp_path, stopping_at(items, 6, StopError()), walk, chunk_steps=1)
+    found = run(tmp_path, items, walk)
+    order = np.argsort(found.items)
+    for i, row in enumerate(order):
+        expected = walk(items[i])
+        assert found.results["x"][row].tobytes() == np.asarray(expected["x"]).tobytes()
+        assert jnp.array_equal(jax.random.key_data(found.results["key"][row]), jax.random.key_data(expected["key"]))
+
+
+def test_damaged_saves_and_rows_are_noticed(tmp_path: Any) -> None:
+    with pytest.raises(StopError):
+        run(tmp_path, stopping_at(numbers(60), 30, StopError()))
+    with pytest.raises(StopError):
+        run(tmp_path, stopping_at(numbers(60), 50, StopError()))
+    saves = sorted((tmp_path / "saves").iterdir(), key=lambda path: int(path.name))
+    assert len(saves) == 2
+    for file in (saves[-1] / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.warns(durable.DamagedSaveWarning):
+        assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
+
+
+def test_damaged_rows_are_computed_again_from_the_save_before_them(tmp_path: Any) -> None:
+    for stop in (20, 50):
+        with pytest.raises(StopError):
+            run(tmp_path, stopping_at(numbers(60), stop, StopError()))
+    path = tmp_path / "outputs" / "0002" / "0"
+    content = bytearray(path.read_bytes())
+    content[40 * 4] ^= 1  # the row of an item that the newest save has, and the one before has not
+    path.write_bytes(content)
+    with pytest.warns(durable.DamagedSaveWarning, match="does not hold rows"):
+        assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"checkpoint_every": 10},
+            TypeError,
+            r"durable.lanes_stream\(checkpoint_every=...\): got 10, expected",
+        ),
+        ({"checkpoint_every": -1.0}, ValueError, "a positive number of seconds"),
+        ({"lanes": 0}, ValueError, r"durable.lanes_stream\(lanes=...\): got 0"),
+        ({"prefetch": -1}, ValueError, r"durable.lanes_stream\(prefetch=...\): got -1"),
+        ({"keep": 0}, ValueError, r"durable.lanes_stream\(keep=...\)"),
+        ({"f": 3}, TypeError, "f of durable.lanes_stream"),
+        ({"items": 3}, TypeError, r"durable.lanes_stream\(items=...\): got a int"),
+        ({"items": []}, ValueError, "there is no item"),
+    ],
+)
+def test_options_are_checked(options: Any, error: Any, message: str, tmp_path: Any) -> None:
+    given: Any = {"f": collatz, "items": numbers(3), "directory": tmp_path, **options}
+    with pytest.raises(error, match=message):
+        durable.lanes_stream(given.pop("f"), given.pop("items"), **given)
+
+
+def test_another_program_or_other_lanes_are_refused(tmp_path: Any) -> None:
+    run(tmp_path, numbers(5))
+    with pytest.raises(ValueError, match="lanes: stored 4, now 5"):
+        run(tmp_path, numbers(5), lanes=5)
+    with pytest.raises(ValueError, match="is one of another program"):
+        run(tmp_path, numbers(5), lambda n: jax.tree.map(lambda x: x + 1, collatz(n)))
+    with pytest.raises(ValueError, match="state of other types"):
+        run(tmp_path, numbers(5), limited)
+    with pytest.warns(durable.AnotherProgramWarning):
+        run(tmp_path, numbers(9), lambda n: jax.tree.map(lambda x: x + 1, collatz(n)), resume="anyway")
+
+
+def test_it_is_not_called_in_a_transformation(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match=r"durable.lanes_stream saves to disk"):
+        jax.jit(lambda n: run(tmp_path, [n]).items)(1)
+
+
+def test_no_warnings(tmp_path: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, numbers(9))
