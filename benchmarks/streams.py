@@ -33,8 +33,8 @@ def tables() -> list[Findings]:
         Findings(
             "Streams: memory and compilations",
             memory,
-            "A process for each row. Resident memory is the largest of the process. Of the four programs, two are copies "
-            "of the first item's arrays, one makes the lanes without items, and one is the chunk.",
+            "A process for each row. Resident memory is the largest of the process. Of the four programs, two copy the "
+            "first item's arrays, one makes the lanes without items, and one is the chunk.",
             counts=("compilations",),
             memory=("arrays on the device (MiB)",),
         ),

@@ -114,11 +114,12 @@ class Reporter:
     progress: Progress
     name: str  # of the loop function
     place: Hashable  # of the user's function
+    unit: str = "step"  # what is counted, one of it
 
     @classmethod
-    def of(cls, progress: Progress, name: str, function: Any) -> "Reporter":
+    def of(cls, progress: Progress, name: str, function: Any, unit: str = "step") -> "Reporter":
         """The reporter of a loop of this function."""
-        return cls(progress, name, code_of(function) or type(function).__qualname__)
+        return cls(progress, name, code_of(function) or type(function).__qualname__, unit)
 
     def begin(self, total: int, runs: int, lanes: int, size: int) -> tuple[int, int]:
         """A run begins; returns its number, and how many steps to take until it reports."""
@@ -127,14 +128,18 @@ class Reporter:
             if jax.process_index():
                 return 0, MOST_STEPS
             label, every, style = self.progress.label or self.name, self.progress.every, self.progress.style
-            number = DISPLAYS.begin(self, label, every, style, total=total, parts=runs, lanes=lanes, size=size)
+            groups = {"parts": runs, "lanes": lanes, "size": size}
+            number = DISPLAYS.begin(self, label, every, style, total=total, unit=self.unit, **groups)
             return number, 1
 
         return self._shown(begin, (0, MOST_STEPS))
 
-    def report(self, run: int, steps: int, active: int) -> int:
-        """A run has taken so many steps; returns how many more it takes until the next report."""
-        return self._shown(lambda: DISPLAYS.report(run, steps, active), MOST_STEPS)
+    def report(self, run: int, steps: int, active: int, inner: int | None = None) -> int:
+        """A run has taken so many steps; returns how many more it takes until the next report.
+
+        `inner`: what is counted is something else, and so many steps were taken for it.
+        """
+        return self._shown(lambda: DISPLAYS.report(run, steps, active, inner), MOST_STEPS)
 
     def end(self, run: int, steps: int) -> None:
         """A run has taken all its steps."""

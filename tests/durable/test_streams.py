@@ -235,3 +235,12 @@ def test_no_warnings(tmp_path: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(tmp_path, numbers(9))
+
+
+def test_progress_counts_from_where_the_call_goes_on(tmp_path: Any, capsys: Any) -> None:
+    with pytest.raises(StopError):
+        run(tmp_path, stopping_at(numbers(60), 30, StopError()), progress=True)
+    assert "durable.lanes_stream: last seen after" in capsys.readouterr().err
+    run(tmp_path, numbers(60), progress=True)
+    shown = capsys.readouterr().err
+    assert int(shown.split("durable.lanes_stream: ")[-1].split(" items")[0]) in range(30, 61)

@@ -1,6 +1,7 @@
 """`lanes_stream`: every item once, with the results of `f` alone, whatever the source and the lanes do."""
 
 import itertools as it
+import re
 import threading
 import time
 from typing import Any
@@ -280,3 +281,36 @@ def test_a_stream_that_is_left_early_frees_its_lanes():
         time.sleep(0.05)
     assert not threads
     assert len(jax.live_arrays()) <= before + 1
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_progress_shows_items_and_steps(sized, capsys):
+    given = items(100) if sized else iter(items(100))
+    stream = lx.lanes_stream(collatz, given, lanes=4, chunk_steps=8, progress=lx.Progress("numbers", 0.001, "text"))
+    assert found(stream) == ANSWERS[100]
+    shown = capsys.readouterr().err
+    assert re.search(rf"numbers: \d+{'/100' if sized else ''} items.*items/s, .*steps/s.*[0-4] lanes? active", shown)
+    assert re.search(r"numbers: 100 items in 0:00:\d\d, .*items/s\n$", shown)
+
+
+def test_progress_of_a_stream_that_is_left_early(capsys):
+    with lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=8, progress=lx.Progress(every=0.001)) as stream:
+        next(stream)
+    assert "lanes_stream: last seen after" in capsys.readouterr().err
+
+
+def test_nothing_is_shown_unless_asked_for(capsys):
+    list(lx.lanes_stream(collatz, items(9), lanes=4, progress=False))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(TypeError, match=r"lanes_stream\(progress=...\): got"):
+        lx.lanes_stream(collatz, items(9), progress="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_lane_report_of_a_stream():
+    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    list(stream)
+    report = lx.lane_report(stream)
+    assert report == stream.report()
+    assert (report.items, report.useful) == (100, sum(steps for steps, _ in ANSWERS[100].values()))
+    with pytest.raises(TypeError, match="lane_report of a stream"):
+        lx.lane_report(stream, lanes=lx.Compact())

@@ -32,6 +32,7 @@ class Run:
     steps: int = 0
     active: int | None = None
     gap: float = 0.0  # the longest time between two reports
+    inner: int | None = None
 
     def report(self, steps: int, active: int, now: float) -> float:
         """So many steps are done; returns the seconds since the last report."""
@@ -63,6 +64,7 @@ class Display:
     base: int = 0  # their steps
     touched: float = 0.0  # when a part last ended
     left: int = 0  # lanes that were in them
+    unit: str = "step"  # what is counted, one of it
 
     def live(self, now: float, intervals: float) -> list[Run]:
         """The runs that have reported within so many intervals."""
@@ -81,7 +83,7 @@ class Display:
         if self.lanes and active is not None:
             active = max(self.lanes - self.left - sum(r.size - (r.active or 0) for r in runs), 0)
         total = run.total if self.parts == 1 else None
-        return Facts(self.label, self.base + run.steps, total, now - self.began, active)
+        return Facts(self.label, self.base + run.steps, total, now - self.began, active, self.unit, run.inner)
 
 
 class Displays:
@@ -98,7 +100,17 @@ class Displays:
         self._watcher: threading.Thread | None = None
 
     def begin(
-        self, key: Hashable, label: str, every: float, style: str, *, total: int, parts: int, lanes: int, size: int
+        self,
+        key: Hashable,
+        label: str,
+        every: float,
+        style: str,
+        *,
+        total: int,
+        parts: int,
+        lanes: int,
+        size: int,
+        unit: str = "step",
     ) -> int:
         """A run begins; returns its number."""
         with self._lock:
@@ -109,7 +121,7 @@ class Displays:
                 display = None
             if display is None:
                 depth = len(self._open)
-                display = Display(label, every, drawing(style, depth), depth, now, now, parts, lanes)
+                display = Display(label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit)
                 self._open[key] = display
                 self._watch()
             self._numbers = self._numbers % MOST_STEPS + 1
@@ -117,14 +129,17 @@ class Displays:
             self._display_of[self._numbers] = key, run, display
             return self._numbers
 
-    def report(self, number: int, steps: int, active: int) -> int:
-        """A run has taken so many steps; returns how many more it takes until the next report."""
+    def report(self, number: int, steps: int, active: int, inner: int | None = None) -> int:
+        """A run has taken so many steps; returns how many more it takes until the next report.
+
+        `inner`: what is counted is something else, and so many steps were taken for it.
+        """
         with self._lock:
             now = self._now()
             if number not in self._display_of:  # it was closed, and is not dead after all
                 return MOST_STEPS
             key, run, display = self._display_of[number]
-            taken = steps - run.steps
+            taken, run.inner = steps - run.steps, inner
             seconds = run.report(steps, active, now)
             run.stride = next_stride(taken, seconds, display.every, run.stride)
             display = self._reopen(key, number, run, display)

@@ -22,6 +22,8 @@ class Facts:
     total: int | None  # None: not known
     seconds: float
     active: int | None  # lanes; None: there are none to count
+    unit: str = "step"  # what is counted, one of it
+    inner: int | None = None  # steps, where something else is counted
 
     @property
     def rate(self) -> float:
@@ -32,16 +34,16 @@ class Facts:
     def count(self) -> str:
         """The steps that are done, of how many."""
         if self.total is None:
-            return f"{self.steps} steps"
+            return f"{self.steps} {self.unit}s"
         share = f" ({100 * self.steps // self.total}%)" if self.total else ""
-        return f"{self.steps}/{self.total} steps{share}"
+        return f"{self.steps}/{self.total} {self.unit}s{share}"
 
     @property
     def speed(self) -> str:
         """The rate in words."""
         if not self.rate:
-            return "no step yet"
-        return f"{self.rate:.3g} steps/s" if self.rate >= 1 else f"{1 / self.rate:.3g} s/step"
+            return f"no {self.unit} yet"
+        return f"{self.rate:.3g} {self.unit}s/s" if self.rate >= 1 else f"{1 / self.rate:.3g} s/{self.unit}"
 
     @property
     def lanes(self) -> str:
@@ -49,17 +51,23 @@ class Facts:
         return "" if self.active is None else f"{self.active} {'lane' if self.active == 1 else 'lanes'} active"
 
     @property
+    def beside(self) -> str:
+        """What stands beside the count and its rate, if anything does."""
+        inner = "" if self.inner is None or not self.seconds else f"{self.inner / self.seconds:.3g} steps/s"
+        return ", ".join(filter(None, (inner, self.lanes)))
+
+    @property
     def running(self) -> str:
         """In words, while the loop runs."""
         parts = [self.count, self.speed]
         if self.total is not None and self.rate:
             parts.append(f"{clock(max(self.total - self.steps, 0) / self.rate)} left")
-        return f"{self.label}: {', '.join([*parts, self.lanes] if self.lanes else parts)}"
+        return f"{self.label}: {', '.join([*parts, self.beside] if self.beside else parts)}"
 
     def closed(self, finished: bool) -> str:
         """In words, at the end."""
         if finished:
-            return f"{self.label}: {self.steps} steps in {clock(self.seconds)}, {self.speed}"
+            return f"{self.label}: {self.steps} {self.unit}s in {clock(self.seconds)}, {self.speed}"
         return f"{self.label}: last seen after {self.count}, in {clock(self.seconds)}"
 
 
@@ -155,8 +163,8 @@ class Bar(Drawing):
         """See `Drawing.draw`."""
         bar = self.bar = self._new(facts) if self.bar is None else self.bar
         bar.n = facts.steps
-        if facts.lanes:
-            bar.set_postfix_str(facts.lanes, refresh=False)
+        if facts.beside:
+            bar.set_postfix_str(facts.beside, refresh=False)
         bar.refresh()
 
     def close(self, facts: Facts, finished: bool, leave: bool) -> None:  # noqa: ARG002 - the bar shows how far it came
@@ -175,7 +183,7 @@ class Bar(Drawing):
         bar = tqdm(
             total=facts.total,
             desc=facts.label,
-            unit=" steps",
+            unit=f" {facts.unit}s",
             position=self.depth,
             file=sys.stderr,
             disable=False,

@@ -25,8 +25,10 @@ from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.stored_program import StoredProgram, describe
 from loopax._src.durable.wording import write
 from loopax._src.frontend.options import check_callable
+from loopax._src.progress import ProgressLike
 from loopax._src.queues.lanes_stream import check_stream
 from loopax._src.queues.pace import Pace as ChunkPace
+from loopax._src.queues.progress import Shown
 from loopax._src.queues.working_lanes import BusyLanes, WorkingLanes
 
 _NAME = "durable.lanes_stream"
@@ -64,6 +66,7 @@ def lanes_stream(
     chunk_steps: int | None = None,
     prefetch: int = 2,
     throw: bool = True,
+    progress: ProgressLike = None,
 ) -> StreamOutputs:
     """`loopax.lanes_stream` for runs of hours: each result goes to a row on disk, once, also where the run is killed.
 
@@ -89,6 +92,8 @@ def lanes_stream(
     throw
         Raise the error of an item's loop. The newest save is as it was, so the same call comes to that item again.
         False: the row of the item says that it failed.
+    progress
+        As in `loopax.lanes_stream`, from where this call goes on.
 
     Returns
     -------
@@ -122,7 +127,8 @@ def lanes_stream(
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
-        return _Run(f, iter(items), lanes, chunk_steps, prefetch * lanes, throw, checked).to_the_end()
+        shown = Shown(_NAME, progress, f, items)
+        return _Run(f, iter(items), lanes, chunk_steps, prefetch * lanes, throw, checked, shown).to_the_end()
 
 
 class _Run:
@@ -137,9 +143,10 @@ class _Run:
         ahead: int,
         throw: bool,
         checked: Checked,
+        shown: Shown,
     ) -> None:
         """The first item says what all are like."""
-        self._throw, self._checked, self._ahead = throw, checked, ahead
+        self._throw, self._checked, self._ahead, self._shown = throw, checked, ahead, shown
         self._lanes = WorkingLanes(f, lanes, ChunkPace(chunk_steps), _NAME)
         first = _first_of(items)
         self._items = chain([first], items)
@@ -160,7 +167,9 @@ class _Run:
                 self._go_on()
                 self._advance(interrupts)
             found = self._rows.close()
+            self._shown.end(self._lanes, finished=True)
         finally:
+            self._shown.end(self._lanes, finished=False)
             self._lanes.close()
             self._saves.close()
         return StreamOutputs(found["items"], found["failed"], found["results"])
@@ -196,6 +205,7 @@ class _Run:
     def _advance(self, interrupts: Interrupts) -> None:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
         self._pace.begin(self._number)
+        self._shown.begin(self._rows.count)
         goes_on = True
         while goes_on and interrupts.received is None:
             begun, before = time.monotonic(), self._number
@@ -235,6 +245,7 @@ class _Run:
             at = failed.index(True)
             raise eqx.EquinoxRuntimeError(self._lanes.message(finished.indices[at], finished.errors[at]))
         self._rows.append(finished.indices, failed, finished.arrays)
+        self._shown.update(self._lanes)
         return True
 
     def _save(self) -> None:

@@ -1,7 +1,7 @@
 """What a batch of loops wastes: `lane_report`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ from loopax._src.insight.lane_occupancy import Nested, Stretch
 from loopax._src.lanes import Compact
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.types import LoopInfo
+from loopax._src.queues.stream import LanesStream
+from loopax._src.queues.stream_report import StreamReport
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,17 @@ def lane_steps(stretches: list[Stretch]) -> int:
     return sum(s.lane_steps for s in stretches)
 
 
-def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport:
+@overload
+def lane_report(  # pyright: ignore[reportOverlappingOverload] - Any is the other one
+    info: LanesStream, inner: None = None, *, lanes: None = None
+) -> StreamReport: ...
+
+
+@overload
+def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport: ...
+
+
+def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport | StreamReport:
     """Report what a batch of loops computes for nothing, and what it would with other lanes.
 
     ::
@@ -115,7 +127,8 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     Parameters
     ----------
     info
-        The `LoopInfo` of a batched loop, or an array of its numbers of steps. All axes are axes of lanes.
+        The `LoopInfo` of a batched loop, or an array of its numbers of steps. All axes are axes of lanes. Or a
+        `LanesStream`, finished or not.
     inner
         For a loop in its body: the `LoopInfo`, or the numbers of steps, of the inner loop in each outer step, with the
         outer steps as last axis. A `scan` returns such rows as `ys`; those beyond a lane's own steps are ignored.
@@ -125,20 +138,26 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     Returns
     -------
     LaneReport
-        Printed, a table; `.plot()` draws the occupancy over time.
+        Printed, a table; `.plot()` draws the occupancy over time. Of a stream: a `StreamReport`.
 
     Raises
     ------
     TypeError
         `info` or `inner` is not a `LoopInfo` or an array of integers, or is traced: a report is made outside of `jit`.
+        `inner` or `lanes` is given for a stream.
     ValueError
         `inner` does not have a row for every lane, or not as many outer steps as a lane took.
 
     Notes
     -----
-    Nothing is run: what a batch computes follows from the numbers of steps of its lanes.
+    Nothing is run: what a batch computes follows from the numbers of steps of its lanes. A stream has counted what its
+    lanes computed.
 
     """
+    if isinstance(info, LanesStream):
+        if inner is not None or lanes is not None:
+            raise TypeError("lane_report of a stream says what its lanes did: it takes no `inner` and no `lanes`.")
+        return info.report()
     steps = _counts("info", info).reshape(-1)
     stages = (Compact() if lanes is None else lanes).stages
     nested = free = None

@@ -6,8 +6,10 @@ from typing import Any
 from jaxtyping import PyTree
 
 from loopax._src.frontend.options import check_callable
+from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.queues.pace import Pace
+from loopax._src.queues.progress import Shown
 from loopax._src.queues.stream import LanesStream
 from loopax._src.queues.suspended import SuspendedStream
 
@@ -24,6 +26,7 @@ def lanes_stream(
     prefetch: int = 2,
     throw: bool = True,
     resume: SuspendedStream | None = None,
+    progress: ProgressLike = None,
 ) -> LanesStream:
     """Map a function with a loop in it over items that come one by one, in a fixed number of lanes.
 
@@ -59,6 +62,8 @@ def lanes_stream(
         out `(index, result, error)`, where `error` is a message or None.
     resume
         What `suspend()` of an earlier stream returned. `items` are those that come after.
+    progress
+        True, or a `Progress(...)`: show items that are finished, items and steps a second, and busy lanes.
 
     Returns
     -------
@@ -92,7 +97,8 @@ def lanes_stream(
             f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and lanes={lanes}. "
             f"Give lanes={len(resume.lanes)}."
         )
-    return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume)
+    shown = Shown("lanes_stream", progress, f, items)
+    return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume, shown)
 
 
 def check_stream(name: str, items: Any, lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:

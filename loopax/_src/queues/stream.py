@@ -11,6 +11,7 @@ import numpy as np
 from loopax._src.core import NO_ITEM
 from loopax._src.nnx.functional import thaw
 from loopax._src.queues.pace import Pace
+from loopax._src.queues.progress import Shown
 from loopax._src.queues.stream_report import StreamReport
 from loopax._src.queues.suspended import SuspendedStream
 from loopax._src.queues.working_lanes import BusyLanes, Finished, WorkingLanes
@@ -29,10 +30,11 @@ class LanesStream(Iterator[Any]):
         ahead: int,
         throw: bool,
         resume: SuspendedStream | None,
+        shown: Shown,
     ) -> None:
         """Nothing is run before the first result is asked for."""
         self._working = WorkingLanes(f, lanes, pace)
-        self._lanes, self._ordered, self._throw = lanes, ordered, throw
+        self._lanes, self._ordered, self._throw, self._shown = lanes, ordered, throw, shown
         self._results: deque[tuple[int, Any, int]] = deque()
         self._held: dict[int, tuple[Any, int]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
@@ -48,9 +50,8 @@ class LanesStream(Iterator[Any]):
     def __next__(self) -> Any:
         """The next result; waits until there is one."""
         while not self._results:
-            finished = self._working.look() if self._is_open else None
+            finished = self._look()
             if finished is None:
-                self.close()
                 self._working.raise_error()
                 raise StopIteration
             self._finish(finished)
@@ -74,6 +75,7 @@ class LanesStream(Iterator[Any]):
     def close(self) -> None:
         """End the stream: fetch no more, and let go of the lanes. What is not handed out is lost."""
         self._is_open = False
+        self._shown.end(self._working, finished=False)
         self._working.close()
         self._results.clear()
         self._held.clear()
@@ -103,6 +105,19 @@ class LanesStream(Iterator[Any]):
     def report(self) -> StreamReport:
         """What the lanes have done so far."""
         return self._working.report()
+
+    def _look(self) -> Finished | None:
+        """What the lanes have finished; None where nothing is left to do, and the stream is closed then."""
+        if not self._is_open:
+            return None
+        self._shown.begin()
+        finished = self._working.look()
+        if finished is None:
+            self._shown.end(self._working, finished=True)
+            self.close()
+        else:
+            self._shown.update(self._working)
+        return finished
 
     def _finish(self, finished: Finished | None) -> None:
         """Items are done: their results."""

@@ -75,6 +75,11 @@ class WorkingLanes:
         return self._program
 
     @property
+    def num_busy(self) -> int:
+        """How many lanes have an item, as far as the host knows."""
+        return len(self._in_lanes)
+
+    @property
     def is_running(self) -> bool:
         """Whether a chunk runs."""
         return self._running is not None
