@@ -94,6 +94,7 @@ def main() -> None:
         "truncated_backpropagation",
         "deep_equilibrium",
         "mixture_of_experts",
+        "text_generation",
     ):
         draw_trained(name)
 
