@@ -314,3 +314,22 @@ def test_lane_report_of_a_stream():
     assert (report.items, report.useful) == (100, sum(steps for steps, _ in ANSWERS[100].values()))
     with pytest.raises(TypeError, match="lane_report of a stream"):
         lx.lane_report(stream, lanes=lx.Compact())
+
+
+def test_items_are_fetched_with_the_settings_of_the_caller():
+    """The thread that fetches has settings of JAX of its own."""
+    doubled = lambda x: lx.fori_loop(0, 3, lambda i, x: 2 * x, x)
+    seen = []
+
+    def numbers():
+        for x in (1.5, 2.5):
+            seen.append(jnp.asarray(x).dtype)
+            yield x
+
+    with jax.enable_x64(False):
+        results = dict(lx.lanes_stream(doubled, numbers(), lanes=2))
+    assert [results[i].dtype for i in range(2)] == seen == [np.float32] * 2
+    with jax.enable_x64(True):
+        results = dict(lx.lanes_stream(doubled, numbers(), lanes=2))
+    assert [results[i].dtype for i in range(2)] == seen[2:] == [np.float64] * 2
+    assert results == {0: 12.0, 1: 20.0}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from threading import Condition, Thread
 from typing import Any
 
+import jax
+
 
 class Source:
     """Items in their order. They are fetched ahead in a thread, or, with `ahead=0`, where they are taken.
@@ -24,8 +26,7 @@ class Source:
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         if ahead:
-            run = contextvars.copy_context().run
-            self._thread = Thread(target=run, args=(self._fetch_ahead,), name="loopax items", daemon=True)
+            self._thread = Thread(target=_as_here(self._fetch_ahead), name="loopax items", daemon=True)
             self._thread.start()
 
     def take(self, most: int) -> list[Any]:
@@ -96,3 +97,16 @@ class Source:
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
+
+
+def _as_here(run: Callable[[], None]) -> Callable[[], None]:
+    """For another thread: with the context variables of this one, and the settings of JAX that decide about arrays."""
+    context, config = contextvars.copy_context(), jax.config
+    x64, promotion = bool(config.jax_enable_x64), config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    device = config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+
+    def with_settings() -> None:
+        with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion), jax.default_device(device):
+            context.run(run)
+
+    return with_settings
