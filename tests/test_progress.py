@@ -149,10 +149,12 @@ def test_a_loop_that_counts_no_further_reports_no_more():
 def found_reporter(recorder):
     class Direct:
         def begin(self, total, runs, lanes, size):
-            return recorder.begin(None, "", 0.1, "text", total=total, parts=runs, lanes=lanes, size=size), 1
+            return recorder.begin(
+                None, "", 0.1, "text", total=total, parts=runs, lanes=lanes, size=size, unit="step"
+            ), 1
 
         def report(self, run, steps, active):
-            return recorder.report(run, steps, active)
+            return recorder.report(run, steps, active, None)
 
     return Direct()
 

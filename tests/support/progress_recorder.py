@@ -22,11 +22,11 @@ class Recorder:
         """All runs so far."""
         self.begun, self.reports, self.ended, self.closed = [], [], [], []
 
-    def begin(self, key, label, every, style, *, total, parts, lanes, size):
+    def begin(self, key, label, every, style, *, total, parts, lanes, size, unit):
         self.begun.append((label, total, parts, lanes))
         return len(self.begun)
 
-    def report(self, number, steps, active):
+    def report(self, number, steps, active, inner):
         self.reports.append((number, steps, active))
         return self.stride
 
