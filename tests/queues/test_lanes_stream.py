@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from loopax._src.queues.pace import FIRST, SECONDS, Pace
 
 
 def collatz(n):
@@ -333,3 +334,19 @@ def test_items_are_fetched_with_the_settings_of_the_caller():
         results = dict(lx.lanes_stream(doubled, numbers(), lanes=2))
     assert [results[i].dtype for i in range(2)] == seen[2:] == [np.float64] * 2
     assert results == {0: 12.0, 1: 20.0}
+
+
+def test_a_chunk_takes_as_many_steps_as_fit_into_its_time():
+    pace = Pace(None)
+    pace.measured(FIRST, SECONDS, at_most=False)
+    assert pace.steps == FIRST
+    pace.measured(FIRST, SECONDS / 1e6, at_most=False)
+    assert FIRST < pace.steps < 100 * FIRST  # not at once: one measurement is not much
+    grown = pace.steps
+    pace.measured(FIRST, 10 * SECONDS, at_most=True)  # the host was late: nobody knows how long it took
+    assert pace.steps == grown
+    pace.measured(FIRST, 2 * SECONDS, at_most=False)
+    assert pace.steps == FIRST // 2
+    given = Pace(7)
+    given.measured(7, SECONDS / 1e6, at_most=False)
+    assert given.steps == 7

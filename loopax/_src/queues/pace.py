@@ -19,8 +19,9 @@ class Pace:
         """The most of the next chunk."""
         return self._steps
 
-    def measured(self, steps: int, seconds: float) -> None:
-        """A chunk took so long."""
+    def measured(self, steps: int, seconds: float, at_most: bool) -> None:
+        """A chunk took so long, or `at_most` so long: it was done before the host looked."""
         if self._given is None and steps:
             wanted = int(SECONDS * steps / max(seconds, 1e-9))
-            self._steps = max(1, min(wanted, self._steps * _GROWTH, _MOST))
+            least = self._steps if at_most else 1
+            self._steps = max(least, min(wanted, self._steps * _GROWTH, _MOST))

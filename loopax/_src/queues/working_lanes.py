@@ -180,9 +180,10 @@ class WorkingLanes:
         """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
         found, given, counts, start, is_last = self._running
         self._running = None
+        was_done = found.iterations.is_ready()
         chunk = wait_for(found)
         self._ended = time.perf_counter()
-        self._pace.measured(chunk.iterations, self._ended - start)
+        self._pace.measured(chunk.iterations, self._ended - start, at_most=was_done)
         begun = sum(counts[: chunk.rows])
         self.num_begun += begun
         self._in_lanes.update((index % NUMBERS, index) for index, _ in given[:begun])
