@@ -7,8 +7,8 @@ finish; `jax.lax.while_loop` under `jax.vmap`, for 64 texts at a time, which wai
 at a time.
 
 `python examples/text_generation.py` trains, prints texts, characters a second and the share of useful steps, and draws
-`examples/text_generation.png`, in two to three minutes on two cores. It fails if the three ways do not give the same texts, or
-if the stream is not faster than batches that wait.
+`examples/text_generation.png`, in two to three minutes on two cores. It fails if the three ways do not give the same
+texts, or if the stream is not faster than batches that wait.
 """
 
 import inspect
