@@ -147,7 +147,7 @@ def many(items: int) -> Iterator[dict[str, np.ndarray]]:
 def one_process(items: int) -> None:
     """Print the largest resident memory, the most bytes of arrays on the device, and how often XLA compiled."""
     most, compiled, f = 0, [], with_loopax(step_of(64))
-    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compiled.append(event))
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     for index, _ in lx.lanes_stream(f, many(items), lanes=LANES):
         if index % 500 == 0:
             most = max(most, sum(x.nbytes for x in jax.live_arrays()))

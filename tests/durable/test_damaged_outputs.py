@@ -103,7 +103,7 @@ def test_the_error_names_file_and_rows_and_says_what_to_do(forward: Any, tmp_pat
         with pytest.raises(RuntimeError) as error:
             y[index]
         assert f"{where} does not hold rows 12 to 15 as they were written" in str(error.value)
-        assert "Restore the file from a backup, call the same scan again" in str(error.value)
+        assert "Restore the file from a backup, call the same function again" in str(error.value)
     with pytest.raises(RuntimeError, match="rows 12 to 15"):
         list(y)
     for index in (slice(0, 12), slice(16, None), 11, 16, np.array([2, 17]), slice(16, 3)):

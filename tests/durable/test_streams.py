@@ -1,6 +1,7 @@
 """`durable.lanes_stream`: results of items in rows on disk, each once, also where a run stops in between."""
 
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -244,3 +245,31 @@ def test_progress_counts_from_where_the_call_goes_on(tmp_path: Any, capsys: Any)
     run(tmp_path, numbers(60), progress=True)
     shown = capsys.readouterr().err
     assert int(shown.split("durable.lanes_stream: ")[-1].split(" items")[0]) in range(30, 61)
+
+
+def test_a_call_that_fails_leaves_the_rows_as_they_are(tmp_path: Any) -> None:
+    run(tmp_path, numbers(30))
+    with pytest.raises(ValueError, match="has begun 30 items"):
+        run(tmp_path, numbers(10))
+    assert sorted(durable.outputs(tmp_path)["['items']"][:].tolist()) == list(range(30))
+
+
+def test_readers_see_which_rows_are_written(tmp_path: Any) -> None:
+    seen = []
+
+    def items() -> Any:
+        yield from numbers(60)
+        seen.append(durable.outputs(tmp_path)["['items']"][:])
+
+    run(tmp_path, items(), prefetch=1, chunk_steps=1)
+    assert len(seen[0]) > 60
+    written = seen[0][seen[0] >= 0].tolist()
+    assert len(set(written)) == len(written) < 60
+    assert (seen[0][len(written) :] == -1).all()
+
+
+def test_outputs_that_are_gone_are_an_error(tmp_path: Any) -> None:
+    run(tmp_path, numbers(9))
+    shutil.rmtree(tmp_path / "outputs")
+    with pytest.raises(RuntimeError, match="the outputs of the stored run"):
+        run(tmp_path, numbers(9))

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import loopax as lx
+from loopax._src.queues import working_lanes
 from loopax._src.queues.pace import FIRST, SECONDS, Pace
 
 
@@ -350,3 +352,168 @@ def test_a_chunk_takes_as_many_steps_as_fit_into_its_time():
     given = Pace(7)
     given.measured(7, SECONDS / 1e6, at_most=False)
     assert given.steps == 7
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iterable_may_write_into_its_array_again(prefetch):
+    def numbers():
+        one = np.zeros((), np.int32)
+        for n in range(1, 101):
+            one[...] = n
+            yield one
+
+    assert found(lx.lanes_stream(collatz, numbers(), lanes=4, prefetch=prefetch)) == ANSWERS[100]
+
+
+def test_integers_that_do_not_fit_are_refused():
+    with jax.enable_x64(False), pytest.raises(OverflowError, match=r"item 1 is 4294967297, expected integers that fit"):
+        list(lx.lanes_stream(collatz, [np.int32(1), 2**32 + 1], lanes=2))
+
+
+def test_keys_of_another_kind_are_refused():
+    draw = lambda key: lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
+    key, other = jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")
+    for second in (other, jax.random.key_data(key)):
+        with pytest.raises(TypeError, match=r"item 1 is .*PRNG key.*, expected a PRNG key of rbg"):
+            list(lx.lanes_stream(draw, [key, second], lanes=2))
+
+
+def test_streams_under_other_settings_are_compiled_again():
+    def draw(n):
+        key = jax.random.key(n)
+        return lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
+
+    first = dict(lx.lanes_stream(draw, items(3), lanes=2))
+    with jax.default_prng_impl("rbg"):
+        second = lx.lanes_stream(draw, items(3), lanes=2)
+    second = dict(second)  # the settings are those where it was made
+    assert all(second[i] != first[i] for i in range(3))
+    assert dict(lx.lanes_stream(draw, items(3), lanes=2)) == first
+
+
+@pytest.mark.parametrize("taken", [0, 3, 30])
+def test_an_order_cannot_begin_in_the_middle(taken):
+    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    first = list(it.islice(stream, taken))
+    suspended = stream.suspend()
+    rest = items(100)[suspended.fetched :]
+    with pytest.raises(ValueError, match="Go on with ordered=False"):
+        lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, ordered=True)
+    assert found([*first, *lx.lanes_stream(collatz, rest, lanes=4, resume=suspended)]) == ANSWERS[100]
+
+
+def test_only_failed_results_are_left():
+    limited = lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0, max_steps=5)
+    stream = lx.lanes_stream(limited, [9, 1, 8], lanes=4, throw=False)
+    first = next(stream)
+    rest = [first, *lx.lanes_stream(limited, [], lanes=4, throw=False, resume=stream.suspend())]
+    assert {index: error is not None for index, _, error in rest} == {0: True, 1: False, 2: True}
+
+
+def test_another_function_does_not_go_on_with_suspended_lanes():
+    long = lambda n: lx.fori_loop(0, 10**6, lambda i, x: x + n, jnp.int32(0))
+    stream = lx.lanes_stream(long, items(4), lanes=2, chunk_steps=1)
+    stream._look()
+    suspended = stream.suspend()
+    with pytest.raises(ValueError, match="those of another function"):
+        lx.lanes_stream(collatz, [], lanes=2, resume=suspended)
+
+
+def test_an_error_of_the_source_is_not_lost_by_suspending():
+    class SourceError(Exception):
+        pass
+
+    def numbers():
+        yield from items(5)
+        raise SourceError
+
+    stream = lx.lanes_stream(collatz, numbers(), lanes=2)
+    next(stream)
+    time.sleep(0.2)
+    stream.suspend()
+    with pytest.raises(SourceError):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+    with lx.lanes_stream(collatz, numbers(), lanes=2) as stream:
+        next(stream)
+        time.sleep(0.2)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_stream_inside_of_jit_is_refused():
+    with pytest.raises(TypeError, match=r"inside of `jax.jit`"):
+        jax.jit(lambda: list(lx.lanes_stream(collatz, items(3))))()
+
+
+def test_ctrl_c_in_the_iterable_is_raised_at_once_without_a_thread():
+    def numbers():
+        yield from items(40)
+        raise KeyboardInterrupt
+
+    results = []
+    with pytest.raises(KeyboardInterrupt):
+        results.extend(lx.lanes_stream(collatz, numbers(), lanes=32, prefetch=0))
+    assert len(results) < 40
+
+
+def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):
+    stream, waits = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3), []
+    wait = working_lanes.wait_for
+
+    def interrupted(chunk):
+        waits.append(1)
+        if len(waits) % 3 == 0:
+            raise KeyboardInterrupt
+        return wait(chunk)
+
+    monkeypatch.setattr(working_lanes, "wait_for", interrupted)
+    results, interrupts = {}, 0
+    while len(results) < 100:
+        try:
+            results |= found([next(stream)])
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert results == ANSWERS[100]
+    assert interrupts > 3
+
+
+def test_a_stream_whose_function_raises_is_closed():
+    def fail(_):
+        raise ZeroDivisionError
+
+    def fails(n):
+        jax.debug.callback(fail, n)
+        return collatz(n)
+
+    stream = lx.lanes_stream(fails, items(9), lanes=2)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        list(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_progress_of_a_resumed_stream_counts_unfinished_items(capsys):
+    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    first = list(it.islice(stream, 10))
+    suspended = stream.suspend()
+    rest = items(100)[suspended.fetched :]
+    progress = lx.Progress(every=0.001)
+    list(lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, progress=progress))
+    last = capsys.readouterr().err.splitlines()[-1]
+    finished = int(last.split(": ")[1].split(" items")[0])
+    assert finished == 100 - len(first) - len(suspended.results)
+
+
+def test_a_model_that_changes_itself_is_refused():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, n):
+            self.count[...] += 1
+            return collatz(n)
+
+    with pytest.raises(TypeError, match="f of lanes_stream changes an NNX object in itself"):
+        list(lx.lanes_stream(Counting(), items(3), lanes=2))

@@ -1,7 +1,7 @@
 """The outputs of a durable scan as a pytree of arrays on disk."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class Outputs:
     directory: Directory
     spec: Spec
     plan: RowPlan
+    fill: Mapping[int, int] = field(default_factory=dict)  # what rows hold that are not written, by array, if not zero
 
     @property
     def paths(self) -> list[Path]:
@@ -55,21 +56,24 @@ class Outputs:
         types = zip(self.paths, self.spec.names(), row_types(self.spec), strict=True)
 
         def open_all() -> None:
-            for path, name, (shape, dtype, key_impl) in types:
+            for i, (path, name, (shape, dtype, key_impl)) in enumerate(types):
                 description = Description(name, key_impl, self.plan.reverse)
                 shape = (self.plan.capacity, *shape)
-                journals.append(_open(path, description, shape, dtype, self.plan.taken(steps)))
+                fill = self.fill.get(i, 0)
+                journals.append(_open(path, description, shape, dtype, self.plan.taken(steps), fill))
             all_begun(self.directory.outputs, len(self.paths))
 
         on_first(open_all)
         return [rows_at(path) for path in self.paths], journals
 
 
-def _open(path: Path, description: Description, shape: Sequence[int], dtype: Any, good: tuple[int, int]) -> Journal:
+def _open(
+    path: Path, description: Description, shape: Sequence[int], dtype: Any, good: tuple[int, int], fill: int
+) -> Journal:
     """Make an array, or go on with the one of which so many rows are good."""
     is_new = good[0] == good[1]
     if is_new:
-        create(path, description, shape, dtype)
+        create(path, description, shape, dtype, fill)
     trusted = not Description.stored(path).has_checksums
     pieces = pieces_of(path, open_array(path), description)
     last = pieces.settle(*good, trusted)

@@ -20,7 +20,7 @@ from loopax._src.durable.described import damaged
 from loopax._src.durable.directory import write_whole
 
 JOURNAL = ".checksums"
-_REMEDY = " call the same scan again (where a save precedes the rows, it computes them again),"
+_REMEDY = " call the same function again (where a save precedes the rows, it computes them again),"
 
 
 @dataclass(frozen=True)

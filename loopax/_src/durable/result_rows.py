@@ -19,6 +19,7 @@ from loopax._src.durable.zarr import make_room
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
 _FIRST_ROOM = 1024  # rows; the room doubles where it is used up
+_ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row is written
 
 
 class ResultRows:
@@ -65,6 +66,8 @@ class ResultRows:
 
     def close(self) -> Any:
         """Let go of room that no row takes; returns the pytree `{items, failed, results}` of rows."""
+        if self._writer is None:
+            return None
         self._resize(self.count)
         return with_rows(self._spec, self._arrays)
 
@@ -76,7 +79,7 @@ class ResultRows:
         self._writer = Writer(self._arrays, self._journals)
 
     def _outputs(self, room: int) -> Outputs:
-        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False))
+        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
 
 
 def _with_rows_of(results: Spec) -> Spec:

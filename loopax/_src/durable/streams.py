@@ -43,7 +43,7 @@ class StreamOutputs(NamedTuple):
     items : int64[rows]
         The index of the item of each row. `np.argsort(outputs.items)` gives the row of each item.
     failed : bool[rows]
-        Whether the item's loop failed; with `throw=True`, none has.
+        Whether the item's loop failed. With `throw=True` none has, but where an earlier call had `throw=False`.
     results
         The pytree that `f` returns, with rows for items.
 
@@ -111,7 +111,8 @@ def lanes_stream(
     Notes
     -----
     What `items` raises is raised here, after the results of all items before it are saved. `durable.outputs` reads the
-    rows while it runs; rows that are not written yet are zero. Cost: that of `loopax.lanes_stream`, and for each save a
+    rows while it runs; of a row that is not written yet, the index of the item is -1. Lanes that have begun keep the
+    bound on their steps. Cost: that of `loopax.lanes_stream`, and for each save a
     copy of all lanes. One process runs it.
 
     """
@@ -166,12 +167,12 @@ class _Run:
             with watching() as interrupts:
                 self._go_on()
                 self._advance(interrupts)
-            found = self._rows.close()
             self._shown.end(self._lanes, finished=True)
         finally:
             self._shown.end(self._lanes, finished=False)
             self._lanes.close()
             self._saves.close()
+            found = self._rows.close()
         return StreamOutputs(found["items"], found["failed"], found["results"])
 
     def _settle_program(self, directory: Directory) -> None:

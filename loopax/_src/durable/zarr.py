@@ -17,14 +17,17 @@ PIECE_BYTES = 1 << 20  # of one stored piece of an array
 _FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed
 
 
-def create(path: Path, description: Description, shape: Sequence[int], dtype: Any) -> None:
-    """Make an array of zeros, which takes no room, in the place of what a run has left that was never saved."""
+def create(path: Path, description: Description, shape: Sequence[int], dtype: Any, fill: int = 0) -> None:
+    """Make an array of zeros, or of `fill`, in the place of what a run has left that was never saved.
+
+    It takes no room.
+    """
     some = max(min(PIECE_BYTES // max(_row_bytes(shape, dtype), 1), max(shape[0], _FEW_ROWS)), 1)
     metadata = {
         "shape": list(shape),
         "chunks": [some, *(max(size, 1) for size in shape[1:])],
         "dtype": _zarr_dtype(np.dtype(dtype)),
-        "fill_value": _zero(np.dtype(dtype)),
+        "fill_value": fill or _zero(np.dtype(dtype)),
         "compressor": None,
     }
     tensorstore().open(_spec(path) | {"metadata": metadata}, create=True, delete_existing=True).result()

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 
 from loopax._src.core import NO_ITEM, ItemRows, queue_for, run_chunk
+from loopax._src.jax_internals import trace_context
 from loopax._src.pytrees.leaves import Spec, Static
 from loopax._src.queues.item_program import ItemProgram, item_program
+from loopax._src.queues.settings import Settings
 
 # A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
 # lanes are idle, and there are more rounds.
@@ -90,7 +92,7 @@ def compiled(function: Spec, item: Spec, lanes: int) -> Program:
         hash((function, item))
     except TypeError:
         return _program(function, item, lanes)
-    return _cached(function, item, lanes, jax.dtypes.canonicalize_dtype(float))
+    return _cached(function, item, lanes, (trace_context(), Settings.here()))  # the former knows not all of the latter
 
 
 @lru_cache(maxsize=_KEPT)

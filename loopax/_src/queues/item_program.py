@@ -9,7 +9,7 @@ from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.frontend.runtime_checks import collecting
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import ClosedJaxpr, open_constants
-from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
+from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import Spec, pack
 
@@ -32,12 +32,15 @@ def item_program(caller: str, f: Callable[[Any], Any], item: Spec, function: Spe
     of_function = function.avals if function else []
 
     def flat(*arrays: Any) -> list[Any]:
-        call = thaw(function.unpack(arrays[: len(of_function)])) if function else f
+        own = function.unpack(arrays[: len(of_function)]) if function else None
+        call, own_objects = thaw_numbered(own) if function else (f, [])
         given = item.unpack(arrays[len(of_function) :])
         live, objects = thaw_numbered(given)
         with collecting() as checks:
             results, found["spec"] = pack(freeze(call(live)))
         refuse_changes(f"f of {caller}", given, objects, live)
+        if function:
+            refuse_changes(f"f of {caller}", own, own_objects, call, "itself, and its copies in lanes")
         found["messages"] = [check.message for check in checks]
         return [*(check.failed for check in checks), *results]
 

@@ -64,14 +64,28 @@ def _arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
 
 
 def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    impl = jax.random.key_impl(leaf) if is_key else None
+    if impl != of.key_impl:
+        raise TypeError(_message(spec, place, index, _kind_of_key(impl), _kind_of_key(of.key_impl)))
+    given = np.asarray(jax.random.key_data(leaf)) if is_key else _copied(leaf)
+    array = given
     if array.dtype.kind in "biufcV":
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if array is not given and array.dtype.kind in "iu" and (array != given).any():
+        raise OverflowError(_message(spec, place, index, str(given), f"integers that fit into {array.dtype}"))
     if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
         raise TypeError(_message(spec, place, index, _described(array), _described(of.aval)))
     return array
+
+
+def _copied(leaf: Any) -> np.ndarray:
+    """Arrays of JAX do not change; into others, the iterable may write again."""
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+
+
+def _kind_of_key(impl: Any) -> str:
+    return "no PRNG key" if impl is None else f"a PRNG key of {impl}"
 
 
 def _described(aval: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from loopax._src.frontend.options import check_callable
+from loopax._src.jax_internals import is_tracing
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.queues.pace import Pace
@@ -46,7 +47,8 @@ def lanes_stream(
         function share the program. Where `f` is a pytree (an Equinox module, a `jax.tree_util.Partial`), its arrays may
         differ.
     items
-        Any iterable of pytrees, also endless, also slow. All are like the first: structure, shapes and dtypes.
+        Any iterable of pytrees, also endless, also slow. All are like the first: structure, shapes and dtypes. Python
+        numbers become arrays, of JAX's dtype for them.
     lanes
         Items that are worked on at a time, an int from 1 on.
     ordered
@@ -61,14 +63,16 @@ def lanes_stream(
         Raise the error of an item's loop (`max_steps` reached, say) where its result would be handed out. False: hand
         out `(index, result, error)`, where `error` is a message or None.
     resume
-        What `suspend()` of an earlier stream returned. `items` are those that come after.
+        What `suspend()` of an earlier stream returned. `items` are those that come after. Lanes that have begun keep
+        the bound on their steps.
     progress
         True, or a `Progress(...)`: show items that are finished, items and steps a second, and busy lanes.
 
     Returns
     -------
     LanesStream
-        An iterator over `(index, result)`, and a context manager. The leaves of results are NumPy arrays. Leaving the
+        An iterator over `(index, result)`, and a context manager. The leaves of results are NumPy arrays (JAX's
+        for PRNG keys). Leaving the
         `with` block, or `close()`, ends the stream and frees its memory. `suspend()` ends it, too, and returns what
         goes on elsewhere. `report()` says what the lanes did.
 
@@ -85,9 +89,10 @@ def lanes_stream(
 
     Notes
     -----
-    What `items` raises is raised here, after the results of all items before it. Memory: the state of all lanes, and
-    items and results of `2 * lanes`; it does not grow with the number of items. There are no derivatives; `lanes_map`
-    has them. The bits of a result do not depend on the lane, where the device's operations on batches are so.
+    What `items` raises is raised here, after the results of all items before it. Memory: the state of all lanes, items
+    of `(3 + prefetch) * lanes` and results of `2 * lanes`; it does not grow with the number of items. There are no
+    derivatives; `lanes_map` has them. Settings of JAX, also for the thread, are those where the stream is made. The
+    bits of a result do not depend on the lane, where the device's operations on batches are so.
 
     """
     check_callable("f of lanes_stream", f)
@@ -97,7 +102,12 @@ def lanes_stream(
             f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and lanes={lanes}. "
             f"Give lanes={len(resume.lanes)}."
         )
-    shown = Shown("lanes_stream", progress, f, items)
+    if is_tracing():
+        raise TypeError(
+            "lanes_stream is called from Python, and cannot be called inside of `jax.jit`, `vmap`, `grad` or another "
+            "transformation. Call it outside of them, or call `loopax.lanes_map` here, for items in one array."
+        )
+    shown = Shown("lanes_stream", progress, f, items, len(resume.unfinished) if resume else 0)
     return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume, shown)
 
 

@@ -11,11 +11,11 @@ from loopax._src.queues.working_lanes import WorkingLanes
 class Shown:
     """What is shown of a stream, if anything is. Items are counted from where this process began."""
 
-    def __init__(self, name: str, progress: Any, f: Callable[[Any], Any], items: Any) -> None:
-        """Nothing is drawn yet."""
+    def __init__(self, name: str, progress: Any, f: Callable[[Any], Any], items: Any, more: int = 0) -> None:
+        """Nothing is drawn yet. There are so many more than `items`."""
         asked = to_progress(name, progress)
         self._reporter = None if asked is None else Reporter.of(asked, name, f, "item")
-        self._total = len(items) if isinstance(items, Sized) else None
+        self._total = len(items) + more if isinstance(items, Sized) else None
         self._run: int | None = None
         self._reported = 0.0
 

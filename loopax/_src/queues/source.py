@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from threading import Condition, Thread
 from typing import Any
 
-import jax
+from loopax._src.queues.settings import Settings
 
 
 class Source:
@@ -26,7 +26,7 @@ class Source:
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         if ahead:
-            self._thread = Thread(target=_as_here(self._fetch_ahead), name="loopax items", daemon=True)
+            self._thread = Thread(target=self._as_here(), name="loopax items", daemon=True)
             self._thread.start()
 
     def take(self, most: int) -> list[Any]:
@@ -61,6 +61,10 @@ class Source:
         if error is not None:
             raise error
 
+    def forget_error(self) -> None:
+        """What the iterable has raised is not asked for any more."""
+        self._error = None
+
     def stop(self, wait: bool = True) -> list[Any]:
         """Fetch no more; returns the items that are fetched and not taken. One that is being fetched is waited for."""
         with self._changed:
@@ -69,7 +73,19 @@ class Source:
         if wait and self._thread is not None:
             self._thread.join()
         self._ended = True
-        return list(self._fetched)
+        fetched = list(self._fetched)
+        self._fetched.clear()
+        return fetched
+
+    def _as_here(self) -> Callable[[], None]:
+        """What another thread does: to fetch, with the context variables and settings of this one."""
+        context, settings = contextvars.copy_context(), Settings.here()
+
+        def fetch() -> None:
+            with settings.applied():
+                context.run(self._fetch_ahead)
+
+        return fetch
 
     def _fetch_ahead(self) -> None:
         while self._has_room():
@@ -86,8 +102,10 @@ class Source:
             item = self._ready(next(self._iterator))
         except StopIteration:
             self._end(None)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the items are taken
-            self._end(error)
+        except BaseException as error:
+            if self._thread is None and not isinstance(error, Exception):
+                raise  # Ctrl-C, where nobody fetches ahead
+            self._end(error)  # whatever it is, it is raised where the items are taken
         else:
             with self._changed:
                 self._fetched.append(item)
@@ -97,16 +115,3 @@ class Source:
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
-
-
-def _as_here(run: Callable[[], None]) -> Callable[[], None]:
-    """For another thread: with the context variables of this one, and the settings of JAX that decide about arrays."""
-    context, config = contextvars.copy_context(), jax.config
-    x64, promotion = bool(config.jax_enable_x64), config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
-    device = config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-
-    def with_settings() -> None:
-        with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion), jax.default_device(device):
-            context.run(run)
-
-    return with_settings

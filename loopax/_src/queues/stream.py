@@ -13,7 +13,7 @@ from loopax._src.nnx.functional import thaw
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.progress import Shown
 from loopax._src.queues.stream_report import StreamReport
-from loopax._src.queues.suspended import SuspendedStream
+from loopax._src.queues.suspended import NO_ORDER, SuspendedStream
 from loopax._src.queues.working_lanes import BusyLanes, Finished, WorkingLanes
 
 
@@ -35,8 +35,8 @@ class LanesStream(Iterator[Any]):
         """Nothing is run before the first result is asked for."""
         self._working = WorkingLanes(f, lanes, pace)
         self._lanes, self._ordered, self._throw, self._shown = lanes, ordered, throw, shown
-        self._results: deque[tuple[int, Any, int]] = deque()
-        self._held: dict[int, tuple[Any, int]] = {}  # until those before them are there
+        self._results: deque[tuple[int, Any, str | None]] = deque()
+        self._held: dict[int, tuple[Any, str | None]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
         self._is_open = True
         if resume is not None:
@@ -55,8 +55,7 @@ class LanesStream(Iterator[Any]):
                 self._working.raise_error()
                 raise StopIteration
             self._finish(finished)
-        index, result, error = self._results.popleft()
-        message = None if error < 0 else self._working.message(index, error)
+        index, result, message = self._results.popleft()
         if not self._throw:
             return index, result, message
         if message is not None:
@@ -74,6 +73,10 @@ class LanesStream(Iterator[Any]):
 
     def close(self) -> None:
         """End the stream: fetch no more, and let go of the lanes. What is not handed out is lost."""
+        self._end()
+        self._working.forget_error()
+
+    def _end(self) -> None:
         self._is_open = False
         self._shown.end(self._working, finished=False)
         self._working.close()
@@ -83,7 +86,8 @@ class LanesStream(Iterator[Any]):
     def suspend(self) -> SuspendedStream:
         """End the stream, and return what goes on as `lanes_stream(f, rest of the items, resume=...)`.
 
-        An item that is being fetched is waited for.
+        An item that is being fetched is waited for. An error that the iterable has raised, and that was not reached, is
+        raised by `next(stream)`.
         """
         if not self._is_open:
             raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
@@ -98,8 +102,9 @@ class LanesStream(Iterator[Any]):
         unfinished = [(index, self._as_given(arrays)) for index, arrays in (*unfinished, *waiting)]
         results = (*self._results, *((index, *found) for index, found in sorted(self._held.items())))
         following = self._results[0][0] if self._ordered and self._results else self._next
+        following = following if self._ordered else NO_ORDER
         suspended = SuspendedStream(tuple(unfinished), where, state, results, self._working.items.count, following)
-        self.close()
+        self._end()
         return suspended
 
     def report(self) -> StreamReport:
@@ -111,10 +116,14 @@ class LanesStream(Iterator[Any]):
         if not self._is_open:
             return None
         self._shown.begin()
-        finished = self._working.look()
+        try:
+            finished = self._working.look()
+        except Exception:
+            self.close()
+            raise
         if finished is None:
             self._shown.end(self._working, finished=True)
-            self.close()
+            self._end()
         else:
             self._shown.update(self._working)
         return finished
@@ -125,14 +134,15 @@ class LanesStream(Iterator[Any]):
             return
         results = self._working.program.made.results
         for place, (index, error) in enumerate(zip(finished.indices, finished.errors, strict=True)):
-            self._hand_out(index, thaw(results.unpack([np.array(x[place]) for x in finished.arrays])), error)
+            message = None if error < 0 else self._working.message(index, error)
+            self._hand_out(index, thaw(results.unpack([np.array(x[place]) for x in finished.arrays])), message)
 
-    def _hand_out(self, index: int, result: Any, error: int) -> None:
+    def _hand_out(self, index: int, result: Any, message: str | None) -> None:
         """At once, or, if results are ordered, after those before it."""
         if not self._ordered:
-            self._results.append((index, result, error))
+            self._results.append((index, result, message))
             return
-        self._held[index] = result, error
+        self._held[index] = result, message
         while self._next in self._held:
             self._results.append((self._next, *self._held.pop(self._next)))
             self._next += 1
@@ -143,9 +153,14 @@ class LanesStream(Iterator[Any]):
     def _resume(self, suspended: SuspendedStream) -> None:
         """Go on where another stream was suspended."""
         where, items = np.asarray(suspended.lanes), self._working.items
-        self._next = int(suspended.next_result)
-        for index, result, error in suspended.results:
-            self._hand_out(int(index), result, int(error))
+        if self._ordered and suspended.next_result == NO_ORDER:
+            raise ValueError(
+                "lanes_stream(ordered=True, resume=...): the suspended stream has handed out results in the order in "
+                "which they were finished. Go on with ordered=False."
+            )
+        self._next = max(int(suspended.next_result), 0)
+        for index, result, message in suspended.results:
+            self._hand_out(int(index), result, message)
         ready = [items.ready_again(int(index), item) for index, item in suspended.unfinished]
         items.count = int(suspended.fetched)
         busy = np.flatnonzero(where != NO_ITEM)

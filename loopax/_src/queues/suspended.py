@@ -4,9 +4,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+NO_ORDER = -1  # in the place of the next result
+
 
 class SuspendedStream(NamedTuple):
-    """A stream that can go on: a pytree of NumPy arrays and ints. Give it to `lanes_stream(resume=...)`.
+    """A stream that can go on. Give it to `lanes_stream(resume=...)`.
+
+    It is a pytree of NumPy arrays (JAX's for PRNG keys), ints and texts.
 
     Attributes
     ----------
@@ -17,18 +21,17 @@ class SuspendedStream(NamedTuple):
     state
         Where the lanes are in their loops.
     results
-        `(index, result, error)` of the items that are finished and were not handed out; `error` is the number of the
-        check that failed, or -1.
+        `(index, result, error)` of the items that are finished and were not handed out; `error` is a message or None.
     fetched
         How many items were taken from the iterable.
     next_result
-        With `ordered`, the index of the next result.
+        With `ordered`, the index of the next result; without, -1.
 
     """
 
     unfinished: tuple[tuple[int, Any], ...]
     lanes: np.ndarray
     state: list[Any]
-    results: tuple[tuple[int, Any, int], ...]
+    results: tuple[tuple[int, Any, str | None], ...]
     fetched: int
     next_result: int

@@ -19,6 +19,7 @@ from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Program, compiled
 from loopax._src.queues.chunks import results_of as wait_for
 from loopax._src.queues.item_types import ItemTypes
 from loopax._src.queues.pace import Pace
+from loopax._src.queues.settings import Settings
 from loopax._src.queues.source import Source
 from loopax._src.queues.stream_report import StreamReport
 
@@ -57,11 +58,13 @@ class WorkingLanes:
         self._ended: float | None = None
         self.items = ItemTypes()
         self.num_begun = 0  # items that are or were in lanes: the first ones
+        self._settings = Settings.here()
+        self._source: Source | None = None
 
     def fetch(self, items: Iterable[Any], ahead: int) -> None:
         """Begin to take items from here."""
         self._source = Source(items, ahead, self.items.ready)
-        self._stop = finalize(self, self._source.stop, wait=False)
+        finalize(self, self._source.stop, wait=False)
 
     # ---- what an owner asks for
 
@@ -69,9 +72,11 @@ class WorkingLanes:
     def program(self) -> Program:
         """The compiled program, from the first item on."""
         if self._program is None:
-            self._program = compiled(self._function, self.items.spec, self.num_lanes)
+            with self._settings.applied():
+                self._program = compiled(self._function, self.items.spec, self.num_lanes)
         if self._state is None:
-            self._state = self._program.empty()
+            with self._settings.applied():
+                self._state = self._program.empty()
         return self._program
 
     @property
@@ -89,10 +94,15 @@ class WorkingLanes:
 
         The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
         """
+        with self._settings.applied():
+            return self._look(start_next, patience)
+
+    def _look(self, start_next: bool, patience: float | None) -> Finished | None:
+        source = self._fetching
         if self._running is None and not self._start():
-            if self._source.is_empty:
+            if source.is_empty:
                 return None
-            self._source.wait(patience)
+            source.wait(patience)
             return Finished([], [], [])
         indices, chunk = self._collect()
         if start_next:
@@ -108,15 +118,20 @@ class WorkingLanes:
 
     def raise_error(self) -> None:
         """Raise what the iterable has raised, once."""
-        self._source.raise_error()
+        self._fetching.raise_error()
+
+    def forget_error(self) -> None:
+        """What the iterable has raised is not asked for any more."""
+        self._fetching.forget_error()
 
     def stop(self) -> list[tuple[int, list[np.ndarray]]]:
         """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
-        return [*self._waiting, *self._source.stop()]
+        return [*self._waiting, *self._fetching.stop()]
 
     def close(self) -> None:
         """Fetch no more, and let go of the lanes."""
-        self._stop()
+        if self._source is not None:
+            self._source.stop(wait=False)
         self._state = self._running = self._block = None
         self._waiting.clear()
         self._in_lanes.clear()
@@ -132,14 +147,24 @@ class WorkingLanes:
         return BusyLanes(indices, lane.inputs, jax.tree.leaves(lane.inside))
 
     def go_on(self, at: BusyLanes) -> None:
-        """Be where lanes were."""
+        """Be where lanes were; a ValueError where another function has left them."""
         self.program  # noqa: B018 - makes the state
+        self._refuse_others(at)
         indices = np.asarray(at.indices)
         is_busy = indices != NO_ITEM
         self._in_lanes = {int(index) % NUMBERS: int(index) for index in indices[is_busy]}
         numbers = np.where(is_busy, indices % NUMBERS, NO_ITEM).astype(np.int32)
         inside = jax.tree.structure(self._state.inside).unflatten(at.inside)
         self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
+
+    def _refuse_others(self, at: BusyLanes) -> None:
+        expected = [_described(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
+        got = [_described(x) for x in [*at.inputs, *at.inside]]
+        if got != expected:
+            raise ValueError(
+                f"{self._name}(resume=...): the suspended lanes are those of another function or of other items. They "
+                f"have the arrays {', '.join(got)}, and this function's have {', '.join(expected)}."
+            )
 
     def wait_with(self, items: Iterable[tuple[int, list[np.ndarray]]]) -> None:
         """These items, which are made ready, are next."""
@@ -153,6 +178,11 @@ class WorkingLanes:
 
     # ---- chunks
 
+    @property
+    def _fetching(self) -> Source:
+        assert self._source is not None  # there is one before the first look
+        return self._source
+
     def _start(self) -> bool:
         """Start a chunk with the items that are there; false where there is nothing to run."""
         free = self.num_lanes - len(self._in_lanes)
@@ -163,8 +193,8 @@ class WorkingLanes:
             block = self._place(free)
         program = self.program
         given = [self._waiting.popleft() for _ in range(sum(block.counts))]
-        is_last = self._source.is_empty and not self._waiting
-        has_more = bool(self._waiting) or (not is_last and self._source.num_fetched > 0)
+        is_last = self._fetching.is_empty and not self._waiting
+        has_more = bool(self._waiting) or (not is_last and self._fetching.num_fetched > 0)
         rows = program.rounds if is_last else len(block.counts) or 1
         wanted = program.places if is_last else 1
         counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
@@ -179,9 +209,9 @@ class WorkingLanes:
     def _collect(self) -> tuple[list[int], Chunk]:
         """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
         found, given, counts, start, is_last = self._running
-        self._running = None
         was_done = found.iterations.is_ready()
         chunk = wait_for(found)
+        self._running = None  # an interrupt of the wait loses nothing
         self._ended = time.perf_counter()
         self._pace.measured(chunk.iterations, self._ended - start, at_most=was_done)
         begun = sum(counts[: chunk.rows])
@@ -220,5 +250,9 @@ class WorkingLanes:
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
         room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
-        self._waiting.extend(self._source.take(max(room - len(self._waiting), 0)))
+        self._waiting.extend(self._fetching.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
