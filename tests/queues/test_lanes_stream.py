@@ -413,7 +413,8 @@ def test_only_failed_results_are_left():
 def test_another_function_does_not_go_on_with_suspended_lanes():
     long = lambda n: lx.fori_loop(0, 10**6, lambda i, x: x + n, jnp.int32(0))
     stream = lx.lanes_stream(long, items(4), lanes=2, chunk_steps=1)
-    stream._look()
+    while not stream._working.num_busy:
+        stream._look()
     suspended = stream.suspend()
     with pytest.raises(ValueError, match="those of another function"):
         lx.lanes_stream(collatz, [], lanes=2, resume=suspended)

@@ -94,19 +94,19 @@ def _exchange(queue: Queue, state: Lane, found: Found, numbers: Any, inputs: lis
 
 
 def _step(queue: Queue, state: Lane, leave: Any, most: Any) -> tuple[Lane, Any, Any]:
-    """Step all lanes until at most so many are busy; also how often, and how many lanes took a step."""
+    """Step all lanes until at most so many are busy; also how often, and how many steps lanes took."""
 
-    def goes_on(at: Any) -> Any:
-        _, iterations, _, busy = at
-        return (busy > leave) & (iterations < most)
+    def goes_on(at: tuple[Lane, Any]) -> Any:
+        state, iterations = at
+        return (queue.num_busy(state) > leave) & (iterations < most)
 
-    def step(at: Any) -> Any:
-        state, iterations, useful, busy = at
-        state = jax.vmap(queue.step)(state)
-        return state, iterations + 1, useful + busy, queue.num_busy(state)
+    def step(at: tuple[Lane, Any]) -> tuple[Lane, Any]:
+        state, iterations = at
+        return jax.vmap(queue.step)(state), iterations + 1
 
-    start = (state, jnp.int32(0), jnp.int32(0), queue.num_busy(state))
-    return lax.while_loop(goes_on, step, start)[:3]
+    after, iterations = lax.while_loop(goes_on, step, (state, jnp.int32(0)))
+    useful = jnp.sum(after.inside.num_steps - state.inside.num_steps, dtype=jnp.int32)
+    return after, iterations, useful
 
 
 def _refuse(loops: int) -> Exception:
