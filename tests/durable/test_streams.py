@@ -16,6 +16,7 @@ from equinox import EquinoxRuntimeError
 import loopax as lx
 from loopax import durable
 from loopax._src.durable import result_rows
+from loopax._src.durable.saves import Saves
 from tests.queues.test_lanes_stream import collatz, expected
 
 LANES = 4
@@ -273,3 +274,18 @@ def test_outputs_that_are_gone_are_an_error(tmp_path: Any) -> None:
     shutil.rmtree(tmp_path / "outputs")
     with pytest.raises(RuntimeError, match="the outputs of the stored run"):
         run(tmp_path, numbers(9))
+
+
+def test_rows_are_on_disk_before_a_save_begins(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, found = Saves.start, []
+
+    def checked(saves: Saves, state: Any) -> None:
+        rows, _ = np.asarray(state.arrays[0]).view(np.int64).tolist()
+        written = durable.outputs(tmp_path)["['items']"][:]
+        found.append((int((written >= 0).sum()), rows))
+        start(saves, state)
+
+    monkeypatch.setattr(Saves, "start", checked)
+    run(tmp_path, numbers(60), chunk_steps=20, checkpoint_every=1e-3)
+    assert len(found) > 2
+    assert all(written == rows for written, rows in found)
