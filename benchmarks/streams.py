@@ -60,7 +60,7 @@ def with_loopax(step: Callable[[Array], Array]) -> Callable[[Any], Array]:
 
 
 def with_lax(step: Callable[[Array], Array]) -> Callable[[Any], Array]:
-    """The same for a batch of items, which waits for its slowest."""
+    """The results of a batch of items, which waits for its slowest."""
 
     def one(x: Array, n: Array) -> Array:
         return lax.while_loop(lambda s: s[1] < n, lambda s: (step(s[0]), s[1] + 1), (x, jnp.int32(0)))[0]

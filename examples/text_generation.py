@@ -151,7 +151,7 @@ class Transformer(eqx.Module):
         return jax.vmap(self.norm)(x) @ self.characters.T
 
     def step(self, before: Token, place: Token, cache: Cache) -> tuple[Float[Array, " characters"], Cache]:
-        """The same of one place, from the character before it and what the cache has of others."""
+        """How likely characters are at one place, from the character before it and the cache of the others."""
         keys, values = cache
         x = self.characters[before] + self.positions[place]
         for layer, block in enumerate(self.blocks):

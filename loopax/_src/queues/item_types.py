@@ -75,7 +75,7 @@ def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.nda
     if array is not given and array.dtype.kind in "iu" and (array != given).any():
         raise OverflowError(_message(spec, place, index, str(given), f"integers that fit into {array.dtype}"))
     if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
-        raise TypeError(_message(spec, place, index, _described(array), _described(of.aval)))
+        raise TypeError(_message(spec, place, index, described(array), described(of.aval)))
     return array
 
 
@@ -88,7 +88,8 @@ def _kind_of_key(impl: Any) -> str:
     return "no PRNG key" if impl is None else f"a PRNG key of {impl}"
 
 
-def _described(aval: Any) -> str:
+def described(aval: Any) -> str:
+    """The dtype and shape of an array."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 

@@ -15,7 +15,7 @@ class StreamReport(NamedTuple):
     iterations, useful
         Batched steps, and the steps of lanes with an item in them.
     iterations_fed, useful_fed
-        The same, until the source ended.
+        These two, counted until the source ended.
     seconds
         Since the first item.
 
@@ -36,7 +36,7 @@ class StreamReport(NamedTuple):
 
     @property
     def share_fed(self) -> float:
-        """The same, until the source ended."""
+        """The useful share until the source ended."""
         return self.useful_fed / (self.lanes * self.iterations_fed) if self.iterations_fed else 1.0
 
     def __str__(self) -> str:

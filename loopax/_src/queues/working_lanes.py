@@ -17,7 +17,7 @@ from loopax._src.nnx.functional import freeze
 from loopax._src.pytrees.leaves import pack
 from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Program, compiled
 from loopax._src.queues.chunks import results_of as wait_for
-from loopax._src.queues.item_types import ItemTypes
+from loopax._src.queues.item_types import ItemTypes, described
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.settings import Settings
 from loopax._src.queues.source import Source
@@ -158,8 +158,8 @@ class WorkingLanes:
         self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
 
     def _refuse_others(self, at: BusyLanes) -> None:
-        expected = [_described(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
-        got = [_described(x) for x in [*at.inputs, *at.inside]]
+        expected = [described(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
+        got = [described(x) for x in [*at.inputs, *at.inside]]
         if got != expected:
             raise ValueError(
                 f"{self._name}(resume=...): the suspended lanes are those of another function or of other items. They "
@@ -252,7 +252,3 @@ class WorkingLanes:
         room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
         self._waiting.extend(self._fetching.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
