@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.stochtrace.elimination import inverse_by_elimination, inverse_of_lower
+from loopax._src.stochtrace.factorizations import inverse_by_elimination, inverse_of_lower
 from loopax.stochtrace import XNysTrace, XTrace, estimate_trace
 
 inverse = jax.jit(inverse_by_elimination)

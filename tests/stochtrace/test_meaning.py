@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.stochtrace.probes import draw
+from loopax._src.stochtrace.products import draw
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
 from tests.stochtrace.cases import GENERAL, KEY, PSD, N, compiled, name_of, probes_of
 from tests.support.reference import assert_close
@@ -40,12 +40,15 @@ def test_hutchplusplus_is_the_trace_on_a_basis_and_the_mean_of_the_rest() -> Non
 
 
 def mean_and_error(samples_of: Any, probes: np.ndarray) -> tuple[np.float64, np.float64]:
-    """The mean of samples that share a basis, and what their spread and the jackknife say of its error."""
+    """The mean of samples that share a basis, and its standard error: from their spread and their covariance."""
     m = probes.shape[1]
     samples = np.asarray(samples_of(probes))
-    without = np.asarray([np.mean(samples_of(np.delete(probes, j, axis=1))) for j in range(m)])
-    variances = samples.var(ddof=1) / m, (m - 1) / m * ((without - without.mean()) ** 2).sum()
-    return samples.mean(), np.prod(variances) ** 0.25
+    changes = np.zeros((m, m))  # [i, j]: what the probe j changes in the sample i
+    for j in range(m):
+        others = np.arange(m) != j
+        changes[others, j] = samples[others] - np.asarray(samples_of(probes[:, others]))
+    covariance = (changes * changes.T).sum() / (m * (m - 1))
+    return samples.mean(), (samples.var(ddof=1) / m + max(covariance, 0)) ** 0.5
 
 
 def scaled(probes: str, rest: np.ndarray, m: int) -> Any:

@@ -8,9 +8,11 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree
 from loopax._src.frontend.options import prng_key
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.pytrees.leaves import describe
-from loopax._src.stochtrace.budget import to_budget
+from loopax._src.pytrees.static_args import Why, positive_float, refuse_tracers
+from loopax._src.stochtrace.arguments import to_budget
 from loopax._src.stochtrace.estimator import Estimator
 from loopax._src.stochtrace.hutchinson import Hutchinson
+from loopax._src.stochtrace.intervals import ends_in_errors
 from loopax._src.stochtrace.operators import to_operator
 from loopax._src.stochtrace.products import Products
 
@@ -23,13 +25,15 @@ class TraceEstimate(NamedTuple):
     value
         The estimate, of the operator's dtype, float32 at least.
     std_error
-        Its standard error; infinite from a single sample, which says nothing about it. The interval
-        value ± 1.96 std_error covers the trace in about 95 of 100 cases, in 90 to 95 with a tolerance, and
-        docs/traces.md says when in fewer.
+        Its standard error; infinite where the samples say nothing about it, as a single one does.
     num_matvecs : int32[]
         Matrix-vector products that it is from.
     converged : bool[]
-        Whether the standard error is within the tolerance; True where none was asked for.
+        Whether the estimate is as exact as the tolerance asks; True where none was asked for.
+    num_samples : int32[]
+        Samples that it is the mean of; a sample takes one product, two or three.
+    skewness
+        The skewness of the samples (of their real parts), zero where two or fewer say nothing about it.
 
     """
 
@@ -37,6 +41,52 @@ class TraceEstimate(NamedTuple):
     std_error: Float[Array, ""]
     num_matvecs: Int[Array, ""]
     converged: Bool[Array, ""]
+    num_samples: Int[Array, ""]
+    skewness: Float[Array, ""]
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A confidence interval: the trace is in it with this probability, over keys.
+
+        The meaning, with Student's quantile q for `num_samples - 1` degrees of freedom::
+
+            low, high = value - q * std_error, value + q * std_error     # where skewness is zero
+
+        A skewness moves both ends to the side where rare, large samples are missing. Estimates of several lanes give
+        an interval for each. For a complex trace this is an interval for its real part.
+
+        Parameters
+        ----------
+        level
+            The probability, a Python float between 0 and 1.
+
+        Returns
+        -------
+        low, high
+            The ends, real.
+
+        Raises
+        ------
+        TypeError
+            `level` is traced, or no number.
+        ValueError
+            `level` is not between 0 and 1.
+
+        Notes
+        -----
+        Assumes six samples or more; docs/traces.md has what fewer do, and the coverage that was measured. Source:
+        Student's quantiles, Hall's transformation (1992) for the skewness, see docs/references.md.
+
+        """
+        what = "TraceEstimate.interval(level=...)"
+        refuse_tracers(what, level, "a Python float", _LEVEL)
+        probability = positive_float(what, level)
+        if probability >= 1:
+            raise ValueError(f"{what}: got {level}, expected a probability between 0 and 1, such as 0.95.")
+        below, above = ends_in_errors(probability, self.num_samples, self.skewness)
+        return self.value.real - below * self.std_error, self.value.real + above * self.std_error
+
+
+_LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 
 
 def estimate_trace(
@@ -56,8 +106,8 @@ def estimate_trace(
     The meaning, for `Hutchinson`::
 
         samples = []
-        while len(samples) < num_matvecs:        # or, with a tolerance, until
-            w = probe(fold_in(key, len(samples)))  # std_error <= atol + rtol * abs(mean(samples))
+        while len(samples) < num_matvecs:  # or, with a tolerance, until the interval is short enough
+            w = probe(fold_in(key, len(samples)))
             samples.append(vdot(w, A @ w))
         return mean(samples), std(samples, ddof=1) / sqrt(len(samples))
 
@@ -76,8 +126,10 @@ def estimate_trace(
         lanes under `jax.vmap`. An estimator that takes two or three products for a sample takes whole samples:
         the result has the number.
     rtol, atol
-        In place of a number: stop as soon as the standard error is at most atol + rtol |value|, after 16 products at
-        least. Static or traced. One that is not given is zero.
+        In place of a number: stop as soon as the standard error, with what is uncertain about itself, is at most
+        atol + rtol |value|, after 16 products at least: as soon as Student's 95 % interval is at most 1.96 times that
+        to either side. This is looked at after each tenth of samples more. Static or traced. One that is not given is
+        zero.
     max_matvecs
         A static bound on the number of products, which decides how large arrays are; a tolerance that is not reached
         by then ends there.
@@ -91,7 +143,7 @@ def estimate_trace(
     Returns
     -------
     TraceEstimate
-        `(value, std_error, num_matvecs, converged)`.
+        `(value, std_error, num_matvecs, converged, num_samples, skewness)`, with `interval(0.95)`.
 
     Raises
     ------
@@ -124,7 +176,9 @@ def estimate_trace(
     estimator.check(square)
     budget, checks = to_budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
     products = Products(square, budget.batch)
-    value, std_error, count = estimator.run(products, key, budget)
-    converged = jnp.ones((), bool) if budget.tolerance is None else budget.tolerance.allows(value, std_error)
-    matvecs = count * estimator.products_per_sample
-    return settle(TraceEstimate(value.astype(products.dtype), std_error, matvecs, converged), checks)
+    found, converged = estimator.run(products, key, budget), jnp.ones((), bool)
+    if (tolerance := budget.stop.tolerance) is not None:
+        found, converged = tolerance.raised(found), tolerance.allows(found)
+    matvecs = found.num_samples * estimator.products_per_sample
+    value = found.value.astype(products.dtype)
+    return settle(TraceEstimate(value, found.std_error, matvecs, converged, found.num_samples, found.skewness), checks)

@@ -1,15 +1,25 @@
-"""What all estimators have in common."""
+"""What all estimators have in common: how many samples they take, and when they end."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from loopax._src.loops import fori_loop, while_loop
+from loopax._src.stochtrace.intervals import Estimate, student_error
 from loopax._src.stochtrace.operators import Operator
-from loopax._src.stochtrace.probes import Probes, check_probes
-from loopax._src.stochtrace.products import Products
+from loopax._src.stochtrace.products import Probes, Products, check_probes
+
+# A tolerance is looked at when there are so many times as many samples as at the last look. Each look is a chance to
+# stop too early, as an error is estimated too small; and looks of estimators with a basis are costly.
+GROWTH = 1.1
+# How much the standard error of an estimate that a tolerance has ended may be raised.
+MOST_RAISED = 1.5
+
+Sampled = Any  # what an estimator keeps of its samples
 
 
 class Tolerance(NamedTuple):
@@ -18,28 +28,80 @@ class Tolerance(NamedTuple):
     rtol: Float[Array, ""]
     atol: Float[Array, ""]
 
-    def allows(self, value: Inexact[Array, ""], std_error: Float[Array, ""]) -> Bool[Array, ""]:
-        """Whether an estimate is exact enough."""
-        allowed = self.atol + self.rtol * jnp.abs(value).astype(self.rtol.dtype)
-        return std_error.astype(allowed.dtype) <= allowed
+    def allows(self, estimate: Estimate) -> Bool[Array, ""]:
+        """Whether an estimate is exact enough: half of its interval is at most that of a normal error of this size."""
+        return student_error(estimate).astype(self.rtol.dtype) <= self._allowed(estimate)
+
+    def raised(self, estimate: Estimate) -> Estimate:
+        """An estimate that this has ended, with a standard error that is not too small for it.
+
+        It ended as soon as its samples agreed, which they also do by chance. So it is taken to be no more exact than it
+        was asked to be, in so far as that is plausible.
+        """
+        is_known = (estimate.std_error > 0) & jnp.isfinite(estimate.std_error)
+        known = estimate._replace(std_error=jnp.where(is_known, estimate.std_error, 1))
+        ratio = self._allowed(known) / student_error(known).astype(self.rtol.dtype)
+        raised = known.std_error * jnp.clip(ratio, 1, MOST_RAISED).astype(known.std_error.dtype)
+        return estimate._replace(std_error=jnp.where(is_known, raised, estimate.std_error))
+
+    def _allowed(self, estimate: Estimate) -> Float[Array, ""]:
+        return self.atol + self.rtol * jnp.abs(estimate.value).astype(self.rtol.dtype)
+
+
+class Stop(NamedTuple):
+    """When an estimate ends, which is decided at run time: at a number of samples, or earlier at a tolerance."""
+
+    limit: Int[Array, ""]
+    tolerance: Tolerance | None
 
 
 class Budget(NamedTuple):
     """How many samples an estimator may take, of as many products as it needs for one."""
 
     capacity: int  # static: there are at most so many
-    limit: Int[Array, ""]  # at run time
-    minimum: int  # that a tolerance is asked from on
     batch: int  # that are evaluated together
-    tolerance: Tolerance | None
+    minimum: int  # that a tolerance is asked from on
+    stop: Stop
 
+    def whole_batches(self, count: Any) -> Any:
+        """The least number of samples in whole batches that is not less than `count`."""
+        return -(-count // self.batch) * self.batch
 
-class Estimate(NamedTuple):
-    """What an estimator has found."""
+    def spend(
+        self,
+        stop: Stop,
+        sampled: Sampled,
+        with_batch: Callable[[Sampled, Int[Array, ""], Int[Array, ""]], Sampled],
+        estimate: Callable[[Sampled, Int[Array, ""]], Estimate],
+    ) -> tuple[Sampled, Int[Array, ""]]:
+        """Take samples until it is time to stop: what there is of them, and their number.
 
-    value: Inexact[Array, ""]
-    std_error: Float[Array, ""]
-    num_samples: Int[Array, ""]
+        `with_batch(sampled, start, target)` adds those from number `start` on, a batch of them or as many as there are
+        before `target`. `estimate(sampled, number)` is made for a tolerance, now and then.
+        """
+
+        def grown(sampled: Sampled, number: Int[Array, ""], target: Int[Array, ""]) -> Sampled:
+            if self.capacity == self.batch:  # then there is nothing to decide, and XLA fuses more
+                return with_batch(sampled, number, target)
+            batches = -(-(target - number) // self.batch)
+            return fori_loop(0, batches, lambda i, old: with_batch(old, number + i * self.batch, target), sampled)
+
+        def goes_on(state: tuple[Sampled, Int[Array, ""], Any]) -> Bool[Array, ""]:
+            _, number, is_exact = state
+            return (number < stop.limit) & ~is_exact
+
+        def more(state: tuple[Sampled, Int[Array, ""], Any]) -> tuple[Sampled, Int[Array, ""], Any]:
+            sampled, number, _ = state
+            target = jnp.ceil(number.astype(jnp.float32) * GROWTH).astype(jnp.int32)
+            target = jnp.minimum(self.whole_batches(jnp.maximum(target, self.minimum)), stop.limit)
+            sampled = grown(sampled, number, target)
+            assert stop.tolerance is not None
+            return sampled, target, stop.tolerance.allows(estimate(sampled, target))
+
+        none = jnp.int32(0)
+        if stop.tolerance is None or self.capacity == self.batch:
+            return grown(sampled, none, stop.limit), stop.limit
+        return while_loop(goes_on, more, (sampled, none, jnp.zeros((), bool)))[:2]
 
 
 @dataclass(frozen=True)
@@ -65,20 +127,3 @@ class Estimator(ABC):
     @abstractmethod
     def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """Estimate the trace."""
-
-
-def standard_error(squares: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
-    """That of a mean of `count` samples, from the sum of their squared deviations; infinite for one sample."""
-    variance = squares / jnp.maximum(count * (count - 1), 1)
-    return jnp.where(count > 1, safe_sqrt(variance), jnp.inf)
-
-
-def safe_sqrt(x: Float[Array, ""]) -> Float[Array, ""]:
-    """The square root, with the derivative zero at zero."""
-    is_positive = x > 0
-    return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, x, 1)), 0)
-
-
-def abs2(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
-    """The squared modulus."""
-    return x.real**2 + x.imag**2

@@ -1,16 +1,21 @@
 """The mean of quadratic forms: products are used as they come, and none is kept."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Int
 
 from loopax._src.kinds import Checkpointed
-from loopax._src.loops import fori_loop, while_loop
-from loopax._src.stochtrace.estimator import Budget, Estimate, Estimator, abs2, standard_error
-from loopax._src.stochtrace.probes import draw
-from loopax._src.stochtrace.products import Along, Parameters, Products, with_derivative
+from loopax._src.loops import fori_loop
+from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
+from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, or_one, parts
+from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
+
+# Fewer equal samples from signs say nothing about what has not been seen. A polynomial of degree two in signs that is
+# not constant has each of its values for at most 3/4 of them (O'Donnell 2014, lemma 3.5). So m samples are equal by
+# chance in at most (3/4)^m + (1/4)^m of cases: in less than 5 % from this m on.
+LEAST_EQUAL_SAMPLES = 11
 
 
 @dataclass(frozen=True)
@@ -39,32 +44,20 @@ class Hutchinson(Estimator):
     def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
         stream = _Stream(self, products, budget)
-        estimate = with_derivative(stream.run, stream.derivative)
-        (value, std_error), count = estimate(products.parameters, (key, budget.limit, budget.tolerance))
-        return Estimate(value, std_error, count)
+        sample = with_derivative(stream.run, stream.derivative)
+        moments, count = sample(products.parameters, (key, budget.stop))
+        estimate = estimate_of(moments, count)
+        are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
+        return _unless_few_are_equal(estimate, moments[0]) if are_signs else estimate
 
 
-class _Moments(NamedTuple):
-    """The mean of samples, and the sum of their squared deviations from it (Chan, Golub & LeVeque 1983)."""
-
-    number: Int[Array, ""]
-    mean: Inexact[Array, ""]
-    squares: Float[Array, ""]
-
-    def with_batch(self, samples: Inexact[Array, " b"], is_counted: Bool[Array, " b"]) -> "_Moments":
-        """The moments with some more samples, of which at least one is counted."""
-        more = is_counted.sum(dtype=self.number.dtype)
-        count = self.number + more
-        mean = jnp.where(is_counted, samples, 0).sum() / more.astype(samples.dtype)
-        away = jnp.where(is_counted, samples - mean, 0)
-        ahead, share = mean - self.mean, more.astype(samples.dtype) / count.astype(samples.dtype)
-        between = abs2(ahead) * share.real * self.number.astype(self.squares.dtype)
-        return _Moments(count, self.mean + ahead * share, self.squares + abs2(away).sum() + between)
-
-    @property
-    def std_error(self) -> Float[Array, ""]:
-        """That of the mean."""
-        return standard_error(self.squares, self.number.astype(self.squares.dtype))
+def _unless_few_are_equal(estimate: Estimate, moments: Moments) -> Estimate:
+    """With an infinite standard error where too few samples are equal, but for rounding errors."""
+    count = estimate.num_samples
+    rounding = jnp.finfo(estimate.value.dtype).eps * jnp.abs(estimate.value)
+    are_equal = moments.squares <= count.astype(rounding.dtype) * rounding**2
+    says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)
+    return estimate._replace(std_error=jnp.where(says_nothing, jnp.inf, estimate.std_error))
 
 
 @dataclass(frozen=True)
@@ -81,46 +74,53 @@ class _Stream:
         probes = draw(self.estimator.probes, key, numbers, self.products.size, self.products.dtype)
         return (probes.conj() * self.products(parameters, probes)).sum(1), numbers
 
-    def run(self, parameters: Parameters, others: Any) -> tuple[Any, Int[Array, ""]]:
-        """Value and standard error, and the number of samples that they are from."""
-        key, limit, tolerance = others
+    def run(self, parameters: Parameters, others: tuple[Array, Stop]) -> tuple[list[Moments], Int[Array, ""]]:
+        """The moments of the samples' parts, and the number of samples."""
+        key, stop = others
 
-        def step(so_far: _Moments) -> _Moments:
-            samples, numbers = self.samples(parameters, key, so_far.number)
-            return so_far.with_batch(samples, numbers < limit)
+        def with_batch(moments: list[Moments], start: Int[Array, ""], target: Int[Array, ""]) -> list[Moments]:
+            samples, numbers = self.samples(parameters, key, start)
+            is_counted = numbers < target
+            of_batch = [Moments.of(part, is_counted) for part in parts(samples)]
+            more = is_counted.sum(dtype=jnp.int32)
+            return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
 
-        def goes_on(so_far: _Moments) -> Bool[Array, ""]:
-            if tolerance is None:
-                return so_far.number < limit
-            is_enough = (so_far.number >= self.budget.minimum) & tolerance.allows(so_far.mean, so_far.std_error)
-            return (so_far.number < limit) & ~is_enough
+        zeros = parts(jnp.zeros((), self.products.dtype))
+        return self.budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
 
-        dtype = self.products.dtype
-        start = _Moments(jnp.int32(0), jnp.zeros((), dtype), jnp.zeros((), dtype).real)
-        is_single = self.budget.capacity == self.budget.batch  # then there is nothing to decide, and XLA fuses more
-        moments = step(start) if is_single else while_loop(goes_on, step, start)
-        return (moments.mean, moments.std_error), moments.number
+    def derivative(self, others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
+        """That of the moments of as many samples."""
+        moments, count = out
+        key, _ = others
 
-    def derivative(self, others: Any, out: Any, along: Along) -> tuple[Any, Any]:
-        """That of the mean of as many samples, and of its standard error."""
-        (mean, std_error), count = out
-        key = others[0]
-
-        def step(i: Any, sums: Any) -> Any:
+        def step(i: Any, sums: list[Moments]) -> list[Moments]:
             start = i * self.budget.batch
             (samples, numbers), (rates, _) = along(lambda parameters: self.samples(parameters, key, start))
-            rates = jnp.where(numbers < count, rates, 0)
-            return sums[0] + rates.sum(), sums[1] + ((samples - mean).conj() * rates).real.sum()
+            rates = parts(jnp.where(numbers < count, rates, 0))
+            of_parts = zip(sums, moments, parts(samples), rates, strict=True)
+            return [_with_rates(sum_, part, sample, rate) for sum_, part, sample, rate in of_parts]
 
-        sum_of_rates, products = fori_loop(
+        sums = fori_loop(
             0,
             -(-count // self.budget.batch),
             step,
-            (jnp.zeros_like(mean), jnp.zeros_like(std_error)),
+            [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments],
             max_steps=-(-self.budget.capacity // self.budget.batch),
             kind=Checkpointed(),
             throw=False,
         )
-        number, is_uncertain = count.astype(std_error.dtype), (count > 1) & (std_error > 0)
-        scale = jnp.where(is_uncertain, std_error * number * (number - 1), 1)
-        return sum_of_rates / number.astype(mean.dtype), jnp.where(is_uncertain, products / scale, 0)
+        return [_rates_of_moments(part, sum_, count) for part, sum_ in zip(moments, sums, strict=True)]
+
+
+def _with_rates(sums: Moments, moments: Moments, samples: Float[Array, " b"], rates: Float[Array, " b"]) -> Moments:
+    """The sums of the samples' rates, of d times them and of d^2 / squares times them, for the deviations d."""
+    away = samples - moments.mean
+    of_tilt = (away * (away / or_one(moments.squares)) * rates).sum()
+    return Moments(sums.mean + rates.sum(), sums.squares + (away * rates).sum(), sums.tilt + of_tilt)
+
+
+def _rates_of_moments(moments: Moments, sums: Moments, count: Int[Array, ""]) -> Moments:
+    """The derivatives of moments, from such sums."""
+    mean, squares = sums.mean / count.astype(sums.mean.dtype), 2 * sums.squares
+    tilt = 3 * (sums.tilt - mean) - moments.tilt * squares / or_one(moments.squares)
+    return Moments(mean, squares, jnp.where(moments.squares == 0, 0, tilt))

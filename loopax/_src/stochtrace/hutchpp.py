@@ -6,12 +6,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from loopax._src.stochtrace.basis import BasisEstimator
-from loopax._src.stochtrace.sketch import Counted, dots
+from loopax._src.stochtrace.sketch import Counted, SketchEstimator, dots
 
 
 @dataclass(frozen=True)
-class HutchPlusPlus(BasisEstimator):
+class HutchPlusPlus(SketchEstimator):
     """The trace on a basis, and Hutchinson's estimate of the rest (Meyer, Musco, Musco & Woodruff 2021).
 
     A sample is three products: one for the basis, one on it, one for the rest. The error falls with their number, not
@@ -36,7 +35,7 @@ class HutchPlusPlus(BasisEstimator):
     has_others: ClassVar[bool] = True
 
     def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], None]:
-        """See `BasisEstimator.samples`."""
+        """See `SketchEstimator.samples`."""
         sketch = counted.sketch
         assert sketch.images is not None
         assert sketch.others is not None

@@ -1,13 +1,20 @@
-"""What estimators with a basis know of an operator.
+"""What estimators with a basis have in common: a sketch of the operator, how it grows, and the estimate from it.
 
-All matrices are stored by rows, `(capacity, n)`, with zeros from `num_rows` on.
+All matrices are stored by rows, `(capacity, n)`, with zeros from the number of rows on.
 """
 
-from typing import NamedTuple
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int
+from jaxtyping import Array, Bool, Float, Inexact, Int
+
+from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
+from loopax._src.stochtrace.factorizations import lane_by_lane, pseudo_inverse
+from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, parts
+from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
 
 Rows = Inexact[Array, "m n"]
 Square = Inexact[Array, "m m"]
@@ -38,6 +45,157 @@ class Counted(NamedTuple):
         return jnp.arange(self.sketch.probes.shape[0], dtype=jnp.int32) < self.num_rows
 
 
+@dataclass(frozen=True)
+class SketchEstimator(Estimator):
+    """An estimator that makes a sample from each row of a sketch."""
+
+    has_images: ClassVar[bool] = True
+    has_others: ClassVar[bool] = False
+
+    def most_samples(self, size: int) -> int | None:
+        """A basis has at most `size` directions."""
+        return size
+
+    @abstractmethod
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
+        """An estimate of the trace from each row; and, where rows share a basis, from each row i without row j."""
+
+    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+        """See `Estimator.run`."""
+        growth = _Growth(self, products, budget)
+        grow = with_derivative(growth.run, growth.derivative)
+        return self.estimate(*grow(products.parameters, (key, budget.stop)))
+
+    def estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
+        """The mean of the samples, and its error.
+
+        Samples t_i that share a basis are correlated. Each has the trace T as its mean also where all probes but its
+        own are given: so do those without the probe j, t_ij. That makes E[(t_i - T) (t_j - T)] the mean of
+        (t_i - t_ij) (t_j - t_ji), as all other terms of this product have the mean zero.
+        """
+        counted = Counted(sketch, num_rows)
+        samples, without = self.samples(counted)
+        moments = [Moments.of(part, counted.is_counted) for part in parts(samples)]
+        if without is None:
+            return estimate_of(moments, num_rows)
+        are_pairs = counted.is_counted[:, None] & counted.is_counted[None] & ~jnp.eye(samples.shape[0], dtype=bool)
+        by_other = jnp.where(are_pairs, samples[:, None] - without, 0)
+        pairs = jnp.maximum(num_rows * (num_rows - 1), 1).astype(by_other.real.dtype)
+        covariance = (by_other * by_other.conj().T).real.sum() / pairs
+        return estimate_of(moments, num_rows, jnp.maximum(covariance, 0))
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """A sketch that grows, a batch at a time."""
+
+    estimator: SketchEstimator
+    products: Products
+    budget: Budget
+
+    @property
+    def rows(self) -> int:
+        """Of the sketch."""
+        return self.budget.whole_batches(self.budget.capacity)
+
+    def run(self, parameters: Parameters, others: tuple[Array, Stop]) -> tuple[Sketch, Int[Array, ""]]:
+        """The sketch, and the number of its rows."""
+        key, stop = others
+
+        def with_batch(sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]) -> Sketch:
+            return self._with_batch(parameters, key, sketch, start, target)
+
+        return self.budget.spend(stop, self._empty(), with_batch, self.estimator.estimate)
+
+    def _empty(self) -> Sketch:
+        def rows() -> Rows:
+            return jnp.zeros((self.rows, self.products.size), self.products.dtype)
+
+        square = jnp.zeros((self.rows, self.rows), self.products.dtype)
+        images = rows() if self.estimator.has_images else None
+        others = (rows(), rows()) if self.estimator.has_others else None
+        return Sketch(rows(), rows(), square, images, others)
+
+    def _with_batch(
+        self, parameters: Parameters, key: Array, sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]
+    ) -> Sketch:
+        """A batch of rows more, of which those from `target` on are zero."""
+        numbers = start + jnp.arange(self.budget.batch, dtype=jnp.int32)
+        is_new = numbers < target
+
+        def with_rows(old: Rows, new: Rows) -> Rows:
+            return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
+
+        probes = self._draw(key, numbers)
+        others = self._draw(key, -1 - numbers) if self.estimator.has_others else probes[:0]
+        images, of_others = jnp.split(self.products(parameters, jnp.concatenate([probes, others])), [len(probes)])
+        directions = self._orthonormal(sketch.basis, images, probes)
+        basis = with_rows(sketch.basis, directions)
+        columns = jnp.where(is_new[None], basis.conj() @ images.T, 0)
+        sketch = sketch._replace(
+            probes=with_rows(sketch.probes, probes),
+            basis=basis,
+            coordinates=jax.lax.dynamic_update_slice_in_dim(sketch.coordinates, columns, start, 1),
+        )
+        if sketch.images is not None:
+            sketch = sketch._replace(images=with_rows(sketch.images, self.products(parameters, directions)))
+        if sketch.others is not None:
+            pairs = zip(sketch.others, (others, of_others), strict=True)
+            sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
+        return sketch
+
+    def _draw(self, key: Array, numbers: Int[Array, " b"]) -> Rows:
+        return draw(self.estimator.probes, key, numbers, self.products.size, self.products.dtype)
+
+    def _orthonormal(self, basis: Rows, images: Rows, probes: Rows) -> Rows:
+        """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
+
+        What images of rounding errors' size leave undecided, probes of that size decide: so an operator of low rank
+        has a basis too.
+        """
+        norm = jnp.linalg.norm(images, axis=1).max()
+        rounding = jnp.where(norm > 0, jnp.finfo(images.dtype).eps * norm / self.products.size**0.5, 1)
+        new = images + rounding.astype(images.dtype) * probes
+        if self.rows > self.budget.batch:  # there is a basis already
+            # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
+            new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
+            new = _orthogonal_to(basis, new)
+        return _normalized(new)
+
+    def derivative(self, _: Any, out: Any, along: Along) -> Sketch:
+        """That of a sketch of as many rows with the same probes.
+
+        A basis can be turned without a change to its span. This is the derivative of the one that turns least.
+        """
+        sketch, count = out
+
+        def products_of(rows: Rows, rates: Rows | None = None) -> Rows:
+            moving = () if rates is None else ((rows,), (rates,))
+            return along(lambda parameters, rows=rows: self.products.of_rows(parameters, rows, count), *moving)[1]
+
+        rates = products_of(sketch.probes)
+        coordinates = sketch.basis.conj() @ rates.T
+        known = pseudo_inverse(filled(sketch.coordinates, Counted(sketch, count).is_counted))
+        basis = known.T @ (rates - coordinates.T @ sketch.basis)
+        return Sketch(
+            probes=jnp.zeros_like(sketch.probes),
+            basis=basis,
+            coordinates=coordinates,
+            images=None if sketch.images is None else products_of(sketch.basis, basis),
+            others=None if sketch.others is None else (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0])),
+        )
+
+
+def _normalized(rows: Rows) -> Rows:
+    """Orthonormal rows of the same span."""
+    # The barrier keeps XLA from moving the transpose into products, for which it has slow programs only.
+    return jax.lax.optimization_barrier(lane_by_lane(lambda rows: jnp.linalg.qr(rows.T)[0].T)(rows))
+
+
+def _orthogonal_to(basis: Rows, rows: Rows) -> Rows:
+    return rows - (rows @ basis.conj().T) @ basis
+
+
 def filled(square: Square, is_counted: Bool[Array, " m"]) -> Square:
     """The matrix with its rows and columns that do not count replaced by those of an identity of its scale."""
     scale = jax.lax.stop_gradient(jnp.abs(square).max())
@@ -53,3 +211,8 @@ def at_least_rounding(x: Square) -> Square:
 def dots(a: Inexact[Array, "m k"], b: Inexact[Array, "m k"]) -> Inexact[Array, " k"]:
     """The inner product a^H b of each pair of columns."""
     return (a.conj() * b).sum(0)
+
+
+def abs2(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
+    """The squared modulus."""
+    return x.real**2 + x.imag**2

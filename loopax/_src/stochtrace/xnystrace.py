@@ -8,18 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from loopax._src.pytrees.static_args import Why, static_bool
-from loopax._src.stochtrace.basis import BasisEstimator
-from loopax._src.stochtrace.estimator import abs2
-from loopax._src.stochtrace.inverses import inverse, inverse_root
+from loopax._src.stochtrace.factorizations import inverse, inverse_root
 from loopax._src.stochtrace.operators import Operator
-from loopax._src.stochtrace.probes import Probes, is_rotation_invariant
-from loopax._src.stochtrace.sketch import Counted, at_least_rounding, dots, filled
+from loopax._src.stochtrace.products import Probes, is_rotation_invariant
+from loopax._src.stochtrace.sketch import Counted, SketchEstimator, abs2, at_least_rounding, dots, filled
 
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
 
 @dataclass(frozen=True)
-class XNysTrace(BasisEstimator):
+class XNysTrace(SketchEstimator):
     """The exchangeable trace estimate from Nyström approximations (Epperly, Tropp & Webber 2024, section 3).
 
     For positive or negative semidefinite operators. A sample is one product, and the best of the estimators where
@@ -63,7 +61,7 @@ class XNysTrace(BasisEstimator):
             )
 
     def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
-        """See `BasisEstimator.samples`."""
+        """See `SketchEstimator.samples`."""
         sketch, is_counted = counted.sketch, counted.is_counted
         gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
         gram = (gram + gram.conj().T) / 2

@@ -6,15 +6,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from loopax._src.stochtrace.basis import BasisEstimator
-from loopax._src.stochtrace.estimator import abs2
-from loopax._src.stochtrace.inverses import inverse
-from loopax._src.stochtrace.probes import Probes, is_rotation_invariant
-from loopax._src.stochtrace.sketch import Counted, Square, at_least_rounding, dots, filled
+from loopax._src.stochtrace.factorizations import inverse
+from loopax._src.stochtrace.products import Probes, is_rotation_invariant
+from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
 
 
 @dataclass(frozen=True)
-class XTrace(BasisEstimator):
+class XTrace(SketchEstimator):
     """The exchangeable trace estimate (Epperly, Tropp & Webber 2024, section 2).
 
     For every probe: the trace on a basis of the images of all other probes, exactly, and an estimate of the rest from
@@ -41,7 +39,7 @@ class XTrace(BasisEstimator):
     products_per_sample: ClassVar[int] = 2
 
     def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
-        """See `BasisEstimator.samples`."""
+        """See `SketchEstimator.samples`."""
         sketch = counted.sketch
         assert sketch.images is not None
         projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q

@@ -13,7 +13,7 @@ from loopax._src.frontend.options import is_traced_int
 from loopax._src.frontend.runtime_checks import Check
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_tracers
-from loopax._src.stochtrace.estimator import Budget, Estimator, Tolerance
+from loopax._src.stochtrace.estimator import Budget, Estimator, Stop, Tolerance
 from loopax._src.stochtrace.operators import Operator
 
 # A standard error from fewer products is too uncertain to stop at.
@@ -39,7 +39,7 @@ def to_budget(
         limit, checks = _limit(estimator, num_matvecs, most)
     batch = positive_int("estimate_trace(batch=...)", batch, "products", _BATCH)
     minimum = -(-LEAST_FOR_TOLERANCE // per_sample)
-    return Budget(capacity, limit, minimum, min(batch, capacity), tolerance), checks
+    return Budget(capacity, min(batch, capacity), minimum, Stop(limit, tolerance)), checks
 
 
 def _tolerance(operator: Operator, rtol: Any, atol: Any) -> Tolerance | None:

@@ -5,13 +5,13 @@ become infinite nor, in a derivative, be blown up: there they are constant.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
-
-from loopax._src.stochtrace.elimination import inverse_by_elimination
-from loopax._src.stochtrace.lapack import lane_by_lane
 
 
 @jax.custom_jvp
@@ -87,3 +87,57 @@ def _rounding(values: Float[Array, " m"]) -> Float[Array, ""]:
 def _at_least(values: Float[Array, " m"], least: Float[Array, ""]) -> Float[Array, " m"]:
     """The values, none of them smaller; ones where all are zero."""
     return jnp.where(least > 0, jnp.maximum(values, least), 1)
+
+
+# ---- the inverse by elimination
+# LAPACK's triangular solve, which `jnp.linalg.inv` calls, divides 32 columns among OpenBLAS's threads. They find the
+# cores taken by those of XLA and wait for the scheduler: milliseconds for what takes one thread twenty microseconds.
+# So it is made of products that XLA computes itself.
+
+_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+def inverse_by_elimination(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The inverse; where there is none, something that is not finite."""
+    factors, _, order = jax.lax.linalg.lu(matrix)
+    lower = jnp.tril(factors, -1) + jnp.eye(len(matrix), dtype=matrix.dtype)
+    upper = jnp.triu(factors)
+    return _product(inverse_of_lower(upper.T).T, inverse_of_lower(lower))[:, jnp.argsort(order)]
+
+
+def inverse_of_lower(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """The inverse of a lower triangular matrix, from those of its diagonal blocks, which become twice as large in turn.
+
+    Before: blocks [k, s, s], after: [k / 2, 2 s, 2 s]; the inverse of [[a, 0], [c, b]] is
+    [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
+    """
+    rows = matrix.shape[0]
+    size = 1 << (rows - 1).bit_length()
+    padded = jnp.eye(size, dtype=matrix.dtype).at[:rows, :rows].set(matrix)
+    blocks = (1 / jnp.diag(padded))[:, None, None]
+    while len(blocks) > 1:
+        first, second = blocks[::2], blocks[1::2]
+        pairs, side = first.shape[:2]
+        by_blocks = padded.reshape(pairs, 2, side, pairs, 2, side)
+        number = jnp.arange(pairs)
+        below = by_blocks[number, 1, :, number, 0]
+        corner = -_product(second, _product(below, first))
+        blocks = jnp.block([[first, jnp.zeros_like(first)], [corner, second]])
+    return blocks[0, :rows, :rows]
+
+
+# ---- factorizations under `jax.vmap`
+
+
+def lane_by_lane(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which `jax.vmap` evaluates for one lane after another on a CPU, without derivatives.
+
+    A call of LAPACK for a batch takes a thread of XLA's pool, and waits in it for parts that need threads too. Where a
+    program has two such calls that do not depend on each other, both can wait for ever (jaxlib 0.10 on two cores).
+    """
+    in_turn = sequential_vmap(function)
+
+    def on_any_platform(*operands: Any) -> Any:
+        return jax.lax.platform_dependent(*operands, cpu=in_turn, default=function)
+
+    return on_any_platform

@@ -1,0 +1,136 @@
+"""What samples say about the error of their mean: a standard error, and confidence intervals."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Inexact, Int
+from scipy.special import ndtri, stdtrit
+
+LEVEL = 0.95  # of the interval that a tolerance bounds
+_TABULATED = 64  # degrees of freedom, beyond which the series for Student's quantiles is exact to 1e-8
+# Abramowitz & Stegun 1964, 26.7.5: a row for each power of 1 / degrees of freedom, of odd powers of the normal quantile.
+_SERIES = np.array(
+    [[1 / 4, 1 / 4, 0, 0, 0], [3 / 96, 16 / 96, 5 / 96, 0, 0], [-15 / 384, 17 / 384, 19 / 384, 3 / 384, 0]]
+    + [[x / 92160 for x in (-945, -1920, 1482, 776, 79)]]
+)
+
+
+class Moments(NamedTuple):
+    """Of real samples: their mean, the sum of the squared deviations d from it, and sum(d^3) / sum(d^2)."""
+
+    mean: Float[Array, ""]
+    squares: Float[Array, ""]
+    tilt: Float[Array, ""]  # cubes would leave the range of float32 sooner than squares do
+
+    @staticmethod
+    def of(samples: Float[Array, " m"], is_counted: Bool[Array, " m"]) -> "Moments":
+        """Those of the samples that are counted, which is one at least."""
+        mean = jnp.where(is_counted, samples, 0).sum() / is_counted.sum().astype(samples.dtype)
+        away = jnp.where(is_counted, samples - mean, 0)
+        squares = (away**2).sum()
+        return Moments(mean, squares, (away * (away**2 / or_one(squares))).sum())
+
+    def merged(self, number: Int[Array, ""], other: "Moments", others: Int[Array, ""]) -> "Moments":
+        """The moments of these `number` samples and of `others` more (Chan, Golub & LeVeque 1983; Pébay 2008)."""
+        these, those = number.astype(self.mean.dtype), others.astype(self.mean.dtype)
+        ahead, share, rest = other.mean - self.mean, those / (these + those), these / (these + those)
+        between = ahead**2 * these * share
+        squares = self.squares + other.squares + between
+        own, of_other, of_between = (x / or_one(squares) for x in (self.squares, other.squares, between))
+        tilt = self.tilt * own + other.tilt * of_other
+        tilt += ahead * ((rest - share) * of_between + 3 * (rest * of_other - share * own))
+        return Moments(self.mean + ahead * share, squares, tilt)
+
+
+class Estimate(NamedTuple):
+    """What an estimator has found: a mean of samples, and what is known about its error."""
+
+    value: Inexact[Array, ""]
+    std_error: Float[Array, ""]  # of `value`; infinite for one sample
+    skewness: Float[Array, ""]  # of the samples, or of their real parts
+    num_samples: Int[Array, ""]
+
+
+def parts(numbers: Inexact[Array, "..."]) -> list[Float[Array, "..."]]:
+    """Real numbers as they are, complex ones as their real and imaginary parts."""
+    return [numbers.real, numbers.imag] if jnp.iscomplexobj(numbers) else [numbers]
+
+
+def estimate_of(moments: list[Moments], num_samples: Int[Array, ""], covariance: Any = 0.0) -> Estimate:
+    """The mean of samples, each pair of which has this covariance; `moments` are those of each part.
+
+    The variance of the mean of m samples is (v + (m - 1) c) / m, for their variance v and their covariance c. The
+    squared deviations from the mean show v - c: so it is what they show, divided by m, and c.
+    """
+    value = moments[0].mean if len(moments) == 1 else jax.lax.complex(moments[0].mean, moments[1].mean)
+    count = num_samples.astype(moments[0].mean.dtype)
+    squares = sum((part.squares for part in moments[1:]), moments[0].squares)
+    variance = squares / jnp.maximum(count * (count - 1), 1) + covariance
+    std_error = jnp.where(num_samples > 1, safe_sqrt(variance), jnp.inf)
+    return Estimate(value, std_error, _skewness(moments[0], squares, count), num_samples)
+
+
+def _skewness(moments: Moments, squares: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
+    """That of a population, from the moments of a sample; zero where two or fewer say nothing about it."""
+    deviation = safe_sqrt(squares / count)
+    of_sample = moments.tilt * (moments.squares / or_one(squares)) / or_one(deviation)
+    unbiased = safe_sqrt(count * (count - 1)) / jnp.maximum(count - 2, 1)  # for normal samples (Joanes & Gill 1998)
+    return jnp.where(count > 2, unbiased * of_sample, 0)
+
+
+def or_one(x: Float[Array, ""]) -> Float[Array, ""]:
+    """The number, or one in place of zero: a divisor."""
+    return jnp.where(x == 0, 1, x)
+
+
+def safe_sqrt(x: Float[Array, ""]) -> Float[Array, ""]:
+    """The square root of what is positive, and zero with the derivative zero for what is not."""
+    is_positive = x > 0
+    return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, x, 1)), 0)
+
+
+def student_error(estimate: Estimate) -> Float[Array, ""]:
+    """The standard error, larger by what is uncertain about itself: by the ratio of Student's and normal quantiles."""
+    return estimate.std_error * _student_ratio(estimate.num_samples).astype(estimate.std_error.dtype)
+
+
+def ends_in_errors(
+    level: float, num_samples: Int[Array, "..."], skewness: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """How many standard errors below and above a mean of samples its confidence interval ends.
+
+    Student's quantiles for few samples, through the cubic transformation that removes the first effect of the samples'
+    skewness (Hall 1992, "On the removal of skewness by transformation").
+    """
+    count = jnp.maximum(num_samples, 1).astype(skewness.dtype)
+    quantile, tilt = _student_quantile(level, num_samples).astype(skewness.dtype), skewness / jnp.sqrt(count)
+    return _untransformed(quantile, tilt), -_untransformed(-quantile, tilt)
+
+
+def _untransformed(y: Float[Array, "..."], tilt: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The t with t + tilt t^2 / 3 + tilt^2 t^3 / 27 + tilt / 6 = y."""
+    rest = y - tilt / 6
+    root = jnp.cbrt(1 + tilt * rest)
+    return 3 * rest / (root**2 + root + 1)  # 3 (root - 1) / tilt, without a division by zero
+
+
+def _student_ratio(num_samples: Int[Array, "..."]) -> Float[Array, "..."]:
+    return _student_quantile(LEVEL, num_samples) / normal_quantile(LEVEL)
+
+
+def normal_quantile(level: float) -> float:
+    """How many standard errors to either side a normal number is with this probability."""
+    return float(ndtri((1 + level) / 2))
+
+
+def _student_quantile(level: float, num_samples: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The same for a mean of so many normal numbers whose standard error is estimated."""
+    table = jnp.asarray(stdtrit(np.arange(1.0, _TABULATED + 1), (1 + level) / 2))
+    freedom = jnp.maximum(num_samples - 1, 1)
+    z, x = normal_quantile(level), 1 / freedom.astype(table.dtype)
+    powers = z ** np.array([1, 3, 5, 7, 9])
+    terms = _SERIES @ powers  # of x, x^2, x^3, x^4
+    series = z + x * (terms[0] + x * (terms[1] + x * (terms[2] + x * terms[3])))
+    return jnp.where(freedom > _TABULATED, series, table[jnp.minimum(freedom, _TABULATED) - 1])

@@ -1,0 +1,167 @@
+"""Confidence intervals: Student's quantiles, the correction for skewness, and what is said where nothing is known."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from loopax._src.stochtrace.intervals import Moments, ends_in_errors, estimate_of, parts
+from loopax.stochtrace import Hutchinson, TraceEstimate, XNysTrace, estimate_trace
+from tests.stochtrace.cases import GENERAL, KEY, PSD, compiled, each_estimator, estimate
+from tests.support.reference import assert_close
+
+SAMPLES = np.random.RandomState(5).gamma(0.5, 2.0, 40)
+
+
+def estimate_with(value: float = 2.0, std_error: float = 0.5, samples: int = 8, skewness: float = 0.0) -> TraceEstimate:
+    numbers = (jnp.asarray(x) for x in (value, std_error, samples, True, samples, skewness))
+    return TraceEstimate(*numbers)
+
+
+def moments(samples: np.ndarray) -> Moments:
+    return Moments.of(jnp.asarray(samples), jnp.ones(len(samples), bool))
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
+def test_without_skewness_an_interval_is_student_s(level: float) -> None:
+    for samples in (2, 3, 8, 65, 66, 1000):
+        low, high = estimate_with(samples=samples).interval(level)
+        assert_close((float(low), float(high)), scipy.stats.t.interval(level, samples - 1, 2.0, 0.5), 1e-6)
+
+
+def test_the_ends_are_those_of_a_cubic_transformation() -> None:
+    """Hall's g(t) = t + c t^2 / 3 + c^2 t^3 / 27 + c / 6 of both ends is Student's quantile."""
+    for skewness in (-2.5, -1e-3, 0.0, 0.4, 2.8):
+        below, above = ends_in_errors(0.95, jnp.asarray(9), jnp.asarray(skewness))
+        t, c = np.array([below, -above]), skewness / 3
+        quantile = scipy.stats.t.ppf(0.975, 8)
+        assert_close(t + c * t**2 / 3 + c**2 * t**3 / 27 + c / 6, np.array([quantile, -quantile]), 1e-9)
+
+
+def test_skewed_samples_have_the_longer_side_where_large_ones_are_missing() -> None:
+    low, high = estimate_with(skewness=1.5).interval()
+    assert 2.0 - low < high - 2.0
+    mirrored = estimate_with(skewness=-1.5).interval()
+    assert_close((mirrored[0], mirrored[1]), (4.0 - high, 4.0 - low))
+
+
+def test_moments_and_skewness_are_those_of_the_samples() -> None:
+    deviations = SAMPLES - SAMPLES.mean()
+    got = moments(SAMPLES)
+    assert_close(
+        got,
+        Moments(*(jnp.asarray(x) for x in (SAMPLES.mean(), (deviations**2).sum(), 0.0)))._replace(
+            tilt=jnp.asarray((deviations**3).sum() / (deviations**2).sum())
+        ),
+    )
+    found = estimate_of([got], jnp.asarray(40))
+    assert_close(found.skewness, scipy.stats.skew(SAMPLES, bias=False))
+    assert_close(found.std_error, scipy.stats.sem(SAMPLES))
+
+
+@pytest.mark.parametrize("first", [0, 1, 17, 39])
+def test_moments_of_parts_merge_to_those_of_all(first: int) -> None:
+    some = moments(SAMPLES[:first]) if first else Moments(*(jnp.zeros(()) for _ in range(3)))
+    merged = some.merged(jnp.asarray(first), moments(SAMPLES[first:]), jnp.asarray(40 - first))
+    assert_close(merged, moments(SAMPLES))
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1e14])
+def test_skewness_does_not_leave_the_range_of_float32(scale: float) -> None:
+    """The cubes of such samples would."""
+    samples = (scale * SAMPLES).astype(np.float32)
+    halves = moments(samples[:20]), moments(samples[20:])
+    for got in (moments(samples), halves[0].merged(jnp.asarray(20), halves[1], jnp.asarray(20))):
+        skewness = estimate_of([got], jnp.asarray(40)).skewness
+        np.testing.assert_allclose(skewness, scipy.stats.skew(SAMPLES, bias=False), rtol=1e-4)
+
+
+def test_the_interval_of_a_complex_trace_is_one_for_its_real_part() -> None:
+    matrix = np.asarray(PSD) + 1j * np.asarray(GENERAL + GENERAL.T)
+    got = compiled(Hutchinson(), num_matvecs=20)(matrix)
+    samples = np.asarray([compiled(Hutchinson(), num_matvecs=n)(matrix).value * n for n in range(1, 21)])
+    samples = np.diff(samples, prepend=0)
+    away = samples - samples.mean()
+    assert_close(got.std_error, np.sqrt((np.abs(away) ** 2).sum() / (20 * 19)))
+    skewness = (away.real**3).mean() / (np.abs(away) ** 2).mean() ** 1.5 * np.sqrt(20 * 19) / 18
+    assert_close(got.skewness, skewness)
+    low, high = got.interval()
+    assert low.dtype == high.dtype == jnp.float64
+    assert low < got.value.real < high
+
+
+def test_parts() -> None:
+    assert_close(parts(jnp.asarray([1.0, 2.0])), [jnp.asarray([1.0, 2.0])])
+    assert_close(parts(jnp.asarray(1 + 2j)), [jnp.asarray(1.0), jnp.asarray(2.0)])
+
+
+@each_estimator
+def test_lanes_have_intervals_of_their_own_and_compiled_ones_too(estimator: Any) -> None:
+    got = jax.jit(jax.vmap(lambda key: estimate(estimator, key=key)(PSD)))(jax.random.split(KEY, 3))
+    low, high = jax.jit(lambda found: found.interval(0.9))(got)
+    for lane in range(3):
+        alone = jax.tree.map(lambda x, lane=lane: x[lane], got).interval(0.9)
+        assert_close((low[lane], high[lane]), alone)
+
+
+# ---- where nothing is known
+
+
+@each_estimator
+def test_a_single_sample_has_an_interval_without_ends(estimator: Any) -> None:
+    got = compiled(estimator, num_matvecs=estimator.products_per_sample)(PSD)
+    assert got.interval() == (-jnp.inf, jnp.inf)
+    assert got.skewness == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_few_equal_samples_from_signs_say_nothing(dtype: Any) -> None:
+    """Ones on three coordinates: in 3/4 of cases the signs there disagree, and the sample is 1 in place of 3."""
+    diagonal, ones = np.diag(np.arange(1.0, 13)).astype(dtype), np.zeros((12, 12), dtype)
+    ones[:3, :3] = 1
+    for count in (2, 10):
+        few = compiled(Hutchinson(), num_matvecs=count)(diagonal)
+        assert_close(np.asarray(few.value, float), 78.0, 1e-6)
+        assert few.interval() == (-jnp.inf, jnp.inf)
+    many = compiled(Hutchinson(), num_matvecs=11)(diagonal)
+    assert many.std_error <= 1e-6 * many.value
+    run = jax.jit(jax.vmap(lambda key: estimate_trace(ones, key, num_matvecs=4)))
+    got = run(jax.random.split(KEY, 400))
+    low, high = got.interval()
+    assert 0.2 < np.isinf(got.std_error).mean() < 0.45  # (3/4)^4 + (1/4)^4 = 0.32
+    assert ((low <= 3) & (high >= 3)).mean() > 0.9
+
+
+def test_equal_samples_that_are_not_of_signs_say_what_they_seem_to() -> None:
+    identity = np.eye(12)
+    assert compiled(Hutchinson("sphere"), num_matvecs=4)(identity).std_error < 1e-12
+    assert compiled(Hutchinson(), num_matvecs=4)(identity + 0j).std_error < 1e-12
+    assert compiled(XNysTrace(positive_semidefinite=True), num_matvecs=4)(identity).std_error < 1e-12
+    assert compiled(Hutchinson(), num_matvecs=4)(np.full((1, 1), 3.0)).std_error == 0
+
+
+# ---- what is no level
+
+
+@pytest.mark.parametrize(
+    ("level", "error", "text"),
+    [
+        (1.0, ValueError, "got 1.0, expected a probability between 0 and 1, such as 0.95."),
+        (95, ValueError, "got 95, expected a probability between 0 and 1, such as 0.95."),
+        (0.0, ValueError, "got 0.0, expected a positive number."),
+        ("95%", TypeError, "expected a Python float."),
+    ],
+)
+def test_a_level_that_is_none(level: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape("TraceEstimate.interval(level=...)")) as raised:
+        estimate_with().interval(level)
+    assert text in str(raised.value)
+
+
+def test_a_level_that_is_traced() -> None:
+    with pytest.raises(TypeError, match=re.escape("TraceEstimate.interval(level=...)")):
+        jax.jit(lambda level: estimate_with().interval(level))(0.9)
