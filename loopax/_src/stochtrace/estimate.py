@@ -29,7 +29,7 @@ class TraceEstimate(NamedTuple):
     num_matvecs : int32[]
         Matrix-vector products that it is from.
     converged : bool[]
-        Whether the estimate is as exact as the tolerance asks; True where none was asked for.
+        Whether the interval is as short as the tolerance asks; True where none was asked for.
     num_samples : int32[]
         Samples that it is the mean of; a sample takes one product, two or three.
     skewness
@@ -126,10 +126,9 @@ def estimate_trace(
         lanes under `jax.vmap`. An estimator that takes two or three products for a sample takes whole samples:
         the result has the number.
     rtol, atol
-        In place of a number: stop as soon as the standard error, with what is uncertain about itself, is at most
-        atol + rtol |value|, after 16 products at least: as soon as Student's 95 % interval is at most 1.96 times that
-        to either side. This is looked at after each tenth of samples more. Static or traced. One that is not given is
-        zero.
+        In place of a number: stop as soon as half of `interval(0.95)` is at most 1.96 (atol + rtol |value|), so that
+        atol + rtol |value| is a standard error. This is looked at after 16 products, and after each tenth more. Static
+        or traced. One that is not given is zero.
     max_matvecs
         A static bound on the number of products, which decides how large arrays are; a tolerance that is not reached
         by then ends there.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from loopax._src.loops import fori_loop, while_loop
-from loopax._src.stochtrace.intervals import Estimate, student_error
+from loopax._src.stochtrace.intervals import Estimate, half_length
 from loopax._src.stochtrace.operators import Operator
 from loopax._src.stochtrace.products import Probes, Products, check_probes
 
@@ -29,8 +29,8 @@ class Tolerance(NamedTuple):
     atol: Float[Array, ""]
 
     def allows(self, estimate: Estimate) -> Bool[Array, ""]:
-        """Whether an estimate is exact enough: half of its interval is at most that of a normal error of this size."""
-        return student_error(estimate).astype(self.rtol.dtype) <= self._allowed(estimate)
+        """Whether the interval of an estimate is as short as that of a normal error of the allowed size."""
+        return half_length(estimate).astype(self.rtol.dtype) <= self._allowed(estimate)
 
     def raised(self, estimate: Estimate) -> Estimate:
         """An estimate that this has ended, with a standard error that is not too small for it.
@@ -40,7 +40,7 @@ class Tolerance(NamedTuple):
         """
         is_known = (estimate.std_error > 0) & jnp.isfinite(estimate.std_error)
         known = estimate._replace(std_error=jnp.where(is_known, estimate.std_error, 1))
-        ratio = self._allowed(known) / student_error(known).astype(self.rtol.dtype)
+        ratio = self._allowed(known) / half_length(known).astype(self.rtol.dtype)
         raised = known.std_error * jnp.clip(ratio, 1, MOST_RAISED).astype(known.std_error.dtype)
         return estimate._replace(std_error=jnp.where(is_known, raised, estimate.std_error))
 
