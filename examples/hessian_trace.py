@@ -7,8 +7,8 @@ is asked for. Here that is done along the training of a small classifier of hand
 the exact trace beside it. And since an estimate has derivatives, a network can be trained to have a small one.
 
 `python examples/hessian_trace.py` trains for half a minute on two cores, prints the traces and their errors, compares
-the estimators at the same number of products, and draws `examples/hessian_trace.png`. It fails if an estimate is
-farther from the exact trace than its standard error allows, or if a penalty on the trace does not make it smaller.
+the estimators at the same number of products, and draws `examples/hessian_trace.png`. It fails if the exact trace is
+outside of a 99.99% interval of an estimate, or if a penalty on the trace does not make it smaller.
 
 The digits are those that scikit-learn brings along (E. Alpaydin and C. Kaynak 1998, UCI Machine Learning Repository).
 The trace as a measure of sharpness: Z. Yao, A. Gholami, K. Keutzer and M. W. Mahoney, "PyHessian: neural networks
@@ -49,7 +49,7 @@ SEED = 0
 
 LOOKS = (0, 1, 2, 3, 5, 8, 12, 16, 20, 30, 40)  # epochs after which the trace is estimated
 RTOL, MAX_MATVECS = 0.05, 1024
-ALLOWED = 5  # standard errors
+ALMOST_CERTAIN = 0.9999  # level of the intervals that must have the exact trace in them
 
 BUDGETS = (24, 48, 96, 192)  # products
 REPEATS = 16  # with other probes
@@ -279,11 +279,18 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]
 
 def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[str, Flattened]) -> None:
     rows = [
-        tuple(f"{epoch} {loss:.3f} {accuracy:.1%} {exact:.2f} {e.value:.2f}±{e.std_error:.2f} {e.num_matvecs}".split())
-        for epoch, loss, accuracy, exact, e in looks
+        (
+            f"{epoch}",
+            f"{loss:.3f}",
+            f"{accuracy:.1%}",
+            f"{exact:.2f}",
+            with_interval(estimate),
+            f"{estimate.num_matvecs}",
+        )
+        for epoch, loss, accuracy, exact, estimate in looks
     ]
     columns = "epoch", "loss", "test accuracy", "exact trace", "estimate", "products"
-    print_table("Trace of the Hessian, and its estimate±standard error", columns, rows)
+    print_table("Trace of the Hessian, and its estimate with a 95% interval", columns, rows)
     rows = [
         (name, *(f"{100 * a:.2f} ({100 * s:.2f})" for a, s in zip(*found, strict=True)))
         for name, found in errors.items()
@@ -297,6 +304,11 @@ def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[
     ]
     columns = "penalty", "strength", "loss", "trace of the Hessian", "test accuracy"
     print_table(f"{NETWORKS} networks trained with a penalty on a trace, mean±standard deviation", columns, rows)
+
+
+def with_interval(estimate: stochtrace.TraceEstimate) -> str:
+    low, high = estimate.interval()
+    return f"{estimate.value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def spread(values: Float[Array, " networks"], form: str) -> str:
@@ -317,12 +329,14 @@ def draw(looks: list[Look], errors: dict[str, Errors], flattened: dict[str, Flat
 
 def draw_looks(axes: Axes, looks: list[Look]) -> None:
     epochs, estimates = [look.epoch for look in looks], [look.estimate for look in looks]
-    values, bars = [e.value for e in estimates], [2 * e.std_error for e in estimates]
+    values = np.array([estimate.value for estimate in estimates])
+    lows, highs = np.transpose([estimate.interval() for estimate in estimates])
     axes.plot(epochs, [look.exact for look in looks], color="#b9b3a8", lw=4, label="exact")
-    axes.errorbar(epochs, values, bars, fmt="o", ms=4, capsize=3, color="#1b7f8c", label="estimate ± 2 std. errors")
-    for epoch, value, bar, estimate in zip(epochs, values, bars, estimates, strict=True):
+    bars = values - lows, highs - values
+    axes.errorbar(epochs, values, bars, fmt="o", ms=4, capsize=3, color="#1b7f8c", label="estimate, 95% interval")
+    for epoch, high, estimate in zip(epochs, highs, estimates, strict=True):
         where = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{estimate.num_matvecs}", (epoch, value + bar), fontsize=7, **where)
+        axes.annotate(f"{estimate.num_matvecs}", (epoch, high), fontsize=7, **where)
     axes.set(title="Trace of the Hessian, and products taken", xlabel="epoch", ylim=(0, None))
     axes.margins(y=0.1)
     axes.legend(frameon=False, fontsize=8)
@@ -354,8 +368,10 @@ def draw_flattened(axes: Axes, flattened: dict[str, Flattened]) -> None:
 
 def check(looks: list[Look], flattened: dict[str, Flattened]) -> None:
     """An error where the results are not what this file says."""
-    if any(abs(look.estimate.value - look.exact) > ALLOWED * look.estimate.std_error for look in looks):
-        raise SystemExit(f"an estimate is more than {ALLOWED} standard errors from the exact trace")
+    for look in looks:
+        low, high = look.estimate.interval(ALMOST_CERTAIN)
+        if not low <= look.exact <= high:
+            raise SystemExit(f"epoch {look.epoch}: the exact trace is outside of {low:.2f} to {high:.2f}")
     if any((np.diff(found.trace.mean(1)) > 0).any() for found in flattened.values()):
         raise SystemExit("a stronger penalty on the trace does not make it smaller")
 

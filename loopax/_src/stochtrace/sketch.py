@@ -80,8 +80,8 @@ class SketchEstimator(Estimator):
             return estimate_of(moments, num_rows)
         are_pairs = counted.is_counted[:, None] & counted.is_counted[None] & ~jnp.eye(samples.shape[0], dtype=bool)
         by_other = jnp.where(are_pairs, samples[:, None] - without, 0)
-        pairs = jnp.maximum(num_rows * (num_rows - 1), 1).astype(by_other.real.dtype)
-        covariance = (by_other * by_other.conj().T).real.sum() / pairs
+        count = num_rows.astype(by_other.real.dtype)
+        covariance = (by_other * by_other.conj().T).real.sum() / jnp.maximum(count * (count - 1), 1)
         return estimate_of(moments, num_rows, jnp.maximum(covariance, 0))
 
 
