@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
 from loopax._src.stochtrace.factorizations import lane_by_lane, pseudo_inverse
-from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, parts
+from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, parts, safe_sqrt
 from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
 
 Rows = Inexact[Array, "m n"]
@@ -76,13 +76,14 @@ class SketchEstimator(Estimator):
         counted = Counted(sketch, num_rows)
         samples, without = self.samples(counted)
         moments = [Moments.of(part, counted.is_counted) for part in parts(samples)]
+        rounding = _rounding(counted)
         if without is None:
-            return estimate_of(moments, num_rows)
+            return estimate_of(moments, num_rows, rounding=rounding)
         are_pairs = counted.is_counted[:, None] & counted.is_counted[None] & ~jnp.eye(samples.shape[0], dtype=bool)
         by_other = jnp.where(are_pairs, samples[:, None] - without, 0)
         count = num_rows.astype(by_other.real.dtype)
         covariance = (by_other * by_other.conj().T).real.sum() / jnp.maximum(count * (count - 1), 1)
-        return estimate_of(moments, num_rows, jnp.maximum(covariance, 0))
+        return estimate_of(moments, num_rows, jnp.maximum(covariance, 0), rounding)
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,17 @@ def filled(square: Square, is_counted: Bool[Array, " m"]) -> Square:
     scale = jax.lax.stop_gradient(jnp.abs(square).max())
     identity = jnp.eye(square.shape[0], dtype=square.dtype) * jnp.where(scale > 0, scale, 1).astype(square.dtype)
     return jnp.where(is_counted[:, None] & is_counted[None], square, identity)
+
+
+def _rounding(counted: Counted) -> Float[Array, ""]:
+    """What rounding errors make of a trace on a basis, as a standard error.
+
+    They are those of n numbers of the size of the operator's Frobenius norm, whose square is the mean of |A w|^2.
+    """
+    sketch = counted.sketch
+    count = counted.num_rows.astype(sketch.probes.real.dtype)
+    squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
+    return float(jnp.finfo(count.dtype).eps) * safe_sqrt(sketch.probes.shape[1] * squared_norm)
 
 
 def at_least_rounding(x: Square) -> Square:
