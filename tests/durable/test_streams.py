@@ -17,7 +17,7 @@ import loopax as lx
 from loopax import durable
 from loopax._src.durable import result_rows
 from loopax._src.durable.saves import Saves
-from tests.queues.test_lanes_stream import collatz, expected
+from tests.queues.streams import collatz, expected
 
 LANES = 4
 

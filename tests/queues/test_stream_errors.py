@@ -1,0 +1,194 @@
+"""`lanes_stream`: what users do wrong, and what goes wrong while a stream runs."""
+
+import itertools as it
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import loopax as lx
+from loopax._src.queues import working_lanes
+from tests.queues.streams import ANSWERS, CHAOTIC, chaotic, collatz, expected, found, items
+
+
+def test_resume_with_other_lanes_is_refused():
+    stream = lx.lanes_stream(chaotic, CHAOTIC, lanes=8)
+    next(stream)
+    state = stream.suspend()
+    with pytest.raises(ValueError, match=r"the suspended stream has 8 lanes, and lanes=4\. Give lanes=8"):
+        lx.lanes_stream(chaotic, [], lanes=4, resume=state)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_source_comes_after_the_results(prefetch):
+    def source():
+        yield from items(10)
+        raise OSError("gone")
+
+    stream = lx.lanes_stream(collatz, source(), lanes=4, prefetch=prefetch)
+    assert found(it.islice(stream, 10)) == {i: expected(i + 1) for i in range(10)}
+    with pytest.raises(OSError, match="gone"):
+        next(stream)
+
+
+TWO = np.zeros(2, np.float32)
+
+
+OTHERS = {
+    "shape": ({"x": np.zeros(3, np.float32), "n": 1}, r"item 2\['x'\] is float32\[3\], expected float32\[2\]"),
+    "dtype": ({"x": np.zeros(2, np.int32), "n": 1}, r"item 2\['x'\] is int32\[2\], expected float32\[2\]"),
+    "structure": ({"x": TWO}, r"item 2 has the structure PyTreeDef\({'x': \*}\), expected"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_items_unlike_the_first(name):
+    """The results of those before it come first."""
+    other, words = OTHERS[name]
+    alike = {"x": TWO + 1, "n": 3}
+    f = lambda item: lx.fori_loop(0, item["n"], lambda i, x: 2 * x, item["x"], max_steps=9)
+    stream = lx.lanes_stream(f, [alike, alike, other, alike], lanes=2)
+    assert sorted(next(stream)[0] for _ in range(2)) == [0, 1]
+    with pytest.raises(TypeError, match=words):
+        next(stream)
+
+
+def test_static_leaves_must_be_those_of_the_first():
+    f = lambda item: lx.fori_loop(0, item["n"], lambda i, x: 2 * x, jnp.float32(1), max_steps=9)
+    with pytest.raises(ValueError, match=r"item 1\['name'\] is 'b', expected 'a'"):
+        list(lx.lanes_stream(f, [{"n": 1, "name": "a"}, {"n": 1, "name": "b"}], lanes=2))
+
+
+def limited(n):
+    return lx.fori_loop(0, n, lambda i, x: 2 * x, jnp.float32(1), max_steps=5)
+
+
+def test_an_error_of_an_item_names_it():
+    counts = [np.int32(n) for n in (1, 9, 2)]
+    stream = lx.lanes_stream(limited, counts, lanes=2, ordered=True)
+    assert next(stream) == (0, 2.0)
+    with pytest.raises(eqx.EquinoxRuntimeError, match=r"item 1 of lanes_stream: .*max_steps=5"):
+        next(stream)
+    results = {index: (float(y), error) for index, y, error in lx.lanes_stream(limited, counts, lanes=2, throw=False)}
+    assert (results[0], results[2]) == ((2.0, None), (4.0, None))
+    assert "item 1 of lanes_stream" in results[1][1]
+
+
+def test_options_that_are_refused():
+    stream: Any = lx.lanes_stream
+    for error, words, options in (
+        (TypeError, "lanes_stream\\(lanes=", {"lanes": 2.0}),
+        (ValueError, "lanes_stream\\(lanes=", {"lanes": 0}),
+        (ValueError, "lanes_stream\\(chunk_steps=", {"chunk_steps": 0}),
+        (TypeError, "lanes_stream\\(prefetch=", {"prefetch": 1.5}),
+        (ValueError, "lanes_stream\\(prefetch=", {"prefetch": -1}),
+    ):
+        with pytest.raises(error, match=words):
+            stream(collatz, [], **options)
+    with pytest.raises(TypeError, match=r"items=\.\.\.\): got a int, expected an iterable"):
+        stream(collatz, 3)
+    with pytest.raises(ValueError, match=r"lanes_stream\(f, \.\.\.\): f must hold exactly one loop"):
+        list(lx.lanes_stream(lambda x: x, items(3)))
+
+
+def test_integers_that_do_not_fit_are_refused():
+    with jax.enable_x64(False), pytest.raises(OverflowError, match=r"item 1 is 4294967297, expected integers that fit"):
+        list(lx.lanes_stream(collatz, [np.int32(1), 2**32 + 1], lanes=2))
+
+
+def test_keys_of_another_kind_are_refused():
+    draw = lambda key: lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
+    key, other = jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")
+    for second in (other, jax.random.key_data(key)):
+        with pytest.raises(TypeError, match=r"item 1 is .*PRNG key.*, expected a PRNG key of rbg"):
+            list(lx.lanes_stream(draw, [key, second], lanes=2))
+
+
+@pytest.mark.parametrize("taken", [0, 3, 30])
+def test_an_order_cannot_begin_in_the_middle(taken):
+    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    first = list(it.islice(stream, taken))
+    suspended = stream.suspend()
+    rest = items(100)[suspended.fetched :]
+    with pytest.raises(ValueError, match="Go on with ordered=False"):
+        lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, ordered=True)
+    assert found([*first, *lx.lanes_stream(collatz, rest, lanes=4, resume=suspended)]) == ANSWERS[100]
+
+
+def test_another_function_does_not_go_on_with_suspended_lanes():
+    long = lambda n: lx.fori_loop(0, 10**6, lambda i, x: x + n, jnp.int32(0))
+    stream = lx.lanes_stream(long, items(4), lanes=2, chunk_steps=1)
+    while not stream._working.num_busy:
+        stream._look()
+    suspended = stream.suspend()
+    with pytest.raises(ValueError, match="those of another function"):
+        lx.lanes_stream(collatz, [], lanes=2, resume=suspended)
+
+
+def test_a_stream_inside_of_jit_is_refused():
+    with pytest.raises(TypeError, match=r"inside of `jax.jit`"):
+        jax.jit(lambda: list(lx.lanes_stream(collatz, items(3))))()
+
+
+def test_ctrl_c_in_the_iterable_is_raised_at_once_without_a_thread():
+    def numbers():
+        yield from items(40)
+        raise KeyboardInterrupt
+
+    results = []
+    with pytest.raises(KeyboardInterrupt):
+        results.extend(lx.lanes_stream(collatz, numbers(), lanes=32, prefetch=0))
+    assert len(results) < 40
+
+
+def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):
+    stream, waits = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3), []
+    wait = working_lanes.wait_for
+
+    def interrupted(chunk):
+        waits.append(1)
+        if len(waits) % 3 == 0:
+            raise KeyboardInterrupt
+        return wait(chunk)
+
+    monkeypatch.setattr(working_lanes, "wait_for", interrupted)
+    results, interrupts = {}, 0
+    while len(results) < 100:
+        try:
+            results |= found([next(stream)])
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert results == ANSWERS[100]
+    assert interrupts > 3
+
+
+def test_a_stream_whose_function_raises_is_closed():
+    def fail(_):
+        raise ZeroDivisionError
+
+    def fails(n):
+        jax.debug.callback(fail, n)
+        return collatz(n)
+
+    stream = lx.lanes_stream(fails, items(9), lanes=2)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        list(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_model_that_changes_itself_is_refused():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, n):
+            self.count[...] += 1
+            return collatz(n)
+
+    with pytest.raises(TypeError, match="f of lanes_stream changes an NNX object in itself"):
+        list(lx.lanes_stream(Counting(), items(3), lanes=2))
