@@ -13,11 +13,15 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
+# Singular values are raised to so much of the rounding error of the largest. More makes estimates too large: for
+# eigenvalues 0.7^i, by 1700 times the rounding error of one number for 1 in place of 0.01, and by 600 times for 0.001.
+LEAST = 0.01
+
 
 @jax.custom_jvp
 def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """The inverse, from singular values of at least the rounding error of the largest."""
-    return _inverse_or(lambda values, least: 1 / _at_least(values, least), matrix)
+    """The inverse, from singular values of at least a part of the rounding error of the largest."""
+    return _inverse_or(lambda values, least: 1 / _at_least(values, LEAST * least), matrix)
 
 
 @inverse.defjvp
@@ -60,14 +64,14 @@ def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array
 def inverse_root(matrix: Inexact[Array, "m m"]) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
     """L with L L^H the inverse of a positive semidefinite matrix, as the sum of two matrices.
 
-    The first has the columns of eigenvalues above the rounding error of the largest, the second those of the others,
-    which are raised to it, and whose derivative is zero.
+    The first has the columns of eigenvalues above the rounding error of the largest. The second has those of others,
+    which are raised to a part of it, and whose derivative is zero.
 
     L is determined up to a unitary factor on its right, and its derivative too: use it in ways which do not ask.
     """
     values, vectors = lane_by_lane(lambda matrix: tuple(jnp.linalg.eigh(matrix)))(matrix)
     least = _rounding(values)
-    columns = vectors / jnp.sqrt(_at_least(values, least))[None].astype(vectors.dtype)
+    columns = vectors / jnp.sqrt(_at_least(values, LEAST * least))[None].astype(vectors.dtype)
     is_known = (values > least)[None]
     return jnp.where(is_known, columns, 0), jnp.where(is_known, 0, columns)
 

@@ -51,6 +51,7 @@ class SketchEstimator(Estimator):
 
     has_images: ClassVar[bool] = True
     has_others: ClassVar[bool] = False
+    rounding_per_sample: ClassVar[float] = 0.0  # errors of one number of the size of the operator, as measured
 
     def most_samples(self, size: int) -> int | None:
         """A basis has at most `size` directions."""
@@ -76,7 +77,7 @@ class SketchEstimator(Estimator):
         counted = Counted(sketch, num_rows)
         samples, without = self.samples(counted)
         moments = [Moments.of(part, counted.is_counted) for part in parts(samples)]
-        rounding = _rounding(counted)
+        rounding = self._rounding(counted)
         if without is None:
             return estimate_of(moments, num_rows, rounding=rounding)
         are_pairs = counted.is_counted[:, None] & counted.is_counted[None] & ~jnp.eye(samples.shape[0], dtype=bool)
@@ -84,6 +85,18 @@ class SketchEstimator(Estimator):
         count = num_rows.astype(by_other.real.dtype)
         covariance = (by_other * by_other.conj().T).real.sum() / jnp.maximum(count * (count - 1), 1)
         return estimate_of(moments, num_rows, jnp.maximum(covariance, 0), rounding)
+
+    def _rounding(self, counted: Counted) -> Float[Array, ""]:
+        """What rounding errors make of an estimate, as a standard error.
+
+        On a basis they are those of n numbers of the size of the operator's Frobenius norm, whose square is the mean of
+        |A w|^2.
+        """
+        sketch, dtype = counted.sketch, counted.sketch.probes.real.dtype
+        count, size = counted.num_rows.astype(dtype), sketch.probes.shape[1]
+        squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
+        number = size**0.5 + self.rounding_per_sample * count
+        return float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
 
 
 @dataclass(frozen=True)
@@ -151,12 +164,12 @@ class _Growth:
     def _orthonormal(self, basis: Rows, images: Rows, probes: Rows) -> Rows:
         """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
 
-        What images of rounding errors' size leave undecided, probes of that size decide: so an operator of low rank
-        has a basis too.
+        What images of rounding errors' size leave undecided, smaller parts of the probes decide: so an operator of low
+        rank has a basis too. As large as the rounding errors they would make estimates too large.
         """
         norm = jnp.linalg.norm(images, axis=1).max()
-        rounding = jnp.where(norm > 0, jnp.finfo(images.dtype).eps * norm / self.products.size**0.5, 1)
-        new = images + rounding.astype(images.dtype) * probes
+        part = 0.1 * jnp.finfo(images.dtype).eps / self.products.size**0.5
+        new = images + jnp.where(norm > 0, part * norm, 1).astype(images.dtype) * probes
         if self.rows > self.budget.batch:  # there is a basis already
             # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
             new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
@@ -202,17 +215,6 @@ def filled(square: Square, is_counted: Bool[Array, " m"]) -> Square:
     scale = jax.lax.stop_gradient(jnp.abs(square).max())
     identity = jnp.eye(square.shape[0], dtype=square.dtype) * jnp.where(scale > 0, scale, 1).astype(square.dtype)
     return jnp.where(is_counted[:, None] & is_counted[None], square, identity)
-
-
-def _rounding(counted: Counted) -> Float[Array, ""]:
-    """What rounding errors make of a trace on a basis, as a standard error.
-
-    They are those of n numbers of the size of the operator's Frobenius norm, whose square is the mean of |A w|^2.
-    """
-    sketch = counted.sketch
-    count = counted.num_rows.astype(sketch.probes.real.dtype)
-    squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
-    return float(jnp.finfo(count.dtype).eps) * safe_sqrt(sketch.probes.shape[1] * squared_norm)
 
 
 def at_least_rounding(x: Square) -> Square:

@@ -44,6 +44,7 @@ class XNysTrace(SketchEstimator):
     positive_semidefinite: bool = False
 
     has_images: ClassVar[bool] = False
+    rounding_per_sample: ClassVar[float] = 8.0  # it divides by square roots of small numbers
 
     def __post_init__(self) -> None:
         """Check the options."""
