@@ -117,12 +117,16 @@ def least_coverage(seeds: int) -> float:
 # ---- what few signs do not show
 
 
+_NEARLY_THREE = np.array([1.0, 1.0, 1.0, 0.1])
+
+
 def few_signs() -> list[dict[str, Any]]:
-    """Matrices of rank one, through few signs; theory forbids to know better where all samples are equal."""
+    """Matrices of rank one, through few signs; theory forbids to know better where samples are equal, or nearly."""
     n, seeds = SIZE, 1000
     found = {
         "ones on two coordinates": jnp.zeros((n, n)).at[:2, :2].set(1),
         "ones on three coordinates": jnp.zeros((n, n)).at[:3, :3].set(1),
+        "v v^T, v = (1, 1, 1, 0.1, 0, ...)": jnp.zeros((n, n)).at[:4, :4].set(jnp.outer(_NEARLY_THREE, _NEARLY_THREE)),
         "rank one": matrices(n)["rank one"],
     }
     return [_few(of, matrix, count, seeds) for of, matrix in found.items() for count in (2, 4, 8, 16)]

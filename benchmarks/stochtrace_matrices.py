@@ -39,7 +39,10 @@ def matrices(n: int) -> dict[str, Array]:
 
 
 def held_out_matrices(n: int) -> dict[str, Array]:
-    """Matrices that no choice was made on; the last two are of real data and have sizes of their own."""
+    """Matrices that no choice was made on, but for exp(-i^2 / 200), after which the least variance was chosen.
+
+    The last two are of real data and have sizes of their own.
+    """
     i = jnp.arange(n)
     return {
         "1 / (1 + i)": with_eigenvalues(1 / (1.0 + i)),
@@ -47,6 +50,8 @@ def held_out_matrices(n: int) -> dict[str, Array]:
         "log-normal": with_eigenvalues(jnp.exp(2 * jax.random.normal(jax.random.key(3), (n,)))),
         "two of 1, others 0.02": with_eigenvalues(jnp.where(i < 2, 1, 0.02)),
         "exp(-i^2 / 200)": with_eigenvalues(jnp.exp(-(i**2) / 200)),
+        "0.5^i": with_eigenvalues(0.5**i),
+        "exp(-i^2 / 50) + 0.000001": with_eigenvalues(jnp.exp(-(i**2) / 50) + 1e-6),
         "triangular": jnp.triu(jnp.ones((n, n))) / n,
         "Laplacian of a graph of digits": graph_laplacian(),
         "Hessian of a network for digits": hessian_of_a_network(),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from loopax._src.stochtrace.intervals import Moments, ends_in_errors, estimate_of, parts
+from loopax._src.stochtrace.intervals import Moments, ends_in_errors, estimate_of, parts, variance_of_mean
 from loopax.stochtrace import Hutchinson, TraceEstimate, XNysTrace, estimate_trace
 from tests.stochtrace.cases import (
     GENERAL,
@@ -34,6 +34,10 @@ def estimate_with(value: float = 2.0, std_error: float = 0.5, samples: int = 8, 
 
 def moments(samples: np.ndarray) -> Moments:
     return Moments.of(jnp.asarray(samples), jnp.ones(len(samples), bool))
+
+
+def estimate_from(parts: list[Moments], count: int = 40) -> Any:
+    return estimate_of(parts, jnp.asarray(count), variance_of_mean(parts, jnp.asarray(count)))
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
@@ -68,7 +72,7 @@ def test_moments_and_skewness_are_those_of_the_samples() -> None:
             tilt=jnp.asarray((deviations**3).sum() / (deviations**2).sum())
         ),
     )
-    found = estimate_of([got], jnp.asarray(40))
+    found = estimate_from([got])
     assert_close(found.skewness, scipy.stats.skew(SAMPLES, bias=False))
     assert_close(found.std_error, scipy.stats.sem(SAMPLES))
 
@@ -86,7 +90,7 @@ def test_skewness_does_not_leave_the_range_of_float32(scale: float) -> None:
     samples = (scale * SAMPLES).astype(np.float32)
     halves = moments(samples[:20]), moments(samples[20:])
     for got in (moments(samples), halves[0].merged(jnp.asarray(20), halves[1], jnp.asarray(20))):
-        skewness = estimate_of([got], jnp.asarray(40)).skewness
+        skewness = estimate_from([got]).skewness
         np.testing.assert_allclose(skewness, scipy.stats.skew(SAMPLES, bias=False), rtol=1e-4)
 
 

@@ -40,15 +40,17 @@ def test_hutchplusplus_is_the_trace_on_a_basis_and_the_mean_of_the_rest() -> Non
 
 
 def mean_and_error(samples_of: Any, probes: np.ndarray) -> tuple[np.float64, np.float64]:
-    """The mean of samples that share a basis, and its standard error: from their spread and their covariance."""
+    """The mean of samples that share a basis, and its standard error: from their spread, covariance and jackknife."""
     m = probes.shape[1]
     samples = np.asarray(samples_of(probes))
     changes = np.zeros((m, m))  # [i, j]: what the probe j changes in the sample i
     for j in range(m):
         others = np.arange(m) != j
         changes[others, j] = samples[others] - np.asarray(samples_of(probes[:, others]))
-    covariance = (changes * changes.T).sum() / (m * (m - 1))
-    return samples.mean(), (samples.var(ddof=1) / m + max(covariance, 0)) ** 0.5
+    spread, covariance = samples.var(ddof=1) / m, (changes * changes.T).sum() / (m * (m - 1))
+    without = (samples.sum() - samples - changes.sum(0)) / (m - 1)
+    jackknife = (m - 1) / m * ((without - without.mean()) ** 2).sum()
+    return samples.mean(), max(spread + max(covariance, 0), 0.5 * (spread * jackknife) ** 0.5) ** 0.5
 
 
 def scaled(probes: str, rest: np.ndarray, m: int) -> Any:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Inexact, Int
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import fori_loop
 from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
-from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, or_one, parts
+from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, or_one, parts, variance_of_mean
 from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
 
 # Fewer equal samples from signs say nothing about what has not been seen. A polynomial of degree two in signs that is
@@ -46,9 +46,13 @@ class Hutchinson(Estimator):
         stream = _Stream(self, products, budget)
         sample = with_derivative(stream.run, stream.derivative)
         moments, count = sample(products.parameters, (key, budget.stop))
-        estimate = estimate_of(moments, count)
+        estimate = _estimate(moments, count)
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
         return _unless_few_are_equal(estimate, moments[0]) if are_signs else estimate
+
+
+def _estimate(moments: list[Moments], count: Int[Array, ""]) -> Estimate:
+    return estimate_of(moments, count, variance_of_mean(moments, count))
 
 
 def _unless_few_are_equal(estimate: Estimate, moments: Moments) -> Estimate:
@@ -86,7 +90,7 @@ class _Stream:
             return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
 
         zeros = parts(jnp.zeros((), self.products.dtype))
-        return self.budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
+        return self.budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, _estimate)
 
     def derivative(self, others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
         """That of the moments of as many samples."""

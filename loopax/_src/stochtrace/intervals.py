@@ -1,6 +1,6 @@
 """What samples say about the error of their mean: a standard error, and confidence intervals."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +53,23 @@ def parts(numbers: Inexact[Array, "..."]) -> list[Float[Array, "..."]]:
     return [numbers.real, numbers.imag] if jnp.iscomplexobj(numbers) else [numbers]
 
 
-def estimate_of(
-    moments: list[Moments], num_samples: Int[Array, ""], covariance: Any = 0.0, rounding: Any = 0.0
-) -> Estimate:
-    """The mean of samples, each pair of which has this covariance; `moments` are those of each part.
-
-    The variance of the mean of m samples is (v + (m - 1) c) / m, for their variance v and their covariance c. The
-    squared deviations from the mean show v - c: so it is what they show, divided by m, and c. To this comes the square
-    of what rounding errors are to be expected in each sample, and the mean's own.
-    """
-    value = moments[0].mean if len(moments) == 1 else jax.lax.complex(moments[0].mean, moments[1].mean)
+def variance_of_mean(moments: list[Moments], num_samples: Int[Array, ""]) -> Float[Array, ""]:
+    """That of independent samples' mean; `moments` are those of each part."""
     count = num_samples.astype(moments[0].mean.dtype)
-    squares = sum((part.squares for part in moments[1:]), moments[0].squares)
-    of_mean = sum((part.mean**2 for part in moments[1:]), moments[0].mean ** 2) * float(jnp.finfo(count.dtype).eps) ** 2
-    variance = squares / jnp.maximum(count * (count - 1), 1) + covariance + rounding**2 + of_mean
-    std_error = jnp.where(num_samples > 1, safe_sqrt(variance), jnp.inf)
-    return Estimate(value, std_error, _skewness(moments[0], squares, count), num_samples)
+    return _squares(moments) / jnp.maximum(count * (count - 1), 1)
+
+
+def estimate_of(moments: list[Moments], num_samples: Int[Array, ""], variance: Float[Array, ""]) -> Estimate:
+    """The mean of samples, which has this variance; the rounding error of a number of its size is added."""
+    means, count = [part.mean for part in moments], num_samples.astype(moments[0].mean.dtype)
+    value = means[0] if len(means) == 1 else jax.lax.complex(*means)
+    rounding = float(jnp.finfo(count.dtype).eps) ** 2 * jnp.stack([mean**2 for mean in means]).sum()
+    std_error = jnp.where(num_samples > 1, safe_sqrt(variance + rounding), jnp.inf)
+    return Estimate(value, std_error, _skewness(moments[0], _squares(moments), count), num_samples)
+
+
+def _squares(moments: list[Moments]) -> Float[Array, ""]:
+    return jnp.stack([part.squares for part in moments]).sum()
 
 
 def _skewness(moments: Moments, squares: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
