@@ -126,7 +126,7 @@ def few_signs() -> list[dict[str, Any]]:
     found = {
         "ones on two coordinates": jnp.zeros((n, n)).at[:2, :2].set(1),
         "ones on three coordinates": jnp.zeros((n, n)).at[:3, :3].set(1),
-        "v v^T, v = (1, 1, 1, 0.1, 0, ...)": jnp.zeros((n, n)).at[:4, :4].set(jnp.outer(_NEARLY_THREE, _NEARLY_THREE)),
+        "v v^T, v = (1, 1, 1, 0.1, 0, ...)": jnp.zeros((n, n)).at[:4, :4].set(np.outer(_NEARLY_THREE, _NEARLY_THREE)),
         "rank one": matrices(n)["rank one"],
     }
     return [_few(of, matrix, count, seeds) for of, matrix in found.items() for count in (2, 4, 8, 16)]

@@ -20,7 +20,10 @@ from loopax._src.stochtrace.operators import Operator
 LEAST_FOR_TOLERANCE = 16
 _GIVE_BOUND = "give a static bound, and let the number itself be traced: `num_matvecs=n, max_matvecs=64`"
 _MAX_MATVECS = Why("the shapes of the largest arrays", _GIVE_BOUND)
-_BATCH = Why("how many products are evaluated together", "choose one for all calls: results do not depend on it")
+_BATCH = Why(
+    "how many products are evaluated together",
+    "choose one for all calls: an estimate from so many products is the same",
+)
 
 
 def to_budget(

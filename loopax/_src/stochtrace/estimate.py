@@ -25,7 +25,8 @@ class TraceEstimate(NamedTuple):
     value
         The estimate, of the operator's dtype, float32 at least.
     std_error
-        Its standard error; infinite where the samples say nothing about it, as a single one does.
+        Its standard error, of the complex value where it is complex. Infinite where the samples say nothing about it,
+        as a single one does. Raised, by half at most, where a tolerance has ended the estimate.
     num_matvecs : int32[]
         Matrix-vector products that it is from.
     converged : bool[]
@@ -45,19 +46,19 @@ class TraceEstimate(NamedTuple):
     skewness: Float[Array, ""]
 
     def interval(self, level: float = 0.95) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """A confidence interval: the trace is in it with this probability, over keys.
+        """A confidence interval: for this share of keys it has the trace in it.
 
         The meaning, with Student's quantile q for `num_samples - 1` degrees of freedom::
 
             low, high = value - q * std_error, value + q * std_error     # where skewness is zero
 
-        A skewness moves both ends to the side where rare, large samples are missing. Estimates of several lanes give
-        an interval for each. For a complex trace this is an interval for its real part.
+        With a positive skewness the upper part is longer and the lower part shorter. Estimates of several lanes give an
+        interval for each. For a complex trace this is an interval for its real part.
 
         Parameters
         ----------
         level
-            The probability, a Python float between 0 and 1.
+            The share, a Python float between 0 and 1.
 
         Returns
         -------
@@ -73,7 +74,7 @@ class TraceEstimate(NamedTuple):
 
         Notes
         -----
-        Assumes six samples or more; docs/traces.md has what fewer do, and the coverage that was measured. Source:
+        Assumes six samples or more, eleven from signs; docs/traces.md has what fewer do, and what was measured. Source:
         Student's quantiles, Hall's transformation (1992) for the skewness, see docs/references.md.
 
         """
@@ -126,9 +127,9 @@ def estimate_trace(
         lanes under `jax.vmap`. An estimator that takes two or three products for a sample takes whole samples:
         the result has the number.
     rtol, atol
-        In place of a number: stop as soon as half of `interval(0.95)` is at most 1.96 (atol + rtol |value|), so that
-        atol + rtol |value| is a standard error. This is looked at after 16 products, and after each tenth more. Static
-        or traced. One that is not given is zero.
+        In place of a number: stop as soon as half of `interval(0.95)` is at most 1.96 (atol + rtol |value|). So they
+        bound a standard error; the 95 % error is about twice as large. This is checked after 16 products, and after
+        each tenth more, in whole batches. Static or traced. One that is not given is zero.
     max_matvecs
         A static bound on the number of products, which decides how large arrays are; a tolerance that is not reached
         by then ends there.

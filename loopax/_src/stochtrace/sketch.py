@@ -100,9 +100,9 @@ def _variance_with_shared_rows(
 ) -> Float[Array, ""]:
     """The variance of the mean of samples that share a basis.
 
-    Let t_ij be the sample t_i without the probe j. Given all probes but the i-th, both have the trace T as their mean. So
-    the covariance E[(t_i - T) (t_j - T)] is the mean of (t_i - t_ij) (t_j - t_ji): all other terms of this product have
-    the mean zero. The variance of the mean is what the spread of the samples shows, and this.
+    Let t_ij be the sample t_i without the probe j. Given all probes but the i-th, both have the trace T as their mean.
+    So the covariance E[(t_i - T) (t_j - T)] is the mean of (t_i - t_ij) (t_j - t_ji): all other terms of this product
+    have the mean zero. The variance of the mean is this covariance, and what the spread of the samples shows.
 
     Where eigenvalues fall very quickly, it is mostly noise. So the variance is at least half of the geometric mean of
     what the spread and the jackknife say, of which the first is too small and the other too large (Efron & Stein 1981).
