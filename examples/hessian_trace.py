@@ -279,18 +279,11 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]
 
 def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[str, Flattened]) -> None:
     rows = [
-        (
-            f"{epoch}",
-            f"{loss:.3f}",
-            f"{accuracy:.1%}",
-            f"{exact:.2f}",
-            with_interval(estimate),
-            f"{estimate.num_matvecs}",
-        )
+        (f"{epoch}", f"{loss:.3f}", f"{accuracy:.1%}", f"{exact:.2f}", *texts(estimate))
         for epoch, loss, accuracy, exact, estimate in looks
     ]
-    columns = "epoch", "loss", "test accuracy", "exact trace", "estimate", "products"
-    print_table("Trace of the Hessian, and its estimate with a 95% interval", columns, rows)
+    columns = "epoch", "loss", "accuracy", "exact", "estimate", "95% interval", "products"
+    print_table("Test accuracy; exact trace of the Hessian, and its estimate", columns, rows)
     rows = [
         (name, *(f"{100 * a:.2f} ({100 * s:.2f})" for a, s in zip(*found, strict=True)))
         for name, found in errors.items()
@@ -306,9 +299,9 @@ def print_results(looks: list[Look], errors: dict[str, Errors], flattened: dict[
     print_table(f"{NETWORKS} networks trained with a penalty on a trace, mean±standard deviation", columns, rows)
 
 
-def with_interval(estimate: stochtrace.TraceEstimate) -> str:
-    low, high = estimate.interval()
-    return f"{estimate.value:.2f} ({low:.2f} to {high:.2f})"
+def texts(estimate: stochtrace.TraceEstimate) -> tuple[str, str, str]:
+    low, high = estimate.interval(0.95)
+    return f"{estimate.value:.2f}", f"{low:.2f}-{high:.2f}", f"{estimate.num_matvecs}"
 
 
 def spread(values: Float[Array, " networks"], form: str) -> str:
