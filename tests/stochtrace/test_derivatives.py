@@ -60,7 +60,7 @@ def in_both_modes(f: Any) -> Any:
 )
 def test_value_error_and_skewness_in_both_modes(estimator: Any, options: dict[str, Any]) -> None:
     weights = np.array([1.0, -0.7, 0.4, 0.2])  # a derivative in reverse is of a combination of all
-    options = {"max_matvecs": N * estimator.products_per_sample} | options
+    options = {"max_matvecs": 10 * estimator.products_per_sample} | options  # with all 12 the error is rounding
 
     def results(t: Any) -> Any:
         turned = jnp.eye(N) + jnp.sin(t) * TURNED

@@ -60,7 +60,7 @@ def test_a_function_a_matrix_and_an_operator_are_the_same(estimator: Any) -> Non
 
 @fast_and_slow(ESTIMATORS[:1], ESTIMATORS[3:])
 def test_functions_of_pytrees(estimator: Any) -> None:
-    options = {"estimator": estimator, "num_matvecs": 6}
+    options = {"estimator": estimator, "num_matvecs": 2}  # as the rank is: more have only rounding errors
 
     def matvec(v: Any) -> Any:
         return jax.jvp(jax.grad(loss), (PARAMETERS,), (v,))[1]
@@ -78,7 +78,7 @@ def test_functions_of_pytrees(estimator: Any) -> None:
 
 @fast_and_slow(ESTIMATORS[:1], ESTIMATORS[3:])
 def test_jacobians_and_hessians_of_lineax(estimator: Any) -> None:
-    options = {"estimator": estimator, "num_matvecs": 6}
+    options = {"estimator": estimator, "num_matvecs": 2}  # as the rank is: more have only rounding errors
     gradient = lambda p, _: jax.grad(loss)(p)
     operator = lambda p: lineax.JacobianLinearOperator(gradient, p, tags=lineax.positive_semidefinite_tag)
     moved_by = lambda t: jax.tree.map(lambda x: x + t, PARAMETERS)

@@ -1,6 +1,6 @@
 """What samples say about the error of their mean: a standard error, and confidence intervals."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +59,18 @@ def variance_of_mean(moments: list[Moments], num_samples: Int[Array, ""]) -> Flo
     return _squares(moments) / jnp.maximum(count * (count - 1), 1)
 
 
-def estimate_of(moments: list[Moments], num_samples: Int[Array, ""], variance: Float[Array, ""]) -> Estimate:
-    """The mean of samples, which has this variance; the rounding error of a number of its size is added."""
+def estimate_of(
+    moments: list[Moments], num_samples: Int[Array, ""], variance: Float[Array, ""], rounding: Any = 0.0
+) -> Estimate:
+    """The mean of samples, which has this variance, and a standard error of rounding; a number's own is added."""
     means, count = [part.mean for part in moments], num_samples.astype(moments[0].mean.dtype)
     value = means[0] if len(means) == 1 else jax.lax.complex(*means)
-    rounding = float(jnp.finfo(count.dtype).eps) ** 2 * jnp.stack([mean**2 for mean in means]).sum()
-    std_error = jnp.where(num_samples > 1, safe_sqrt(variance + rounding), jnp.inf)
-    return Estimate(value, std_error, _skewness(moments[0], _squares(moments), count), num_samples)
+    own = float(jnp.finfo(count.dtype).eps) ** 2 * jnp.stack([mean**2 for mean in means]).sum()
+    of_rounding = rounding**2 + own
+    std_error = jnp.where(num_samples > 1, safe_sqrt(variance + of_rounding), jnp.inf)
+    # Rounding errors are not skewed.
+    squares = _squares(moments) + count * (count - 1) * of_rounding
+    return Estimate(value, std_error, _skewness(moments[0], squares, count), num_samples)
 
 
 def _squares(moments: list[Moments]) -> Float[Array, ""]:

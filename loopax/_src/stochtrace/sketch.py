@@ -77,7 +77,7 @@ class SketchEstimator(Estimator):
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
             variance = _variance_with_shared_rows(samples, without, counted.is_counted, variance)
-        return estimate_of(moments, num_rows, variance + self._rounding(counted) ** 2)
+        return estimate_of(moments, num_rows, variance, self._rounding(counted))
 
     def _rounding(self, counted: Counted) -> Float[Array, ""]:
         """What rounding errors make of an estimate, as a standard error.
