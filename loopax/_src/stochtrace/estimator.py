@@ -63,6 +63,11 @@ class Budget(NamedTuple):
     minimum: int  # that a tolerance is asked from on
     stop: Stop
 
+    @property
+    def is_single_batch(self) -> bool:
+        """Then there is nothing to decide, and XLA fuses more of what is in no loop."""
+        return self.capacity == self.batch
+
     def whole_batches(self, count: Any) -> Any:
         """The least number of samples in whole batches that is not less than `count`."""
         return -(-count // self.batch) * self.batch
@@ -81,7 +86,7 @@ class Budget(NamedTuple):
         """
 
         def grown(sampled: Sampled, number: Int[Array, ""], target: Int[Array, ""]) -> Sampled:
-            if self.capacity == self.batch:  # then there is nothing to decide, and XLA fuses more
+            if self.is_single_batch:
                 return with_batch(sampled, number, target)
             batches = -(-(target - number) // self.batch)
             return fori_loop(0, batches, lambda i, old: with_batch(old, number + i * self.batch, target), sampled)
@@ -99,7 +104,7 @@ class Budget(NamedTuple):
             return sampled, target, stop.tolerance.allows(estimate(sampled, target))
 
         none = jnp.int32(0)
-        if stop.tolerance is None or self.capacity == self.batch:
+        if stop.tolerance is None or self.is_single_batch:
             return grown(sampled, none, stop.limit), stop.limit
         return while_loop(goes_on, more, (sampled, none, jnp.zeros((), bool)))[:2]
 

@@ -1,5 +1,6 @@
 """The mean of quadratic forms: products are used as they come, and none is kept."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,16 +105,15 @@ class _Stream:
             of_parts = zip(sums, moments, parts(samples), rates, strict=True)
             return [_with_rates(sum_, part, sample, rate) for sum_, part, sample, rate in of_parts]
 
-        sums = fori_loop(
-            0,
-            -(-count // self.budget.batch),
-            step,
-            [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments],
-            max_steps=-(-self.budget.capacity // self.budget.batch),
-            kind=Checkpointed(),
-            throw=False,
-        )
+        zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
+        sums = step(0, zeros) if self.budget.is_single_batch else self._in_batches(count, step, zeros)
         return [_rates_of_moments(part, sum_, count) for part, sum_ in zip(moments, sums, strict=True)]
+
+    def _in_batches(self, count: Int[Array, ""], step: Callable[..., list[Moments]], zeros: list[Moments]) -> Any:
+        """The step for each batch of samples that were taken."""
+        most = -(-self.budget.capacity // self.budget.batch)
+        number = -(-count // self.budget.batch)
+        return fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
 
 
 def _with_rates(sums: Moments, moments: Moments, samples: Float[Array, " b"], rates: Float[Array, " b"]) -> Moments:
