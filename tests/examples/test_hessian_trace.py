@@ -9,7 +9,6 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from jax.test_util import check_grads
 
-from loopax import stochtrace
 from tests.support.example_files import load_example, precision_of_a_user
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
@@ -171,6 +170,6 @@ def test_the_figure_and_the_tables(example, results, capsys, tmp_path):
 
 def test_a_wrong_estimate_is_an_error(example, results):
     look = results[0][0]
-    wrong = stochtrace.TraceEstimate(jnp.float32(look.exact + 6), jnp.float32(1), jnp.int32(16), jnp.bool_(True))
-    with pytest.raises(SystemExit, match="standard errors"):
+    wrong = look.estimate._replace(value=look.exact + 6, std_error=0.5)
+    with pytest.raises(SystemExit, match=f"epoch {look.epoch}: the exact trace is outside of"):
         example.check([look._replace(estimate=wrong)], {})

@@ -35,15 +35,19 @@ def test_a_tolerance_ends_an_estimate_at_the_first_look_that_allows_it() -> None
         looks.append(math.ceil(1.1 * looks[-1]))
     assert 16 < n < 200
     assert got.converged
-    for count in looks:
-        mean, error = samples[:count].mean(), samples[:count].std(ddof=1) / count**0.5
-        skewness = scipy.stats.skew(samples[:count], bias=False)
-        below, above = ends_in_errors(0.95, jnp.asarray(count), jnp.asarray(skewness))
-        half = (below + above) / 2 / scipy.stats.norm.ppf(0.975) * error
-        assert (half <= 1.0 + 0.1 * abs(mean)) == (count == n)
-    assert_close(got.std_error, np.clip((1.0 + 0.1 * abs(mean)) / half, 1, 1.5) * error, 1e-8)
+    halves, errors = zip(*(half_and_error(samples[:count]) for count in looks), strict=True)
+    allowed = [1.0 + 0.1 * abs(samples[:count].mean()) for count in looks]
+    assert [half <= bound for half, bound in zip(halves, allowed, strict=True)] == [count == n for count in looks]
+    assert_close(got.std_error, np.clip(allowed[-1] / halves[-1], 1, 1.5) * errors[-1], 1e-8)
     low, high = got.interval()
     assert_close((high - low) / 2, scipy.stats.norm.ppf(0.975) * (1.0 + 0.1 * abs(got.value)), 1e-8)
+
+
+def half_and_error(samples: np.ndarray) -> tuple[float, float]:
+    """Half of the interval, in units of a normal one's, and the standard error."""
+    error, skewness = samples.std(ddof=1) / len(samples) ** 0.5, scipy.stats.skew(samples, bias=False)
+    below, above = ends_in_errors(0.95, jnp.asarray(len(samples)), jnp.asarray(skewness))
+    return float((below + above) / 2 / scipy.stats.norm.ppf(0.975) * error), float(error)
 
 
 def test_an_error_far_below_the_tolerance_is_not_raised_to_it() -> None:
@@ -96,7 +100,7 @@ SIZE = 64
 
 def least_coverage(seeds: int) -> float:
     """What a coverage of 92 % may look like with so many seeds: the lower end of a 99.9 % interval."""
-    return scipy.stats.binom.ppf(0.0005, seeds, 0.92) / seeds
+    return float(scipy.stats.binom.ppf(0.0005, seeds, 0.92)) / seeds
 
 
 def covered(got: Any, trace: float) -> float:
