@@ -180,6 +180,17 @@ def test_equal_samples_that_are_not_of_signs_say_what_they_seem_to() -> None:
     assert compiled(Hutchinson(), num_matvecs=4)(np.full((1, 1), 3.0)).std_error < 1e-12
 
 
+def test_where_nothing_is_known_derivatives_are_finite() -> None:
+    of_ends = lambda matrix: jnp.stack(compiled(Hutchinson(), num_matvecs=4)(matrix).interval())
+    assert jnp.isfinite(jax.jit(jax.jacrev(of_ends))(jnp.eye(12))).all()
+
+
+def test_samples_beyond_the_range_of_their_squares_have_no_error_that_looks_certain() -> None:
+    got = compiled(Hutchinson(), num_matvecs=6)(1e25 * np.asarray(PSD, np.float32))
+    assert not np.isfinite(got.std_error)
+    assert not np.isfinite(got.interval()).any()
+
+
 # ---- what is no level
 
 

@@ -84,7 +84,11 @@ class TraceEstimate(NamedTuple):
         if probability >= 1:
             raise ValueError(f"{what}: got {level}, expected a probability between 0 and 1, such as 0.95.")
         below, above = ends_in_errors(probability, self.num_samples, self.skewness)
-        return self.value.real - below * self.std_error, self.value.real + above * self.std_error
+        is_known = jnp.isfinite(self.std_error)  # an infinite one has no derivative
+        std_error = jnp.where(is_known, self.std_error, 1)
+        low, high = self.value.real - below * std_error, self.value.real + above * std_error
+        beyond = jnp.where(jnp.isnan(self.std_error), jnp.nan, jnp.inf)
+        return jnp.where(is_known, low, -beyond), jnp.where(is_known, high, beyond)
 
 
 _LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")

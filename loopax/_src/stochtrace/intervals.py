@@ -91,9 +91,9 @@ def or_one(x: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def safe_sqrt(x: Float[Array, ""]) -> Float[Array, ""]:
-    """The square root of what is positive, and zero with the derivative zero for what is not."""
-    is_positive = x > 0
-    return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, x, 1)), 0)
+    """The square root, with the derivative zero at zero, and zero for what is negative."""
+    is_zero = x <= 0  # not where it is NaN
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
 
 
 def half_length(estimate: Estimate) -> Float[Array, ""]:

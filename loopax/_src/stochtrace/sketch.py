@@ -16,6 +16,7 @@ from loopax._src.stochtrace.factorizations import lane_by_lane, pseudo_inverse
 from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, parts, safe_sqrt, variance_of_mean
 from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
 
+ROUNDING = 8.0  # errors of one number of the size of the operator, which parts of probes in a basis make, as measured
 LEAST_OF_GEOMETRIC_MEAN = 0.5  # as simulated: 0.4 to 0.7 cover as often, and more costs products
 
 Rows = Inexact[Array, "m n"]
@@ -53,7 +54,7 @@ class SketchEstimator(Estimator):
 
     has_images: ClassVar[bool] = True
     has_others: ClassVar[bool] = False
-    rounding_per_sample: ClassVar[float] = 0.0  # errors of one number of the size of the operator, as measured
+    rounding_per_sample: ClassVar[float] = 0.0  # further ones
 
     def most_samples(self, size: int) -> int | None:
         """A basis has at most `size` directions."""
@@ -88,7 +89,7 @@ class SketchEstimator(Estimator):
         sketch, dtype = counted.sketch, counted.sketch.probes.real.dtype
         count, size = counted.num_rows.astype(dtype), sketch.probes.shape[1]
         squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
-        number = size**0.5 + self.rounding_per_sample * count
+        number = size**0.5 + ROUNDING + self.rounding_per_sample * count
         return float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
 
 
@@ -183,11 +184,11 @@ class _Growth:
     def _orthonormal(self, basis: Rows, images: Rows, probes: Rows) -> Rows:
         """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
 
-        What images of rounding errors' size leave undecided, smaller parts of the probes decide: so an operator of low
-        rank has a basis too. As large as the rounding errors they would make estimates too large.
+        What images of rounding errors' size leave undecided, probes of that size decide: so an operator of low rank
+        has a basis too. Less of the probes would be lost in the rounding of this sum.
         """
         norm = jnp.linalg.norm(images, axis=1).max()
-        part = 0.1 * jnp.finfo(images.dtype).eps / self.products.size**0.5
+        part = jnp.finfo(images.dtype).eps / self.products.size**0.5
         new = images + jnp.where(norm > 0, part * norm, 1).astype(images.dtype) * probes
         if self.rows > self.budget.batch:  # there is a basis already
             # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
