@@ -248,3 +248,10 @@ def test_the_memory_of_a_basis_is_n_times_the_products(estimator: Any) -> None:
     )
     assert temporary_bytes(value, scale) < 4 * n * matvecs * 8
     assert temporary_bytes(jax.grad(value), scale) < 12 * n * matvecs * 8
+
+
+@pytest.mark.parametrize(("scale", "options"), [(1e-6, {"rtol": 0.1}), (1.0, {"atol": np.inf})], ids=str)
+def test_a_raised_standard_error_has_finite_derivatives(scale: float, options: dict[str, Any]) -> None:
+    matrix = scale * np.asarray(PSD, np.float32)
+    error = lambda matrix: estimate(ESTIMATORS[0], max_matvecs=20, **options)(matrix).std_error
+    assert jnp.isfinite(jax.jit(jax.grad(error))(matrix)).all()

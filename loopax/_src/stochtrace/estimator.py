@@ -40,8 +40,11 @@ class Tolerance(NamedTuple):
         """
         is_known = (estimate.std_error > 0) & jnp.isfinite(estimate.std_error)
         known = estimate._replace(std_error=jnp.where(is_known, estimate.std_error, 1))
-        ratio = self._allowed(known) / half_length(known).astype(self.rtol.dtype)
-        raised = known.std_error * jnp.clip(ratio, 1, MOST_RAISED).astype(known.std_error.dtype)
+        half, allowed = half_length(known).astype(self.rtol.dtype), self._allowed(known)
+        is_most = half * MOST_RAISED <= allowed
+        is_between = (half < allowed) & ~is_most
+        ratio = jnp.where(is_between, allowed, 1) / jnp.where(is_between, half, 1)
+        raised = known.std_error * jnp.where(is_most, MOST_RAISED, ratio).astype(known.std_error.dtype)
         return estimate._replace(std_error=jnp.where(is_known, raised, estimate.std_error))
 
     def _allowed(self, estimate: Estimate) -> Float[Array, ""]:
