@@ -17,7 +17,7 @@ from benchmarks.groups import Findings
 from benchmarks.stochtrace import LOOPAX
 from benchmarks.stochtrace_errors import in_float64, keys, mapped, rms
 from benchmarks.stochtrace_matrices import held_out_matrices, is_semidefinite, matrices
-from loopax.stochtrace import Estimator, Hutchinson, TraceEstimate, estimate_trace
+from loopax.stochtrace import TraceEstimate, estimate_trace
 
 SIZE = 128
 SEEDS = {"Hutchinson": 1000, "Hutch++": 400, "XTrace": 400, "XNysTrace": 400}
@@ -79,7 +79,8 @@ def _with_count(name: str, count: int) -> Callable[..., TraceEstimate]:
 def _within(name: str, most: int) -> Callable[..., TraceEstimate]:
     def program(matrix: Array, keys: Array, tolerance: float) -> TraceEstimate:
         options: Any = {"atol": tolerance, "max_matvecs": most}
-        return jax.lax.map(lambda key: estimate_trace(matrix, key, estimator=LOOPAX[name], **options), keys)
+        within = lambda matrix, key: estimate_trace(matrix, key, estimator=LOOPAX[name], **options)
+        return mapped(within, matrix, keys)
 
     return jax.jit(program)
 
@@ -116,7 +117,6 @@ def least_coverage(seeds: int) -> float:
 
 # ---- what few signs do not show
 
-
 _NEARLY_THREE = np.array([1.0, 1.0, 1.0, 0.1])
 
 
@@ -133,7 +133,7 @@ def few_signs() -> list[dict[str, Any]]:
 
 
 def _few(of: str, matrix: Array, count: int, seeds: int) -> dict[str, Any]:
-    estimates = jax.jit(partial(mapped, partial(_few_estimate, Hutchinson(), count)))(matrix, keys(seeds, count))
+    estimates = _with_count("Hutchinson", count)(matrix, keys(seeds, count))
     low, high = estimates.interval(LEVEL)
     found, is_infinite = coverage(estimates, jnp.trace(matrix)), jnp.isinf(high)
     return {
@@ -148,10 +148,6 @@ def _few(of: str, matrix: Array, count: int, seeds: int) -> dict[str, Any]:
         "median length / trace": float(jnp.median(high - low) / jnp.trace(matrix)),
         "met": found >= least_coverage(seeds),
     }
-
-
-def _few_estimate(estimator: Estimator, count: int, matrix: Array, key: Array) -> TraceEstimate:
-    return estimate_trace(matrix, key, estimator=estimator, num_matvecs=count)
 
 
 # ---- all

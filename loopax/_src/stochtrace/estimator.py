@@ -71,9 +71,13 @@ class Budget(NamedTuple):
         """Then there is nothing to decide, and XLA fuses more of what is in no loop."""
         return self.capacity == self.batch
 
+    def num_batches(self, count: Any) -> Any:
+        """How many batches so many samples take, the last of which may not be full."""
+        return -(-count // self.batch)
+
     def whole_batches(self, count: Any) -> Any:
         """The least number of samples in whole batches that is not less than `count`."""
-        return -(-count // self.batch) * self.batch
+        return self.num_batches(count) * self.batch
 
     def spend(
         self,
@@ -85,14 +89,19 @@ class Budget(NamedTuple):
         """Take samples until it is time to stop: what there is of them, and their number.
 
         `with_batch(sampled, start, target)` adds those from number `start` on, a batch of them or as many as there are
-        before `target`. `estimate(sampled, number)` is made for a tolerance, now and then.
+        before `target`. `estimate(sampled, number)` is made for a tolerance, now and then. `stop` is that of this
+        budget, as an argument because a function with a rule for its derivative closes over no traced values.
         """
+        none, tolerance = jnp.int32(0), stop.tolerance
 
         def grown(sampled: Sampled, number: Int[Array, ""], target: Int[Array, ""]) -> Sampled:
             if self.is_single_batch:
                 return with_batch(sampled, number, target)
-            batches = -(-(target - number) // self.batch)
+            batches = self.num_batches(target - number)
             return fori_loop(0, batches, lambda i, old: with_batch(old, number + i * self.batch, target), sampled)
+
+        if tolerance is None or self.is_single_batch:
+            return grown(sampled, none, stop.limit), stop.limit
 
         def goes_on(state: tuple[Sampled, Int[Array, ""], Any]) -> Bool[Array, ""]:
             _, number, is_exact = state
@@ -103,12 +112,8 @@ class Budget(NamedTuple):
             target = jnp.ceil(number.astype(jnp.float32) * GROWTH).astype(jnp.int32)
             target = jnp.minimum(self.whole_batches(jnp.maximum(target, self.minimum)), stop.limit)
             sampled = grown(sampled, number, target)
-            assert stop.tolerance is not None
-            return sampled, target, stop.tolerance.allows(estimate(sampled, target))
+            return sampled, target, tolerance.allows(estimate(sampled, target))
 
-        none = jnp.int32(0)
-        if stop.tolerance is None or self.is_single_batch:
-            return grown(sampled, none, stop.limit), stop.limit
         return while_loop(goes_on, more, (sampled, none, jnp.zeros((), bool)))[:2]
 
 

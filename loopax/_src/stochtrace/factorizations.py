@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
-# Singular values are raised to so much of the rounding error of the largest. More makes estimates too large: for
-# eigenvalues 0.7^i, by 1700 times the rounding error of one number for 1 in place of 0.01, and by 600 times for 0.001.
+# Singular values are raised to this part of the rounding error of the largest. As measured for XNysTrace, eigenvalues
+# 0.7^i, 48 products and float32: the estimate is 200 times the rounding error of one number too large. With 1 in place
+# of 0.01 it is 1700 times, with 0.001 it is 600 times.
 LEAST = 0.01
 
 

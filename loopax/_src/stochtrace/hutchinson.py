@@ -111,8 +111,7 @@ class _Stream:
 
     def _in_batches(self, count: Int[Array, ""], step: Callable[..., list[Moments]], zeros: list[Moments]) -> Any:
         """The step for each batch of samples that were taken."""
-        most = -(-self.budget.capacity // self.budget.batch)
-        number = -(-count // self.budget.batch)
+        number, most = map(self.budget.num_batches, (count, self.budget.capacity))
         return fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
 
 

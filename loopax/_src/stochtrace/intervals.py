@@ -128,7 +128,7 @@ def _normal_quantile(level: float) -> float:
 
 
 def _student_quantile(level: float, num_samples: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The same for a mean of so many normal numbers whose standard error is estimated."""
+    """How many standard errors to either side Student's interval ends, for a mean of so many normal samples."""
     table = jnp.asarray(stdtrit(np.arange(1.0, _TABULATED + 1), (1 + level) / 2))
     freedom = jnp.maximum(num_samples - 1, 1)
     z, x = _normal_quantile(level), 1 / freedom.astype(table.dtype)

@@ -16,7 +16,9 @@ from loopax._src.stochtrace.factorizations import lane_by_lane, pseudo_inverse
 from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, parts, safe_sqrt, variance_of_mean
 from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
 
-ROUNDING = 8.0  # errors of one number of the size of the operator, which parts of probes in a basis make, as measured
+# The probes that are added to images make an error in the trace: as measured, this many times the rounding error of a
+# number as large as the operator's norm.
+ROUNDING = 8.0
 LEAST_OF_GEOMETRIC_MEAN = 0.5  # as simulated: 0.4 to 0.7 cover as often, and more costs products
 
 Rows = Inexact[Array, "m n"]
@@ -54,7 +56,7 @@ class SketchEstimator(Estimator):
 
     has_images: ClassVar[bool] = True
     has_others: ClassVar[bool] = False
-    rounding_per_sample: ClassVar[float] = 0.0  # further ones
+    rounding_per_sample: ClassVar[float] = 0.0  # what each sample adds to `ROUNDING`
 
     def most_samples(self, size: int) -> int | None:
         """A basis has at most `size` directions."""
