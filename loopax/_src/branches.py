@@ -8,7 +8,7 @@ step. They carry the result, which each hands on if it takes none.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,63 +29,70 @@ from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
 from loopax._src.pytrees.leaves import describe
 
+R = TypeVar("R")
 _NOT_GIVEN: Any = object()
 
 
 def cond(
     pred: bool | Bool[Array, ""],
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
+    true_fun: Callable[..., R],
+    false_fun: Callable[..., R],
     *operands: Any,
     operand: Any = _NOT_GIVEN,
     lanes: LanesLike = "lockstep",
-) -> Any:
-    """Call one of two functions, in a batch for each lane its own.
+) -> R:
+    """Call one of two functions; under `jax.vmap`, each lane calls its own.
 
     The meaning::
 
         return true_fun(*operands) if pred else false_fun(*operands)
 
-    Under `jax.vmap` with a predicate of each lane's own, a costly function that no lane takes is not run. Nothing comes
-    to a lane from the function that it does not take: no NaN, no error, no iteration and no effect. A function of a few
-    elementwise operations is computed for all lanes, and selected.
+    A lane is one member of a batch under `jax.vmap`. If lanes have different predicates:
+
+    - A costly function that no lane selects is not evaluated.
+    - A lane gets nothing from the function that it does not select: no NaN, no error, no loop iteration and no effect.
+    - A function of a few elementwise operations is computed for all lanes, and each lane selects its result.
 
     Parameters
     ----------
     pred
-        One bool, or a number that is not zero.
+        The predicate: one bool, or one number (True if not zero).
     true_fun, false_fun
         Functions of the operands. Both return the same structure, shapes and dtypes.
     operands
-        Pytrees. Leaves that are not arrays stay what they are; NNX objects and mutable arrays (`jax.new_ref`) may be
-        changed in place.
+        Arguments for the function: pytrees. Leaves that are not arrays keep their Python values. The functions may
+        change NNX objects and mutable arrays (`jax.new_ref`) in place.
     operand
-        The one operand, by name, as in `jax.lax.cond`.
+        The single operand, given by name as in `jax.lax.cond`.
     lanes
-        How a batch runs in which lanes take different branches. `Lockstep()`: each function is evaluated once for all
-        lanes. `Compact()`: the lanes of each function are gathered into batches of a fixed size, as many as they fill.
-        `Sequential()`: one lane after another calls its own function. `AutoLanes()`: the fastest of these, by an
-        estimate.
+        How a batch runs if its lanes select different functions. Give an object or its name:
+
+        - `"lockstep"`, `Lockstep()`: each selected function is evaluated once for all lanes.
+        - `"compact"`, `Compact()`: the lanes of each function are gathered into batches of a fixed size.
+        - `"sequential"`, `Sequential()`: one lane after another calls its own function.
+        - `"auto"`, `AutoLanes()`: the fastest of these by an estimate.
 
     Returns
     -------
     result
-        What the function returns.
+        The result of the selected function.
 
     Raises
     ------
     TypeError
-        `pred` is not one bool or number; the functions return other structures, shapes or dtypes.
+        `pred` is not one bool or number, or the functions return different structures, shapes or dtypes.
     ValueError
-        An unknown `lanes`, or `lanes="free"`.
+        `lanes` is unknown, or `lanes="free"`.
     NotImplementedError
-        The functions communicate over the mapped axis (`jax.lax.psum`), and lanes have predicates of their own.
+        The functions communicate over the mapped axis (`jax.lax.psum`), and lanes have different predicates.
 
     Notes
     -----
-    Cost: one function; in a batch in lockstep each function that a lane takes, for all lanes; in compact lanes each
-    function for its own lanes, rounded up to batches. A gradient in compact lanes stores nothing of the functions, and
-    evaluates each once more. Derivatives: all, in every order.
+    Cost without a batch: one function. In lockstep: each function that any lane selects, for all lanes. With compact
+    lanes: each function for its own lanes, rounded up to whole batches. With compact lanes, a gradient stores nothing
+    of the functions and evaluates each function once more.
+
+    Derivatives: forward and reverse mode, in every order.
 
     """
     true_fun, false_fun, operands = _with_operands_together(true_fun, false_fun, operands)
@@ -101,12 +108,12 @@ def cond(
 
 def switch(
     index: int | Int[Array, ""],
-    branches: Sequence[Callable[..., Any]],
+    branches: Sequence[Callable[..., R]],
     *operands: Any,
     operand: Any = _NOT_GIVEN,
     lanes: LanesLike = "lockstep",
-) -> Any:
-    """Call one of several functions, in a batch for each lane its own.
+) -> R:
+    """Call one of several functions; under `jax.vmap`, each lane calls its own.
 
     The meaning::
 
@@ -116,23 +123,24 @@ def switch(
     Parameters
     ----------
     index
-        One integer. As in `jax.lax.switch`, one that is out of range is clamped to it.
+        The number of the function to call: one integer. An index out of range is clamped, as in `jax.lax.switch`.
     branches
-        Functions of the operands, which return the same structure, shapes and dtypes.
+        Functions of the operands. All return the same structure, shapes and dtypes.
     operands, operand, lanes
         As in `cond`.
 
     Returns
     -------
     result
-        What the function returns.
+        The result of the selected function.
 
     Raises
     ------
     TypeError
-        `index` is not one integer; a branch is not a function; the functions return other structures, shapes or dtypes.
+        `index` is not one integer, a branch is not a function, or the functions return different structures, shapes or
+        dtypes.
     ValueError
-        There are no branches; an unknown `lanes`, or `lanes="free"`.
+        `branches` is empty, `lanes` is unknown, or `lanes="free"`.
     NotImplementedError
         As in `cond`.
 

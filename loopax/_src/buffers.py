@@ -21,47 +21,52 @@ _CAPACITY = Why(
 
 
 class Buffer(RowByRow):
-    """Rows in the order in which they were appended, of which there may be fewer than there is room for.
+    """A list of rows with a fixed capacity; a loop can append rows and read rows.
 
-    The meaning, `capacity` aside::
+    The meaning, without `capacity`::
 
         buffer = []
         buffer.append(row)                 # buffer = buffer.append(row)
         if when: buffer.append(row)        # buffer = buffer.append(row, when=when)
         len(buffer), buffer[i], buffer[-1] # buffer.count, buffer[i], buffer[-1]
 
-    A buffer does not change: `append` returns another one. Put it into the carry of a loop, of one within
-    another too, and append when there is something to keep: the accepted steps of a solver, events. A row that has been
-    appended stays what it is, and that is what makes it cheap: it is written in place, nothing of a buffer is
-    stored for reverse mode, and a step costs the same however large the buffer is. Under `jax.vmap` every lane has a
-    count of its own.
+    A buffer is immutable: `append` returns a new buffer. Put a buffer into the carry of a loop, also of nested loops,
+    and append a row when there is something to keep: an accepted step of a solver, an event. Under `jax.vmap` each lane
+    has its own count.
+
+    Appended rows never change. Therefore rows are written in place, and reverse mode stores no copy of the buffer. The
+    cost of a step does not depend on the capacity.
 
     Parameters
     ----------
     capacity
-        How many rows there is room for: a static, positive integer.
+        The most rows that the buffer can hold: a static, positive integer.
     like
-        A row: a pytree of arrays or `jax.ShapeDtypeStruct`s, of which shapes and dtypes count.
+        An example of a row: a pytree of arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes matter.
 
     Attributes
     ----------
     count : int32[]
-        How many rows there are.
+        The number of rows that have been appended.
     capacity : int
-        How many there can be.
+        The most rows that the buffer can hold.
 
     Raises
     ------
     TypeError
-        `capacity` is not an integer, or a leaf of `like` is no array of numbers.
+        `capacity` is not an integer, or a leaf of `like` is not an array of numbers.
     ValueError
         `capacity` is not positive.
 
     Notes
     -----
-    Derivatives: all, in every order, with respect to what is appended. Cost: what is appended and read; `rows` costs
-    the capacity. Other ways through a loop's body than these operations (`jax.lax.cond`, a `where` over the tree)
-    are a TypeError that names them: say `when=`.
+    Cost: `append` writes one row, an index reads one row, and `rows` reads `capacity` rows.
+
+    Derivatives: forward and reverse mode, in every order, with respect to the appended rows.
+
+    In the body of a loop, only the methods of a buffer and loops of loopax may use a buffer. Other uses
+    (`jax.lax.cond`, `jnp.where` over the pytree) raise a TypeError that names the alternative, such as `append(row,
+    when=...)`.
 
     """
 
@@ -77,21 +82,21 @@ class Buffer(RowByRow):
         )
 
     def append(self, row: PyTree[Any], *, when: Bool[Array, ""] | bool = True) -> "Buffer":
-        """Write a row behind the others.
+        """Return the buffer with one more row.
 
         Parameters
         ----------
         row
-            A pytree of the same structure, shapes and dtypes as the others.
+            The new row: a pytree with the structure, shapes and dtypes of the other rows.
         when
-            One bool: whether to.
+            Whether to append the row: one bool, static or traced.
 
         Raises
         ------
         TypeError
-            The row does not match the others, or `when` is not one bool.
+            The row does not match the other rows, or `when` is not one bool.
         equinox.EquinoxRuntimeError
-            There is no room left (after the outermost loop, when the program runs). The row is left out.
+            The buffer is full. The error comes at run time, after the outermost loop; the row is not appended.
 
         """
         row = matching_row("Buffer.append: the row", self._rows, row)
@@ -106,16 +111,16 @@ class Buffer(RowByRow):
         return eqx.tree_at(lambda b: (b._rows, b.count), self, (rows, count))
 
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
-        """One row, counted from the first, or from the last where the index is negative.
+        """Return one row: 0 is the first row, -1 the last row that was appended.
 
         Raises
         ------
         TypeError
             The index is not one integer.
         IndexError
-            A static index is not from -capacity to capacity - 1.
+            A static index is outside -capacity, ..., capacity - 1.
         equinox.EquinoxRuntimeError
-            There is no such row yet (after the outermost loop, when the program runs). Its value is zero then.
+            The row has not been appended. The error comes at run time, after the outermost loop; the row is zero.
 
         """
         index = one_index("buffer", index, self.capacity)
@@ -127,7 +132,7 @@ class Buffer(RowByRow):
         return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
 
     def __iter__(self) -> NoReturn:
-        """Refuse: how many rows there are is known only at run time."""
+        """Raise a TypeError: the number of rows is known only at run time."""
         raise TypeError(
             "a Buffer cannot be iterated over: how many rows it has is known only when the program runs. Loop over "
             "them, `loopax.fori_loop(0, buffer.count, lambda i, c: f(c, buffer[i]), c)`, or scan them, "
@@ -136,12 +141,12 @@ class Buffer(RowByRow):
 
     @property
     def mask(self) -> Bool[Array, " capacity"]:
-        """Which rows of `rows` have been written."""
+        """Whether each row of `rows` has been appended: True for the first `count` rows."""
         return jnp.arange(self.capacity, dtype=jnp.int32) < self.count
 
     @property
     def rows(self) -> PyTree[Array]:
-        """All rows, `(capacity, ...)`; those that have not been written are zero."""
+        """All rows, `(capacity, ...)`. Rows that have not been appended are zero."""
 
         def written(rows: Any) -> Any:
             seen, _ = rows_of.view(rows)

@@ -15,27 +15,30 @@ _AGAIN = "Write it again: python -m loopax calibrate FILE."
 
 
 def set_calibration(file: str | os.PathLike[str] | None) -> None:
-    """Use what `python -m loopax calibrate FILE` has measured of a machine, in all that is traced from now on.
+    """Use the times of operations that `python -m loopax calibrate FILE` measured on a machine.
 
-    `Auto()` chooses a kind and `lanes="auto"` a way to run lanes from estimates of what a step costs. Without a
-    calibration these are for the CPU on which loopax was developed. Results do not depend on them, but for
-    rounding.
-
-    All programs that JAX has compiled are forgotten, and traced again when they are called next. The variable
-    LOOPAX_CALIBRATION of the environment names a file that is used from the start. Processes that run one program
-    together must use the same file.
+    `Auto()` and `lanes="auto"` choose by the estimated time of a step. Without a calibration, the estimates are for the
+    CPU on which loopax was developed. Results do not depend on the calibration, up to rounding.
 
     Parameters
     ----------
     file
-        The file, or None: the constants that loopax brings.
+        The path of the file. None: use the constants that come with loopax.
 
     Raises
     ------
     FileNotFoundError
-        There is no such file.
+        The file does not exist.
     ValueError
-        The file holds something else, or was written by another version with other constants.
+        The file is not a calibration, or another version of loopax wrote it with other constants.
+
+    Notes
+    -----
+    The calibration applies to everything that is traced after the call. The call clears JAX's caches, so each function
+    is traced and compiled again when it is called next.
+
+    The environment variable LOOPAX_CALIBRATION names a file that is used from the start. Processes that run one program
+    together must use the same file.
 
     """
     costs.use(Costs() if file is None else read(file))

@@ -22,7 +22,7 @@ _SIZE = Why(
 
 
 class History(eqx.Module):
-    """A window on a series: the last `k` rows, of which the oldest goes when one is pushed.
+    """A window on a series: the last `k` rows.
 
     The meaning::
 
@@ -31,33 +31,41 @@ class History(eqx.Module):
         history[-1], history[-2], history    # history[-1], history[-2], history.rows
         len(history)                         # len(history)
 
-    A history does not change: `push` returns another one. It belongs into the carry of a loop, where a step costs the
-    same however long the series gets: multi-step integrators, autoregressive models, delays.
+    A history is immutable: `push` returns a new history. Put a history into the carry of a loop. The cost of a step
+    then does not depend on the length of the series. Histories are used in multi-step integrators, autoregressive
+    models and delays.
 
     Parameters
     ----------
     k
-        How many rows: a static, positive integer.
+        The number of rows: a static, positive integer.
     rows
-        The start: a pytree of arrays `(rows, ...)` with at least `k` rows. The first `k` are taken, oldest first.
+        The start of the series: a pytree of arrays `(rows, ...)` with at least `k` rows. The history holds the first
+        `k` rows, oldest first. None: give `like`.
     like
-        Instead of `rows`, what a row is: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+        An example of a row, in place of `rows`: a pytree of arrays or `jax.ShapeDtypeStruct`s.
     fill
-        With `like`, the number that all rows are full of at the start; zero unless given.
+        With `like`: the number that fills all rows at the start. None: zero.
 
     Raises
     ------
     TypeError
-        `k` is not an integer; leaves that are no arrays of numbers; `rows` and `like` together, or none of them;
-        `fill` with `rows`, or of another type than they are.
+        - `k` is not an integer.
+        - A leaf is not an array of numbers.
+        - Both `rows` and `like` are given, or neither.
+        - `fill` is given together with `rows`, or has another type than the rows.
     ValueError
-        `k` is not positive; `rows` has fewer than `k`, or arrays of different lengths.
+        `k` is not positive, `rows` has fewer than `k` rows, or the arrays of `rows` have different lengths.
 
     Notes
     -----
-    Derivatives: all, in every order, also with respect to `rows`. Cost of `push`: small windows are shifted, and
-    windows of 32 KiB or more are a ring in which one row is written; a gradient stores windows as it does other
-    parts of the carry, with `Residuals()` only what it needs of rows that were read. `rows` costs the window.
+    Cost: `push` shifts windows of less than 32 KiB. A larger window is a ring, and `push` writes one row. The time of
+    `rows` is in proportion to the window.
+
+    Cost of a gradient: a gradient stores the window like the rest of the carry. With `Residuals()`, a gradient stores
+    only what the derivative needs of the rows that were read.
+
+    Derivatives: forward and reverse mode, in every order, also with respect to `rows`.
 
     """
 
@@ -79,12 +87,17 @@ class History(eqx.Module):
         self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
 
     def push(self, row: PyTree[Any]) -> "History":
-        """The history with this row as its last one, and without its first.
+        """Return the history with this row added at the end and the oldest row removed.
+
+        Parameters
+        ----------
+        row
+            The new row: a pytree with the structure, shapes and dtypes of the other rows.
 
         Raises
         ------
         TypeError
-            The row has another structure, shapes or dtypes than the others.
+            The row has another structure, shapes or dtypes than the other rows.
 
         """
         row = matching_row("History.push: the row", self._rows, row)
@@ -97,27 +110,28 @@ class History(eqx.Module):
 
     @property
     def rows(self) -> PyTree[Array]:
-        """The rows, `(k, ...)`, oldest first."""
+        """All rows, `(k, ...)`, oldest first."""
         if self._oldest is None:
             return self._rows
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
         return jax.tree.map(lambda rows: buffers.view(rows)[0][order], self._rows)
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows, `k`."""
         return self._size
 
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
-        """One row: 0 is the oldest, -1 the last that was pushed.
+        """Return one row: 0 is the oldest row, -1 the newest.
 
         Raises
         ------
         TypeError
             The index is not one integer.
         IndexError
-            A static index is not from -k to k - 1.
+            A static index is outside -k, ..., k - 1.
         equinox.EquinoxRuntimeError
-            A traced one is not (after the outermost loop, when the program runs). The row is zero then.
+            A traced index is outside -k, ..., k - 1. The error comes at run time, after the outermost loop; the row is
+            zero.
 
         """
         place, checks = self._place(index)

@@ -19,26 +19,27 @@ _LANES = Why("how the program runs a batch", "choose one for all calls: results 
 
 
 class Lanes(ABC):
-    """How a batch of loops runs. Choose one of its subclasses."""
+    """How a batch of loops runs under `jax.vmap`. Use one of the subclasses."""
 
     @property
     @abstractmethod
     def stages(self) -> HowLanesRun:
-        """The smaller batches in which the lanes that are left go on; None: all lanes go on together."""
+        """How lanes are gathered into smaller batches; None: all lanes run together."""
 
     @property
     @abstractmethod
     def is_free(self) -> bool:
-        """Whether a loop in the body of this one is made part of it."""
+        """Whether an inner loop in the body becomes part of this loop."""
 
 
 @dataclass(frozen=True)
 class Lockstep(Lanes):
-    """The default: all lanes step together until the slowest is done.
+    """Run all lanes together until the slowest lane has finished (the default).
 
-    Lanes that have finished keep their carry, and nothing else comes from them: no NaN, no error, no effect, and no
+    A lane is one loop of the batch. A finished lane keeps its carry, and causes no NaN, no error, no effect, and no
     iteration of a loop in the body.
-    Body evaluations of a batch: lanes times the steps of the slowest.
+
+    A batch evaluates the body, lane by lane, as often as the number of lanes times the steps of the slowest lane.
     """
 
     @property
@@ -53,40 +54,51 @@ class Lockstep(Lanes):
 
 @dataclass(frozen=True)
 class Compact(Lanes):
-    """Finished lanes leave the batch.
+    """Remove finished lanes from the batch, so that the batch becomes smaller.
 
-    Where the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by them
-    and run in groups, one after another: the eighth with the most steps in groups of `min_lanes`, the others in
-    groups of an eighth of the lanes, at most about four times `min_lanes`. Where they are not (`while_loop`, `scan`
-    with `stop`), all lanes start together; when no more than half of them are left, these are gathered into a smaller
-    batch, which goes on, and so forth down to `min_lanes`. Results are those of `Lockstep()`, in the same
-    order. Reverse mode runs in groups in any case; after stages, which store nothing, it walks forward once more.
+    Results are those of `Lockstep()`, in the same order. How the batch becomes smaller depends on the loop:
 
-    Groups take about 3 times as long to compile as lockstep does; stages of 1024 lanes 6 times, with a gradient 7. A
-    batch in which all lanes take the same steps gains nothing, and a loop that is not batched is as it is without.
-
-    A second `jax.vmap` under which lanes take different numbers of steps joins the same batch, unless what only one of
-    both maps (weights, say) would have to be repeated for so many lanes that the operands of the loop take more than
-    twice the memory.
+    - If the numbers of steps are known at the start (`fori_loop`, `scan` without `stop`), lanes are sorted by the
+      number of steps. They run in groups, one group after another. The eighth of the lanes with the most steps runs in
+      groups of `min_lanes`. The others run in groups of an eighth of the lanes, but of at most about four times
+      `min_lanes`.
+    - If the numbers of steps are not known (`while_loop`, `scan` with `stop`), all lanes start together. When at most
+      half of the lanes are left, they are gathered into a smaller batch (a stage). Stages become smaller in this way,
+      down to `min_lanes`.
 
     Parameters
     ----------
     shrink
-        The size of a stage over that of the next, a number from 2 on. None is 2 while many lanes are left, and more for
-        the last lanes: 1024, 512, 256, 95, 32, 8. For a body of a few operations on a few numbers it is 3, down to 32
-        lanes. 2 compiles most stages, and is a few per cent faster than None.
+        The size of a stage divided by the size of the next stage: a number from 2 on. None: 2 while many lanes are
+        left, and more for the last lanes (1024, 512, 256, 95, 32, 8). For a body of a few operations on a few numbers,
+        None is 3, down to 32 lanes. 2 compiles more stages, and is a few per cent faster than None.
     min_lanes
-        No group or stage has fewer lanes (a batch that is smaller itself apart), from 1 on. As many as keep the
-        device busy: None is 4 for stages and 32 for groups on a CPU, and 4096 elsewhere (not measured).
+        The fewest lanes in a group or a stage, from 1 on: as many as keep the device busy. A batch that is smaller
+        itself stays as it is. None: on a CPU 4 for stages and 32 for groups, on other devices 4096 (not measured).
 
     Raises
     ------
     TypeError
         `shrink` is not a number, `min_lanes` is not an int, or one of them is traced.
     ValueError
-        `shrink` is less than 2, or `min_lanes` less than 1.
+        `shrink` is less than 2, or `min_lanes` is less than 1.
     NotImplementedError
-        In a loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different steps.
+        Raised by the loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different
+        steps.
+
+    Notes
+    -----
+    Compile time: groups take about 3 times as long as lockstep. Stages of 1024 lanes take 6 times as long, and 7 times
+    with a gradient.
+
+    Reverse mode always runs in groups. Stages store nothing, so after stages reverse mode runs the forward pass once
+    more.
+
+    A batch in which all lanes take the same number of steps gains nothing. A loop that is not batched does not change.
+
+    A second `jax.vmap` under which lanes take different numbers of steps joins the same batch. Exception: one map has
+    values that the other map does not have (such as weights), and the joint batch would repeat these values until the
+    operands of the loop take more than twice the memory.
 
     """
 
@@ -94,7 +106,7 @@ class Compact(Lanes):
     min_lanes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse stages that do not get smaller."""
+        """Check the arguments."""
         if self.shrink is not None:
             _check_shrink(self.shrink)
         if self.min_lanes is not None:
@@ -102,7 +114,7 @@ class Compact(Lanes):
             object.__setattr__(self, "min_lanes", lanes)
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         given = {"shrink": self.shrink, "min_lanes": self.min_lanes}
         return f"Compact({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
@@ -123,26 +135,30 @@ class Compact(Lanes):
 
 @dataclass(frozen=True)
 class Free(Lanes):
-    """For a loop whose body holds one inner loop: lanes do not wait for each other between outer steps.
+    """Let lanes of nested loops continue without waiting for each other between outer steps.
 
-    In lockstep a batch of nested loops waits at every outer step for the lane with the most inner steps. Here a lane
-    that has finished its inner loop goes on with its next outer step while others are still inside theirs.
-    Batched iterations: at most the largest sum of a lane's inner steps, and one for each outer step without any.
+    In lockstep, each outer step waits for the lane with the most inner steps. With `Free()`, a lane that has finished
+    its inner loop goes on with its next outer step while other lanes are still in their inner loops. The batch takes at
+    most as many iterations as the largest sum of a lane's inner steps; an outer step without inner steps counts as one.
 
-    What stands before and after the inner loop runs whenever any lane needs it, for all lanes: in nearly every
-    iteration of a large batch, where lockstep runs it once per outer step. So free lanes are slower where that part
-    costs more than the inner steps that they save; `lane_report` says how often it runs. They are slower as well
-    for a loop that is not batched.
-
-    The body must hold exactly one call of a loop of loopax, which is not batched itself, outside of `cond`, `scan`,
-    `jax.checkpoint` and other loops. Rows of `xs` of both loops are gathered for each lane, and rows of `ys` written
-    into the lanes' own arrays: both cost time that grows with their number of rows.
+    Requirements: the body of the outer loop holds exactly one call of a loop of loopax. The inner loop is not batched
+    itself, and is outside of `cond`, `scan`, `jax.checkpoint` and other loops.
 
     Raises
     ------
     ValueError
-        In a loop: the body holds no inner loop, or several; or the kind stores every step and one of the loops has no
-        static bound.
+        Raised by the loop: the body holds no inner loop, or several. Or the kind stores every step, and one of the
+        loops has no static bound.
+
+    Notes
+    -----
+    Cost: the code before and after the inner loop runs for all lanes whenever any lane needs it. In a large batch, this
+    code runs in nearly every iteration; in lockstep, it runs once per outer step. Free lanes are slower if this code
+    costs more than the saved inner steps. `lane_report` counts how often this code runs. Free lanes are also slower for
+    a loop that is not batched.
+
+    Rows of `xs` of both loops are gathered for each lane, and rows of `ys` are written into each lane's own array. The
+    time of both grows with the number of rows.
 
     """
 
@@ -158,17 +174,23 @@ class Free(Lanes):
 
 @dataclass(frozen=True)
 class Sequential(Lanes):
-    """One lane after another, each alone.
+    """Run one lane after another, each alone.
 
-    Each lane is bit by bit what it is without `jax.vmap`, also where all lanes take the same steps. Body evaluations:
-    those of all lanes together. On a CPU this beats a batch where a step is costly and the numbers of steps
-    differ much; where a step is cheap, a batch shares what XLA spends on each operation. A gradient that is taken
-    outside of `jax.vmap` stores for every lane what its kind says, and sums cotangents of shared weights in place.
+    Each lane has the same bits as without `jax.vmap`, also if all lanes take the same number of steps. The batch
+    evaluates the body as often as all lanes together take steps.
+
+    On a CPU, `Sequential()` is faster than a batch if a step is costly and the numbers of steps differ much. If a step
+    is cheap, a batch is faster, because lanes share the overhead of each XLA operation.
 
     Raises
     ------
     NotImplementedError
-        In a loop: the body communicates over the mapped axis (`jax.lax.psum`).
+        Raised by the loop: the body communicates over the mapped axis (`jax.lax.psum`).
+
+    Notes
+    -----
+    A gradient outside of `jax.vmap` stores for every lane what the kind stores. The gradient adds the cotangents of
+    shared weights in place.
 
     """
 
@@ -185,17 +207,21 @@ class Sequential(Lanes):
 
 @dataclass(frozen=True)
 class AutoLanes(Lanes):
-    """Lockstep, compact or sequential, whichever is expected to be fastest.
+    """Choose lockstep, compact or sequential lanes by estimated time. On a GPU: lockstep or compact.
 
-    The choice is made where lanes turn out to take different numbers of steps, from the number of lanes and from what a
-    step costs for one lane and for a batch, which is estimated from its operations. The numbers of steps are not known
-    there: they are taken to differ as exponential ones do. On a GPU it is lockstep or compact. Results are the same, to
-    rounding.
+    The choice depends on the number of lanes, and on the estimated time of a step for one lane and for a batch. Results
+    are the same up to rounding.
 
     Raises
     ------
     NotImplementedError
-        In a loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different steps.
+        Raised by the loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different
+        steps.
+
+    Notes
+    -----
+    The choice is made when the program is traced, where the numbers of steps are not known. `AutoLanes` assumes that
+    the numbers of steps have an exponential distribution.
 
     """
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -13,6 +13,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent, fori_extent, while_extent
 from loopax._src.frontend.limits import Limits
+from loopax._src.frontend.options import LoopOptions
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, take_references
 from loopax._src.frontend.run import Finished, LoopSpec, run
 from loopax._src.frontend.runtime_checks import Check, settle
@@ -34,7 +35,29 @@ from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.types import LoopInfo
 
+# To type checkers, the result has the type that the body returns. A number as the first carry becomes an array.
+C = TypeVar("C")
+Y = TypeVar("Y")
 
+
+@overload
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    info: Literal[False] = False,
+    **options: Unpack[LoopOptions],
+) -> C: ...
+@overload
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    info: Literal[True],
+    **options: Unpack[LoopOptions],
+) -> tuple[C, LoopInfo]: ...
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[..., Any],
@@ -48,9 +71,9 @@ def while_loop(
     info: bool = False,
     progress: ProgressLike = None,
 ) -> Any:
-    """Repeat a body while a condition holds, with derivatives in every mode.
+    """Repeat a body while a condition holds, with derivatives in forward and reverse mode.
 
-    The meaning, `max_steps` aside::
+    The meaning, without `max_steps`::
 
         val = init_val
         while cond_fun(val):
@@ -60,57 +83,75 @@ def while_loop(
     Parameters
     ----------
     cond_fun
-        `cond_fun(val)` is one bool: whether to take another step.
+        The condition: `cond_fun(val)` returns one bool. True takes another step.
     body_fun
-        `body_fun(val)` is the next carry: a pytree of the same structure, shapes and dtypes. With `key`
-        it is called as `body_fun(val, key=...)`.
+        The body: `body_fun(val)` returns the next carry, with the structure, shapes and dtypes of `val`. With `key`,
+        the body is called as `body_fun(val, key=...)`.
     init_val
-        The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools,
-        Python numbers in Equinox modules) stay what they are. Leaves that the body returns unchanged cost nothing.
+        The first carry: any pytree. Leaves that are not arrays (functions, strings, Python bools, Python numbers in
+        Equinox modules) keep their Python values inside the loop. Leaves that the body returns unchanged are not
+        stored, not batched and not copied.
     max_steps
-        A static bound on the number of steps. Reverse mode works without one, but can be faster with it.
+        A static bound on the number of steps. None: no bound. Reverse mode works without a bound, but can be faster
+        with one.
     kind
-        What a gradient stores: `Auto()`, `Lax()`, `Checkpointed()`, `Bounded()` or `Residuals()`, or
-        the lower-case name of one; `Reversible(inverse)`. Or another derivative: `Implicit()`, `Truncated(last=k)`.
+        What a gradient stores. `"auto"`: the fastest choice that fits in 256 MiB (see `Auto`). Give one of `Auto()`,
+        `Lax()`, `Checkpointed()`, `Bounded()` and `Residuals()`, the lower-case name of one, or `Reversible(inverse)`.
+        `Implicit()` and `Truncated(last=k)` give the loop another derivative.
     lanes
-        How a batch of loops under `jax.vmap` runs: `Lockstep()`, until the slowest lane is done; `Compact()`,
-        without the lanes that have finished; `Sequential()`, one lane after another; `"auto"`, the fastest of
-        these by an estimate; `Free()`, for a loop with a loop in its body, every lane on its own; or the lower-case
-        name of one. Nothing comes from finished lanes.
+        How a batch of loops runs under `jax.vmap`. A lane is one loop of the batch. Give an object or its name:
+
+        - `"lockstep"`, `Lockstep()`: all lanes run until the slowest lane has finished.
+        - `"compact"`, `Compact()`: finished lanes leave the batch.
+        - `"sequential"`, `Sequential()`: one lane runs after another.
+        - `"auto"`, `AutoLanes()`: the fastest of these three by an estimate.
+        - `"free"`, `Free()`: for a loop with a loop in its body; lanes do not wait for each other between outer steps.
+
+        In all of them, a finished lane causes no NaN, no error and no effect.
     key
-        A PRNG key. Step i gets `jax.random.fold_in(key, i)`, the same when a step is replayed.
+        A PRNG key. Step i gets the key `jax.random.fold_in(key, i)`. A recomputed step gets the same key. None: the
+        body gets no key.
     throw
-        Whether a loop that `max_steps` stops raises (after the outermost loop, when the program runs).
+        Whether a loop that `max_steps` stops raises an error. The error comes at run time, after the outermost loop.
+        False: the loop returns the carry that it has reached.
     info
-        Whether to return `(result, LoopInfo(num_steps, limit_reached))`.
+        Whether to return the pair `(val, LoopInfo(num_steps, limit_reached))` instead of `val`.
     progress
-        Whether to show how far the loop is while it runs: True, or a `Progress(...)` with a label and the like. Under
-        `jax.vmap` there is one bar for the batch, a gradient shows the forward pass only (docs/progress.md).
+        Whether to show the progress of the loop while it runs: True, or a `Progress(...)` with a label and other
+        options. None: show nothing. Under `jax.vmap` there is one bar for the batch. A gradient shows the forward pass
+        only. See docs/progress.md.
 
     Returns
     -------
     val
-        The carry when `cond_fun` is False, or after `max_steps` steps.
+        The carry for which `cond_fun` is False, or the carry after `max_steps` steps.
 
     Raises
     ------
     TypeError
-        The carry changes its structure, shapes or dtypes; `cond_fun` does not return one bool;
-        `max_steps` is not an int, `throw` or `info` not a bool, or one of them is traced
-        (docs/static-and-dynamic.md).
+        - The carry changes its structure, shapes or dtypes.
+        - `cond_fun` does not return one bool.
+        - `max_steps` is not an int, or `throw` or `info` is not a bool.
+        - One of these arguments is traced (docs/static-and-dynamic.md).
     ValueError
-        An unknown `kind` or `lanes`; a negative `max_steps`; `Bounded()` or `Residuals()` without a
-        bound; reverse mode through `Lax()`.
+        - `kind` or `lanes` is unknown, or `max_steps` is negative.
+        - `kind` is `Bounded()` or `Residuals()`, and the loop has no bound.
+        - Reverse mode is taken through `Lax()`.
     equinox.EquinoxRuntimeError
-        `max_steps` stops a loop that would go on, and `throw` is True.
+        - `max_steps` stops a loop that would go on, and `throw` is True.
+        - A loop with `key` and without `max_steps` takes more than 2147483646 steps, and `throw` is True.
 
     Notes
     -----
-    Cost: `cond_fun` n + 1 times, `body_fun` n times; for forward and gradient together, and for what is
-    stored, see the `kind` (docs/kinds.md has a table). With the default and no bound, 64 carries are
-    stored, and the body is evaluated at most 3n times up to 2187 steps, 4n up to 35594. Derivatives: all,
-    in every order; reverse mode up to 2147483646 steps, and NaN beyond. Sources: Griewank & Walther
-    (2000), Stumm & Walther (2010), see docs/references.md.
+    Cost for n steps: n + 1 evaluations of `cond_fun` and n evaluations of `body_fun`. What a gradient stores and
+    evaluates depends on `kind`; docs/kinds.md has a table. With the default `kind` and no bound, a gradient stores up
+    to 64 carries (fewer if 64 do not fit in 256 MiB). With 64 carries and n up to 2187, forward and gradient together
+    evaluate the body at most 3n times. For n up to 35594, they evaluate the body at most 4n times.
+
+    Derivatives: forward and reverse mode, in every order. Reverse mode counts up to 2147483646 steps; beyond,
+    derivatives are NaN, and so are the values where a gradient is taken.
+
+    Sources: Griewank & Walther (2000), Stumm & Walther (2010). See docs/references.md.
 
     """
     options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info)
@@ -125,6 +166,28 @@ def while_loop(
     return options.with_info(carry, loop_info)
 
 
+@overload
+def fori_loop(
+    lower: int | Int[Array, ""],
+    upper: int | Int[Array, ""],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    unroll: int | bool | None = None,
+    info: Literal[False] = False,
+    **options: Unpack[LoopOptions],
+) -> C: ...
+@overload
+def fori_loop(
+    lower: int | Int[Array, ""],
+    upper: int | Int[Array, ""],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    unroll: int | bool | None = None,
+    info: Literal[True],
+    **options: Unpack[LoopOptions],
+) -> tuple[C, LoopInfo]: ...
 def fori_loop(
     lower: int | Int[Array, ""],
     upper: int | Int[Array, ""],
@@ -140,9 +203,9 @@ def fori_loop(
     info: bool = False,
     progress: ProgressLike = None,
 ) -> Any:
-    """Repeat a body for a range of integers that may be known only at run time.
+    """Repeat a body for a range of integers; the limits may be known only at run time.
 
-    The meaning, `max_steps` aside::
+    The meaning, without `max_steps`::
 
         val = init_val
         for i in range(lower, upper):
@@ -152,20 +215,24 @@ def fori_loop(
     Parameters
     ----------
     lower, upper
-        Integers, static or traced, which may differ between lanes under `jax.vmap`. Both have to fit the index, which
-        has the dtype of the traced one.
+        The limits: integers, static or traced. Traced limits may differ between lanes under `jax.vmap`. The index has
+        the dtype that JAX promotes both limits to. If both limits are static, the index has JAX's default integer
+        dtype. The dtype of the index must hold both limits.
     body_fun
-        `body_fun(i, val)` is the next carry, of the same structure, shapes and dtypes. With `key` it is
-        called as `body_fun(i, val, key=...)`.
+        The body: `body_fun(i, val)` returns the next carry, with the structure, shapes and dtypes of `val`. With `key`,
+        the body is called as `body_fun(i, val, key=...)`.
     init_val
-        The first carry, as in `while_loop`.
+        The first carry: any pytree, as in `while_loop`.
     unroll
-        Steps per iteration of the compiled loop; a remainder is taken one by one. True or 0, where the
-        number of steps is static: all of them.
+        Steps per iteration of the compiled loop. None: 1. Remaining steps are taken one by one. True or 0 unrolls the
+        whole loop, which needs static limits.
     max_steps
-        A static bound on the number of steps, with which reverse mode can be faster where a limit is traced.
-    kind, lanes, key, throw, info, progress
-        As in `while_loop`; step i gets the key `jax.random.fold_in(key, i)`.
+        A static bound on the number of steps. None: no bound but static limits. If a limit is traced, reverse mode can
+        be faster with a bound.
+    kind, lanes, throw, info, progress
+        As in `while_loop`.
+    key
+        A PRNG key. The step with index i gets the key `jax.random.fold_in(key, i)`. None: the body gets no key.
 
     Returns
     -------
@@ -175,17 +242,25 @@ def fori_loop(
     Raises
     ------
     TypeError
-        As in `while_loop`; a limit or `unroll` is not an integer, or `unroll` is traced; int64 and uint64 limits.
+        - As in `while_loop`.
+        - A limit or `unroll` is not an integer, or `unroll` is traced.
+        - One limit is uint64 and the other limit has a signed dtype.
     ValueError
-        As in `while_loop`; `unroll=True` with a traced limit; a static limit that the index cannot hold; static limits
-        further apart than `max_steps`, unless `throw` is False.
+        - As in `while_loop`.
+        - `unroll=True` with a traced limit.
+        - The index cannot hold a static limit.
+        - Static limits are further apart than `max_steps`, and `throw` is True.
     equinox.EquinoxRuntimeError
-        Traced limits are further apart than `max_steps`, and `throw` is True; or, before the first step, further
-        apart than 2147483647, or beyond the dtype of the index.
+        The following errors are raised at run time, if `throw` is True:
+
+        - Traced limits are further apart than `max_steps`.
+        - Traced limits are further apart than 2147483647, or beyond the dtype of the index. The loop then takes no
+          step.
 
     Notes
     -----
-    Cost and derivatives: as in `while_loop`; static limits are a bound by themselves.
+    Cost and derivatives: as in `while_loop`. Static limits are a bound, so `max_steps` is not needed with static
+    limits.
 
     """
     options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
@@ -205,6 +280,32 @@ def fori_loop(
     return options.with_info(carry, loop_info)
 
 
+@overload
+def scan(
+    f: Callable[..., tuple[C, Y]],
+    init: PyTree[Any],
+    xs: PyTree[Any] = None,
+    length: int | Int[Array, ""] | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    stop: Callable[[Any, Any], Any] | None = None,
+    info: Literal[False] = False,
+    **options: Unpack[LoopOptions],
+) -> tuple[C, Y]: ...
+@overload
+def scan(
+    f: Callable[..., tuple[C, Y]],
+    init: PyTree[Any],
+    xs: PyTree[Any] = None,
+    length: int | Int[Array, ""] | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    stop: Callable[[Any, Any], Any] | None = None,
+    info: Literal[True],
+    **options: Unpack[LoopOptions],
+) -> tuple[tuple[C, Y], LoopInfo]: ...
 def scan(
     f: Callable[..., tuple[Any, Any]],
     init: PyTree[Any],
@@ -222,9 +323,9 @@ def scan(
     info: bool = False,
     progress: ProgressLike = None,
 ) -> Any:
-    """Scan over rows, as many as are known only at run time.
+    """Scan over the rows of arrays; the number of rows to scan may be known only at run time.
 
-    The meaning, `max_steps` aside::
+    The meaning, without `max_steps`::
 
         carry, ys = init, zeros
         for i in range(length):                  # reversed(range(length)) if reverse
@@ -236,50 +337,64 @@ def scan(
     Parameters
     ----------
     f
-        `f(carry, x)` is a pair: the next carry, and a row of outputs. With `key` it is called as
+        The body: `f(carry, x)` returns a pair, the next carry and a row of outputs. With `key`, the body is called as
         `f(carry, x, key=...)`.
     init
-        The first carry, as in `while_loop`.
+        The first carry: any pytree, as in `while_loop`.
     xs
-        A pytree of arrays with the same number of rows, `(rows, ...)`. Other leaves go to `f` as they are.
+        The rows: a pytree of arrays `(rows, ...)` with the same number of rows. Leaves that are not arrays are passed
+        to `f` unchanged. None: `f` gets None.
     length
-        The number of rows to scan, static or traced, at most the rows of `xs`; it may differ between
-        lanes under `jax.vmap`. Without it: all rows.
+        The number of rows to scan, static or traced; at most the rows of `xs`. A traced length may differ between lanes
+        under `jax.vmap`. None: all rows.
     reverse
-        Walk rows length - 1, ..., 0.
+        Whether to scan the rows length - 1, ..., 0 instead of 0, ..., length - 1.
     unroll
-        Steps per iteration of the compiled loop, as in `fori_loop`; not together with `stop`.
+        Steps per iteration of the compiled loop, as in `fori_loop`. The default 1 is the only value allowed with
+        `stop`.
     stop
-        `stop(carry, y)` is one bool: whether this step was the last. Its carry and row are kept.
+        An early exit: `stop(carry, y)` returns one bool. True ends the scan after this step; the carry and the row of
+        this step are kept. None: no early exit.
     max_steps
-        A static bound on the number of steps, for scans without rows and without a static length.
-    kind, lanes, key, throw, info, progress
-        As in `while_loop`; row i gets the key `jax.random.fold_in(key, i)`, also in reverse.
+        A static bound on the number of steps. The bound also sets the number of rows of `ys` if `xs` has no arrays and
+        `length` is not static.
+    kind, lanes, throw, info, progress
+        As in `while_loop`.
+    key
+        A PRNG key. Row i gets the key `jax.random.fold_in(key, i)`, also if `reverse` is True. None: `f` gets no key.
 
     Returns
     -------
     carry
         The carry after the last step.
     ys
-        Rows of outputs; those that were not executed are zero. There are as many as `xs` has, else a
-        static `length`, else `max_steps`.
+        The rows of outputs, `(rows, ...)`. Rows of steps that were not taken are zero. The number of rows is that of
+        `xs`, else a static `length`, else `max_steps`.
 
     Raises
     ------
     TypeError
-        As in `while_loop`; `f` does not return a pair; `stop` does not return one bool; `length` is not an integer;
-        `reverse` is not a bool; `unroll` or `reverse` is traced.
+        - As in `while_loop`.
+        - `f` does not return a pair, or `stop` does not return one bool.
+        - `length` is not an integer, or `reverse` is not a bool.
+        - `unroll` or `reverse` is traced.
     ValueError
-        As in `while_loop`; arrays of `xs` with unequal rows; a static `length` beyond them; no way to
-        know the number of steps, or the rows of `ys`.
+        - As in `while_loop`.
+        - The arrays of `xs` have unequal numbers of rows.
+        - A static `length` is larger than the number of rows.
+        - The number of steps, or the number of rows of `ys`, cannot be determined.
     equinox.EquinoxRuntimeError
-        A traced `length` is negative or beyond the rows of `xs`, or `max_steps` stops a scan that would
-        go on, and `throw` is True.
+        The following errors are raised at run time, if `throw` is True:
+
+        - A traced `length` is negative, or larger than the number of rows of `xs`.
+        - `max_steps` stops a scan that would go on.
 
     Notes
     -----
-    Cost: `f` n times; for forward and gradient together see the `kind`. A step costs the same however
-    many rows there are. Derivatives: all, in every order, also with respect to `xs`.
+    Cost for n steps: n evaluations of `f`. What a gradient stores and evaluates depends on `kind` (docs/kinds.md). The
+    cost of a step does not depend on the number of rows.
+
+    Derivatives: forward and reverse mode, in every order, also with respect to `xs`.
 
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)

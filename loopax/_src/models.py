@@ -10,14 +10,14 @@ from loopax._src.pytrees.leaves import describe
 
 
 def local(module: PyTree[Any]) -> Any:
-    """Copy Flax NNX objects, for a loop that changes them while the caller's stay as they are.
+    """Copy Flax NNX objects, so that a loop changes the copy and not the caller's objects.
 
     The meaning::
 
         return copy.deepcopy(module)   # the arrays themselves are shared: they are immutable
 
-    A loop changes the NNX objects in its carry in place. That is not wanted where one module serves many lanes, each
-    with its own dropout counters and batch statistics, which the one module could not hold::
+    A loop changes the NNX objects in its carry in place. If many lanes share one module, this module cannot hold the
+    dropout counters and batch statistics of each lane. `local` gives each lane its own copy::
 
         def lane(model, x):                                   # jax.vmap(lane, in_axes=(None, 0))
             return lx.fori_loop(0, n, body, (lx.local(model), x))
@@ -25,23 +25,25 @@ def local(module: PyTree[Any]) -> Any:
     Parameters
     ----------
     module
-        A module, an `nnx.Rngs`, or any pytree with NNX objects in it. What it holds twice is one object in the copy
-        too.
+        A module, an `nnx.Rngs`, or any pytree with NNX objects in it. An object that occurs twice occurs twice in the
+        copy, as one object.
 
     Returns
     -------
     copy
-        The same, with new NNX objects that belong to the trace in which `local` is called.
+        The copy, with new NNX objects that belong to the trace in which `local` is called.
 
     Raises
     ------
     TypeError
-        There is no NNX object in `module`. Other models (Equinox modules, plain pytrees) are never changed in place.
+        `module` holds no NNX object. Loops never change other models (Equinox modules, plain pytrees) in place.
 
     Notes
     -----
-    Copies nothing that has a size. Gradients pass through. The copy draws the random numbers that the original would
-    draw: lanes that share a module share its dropout masks. For masks of its own give each lane an `nnx.Rngs(key)`.
+    Cost: no array is copied. Derivatives: gradients pass through.
+
+    The copy draws the same random numbers as the original: lanes that share a module share its dropout masks. To give
+    each lane its own masks, give each lane an `nnx.Rngs(key)`.
 
     """
     if not roots(module):

@@ -24,21 +24,24 @@ _WHY = Why("what the program shows while it runs", "give the same in all calls: 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a loop shows while it runs: steps, their rate, and what remains where that is known.
+    """What a loop shows while it runs: steps, steps per second, and, if known, the remaining time.
 
-    In lanes that take different numbers of steps, also how many lanes are still active.
+    If lanes take different numbers of steps, the loop also shows how many lanes are still active.
 
     Parameters
     ----------
     label
-        What stands before the numbers; None: the name of the loop.
+        The text before the numbers. None: the name of the loop.
     every
-        Seconds between two times that it is drawn, a positive number. What is written to something else than a
-        terminal or a notebook (a file, the log of a job) is a line about every `10 * every` seconds, and less often the
-        longer the loop has run.
+        The seconds between two updates: a positive number. The default is 0.1. A file, or the log of a job, gets a line
+        about every `10 * every` seconds. The longer the loop has run, the fewer lines it gets.
     style
-        "tqdm": a bar of tqdm, which has to be installed (`pip install loopax[progress]`). "text": plain text. "auto":
-        a bar where tqdm can be imported and the output is a terminal or a notebook, else plain text.
+        How to show the progress:
+
+        - `"tqdm"`: a bar of tqdm (`pip install loopax[progress]`).
+        - `"text"`: plain text.
+        - `"auto"` (the default): a bar if tqdm can be imported and the output is a terminal or a notebook, else plain
+          text.
 
     Raises
     ------
@@ -47,14 +50,16 @@ class Progress:
     ValueError
         `every` is not positive, or `style` is unknown.
     ImportError
-        The style is "tqdm", and tqdm is not installed.
+        The style is `"tqdm"`, and tqdm is not installed.
 
     Notes
     -----
-    Cost: the loop runs at full speed between two reports, of which there are about ten in a second with the default
-    `every`. A report takes about 0.1 milliseconds, and so do the beginning and the end of a loop: for a loop inside the
-    body of another that is the price of each of its runs. Outside of `jit`, a loop that shows progress is waited for.
-    docs/progress.md has more.
+    Cost: the loop runs at full speed between two reports. With the default `every`, there are about ten reports per
+    second. A report takes about 0.1 milliseconds, and so do the beginning and the end of a loop. A loop inside the body
+    of another loop pays for its beginning and end in each run. Outside of `jit`, the call waits until a loop that shows
+    progress has ended.
+
+    See docs/progress.md.
 
     """
 
@@ -63,7 +68,7 @@ class Progress:
     style: Literal["auto", "tqdm", "text"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be shown."""
+        """Check the arguments."""
         if self.label is not None and not isinstance(self.label, str):
             refuse_arrays("Progress(label=...)", self.label, "a string", _WHY)
             raise TypeError(f"Progress(label=...): got {describe(self.label)}, expected a string or None.")

@@ -31,16 +31,16 @@ _SAVE_EVERY = Why(
 
 
 class Rollout(NamedTuple):
-    """What a rollout has come to.
+    """The result of `rollout`.
 
     Attributes
     ----------
     state
-        The last state; with a history, the pair of state and history, from which another rollout can go on.
+        The last state. With a history: the pair of last state and history. Another rollout can start from this pair.
     outputs
-        A row for every step that was saved, `(rows, ...)`; rows of steps that were not taken are zero.
+        One row for each saved step, `(rows, ...)`. Rows of steps that were not taken are zero.
     num_steps : int32[]
-        Steps that were taken.
+        The steps that were taken.
 
     """
 
@@ -67,9 +67,9 @@ def rollout(
     info: bool = False,
     progress: ProgressLike = None,
 ) -> Any:
-    """Repeat a step on its own results, for as many steps as are known only at run time.
+    """Repeat a step on its own results; the number of steps may be known only at run time.
 
-    The meaning, `max_steps` and `save_every` aside::
+    The meaning, without `max_steps` and `save_every`::
 
         outputs = zeros
         for i in range(length):
@@ -82,47 +82,62 @@ def rollout(
     Parameters
     ----------
     step
-        `step(state)` is a pair: the next state, and an output. It is also given what there is of these: a row of
-        `inputs` as second argument, and by name `history=` and `key=`.
+        The step: `step(state)` returns a pair, the next state and an output. With `inputs`, the second argument is a
+        row of `inputs`. With `history` or `key`, the step also gets the keyword argument `history=` or `key=`.
     state
-        The first state: any pytree, as the carry of `loopax.scan`. None for a model whose state is its history.
+        The first state: any pytree, like the carry of `loopax.scan`. Give None for a model whose only state is its
+        history.
     length
-        The number of steps, static or traced; it may differ between lanes under `jax.vmap`. Without it: all rows of
-        `inputs`, or until `stop`.
+        The number of steps, static or traced. A traced length may differ between lanes under `jax.vmap`. None: one step
+        for each row of `inputs`, or until `stop`.
     inputs
-        A pytree of arrays with the same number of rows, `(rows, ...)`, at least `length`.
+        The inputs: a pytree of arrays `(rows, ...)` with the same number of rows, at least `length`. None: the step
+        gets no input.
     history
-        The window that an autoregressive model looks at. Every output is pushed, so it is a row like the others.
+        A window of past outputs that the step can read, as a `History`. Each output is pushed to the window, so an
+        output must look like the rows of the window. None: no window.
     stop
-        `stop(state, output)` is one bool: whether this step was the last. It counts.
+        An early exit: `stop(state, output)` returns one bool. True ends the rollout after this step, which still
+        counts. None: no early exit.
     save_every
-        Save the output of every so many steps only: those of the steps m, 2 m, ..., counted from 1.
+        Save only the outputs of the steps m, 2m, ..., with m = `save_every` and steps counted from 1. The default 1
+        saves every output.
     unroll, max_steps, kind, lanes, key, throw, info, progress
-        As in `loopax.scan`. The functions of a kind get a state where those of a scan get a carry.
+        As in `loopax.scan`. A function inside a `kind`, such as an inverse, gets a state where the function of a scan
+        gets a carry.
 
     Returns
     -------
     Rollout
-        `(state, outputs, num_steps)`; with `info=True`, the pair of that and a `LoopInfo`. There are as many outputs
-        as `inputs` has rows, else a static `length`, else `max_steps`, divided by `save_every`.
+        `(state, outputs, num_steps)`. With `info=True`: the pair of this tuple and a `LoopInfo`. The number of outputs
+        is the number of rows of `inputs`, else a static `length`, else `max_steps`, divided by `save_every`.
 
     Raises
     ------
     TypeError
-        As in `loopax.scan`; `history` is no `History`; an output does not match its rows; `save_every` is not an int.
+        - As in `loopax.scan`.
+        - `history` is not a `History`, or an output does not match the rows of the history.
+        - `save_every` is not an int.
     ValueError
-        As in `loopax.scan`: `inputs` has fewer rows than a static `length`; no way to know the number of steps, or
-        that of the outputs. `save_every` is not positive.
+        - As in `loopax.scan`.
+        - `inputs` has fewer rows than a static `length`.
+        - The number of steps, or the number of outputs, cannot be determined.
+        - `save_every` is not positive.
     NotImplementedError
-        As in `loopax.scan`; a kind with an inverse and a `history`, which forgets rows.
+        - As in `loopax.scan`.
+        - The `kind` has an inverse, and there is a `history`: a window forgets rows, so a step cannot be undone.
     equinox.EquinoxRuntimeError
-        A traced `length` is negative or beyond the rows of `inputs`, or `max_steps` stops a rollout that would go
-        on, and `throw` is True.
+        The following errors are raised at run time, if `throw` is True:
+
+        - A traced `length` is negative, or larger than the number of rows of `inputs`.
+        - `max_steps` stops a rollout that would go on.
 
     Notes
     -----
-    Cost: `step` once for each step that is taken, however many rows there are. With `save_every`, what is not saved
-    takes no memory. One compilation serves every traced length. Derivatives: all, in every order.
+    Cost for n steps: n evaluations of `step`. The cost of a step does not depend on the number of rows. Outputs that
+    `save_every` skips take no memory. One compilation serves every traced length.
+
+    Derivatives: forward and reverse mode, in every order.
 
     """
     options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info)

@@ -1,4 +1,4 @@
-"""The loops of loopax for long runs: saved to disk while they run, and resumed by the same call."""
+"""The loops of loopax for long runs: they save their state to disk, and the same call resumes the run."""
 
 from loopax._src.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
 from loopax._src.durable.loops import fori_loop, scan, while_loop

@@ -1,4 +1,4 @@
-"""What the loops of a program store and cost: `explain` says it from the trace, `compare` measures it."""
+"""What the loops of a program store and cost: `explain` finds it from the trace, `compare` measures it."""
 
 from loopax._src.insight.advice import Advice
 from loopax._src.insight.comparison import Comparison, Measured

@@ -1,4 +1,4 @@
-"""What a kind of your own (a subclass of `loopax.Kind`) is told of a loop, and what it may answer."""
+"""What a kind of your own (a subclass of `loopax.Kind`) learns about a loop, and which plans it may return."""
 
 from loopax._src.core.ir.call import LoopCall, LoopOperands
 from loopax._src.core.ir.facts import Cost, LoopFacts, StepFacts

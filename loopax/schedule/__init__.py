@@ -1,4 +1,4 @@
-"""Which steps of a loop to keep and which to replay: integer mathematics, apart from differentiation."""
+"""Which carries of a loop to store and which steps to recompute: integer mathematics, apart from differentiation."""
 
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.insight.schedule_picture import SchedulePicture, picture

@@ -1,4 +1,4 @@
-"""An imaginary machine that carries out a schedule and refuses impossible ones."""
+"""An imaginary machine that executes a schedule and raises an error for impossible actions."""
 
 from loopax._src.schedule.machine import execute
 

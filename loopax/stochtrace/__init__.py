@@ -1,4 +1,4 @@
-"""Stochastic trace estimation, with as many matrix-vector products as are decided at run time."""
+"""Stochastic trace estimation. The number of matrix-vector products may be decided at run time."""
 
 from loopax._src.stochtrace.estimate import TraceEstimate, estimate_trace
 from loopax._src.stochtrace.estimator import Estimator

@@ -2,12 +2,12 @@
 
 
 class SaveError(OSError):
-    """A state or outputs could not be written; the run has stopped, and its last good save is as it was."""
+    """A state or outputs could not be written. The run has stopped, and its last good save is unchanged."""
 
 
 class DamagedSaveWarning(UserWarning):
-    """A save, or outputs that belong to it, are damaged, and a save before it is taken."""
+    """A save, or outputs that belong to it, are damaged. The run continues from an earlier save."""
 
 
 class AnotherProgramWarning(UserWarning):
-    """A run goes on with another program, because it was told to, or under another version of JAX."""
+    """A run continues with another program (`resume="anyway"`), or under another version of JAX."""

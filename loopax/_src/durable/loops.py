@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.while_loop import read
 from loopax._src.durable.job import Job, run_job, step_key_data
-from loopax._src.durable.options import Durability, loop_options
+from loopax._src.durable.options import Durability, DurableOptions, loop_options
 from loopax._src.durable.row_plan import RowPlan
 from loopax._src.durable.run import EPOCH
 from loopax._src.frontend import options as arguments
@@ -22,10 +22,32 @@ from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import pack
 from loopax._src.pytrees.static_args import an_int
+from loopax._src.pytrees.types import LoopInfo
+
+# To type checkers, the result has the type that the body returns, as in `loopax.while_loop`.
+C = TypeVar("C")
 
 _EXTRAS = ("start", "key")  # what goes into the arguments of a step, besides its number
 
 
+@overload
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    info: Literal[False] = False,
+    **options: Unpack[DurableOptions],
+) -> C: ...
+@overload
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    info: Literal[True],
+    **options: Unpack[DurableOptions],
+) -> tuple[C, LoopInfo]: ...
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[..., Any],
@@ -42,61 +64,82 @@ def while_loop(
     info: bool = False,
     progress: Any = None,
 ) -> Any:
-    """`loopax.while_loop` for runs of hours: saved to disk while it runs, and resumed by the same call.
+    """`loopax.while_loop` for runs of hours: saves its state to disk, and the same call resumes the run.
 
-    The meaning is that of `loopax.while_loop`. It is called from Python, not inside of `jit`, `vmap` or `grad`: the
-    loop runs in compiled chunks of steps, and between two of them its state can be saved. A call that finds saves of
-    the same program in `directory` goes on from the newest one, and ends with the bits of a run that was never
-    interrupted.
+    The meaning is that of `loopax.while_loop`. If `directory` holds saves of the same program, the call continues from
+    the newest save. The result has the same bits as that of an uninterrupted run.
+
+    Call it from Python, not inside `jit`, `vmap` or `grad`: the loop runs in compiled chunks of steps, and loopax can
+    save the state between two chunks.
 
     Parameters
     ----------
     cond_fun, body_fun, init_val, key, throw, info
-        As in `loopax.while_loop`. Every leaf of the carry that is an array is saved, also in Equinox modules and NNX
-        objects; others are part of the program.
+        As in `loopax.while_loop`. All arrays in the carry are saved, also those in Equinox modules and NNX objects.
+        Other leaves are part of the program.
     directory
-        Where this run is saved, and nothing else; made if it is not there.
+        The directory for the saves of this run, and of no other run. loopax creates a directory that does not exist.
     checkpoint_every
-        The most work that a kill may lose: steps (an int) or seconds of running (a float, or a `timedelta`). Saves
-        begin somewhat earlier, so that they are complete in time; a single step that takes longer cannot be divided.
+        The most work that may be lost if the process is killed: steps (an int) or seconds of running (a float, or a
+        `timedelta`). The default is 60.0 seconds. A save begins somewhat earlier, so that it is complete in time. A
+        single step that takes longer cannot be divided.
     keep
-        The number of saves that are kept, at least 1. With 2 or more, a damaged one does not lose the run.
+        The number of saves that are kept, at least 1. The default is 2. With 2 or more, the run can continue if one
+        save is damaged.
     resume
-        "auto": go on with the stored run if its program is the same; an error if its program is another; a new run if
-        none is stored. "anyway": also go on from a state of another program, if the types of the carry are the same; a
-        warning says what differs. A run also goes on under another version of JAX, if a step computes the same there.
+        Which stored runs may continue:
+
+        - `"auto"` (the default): a run of the same program. A stored run of another program is an error. If no run is
+          stored, a new run starts.
+        - `"anyway"`: also a run of another program, if the types of the carry are the same. A warning says what
+          differs.
+
+        A run also continues under another version of JAX, if a step computes the same there.
     chunk_steps
-        Steps of a compiled chunk. Default: as many as take about 0.2 seconds, which is how long an interrupt waits.
-        Results do not depend on it.
+        The steps in one compiled chunk. None: as many as take about 0.2 seconds. An interrupt waits for the end of a
+        chunk. Results do not depend on it.
     max_steps
-        As in `loopax.while_loop`, up to 2**63 - 1. It may be larger when a run is resumed.
+        A static bound on the number of steps, up to 2**63 - 1. A resumed run may have a larger bound. None: no bound.
     progress
-        As in `loopax.while_loop`; one bar for all chunks.
+        Whether to show progress, as in `loopax.while_loop`. There is one bar for all chunks.
 
     Returns
     -------
     val
-        As in `loopax.while_loop`; with `info`, `num_steps` is an int64 that counts all runs.
+        As in `loopax.while_loop`. With `info`, `num_steps` is an int64 that counts the steps of all calls.
 
     Raises
     ------
-    TypeError, ValueError, equinox.EquinoxRuntimeError
-        As in `loopax.while_loop`; it is called inside of a transformation; the carry has leaves that cannot be saved;
-        `checkpoint_every` is not positive; the directory holds a run of another program (what differs is shown).
+    TypeError
+        - As in `loopax.while_loop`.
+        - The call is inside a transformation of JAX.
+        - The dtype of a carried array cannot be saved.
+    ValueError
+        - As in `loopax.while_loop`.
+        - `checkpoint_every` is not positive.
+        - The directory holds a run of another program; the message shows what differs.
+    equinox.EquinoxRuntimeError
+        As in `loopax.while_loop`.
     loopax.durable.SaveError
-        Something could not be written. The last good save is as it was.
+        Something could not be written. The last good save is unchanged.
     RuntimeError
-        Another process runs in the directory, or no save in it is whole (with the rows of outputs that belong to it).
+        - Another process runs in the directory.
+        - No save in the directory is complete and undamaged, including the rows of outputs that belong to it.
     KeyboardInterrupt, SystemExit
-        Ctrl-C or SIGTERM, after the state has been saved. A second one does not wait.
+        Ctrl-C or SIGTERM arrived; the state is saved first. A second signal does not wait.
 
     Notes
     -----
     Cost: one compilation, a fraction of a millisecond per chunk, and for each save a copy of the carry, in memory and
-    on disk. Steps are counted in 64 bits; with `key`, step i gets `fold_in(key, i)` up to 2147483647, and then a key of
-    a stream that is derived from `key` and the multiples of 2147483648. Several processes (`jax.distributed`) call it
-    together, with the same directory on a file system that they share. There are no derivatives and no batches of
-    durable loops, so there is no `kind` and no `lanes`; loops in the body have both.
+    on disk.
+
+    Steps are counted in 64 bits. With `key`, step i gets the key `fold_in(key, i)` for i up to 2147483647. Later steps
+    get a key that is derived from `key` and the multiples of 2147483648.
+
+    Several processes (`jax.distributed`) make the call together, with the same directory on a shared file system.
+
+    There are no derivatives and no batches of durable loops, so there is no `kind` and no `lanes`. Loops in the body
+    have both.
 
     """
     options = loop_options("durable.while_loop", (init_val,), key, progress, max_steps, throw, info)
@@ -120,6 +163,28 @@ def while_loop(
     return options.with_info(carry, loop_info)
 
 
+@overload
+def fori_loop(
+    lower: int,
+    upper: int,
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    unroll: int | bool | None = None,
+    info: Literal[False] = False,
+    **options: Unpack[DurableOptions],
+) -> C: ...
+@overload
+def fori_loop(
+    lower: int,
+    upper: int,
+    body_fun: Callable[..., C],
+    init_val: PyTree[Any],
+    *,
+    unroll: int | bool | None = None,
+    info: Literal[True],
+    **options: Unpack[DurableOptions],
+) -> tuple[C, LoopInfo]: ...
 def fori_loop(
     lower: int,
     upper: int,
@@ -138,29 +203,35 @@ def fori_loop(
     info: bool = False,
     progress: Any = None,
 ) -> Any:
-    """`loopax.fori_loop` for runs of hours: saved to disk while it runs, and resumed by the same call.
+    """`loopax.fori_loop` for runs of hours: saves its state to disk, and the same call resumes the run.
 
-    The meaning is that of `loopax.fori_loop`; `durable.while_loop` says what durable means.
+    The meaning is that of `loopax.fori_loop`. Saving and resuming work as in `durable.while_loop`.
 
     Parameters
     ----------
-    lower, upper, body_fun, init_val, max_steps, key, throw, info
-        As in `loopax.fori_loop`. There may be more steps than fit into 32 bits, if the index fits into its dtype. A run
-        that is resumed may have a larger `upper` than before, and goes on to it.
+    lower, upper
+        The limits, as in `loopax.fori_loop`. There may be more than 2**31 steps, if the dtype of the index holds them.
+        A resumed run may have a larger `upper` than before, and continues up to it.
+    body_fun, init_val, max_steps, key, throw, info
+        As in `loopax.fori_loop`.
     unroll
-        Steps per iteration of the compiled loop. Chunks are made of whole iterations.
+        Steps per iteration of the compiled loop. Chunks consist of whole iterations. None: 1.
     directory, checkpoint_every, keep, resume, chunk_steps, progress
         As in `durable.while_loop`.
 
     Returns
     -------
     val
-        As in `loopax.fori_loop`; with `info`, `num_steps` is an int64 that counts all runs.
+        As in `loopax.fori_loop`. With `info`, `num_steps` is an int64 that counts the steps of all calls.
 
     Raises
     ------
-    TypeError, ValueError, RuntimeError, loopax.durable.SaveError, KeyboardInterrupt, SystemExit
-        As in `durable.while_loop`; limits that are not integers, or that the index cannot hold.
+    TypeError
+        As in `durable.while_loop`, or a limit is not an integer.
+    ValueError
+        As in `durable.while_loop`, or the index cannot hold a limit.
+    RuntimeError, loopax.durable.SaveError, KeyboardInterrupt, SystemExit
+        As in `durable.while_loop`.
 
     Notes
     -----
@@ -191,6 +262,32 @@ def fori_loop(
     return options.with_info(carry, loop_info)
 
 
+@overload
+def scan(
+    f: Callable[..., tuple[C, Any]],
+    init: PyTree[Any],
+    xs: PyTree[Any] = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    stop: Callable[[Any, Any], Any] | None = None,
+    info: Literal[False] = False,
+    **options: Unpack[DurableOptions],
+) -> tuple[C, Any]: ...
+@overload
+def scan(
+    f: Callable[..., tuple[C, Any]],
+    init: PyTree[Any],
+    xs: PyTree[Any] = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    stop: Callable[[Any, Any], Any] | None = None,
+    info: Literal[True],
+    **options: Unpack[DurableOptions],
+) -> tuple[tuple[C, Any], LoopInfo]: ...
 def scan(
     f: Callable[..., tuple[Any, Any]],
     init: PyTree[Any],
@@ -211,16 +308,19 @@ def scan(
     info: bool = False,
     progress: Any = None,
 ) -> Any:
-    """`loopax.scan` for runs of hours: saved to disk while it runs, and resumed by the same call.
+    """`loopax.scan` for runs of hours: saves its state to disk, and the same call resumes the run.
 
-    The meaning is that of `loopax.scan`; `durable.while_loop` says what durable means. Rows of `ys` go to disk as they
-    come, so there may be more of them than memory holds, and `durable.outputs(directory)` reads them while the run
-    goes on.
+    The meaning is that of `loopax.scan`. Saving and resuming work as in `durable.while_loop`. Rows of `ys` are written
+    to disk while the loop runs, so `ys` may be larger than memory. `durable.outputs(directory)` reads them during the
+    run.
 
     Parameters
     ----------
-    f, init, xs, length, reverse, stop, max_steps, key, throw, info
-        As in `loopax.scan`. Without rows of `xs`, a run that is resumed may have a larger `length` than before.
+    f, init, xs, reverse, stop, max_steps, key, throw, info
+        As in `loopax.scan`.
+    length
+        The number of rows to scan, as in `loopax.scan`. If `xs` has no arrays, a resumed run may have a larger `length`
+        than before.
     unroll
         As in `durable.fori_loop`.
     directory, checkpoint_every, keep, resume, chunk_steps, progress
@@ -231,8 +331,8 @@ def scan(
     carry
         As in `loopax.scan`.
     ys
-        A pytree of `durable.Rows`: arrays on disk, of which is read what is indexed (`ys[1000:2000]`,
-        `np.asarray(ys)`), and compared with the checksums that were written with it.
+        A pytree of `durable.Rows`: arrays on disk. An index (`ys[1000:2000]`) reads only these rows; `np.asarray(ys)`
+        reads all rows. Each read checks the checksums that were written with the rows.
 
     Raises
     ------
@@ -241,9 +341,11 @@ def scan(
 
     Notes
     -----
-    Cost and derivatives: as in `durable.while_loop`. In memory are at most some 32 MiB of rows that a chunk writes, and
-    as many that wait to be on disk. Arrays on disk have Zarr's format (version 2), one in `directory/outputs/` for each
-    leaf.
+    Cost and derivatives: as in `durable.while_loop`.
+
+    Memory: at most some 32 MiB of rows that a chunk writes, and as many that wait to be written to disk.
+
+    Arrays on disk have the format of Zarr (version 2). There is one in `directory/outputs/` for each leaf.
 
     """
     words = arguments.Words("durable.scan", "f", "xs", "ys")

@@ -1,8 +1,11 @@
 """What makes a loop durable: its arguments, and the errors for what they may not be."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from datetime import timedelta
+from os import PathLike
+from typing import Any, NamedTuple, Required, TypedDict
 
+from jax import Array
 from jax.core import Tracer
 from jax.tree_util import tree_leaves
 
@@ -15,6 +18,20 @@ from loopax._src.kinds import Lax
 from loopax._src.lanes import Lockstep
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static_args import an_int, int_within
+
+
+class DurableOptions(TypedDict, total=False):
+    """The options of all durable loops as users write them, for type checkers, apart from `info`."""
+
+    directory: Required[str | PathLike[str]]
+    checkpoint_every: int | float | timedelta
+    keep: int
+    resume: str
+    chunk_steps: int | None
+    max_steps: int | None
+    key: Array | None
+    throw: bool
+    progress: ProgressLike
 
 
 class Durability(NamedTuple):

@@ -23,12 +23,12 @@ _ALL = ".all"  # in the directory of the arrays, when each has been begun
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """An array of outputs on disk, `(rows, ...)`: what is indexed is read, and nothing else.
+    """An array of outputs on disk, `(rows, ...)`. An index reads only the rows that it selects.
 
     Attributes
     ----------
     shape, dtype
-        As of the array that `loopax.scan` would return. Rows that have not been written are zero.
+        As in the array that `loopax.scan` would return. Rows that have not been written are zero.
 
     """
 
@@ -39,7 +39,7 @@ class Rows:
     pieces: Pieces | None = field(default=None, repr=False)  # None: without checksums, as format 1 wrote them
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self.shape[0]
 
     @property
@@ -53,14 +53,16 @@ class Rows:
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> Any:
-        """Read a part: a NumPy array (JAX's for PRNG keys). Ints, slices and arrays of ints or bools are taken.
+        """Read a part of the array, as a NumPy array (a JAX array for PRNG keys).
+
+        The index may hold ints, slices, and arrays of ints or bools.
 
         Raises
         ------
         IndexError
             There is no such row.
         RuntimeError
-            Rows on disk are not those that were written; the error names the file and the rows.
+            The rows on disk differ from what was written; the error names the file and the rows.
 
         """
         index = in_bounds(index, self.shape)
@@ -73,13 +75,13 @@ class Rows:
         return found if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(found), impl=self.key_impl)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Read everything."""
+        """Read all rows."""
         if copy is False:
             raise ValueError("rows on disk cannot be an array without a copy")
         return np.asarray(self[:], dtype)
 
     def __iter__(self) -> Iterator[Any]:
-        """Row by row, a piece of the file at a time."""
+        """Iterate over the rows. Rows are read in pieces of the file."""
         some = max(PIECE_BYTES // max(self.nbytes // max(len(self), 1), 1), 1)
         for start in range(0, len(self), some):
             yield from self[start : start + some]
@@ -114,16 +116,27 @@ def all_begun(directory: Path, count: int) -> None:
 
 
 def outputs(directory: Any) -> dict[str, Rows]:
-    """The outputs in the directory of a durable scan, by their paths in the pytree, also while it runs.
+    """Return the outputs that a durable run has written, also while it runs.
 
-    Rows that the run has not written yet are zero; `steps_saved` says how many will not be written again.
+    Rows that the run has not written yet are zero. `steps_saved` returns the number of steps that will not be computed
+    again.
+
+    Parameters
+    ----------
+    directory
+        The directory of the run.
+
+    Returns
+    -------
+    dict of str to Rows
+        The arrays, by their paths in the pytree.
 
     Raises
     ------
     FileNotFoundError
         The directory holds no outputs.
     RuntimeError
-        What describes them is damaged; the error names the file.
+        A file that describes the outputs is damaged; the error names the file.
 
     """
     root = whole_path("durable.outputs", directory) / "outputs"
@@ -149,6 +162,9 @@ def array_name(i: int) -> str:
 
 
 def steps_saved(directory: Any) -> int:
-    """The steps up to the newest save in the directory of a durable loop; 0 where there is none."""
+    """Return the number of steps up to the newest save in the directory of a durable loop.
+
+    The result is 0 if there is no save.
+    """
     saves = whole_path("durable.steps_saved", directory) / "saves"
     return max(ocp().utils.checkpoint_steps(saves), default=0) if saves.is_dir() else 0

@@ -36,16 +36,16 @@ _PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
 
 
 class StreamOutputs(NamedTuple):
-    """Results of a durable stream on disk, in the order in which items were finished.
+    """The results of a durable stream on disk, in the order in which items were finished.
 
     Attributes
     ----------
     items : int64[rows]
         The index of the item of each row. `np.argsort(outputs.items)` gives the row of each item.
     failed : bool[rows]
-        Whether the item's loop failed. With `throw=True` none has, but where an earlier call had `throw=False`.
+        Whether the loop of the item failed. True only occurs if a call had `throw=False`.
     results
-        The pytree that `f` returns, with rows for items.
+        The results: a pytree like that of `f`, with one row for each item.
 
     """
 
@@ -68,52 +68,65 @@ def lanes_stream(
     throw: bool = True,
     progress: ProgressLike = None,
 ) -> StreamOutputs:
-    """`loopax.lanes_stream` for runs of hours: each result goes to a row on disk, once, also where the run is killed.
+    """`loopax.lanes_stream` for runs of hours: writes each result to disk once, and the same call resumes the run.
 
     The meaning::
 
         for index, item in enumerate(items):
             results[index] = f(item)
 
-    It runs to the end of the items. The same call goes on where an earlier one was stopped or killed: with the lanes as
-    they were at the newest save, and without the rows that were written after it.
+    The call returns when all items are finished. If an earlier call was stopped or killed, the same call continues from
+    the newest save. Each item still has exactly one row.
 
     Parameters
     ----------
-    f, lanes, chunk_steps, prefetch
-        As in `loopax.lanes_stream`. A run that is resumed has the same number of lanes.
+    f, chunk_steps, prefetch
+        As in `loopax.lanes_stream`.
+    lanes
+        The number of items that are computed at a time, as in `loopax.lanes_stream`. A resumed run must have the same
+        number.
     items
-        As in `loopax.lanes_stream`, at least one. A run that is resumed is given the same items from the first one on.
-        It takes those that it had begun from the iterable and does not look at them. There may be more than before.
+        The items, as in `loopax.lanes_stream`; at least one. Give a resumed run the same items from the first on, and
+        possibly more. The run skips the items that were begun before the newest save.
     directory, keep, resume
         As in `loopax.durable.while_loop`.
     checkpoint_every
-        The most work that a kill may lose: seconds (a float, or a `timedelta`).
+        The most work that may be lost if the process is killed, in seconds (a float, or a `timedelta`). The default is
+        60.0.
     throw
-        Raise the error of an item's loop. The newest save is as it was, so the same call comes to that item again.
-        False: the row of the item says that it failed.
+        Whether the error of an item's loop is raised. True: the newest save is unchanged, so the same call reaches this
+        item again. False: the row of the item is marked as failed.
     progress
-        As in `loopax.lanes_stream`, from where this call goes on.
+        Whether to show progress, as in `loopax.lanes_stream`. The counts start with this call.
 
     Returns
     -------
     StreamOutputs
-        Rows on disk, `(items, failed, results)`, which are read where they are indexed.
+        Rows on disk, `(items, failed, results)`. Rows are read when they are indexed.
 
     Raises
     ------
-    TypeError, ValueError, equinox.EquinoxRuntimeError
-        As in `loopax.lanes_stream`; there is no item; there are fewer than the stored run has begun;
-        `checkpoint_every` is an int; the directory holds a run of another program (what differs is shown).
+    TypeError
+        As in `loopax.lanes_stream`, or `checkpoint_every` is an int.
+    ValueError
+        - As in `loopax.lanes_stream`.
+        - There is no item, or there are fewer items than the stored run has begun.
+        - The directory holds a run of another program; the message shows what differs.
+    NotImplementedError
+        There is more than one process (`jax.distributed`).
+    equinox.EquinoxRuntimeError
+        As in `loopax.lanes_stream`.
     loopax.durable.SaveError, RuntimeError, KeyboardInterrupt, SystemExit
         As in `loopax.durable.while_loop`.
 
     Notes
     -----
-    What `items` raises is raised here, after the results of all items before it are saved. `durable.outputs` reads the
-    rows while it runs; of a row that is not written yet, the index of the item is -1. Lanes that have begun keep the
-    bound on their steps. Cost: that of `loopax.lanes_stream`, and for each save a
-    copy of all lanes. One process runs it.
+    Cost: that of `loopax.lanes_stream`, and for each save a copy of all lanes.
+
+    An error that `items` raises is raised after the results of all earlier items are saved. Lanes that have begun an
+    item keep the bound on their steps.
+
+    `durable.outputs` reads the rows during the run. In a row that is not written yet, the index of the item is -1.
 
     """
     refuse_transformations(_NAME, (items if isinstance(items, list | tuple) else None,), None)

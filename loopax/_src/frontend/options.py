@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
@@ -46,6 +47,17 @@ _THROW = Why(
     "give throw=False and info=True, and use `limit_reached`, which is traced",
 )
 _INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
+
+
+class LoopOptions(TypedDict, total=False):
+    """The options of all loops as users write them, for type checkers, apart from `info`."""
+
+    max_steps: int | None
+    kind: KindLike
+    lanes: LanesLike
+    key: Array | None
+    throw: bool
+    progress: ProgressLike
 
 
 @dataclass(frozen=True)

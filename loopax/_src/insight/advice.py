@@ -32,17 +32,17 @@ _MUCH, _TIMES = 2**20, 4
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that makes a loop slow.
+    """Something that makes a loop slow, and how to change it.
 
     Attributes
     ----------
     name
-        What it is: "rows-written-in-carry", "trajectory-in-carry", "dtype-round-trip", "slowest-lane",
-        "branch-for-all-lanes" or "large-residuals".
+        The name of the problem: `"rows-written-in-carry"`, `"trajectory-in-carry"`, `"dtype-round-trip"`,
+        `"slowest-lane"`, `"branch-for-all-lanes"` or `"large-residuals"`.
     source
-        The line to change, "file.py:12 (function)"; nothing where it is not known.
+        The line to change, `"file.py:12 (function)"`. Empty if not known.
     message
-        What happens there, and what to write instead.
+        What happens on this line, and what to write instead.
 
     """
 
@@ -51,7 +51,7 @@ class Advice:
     message: str
 
     def __str__(self) -> str:
-        """In a line."""
+        """Return the advice as one line of text."""
         return f"{self.source or 'unknown line'}: {self.message} [{self.name}]"
 
 

@@ -32,48 +32,53 @@ def compare(
     argnums: int | Sequence[int] | None = None,
     rounds: int = 5,
 ) -> Comparison:
-    """Measure a function and its gradient with every kind of loop.
+    """Measure a function and its gradient with each kind of loop.
 
     ::
 
         print(lx.compare(loss, params, xs, jnp.int32(700)))
 
-    The function is compiled as it is written, and once for each kind, which takes the place of that of every loop of
-    loopax in it. The programs are run in turn. Loops of `jax.lax` stay as they are (`rewrite_loops` exchanges them).
+    `compare` compiles and runs the function as written, and once more with each kind. The kind then replaces that of
+    all loops of loopax in the function. The programs run in turn. Loops of `jax.lax` do not change; `rewrite_loops`
+    replaces them.
 
     Parameters
     ----------
     fn, *args
-        As in `explain`; the function is run, so a `jax.ShapeDtypeStruct` is not enough.
+        The function and its arguments, as in `explain`. The function is run, so a `jax.ShapeDtypeStruct` is not enough.
     kinds
-        Kinds, or names of them. With the default, `Checkpointed()`, `Bounded()` and `Residuals()`. A loop that is
-        written with `Implicit` or `Truncated` keeps its derivative, whatever kind it is given. `Reversible` is
-        refused in a row: write it at its loop.
+        The kinds to measure, or their names. The default is `Checkpointed()`, `Bounded()` and `Residuals()`. A loop of
+        kind `Implicit` or `Truncated` keeps its derivative with every kind. `Reversible` is not allowed here: give it
+        to its loop.
     argnums
-        The numbers of the arguments of which a gradient is taken; all floating-point arrays unless given.
+        The numbers of the arguments with respect to which a gradient is taken. None: all floating-point arrays.
     rounds
-        How often each program is run; medians are taken. An int from 1 on.
+        How often each program is run: an int from 1 on. `compare` reports medians. The default is 5.
 
     Returns
     -------
     Comparison
-        A row for each program, the one as it is written first: times in milliseconds, seconds to trace and compile the
-        gradient, its temporary memory in bytes as XLA reports it and as `explain` predicts it, and how often the
-        function was traced. Kinds that come to the same program share a row. A kind that cannot be had has the reason
-        instead, and so has one whose program ends with an error. Printed, a table; `.plot()` draws time against memory.
+        One row for each program; the first row is the function as written. `print` shows a table, and `.plot()` draws
+        time against memory. Kinds that lead to the same program share a row. If a kind is not possible, or its program
+        ends with an error, the row has the reason.
 
     Raises
     ------
     TypeError
-        As in `explain`; `kinds` is not a sequence of kinds; `rounds` is not an int.
+        - As in `explain`.
+        - `kinds` is not a sequence of kinds.
+        - `rounds` is not an int.
     ValueError
-        As in `explain`; there is no loop of loopax in the function; an unknown kind; `rounds` is less than 1.
+        - As in `explain`.
+        - The function holds no loop of loopax.
+        - A kind is unknown.
+        - `rounds` is less than 1.
 
     Notes
     -----
-    Cost: a compilation and `rounds` + 1 runs of each program, of which there are two for each row; kinds that differ
-    in what a gradient stores only have one forward program. What the function does besides
-    (callbacks, prints) happens as often.
+    Cost: each row compiles two programs (function and gradient), and runs each `rounds` + 1 times. Kinds that differ
+    only in what a gradient stores share the program of the function. Effects of the function (callbacks, prints) happen
+    as often.
 
     """
     if isinstance(kinds, str | Kind):

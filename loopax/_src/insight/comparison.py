@@ -11,24 +11,26 @@ _COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "predicted", "tr
 
 @dataclass(frozen=True)
 class Measured:
-    """A function whose loops are of one kind, or of several that come to the same program.
+    """The measurements for one kind, or for several kinds that lead to the same program.
 
     Attributes
     ----------
     name
-        The kind.
+        The name of the kind.
     forward_ms, gradient_ms
-        Median times of the function and of its gradient, in milliseconds.
+        The median times of the function and of its gradient, in milliseconds.
     compile_seconds
-        To trace and compile the gradient.
-    temporary_bytes, predicted_bytes
-        The temporary memory of the gradient, as XLA reports it and as `explain` predicts it.
+        The seconds to trace and compile the gradient.
+    temporary_bytes
+        The temporary memory of the gradient in bytes, as XLA reports it.
+    predicted_bytes
+        The temporary memory of the gradient in bytes, as `explain` predicts it.
     traces
         How often the function was traced: once for each of the two programs.
     problem
-        Why there is no gradient with this kind; empty where there is one.
+        Why there is no gradient with this kind; empty if there is one.
     is_chosen
-        Whether the function is written so.
+        Whether this row is the function as written.
 
     """
 
@@ -43,7 +45,7 @@ class Measured:
     is_chosen: bool = False
 
     def shared_with(self, name: str) -> "Measured":
-        """The row with one more name. `Auto() takes Bounded()` names `Bounded()` already, and stays as it is."""
+        """Return the row with one more name. A name like `Auto() takes Bounded()` contains `Bounded()` already."""
         first, *others = self.name.split(" = ")
         is_first = first == name or (first.endswith(f" takes {name}") and ", " not in first)
         return self if is_first or name in others else replace(self, name=f"{self.name} = {name}")
@@ -51,16 +53,24 @@ class Measured:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Kinds of loops on one function, the one as it is written first.
+    """The kinds of loops of one function, measured.
 
-    Printed, a table; `plot` draws time against memory.
+    `print` shows a table, and `plot` draws time against memory.
+
+    Attributes
+    ----------
+    name
+        The name of the function.
+    rows : tuple of Measured
+        One row for each program; the first row is the function as written.
+
     """
 
     name: str
     rows: tuple[Measured, ...]
 
     def __str__(self) -> str:
-        """A table."""
+        """Return the comparison as a table."""
         cells = [_COLUMNS, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in cells if len(row) > i) for i in range(len(_COLUMNS))]
         lines = [f"{self.name}: its loops by kind (* as written); medians, memory of the gradient"]
@@ -71,13 +81,14 @@ class Comparison:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """The text of `str`, which a notebook and a Python prompt show."""
+        """Return the text of `str`, for notebooks and the Python prompt."""
         return str(self)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the time of the gradient against its memory, on logarithmic scales; returns the axes (needs matplotlib).
+        """Draw the time of the gradient against its memory, and return the axes (needs matplotlib).
 
-        Filled: as XLA reports the memory. Hollow: as it is predicted. The kind as written has a ring around it.
+        Both scales are logarithmic. Filled points: the memory that XLA reports. Hollow points: the predicted memory. A
+        ring marks the function as written.
         """
         if axes is None:
             axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison").subplots(

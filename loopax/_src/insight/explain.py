@@ -22,23 +22,24 @@ REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The loops of a function, and what a gradient of it stores.
+    """The loops of a function, and what its gradient stores.
 
-    Printed, it is a text; `show()` draws tables where rich is installed and the output is a terminal.
+    `print` shows a text. `show()` draws tables if rich is installed and the output is a terminal.
 
     Attributes
     ----------
     name
-        Of the function.
+        The name of the function.
     differentiated
-        The arrays of which a gradient is taken.
+        The arrays with respect to which a gradient is taken.
     loops
-        Those that stand in the function itself; `inner` of each are those in its body.
-    forward_bytes, gradient_bytes
-        Predicted temporary memory of the function and of its gradient, as the compiler counts it; the gradient's is
-        None where none can be taken.
+        The loops in the function itself. Loops in a body are in `inner` of the outer loop.
+    forward_bytes
+        The predicted temporary memory of the function, in bytes, as the compiler counts it.
+    gradient_bytes
+        The same for the gradient. None: there is no gradient.
     problem
-        Why no gradient can be taken; empty where it can.
+        Why there is no gradient; empty if there is one.
 
     """
 
@@ -51,24 +52,24 @@ class Explanation:
 
     @property
     def warnings(self) -> tuple[Advice, ...]:
-        """Those of all loops."""
+        """The warnings of all loops."""
         return tuple(warning for loop in self.walk() for warning in loop.warnings)
 
     def walk(self) -> Iterator[LoopExplanation]:
-        """All loops, those in a body behind the one that they are in."""
+        """Iterate over all loops. A loop in a body follows its outer loop."""
         for loop in self.loops:
             yield from loop.walk()
 
     def __str__(self) -> str:
-        """As a text."""
+        """Return the explanation as a text."""
         return showing.text(self._heading(), self.loops, self._summary())
 
     def __repr__(self) -> str:
-        """The text of `str`, which a notebook and a Python prompt show."""
+        """Return the text of `str`, for notebooks and the Python prompt."""
         return str(self)
 
     def show(self) -> None:
-        """Print it: as tables in a terminal, where rich is installed, else as a text."""
+        """Print the explanation: tables in a terminal if rich is installed, else a text."""
         showing.show(self._heading(), self.loops, self._summary())
 
     def _heading(self) -> list[str]:
@@ -94,46 +95,50 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Explanation:
-    """Say what the loops of a function carry, store and cost.
+    """Explain the loops of a function: what they carry, what a gradient stores, and what makes them slow.
 
     ::
 
         print(lx.explain(loss, params, xs, jnp.int32(700)))
 
-    The function is traced, not run or compiled. All loops are found: those of loopax, those of `jax.lax`, in the
-    function and in the libraries that it calls, and the ones in their bodies.
+    `explain` traces the function, without compiling or running it. `explain` finds all loops, of loopax and of
+    `jax.lax`: in the function, in the libraries that it calls, and in the bodies of other loops.
 
     Parameters
     ----------
     fn
         Any function that JAX can trace.
     *args
-        What it would be called with. Arrays and Python floats are traced; everything else (Python ints and bools,
-        strings, functions) stays what it is, so an int is a static length and `jnp.int32(...)` one that is known at
-        run time. A `jax.ShapeDtypeStruct` stands for an array.
+        The arguments for `fn`. Arrays and Python floats are traced. All other values (Python ints and bools, strings,
+        functions) keep their Python values. For example, an int is a static length, and `jnp.int32(...)` is a length
+        known only at run time. A `jax.ShapeDtypeStruct` can replace an array.
     argnums
-        The numbers of the arguments of which a gradient would be taken; all floating-point arrays unless given.
+        The numbers of the arguments with respect to which a gradient is taken. None: all floating-point arrays.
 
     Returns
     -------
     Explanation
-        Printed, a text; `show()` draws tables. Its fields have every loop with its source line, kind and why `Auto`
-        takes it, bound, arrays, stored carries, body evaluations, and warnings that name the line to change; and the
-        predicted temporary memory of the function and of its gradient.
+        The explanation: `print` shows a text, and `show()` draws tables. Each loop has its source line, kind, bound,
+        arrays, stored carries and body evaluations. Each loop also has the reason for its kind, and warnings that name
+        the line to change. The explanation also predicts the temporary memory of the function and of its gradient.
 
     Raises
     ------
     TypeError
-        `fn` is not a function or cannot be traced; the arguments do not fit; `argnums` names none that can be
-        differentiated.
+        - `fn` is not a function, or JAX cannot trace it.
+        - The arguments do not fit `fn`.
+        - `argnums` names no argument that can be differentiated.
     ValueError
-        `argnums` names no argument.
+        `argnums` names an argument that does not exist.
 
     Notes
     -----
-    Cost: that of tracing the function and its gradient. A `jax.vmap` around the function is not seen: explain the
-    mapped function. The memory is predicted within 15 % of what the compiler reports on a CPU, for the programs of the
-    benchmark (docs/explain.md).
+    Cost: tracing the function and its gradient.
+
+    A `jax.vmap` around the function is not seen, so explain the mapped function.
+
+    For the programs of the benchmark, the predicted memory is within 15 % of what the compiler reports on a CPU
+    (docs/explain.md).
 
     """
     asked = subject("explain", fn, args, argnums)

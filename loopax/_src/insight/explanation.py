@@ -10,21 +10,26 @@ from loopax._src.insight.stored import Stored
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array that a loop goes through, or carries.
+    """An array that a loop reads, carries or writes.
 
     Attributes
     ----------
     name
-        Its path in the carry, `xs` or `ys`, or in an argument of the function; empty where that is not known.
+        The path of the array in the carry, in `xs` or `ys`, or in an argument of the function. Empty if not known.
     role
-        "constant": the same at every step, also a leaf of the carry that the body returns as it came. "carried": it
-        changes from step to step. "stream": rows, of which a step reads or writes one.
-    shape, dtype, size
-        Of the whole array, lanes included; the size in bytes.
+        How the loop uses the array:
+
+        - `"constant"`: the same at every step, including leaves of the carry that the body returns unchanged.
+        - `"carried"`: changes from step to step.
+        - `"stream"`: rows, of which each step reads or writes one.
+    shape, dtype
+        The shape and dtype of the whole array, including lanes.
+    size
+        The bytes of the whole array, including lanes.
     is_stored
-        Whether a gradient stores it at some steps.
+        Whether a gradient stores the array at some steps.
     is_differentiated
-        Whether it depends on what the gradient is taken of.
+        Whether the array depends on an argument of which the gradient is taken.
 
     """
 
@@ -39,43 +44,44 @@ class Leaf:
 
 @dataclass(frozen=True)
 class LoopExplanation:
-    """A loop.
+    """What `explain` knows of one loop.
 
     Attributes
     ----------
     function
-        "loopax.scan", "lax.while_loop" and the like.
+        The function that the user called, such as `"loopax.scan"` or `"lax.while_loop"`.
     branch
-        "true_fun", "branches[1]" and the like: a function of a `loopax.cond` or `switch`, which is a loop of one step
-        or none. Empty for loops.
+        For a function of `loopax.cond` or `switch`: its name, such as `"true_fun"` or `"branches[1]"`. A branch is a
+        loop of at most one step. Empty for loops.
     source
-        Where it is called, "file.py:12 (function)".
+        The line of the call, `"file.py:12 (function)"`.
     kind, lanes
-        As they were given; nothing for the loops of `jax.lax`.
+        The argument of the loop, as given. None for loops of `jax.lax`.
     most_steps
-        The static bound on the steps; None where there is none.
+        The static bound on the number of steps. None: no bound.
     is_fixed
-        Whether it takes as many steps always.
+        Whether the loop always takes the same number of steps.
     leaves
-        Its arrays.
+        The arrays of the loop.
     waiting
-        Lanes that run until the slowest of them is done; 1 where there are no lanes with steps of their own.
+        The number of lanes that run until the slowest of them has finished. 1 if no lanes have their own numbers of
+        steps.
     derivative
-        "exact", that of the steps; "to a tolerance", or "another" on purpose: `Kind.derivative`.
+        How the derivative relates to that of the steps: `"exact"`, `"to a tolerance"`, or `"another"` on purpose (see
+        `Kind.derivative`).
     in_words
-        What a gradient stores, for kinds that differentiate a loop in a way of their own; else empty.
+        What a gradient stores, as a text, for kinds with a derivative of their own. Otherwise empty.
     stored
-        What a gradient stores: the kind that is taken, the reason of `Auto`, how many carries, and the body
-        evaluations. None where nothing in the loop is differentiated, where a gradient cannot be taken, and where
-        `in_words` says it.
+        What a gradient stores. None if nothing in the loop is differentiated, if there is no gradient, or if `in_words`
+        has the answer.
     stored_bytes
-        `stored.carries * stored.size`, for all lanes.
+        The bytes that a gradient stores for all lanes: `stored.carries * stored.size` times the number of lanes.
     problem
-        Why a gradient cannot be taken; empty where it can.
+        Why there is no gradient; empty if there is one.
     warnings
-        What makes it slow, and the line to change.
+        What makes the loop slow, and which line to change.
     inner
-        The loops in its body.
+        The loops in the body.
 
     """
 
@@ -97,7 +103,7 @@ class LoopExplanation:
     branch: str = ""
 
     def walk(self) -> Iterator["LoopExplanation"]:
-        """The loop, and those in it."""
+        """Iterate over this loop and the loops in its body."""
         yield self
         for loop in self.inner:
             yield from loop.walk()

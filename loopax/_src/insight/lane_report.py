@@ -18,22 +18,28 @@ from loopax._src.queues.stream_report import StreamReport
 
 @dataclass(frozen=True)
 class LaneReport:
-    """What a batch of loops computes, lane by lane, and what it could.
+    """What a batch of loops computes with each way to run its lanes.
 
-    A lane-step is one evaluation of the body for one lane. Share: the lane-steps that were a lane's own steps.
+    A lane-step is one evaluation of the body for one lane. A lane-step is useful if the lane has not finished.
+
+    A `Stretch` is a sequence of batched iterations with the same number of lanes. Its field `lanes` is this number; its
+    field `active` has, for each iteration, the number of lanes that have not finished.
 
     Attributes
     ----------
     steps : int64[lanes]
-        Of each lane.
-    lockstep, groups, stages : list of Stretch
-        Batched iterations of `Lockstep()`, of `Compact()` where the numbers of steps are known at the start, and of
-        `Compact()` where they are not.
+        The number of steps of each lane.
+    lockstep : list of Stretch
+        The iterations of `Lockstep()`.
+    groups : list of Stretch
+        The iterations of `Compact()` if the numbers of steps are known at the start.
+    stages : list of Stretch
+        The iterations of `Compact()` if they are not known.
     sequential : list of Stretch
-        Iterations of `Sequential()`: those of all lanes, one lane at a time.
+        The iterations of `Sequential()`, one lane at a time.
     nested, free : Nested or None
-        For nested loops, the iterations of both together in lockstep and with `Free()`, and how often what stands
-        around the inner loop is evaluated.
+        For nested loops in lockstep (`nested`) and with `Free()` (`free`): the number of iterations of both loops
+        together, and how often the code around the inner loop is evaluated.
 
     """
 
@@ -47,15 +53,15 @@ class LaneReport:
 
     @property
     def useful(self) -> int:
-        """Lane-steps that are a lane's own."""
+        """The number of useful lane-steps."""
         return int(self.steps.sum())
 
     def share(self, stretches: list[Stretch]) -> float:
-        """The useful share of these lane-steps; 1 where there are none."""
+        """Return the share of useful lane-steps in these stretches; 1 if there are no lane-steps."""
         return self.useful / (lane_steps(stretches) or 1) if self.useful else 1.0
 
     def __str__(self) -> str:
-        """A table."""
+        """Return the report as a table."""
         steps = self.steps
         if not len(steps):
             return "no lanes"
@@ -80,11 +86,10 @@ class LaneReport:
         return "\n".join(lines)
 
     def plot(self, stretches: list[Stretch] | None = None, axes: Any = None) -> Any:
-        """Draw the occupancy of the batch over time; returns the axes (needs matplotlib).
+        """Draw the occupancy of the batch over time, and return the axes (needs matplotlib).
 
-        Light: the lanes that are computed in each batched iteration. Dark: those of them that take a step of their
-        own. `stretches` is one of `lockstep` (the default), `groups`, `stages` and
-        `sequential`.
+        Light: the lanes that each batched iteration computes. Dark: those lanes that have not finished. `stretches` is
+        one of `lockstep` (the default), `groups`, `stages` and `sequential` of this report.
         """
         if axes is None:
             from matplotlib import pyplot as plt
@@ -93,11 +98,11 @@ class LaneReport:
         stretches = self.lockstep if stretches is None else stretches
         lanes = np.concatenate([np.full(len(s.active), s.lanes) for s in stretches])
         active = np.concatenate([s.active for s in stretches])
-        for heights, color, label in ((lanes, "#c9d7e8", "computed"), (active, "#1f4e79", "useful")):
-            axes.stairs(heights, fill=True, color=color, label=label)
+        for heights, alpha, label in ((lanes, 0.3, "computed"), (active, 1.0, "useful")):
+            axes.stairs(heights, fill=True, color="C0", alpha=alpha, linewidth=0, label=label)
         axes.set(xlabel="batched iterations", ylabel="lanes", title=f"{self.share(stretches):.0%} useful")
         axes.margins(0)
-        axes.legend(facecolor="white", framealpha=1)
+        axes.legend(framealpha=1)
         return axes
 
 
@@ -117,7 +122,7 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
 
 
 def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport | StreamReport:
-    """Report what a batch of loops computes for nothing, and what it would with other lanes.
+    """Report how much of a batch's computation is wasted, for each way to run its lanes.
 
     ::
 
@@ -127,31 +132,32 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     Parameters
     ----------
     info
-        The `LoopInfo` of a batched loop, or an array of its numbers of steps. All axes are axes of lanes. Or a
-        `LanesStream`, finished or not.
+        The numbers of steps of all lanes: the `LoopInfo` of a batched loop, or an array of ints. All axes are axes of
+        lanes. Or a `LanesStream`, finished or not.
     inner
-        For a loop in its body: the `LoopInfo`, or the numbers of steps, of the inner loop in each outer step, with the
-        outer steps as last axis. A `scan` returns such rows as `ys`; those beyond a lane's own steps are ignored.
+        For nested loops: the numbers of steps of the inner loop in each outer step, as a `LoopInfo` or an array. The
+        last axis is that of the outer steps. Return the inner `num_steps` as a row of `ys` of an outer `scan`. Rows
+        beyond a lane's own steps are ignored. None: the loops are not nested.
     lanes
-        The `Compact()` to report on, the default one unless given.
+        The `Compact()` to report on. None: `Compact()` with its defaults.
 
     Returns
     -------
     LaneReport
-        Printed, a table; `.plot()` draws the occupancy over time. Of a stream: a `StreamReport`.
+        The report: `print` shows a table, and `.plot()` draws the occupancy over time. For a stream: a `StreamReport`.
 
     Raises
     ------
     TypeError
-        `info` or `inner` is not a `LoopInfo` or an array of integers, or is traced: a report is made outside of `jit`.
-        `inner` or `lanes` is given for a stream.
+        - `info` or `inner` is not a `LoopInfo` or an array of integers.
+        - `info` or `inner` is traced; make reports outside of `jit`.
+        - `inner` or `lanes` is given for a stream.
     ValueError
-        `inner` does not have a row for every lane, or not as many outer steps as a lane took.
+        `inner` does not have one row for each lane, or has fewer outer steps than a lane took.
 
     Notes
     -----
-    Nothing is run: what a batch computes follows from the numbers of steps of its lanes. A stream has counted what its
-    lanes computed.
+    No loop is run: the report follows from the numbers of steps. A stream counts what its lanes compute while it runs.
 
     """
     if isinstance(info, LanesStream):

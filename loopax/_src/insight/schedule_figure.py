@@ -8,11 +8,11 @@ from loopax._src.insight.schedule_timeline import Timeline
 SIGNS = {"forward": "/", "replay": "+", "derivative": "\\"}
 BARS = {"carry": "-", "residuals": "="}
 COLOURS = {
-    "forward": "#1f4e79",
-    "replay": "#5b9bd5",
-    "derivative": "#c0392b",
-    "carry": "#c4c4c4",
-    "residuals": "#e8c15a",
+    "forward": "C0",
+    "replay": "C9",
+    "derivative": "C3",
+    "carry": "darkgray",
+    "residuals": "C1",
 }
 LABELS = {
     "forward": "forward",

@@ -20,28 +20,28 @@ _COUNTED, _ONLINE = 100_000, 1.15
 
 @dataclass(frozen=True)
 class Stored:
-    """What is stored between the forward and the backward pass; sizes in bytes, of one lane.
+    """What a gradient stores between the forward and the backward pass. Sizes are for one lane.
 
     Attributes
     ----------
     kind
-        The kind that is taken.
+        The kind in use, such as the one that `Auto` chose.
     reason
-        Why `Auto` takes it.
+        Why `Auto` chose this kind.
     what
-        What is stored: "carries", or "residuals" (what the derivative of a step needs).
+        What is stored: `"carries"`, or `"residuals"` (what the derivative of a step needs).
     carries
-        How many of these are stored at most, those of a block that is recomputed included.
+        The most carries or residuals that are stored, including those of a recomputed block.
     size
-        Of one of them.
+        The bytes of one carry, or of the residuals of one step.
     records
-        Where steps are evaluated again, their residuals are stored in the place of carries.
+        Whether recomputed steps store their residuals in place of carries.
     walks_back
-        The kind's inverse is evaluated once for each step, besides.
+        Whether the inverse of the kind is evaluated once for each step.
     leaves
-        Which leaves of the carry are stored.
+        Whether each leaf of the carry is stored.
     evaluations
-        Of the body, forward and gradient together, for as many steps as the bound, at most; None where there is none.
+        The most evaluations of the body, forward and gradient together, for as many steps as the bound. None: no bound.
 
     """
 

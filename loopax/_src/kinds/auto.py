@@ -18,41 +18,48 @@ _MEMORY = Why(
 
 @dataclass(frozen=True)
 class Auto(Kind):
-    """The default: the fastest of the other kinds that fits in so much memory.
+    """Choose the fastest kind that fits in a memory budget (the default kind).
 
-    The choice is made where a gradient is taken, from the bound, the types in the carry, what the derivative
-    of a step needs, and an estimate of what a step costs. It takes `Residuals()`, `Bounded()` or
-    `Checkpointed()`, the last with as many checkpoints as fit; without a bound, `Checkpointed()` with up to
-    64. Where the bound is `max_steps` and the length known only at run time, it may be far above the
-    steps that are taken: then `Residuals()` and `Bounded()`, which need room for all of them, get an
-    eighth of the memory. Only shapes that are visible there count: a `jax.vmap` outside of the
-    gradient multiplies them.
+    `Auto` makes its choice where a gradient is traced, from:
 
-    Where no gradient is taken, this is `Lax()`.
+    - the bound on the number of steps,
+    - the types in the carry, and what the derivative of a step needs,
+    - an estimate of the time of a step.
+
+    With a bound, `Auto` takes `Residuals()`, `Bounded()` or `Checkpointed()`; the last with as many checkpoints as fit.
+    Without a bound, `Auto` takes `Checkpointed()` with up to 64 checkpoints. A loop that is never differentiated runs
+    as with `Lax()`. `explain` shows the choice and its reason.
 
     Parameters
     ----------
     memory
-        Bytes that the gradient of one loop may store: 256 MiB unless given. Never read from the device.
+        The bytes that the gradient of one loop may store. The default is 256 MiB on every device.
 
     Raises
     ------
     TypeError
         `memory` is not an int, or is traced.
     ValueError
-        `memory` is less than 1; or, where a gradient is taken, less than one carry (the message says how
-        much that is).
+        `memory` is less than 1. Or, where a gradient is taken, `memory` is smaller than one carry; the message gives
+        the size of the carry.
+
+    Notes
+    -----
+    If the bound is `max_steps` and the length is known only at run time, the loop may take far fewer steps than the
+    bound. `Residuals()` and `Bounded()` need room for all steps of the bound, so they then get an eighth of `memory`.
+
+    Only shapes that the gradient sees count. A `jax.vmap` outside of the gradient multiplies what is stored.
 
     """
 
     memory: int = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        """Refuse what is not a number of bytes."""
+        """Check the arguments."""
         object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         return "Auto()" if self.memory == DEFAULT_MEMORY else f"Auto(memory={self.memory})"
 
     def plan(self, loop: LoopFacts) -> Plan:

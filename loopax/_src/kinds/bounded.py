@@ -9,10 +9,10 @@ from loopax._src.kinds.every_step import cost_of_rows
 
 @dataclass(frozen=True)
 class Bounded(Kind):
-    """Store every carry, and evaluate every step again for its derivative.
+    """Store every carry, and recompute every step for its derivative.
 
-    Body evaluations for forward and gradient: 2n. Needs a static bound: `max_steps`, the rows of `xs`,
-    or a static length.
+    Forward and gradient together evaluate the body 2n times for n steps. The loop needs a static bound: `max_steps`,
+    the rows of `xs`, or a static length.
     """
 
     needs_bound: ClassVar[bool] = True

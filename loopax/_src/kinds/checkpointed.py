@@ -19,29 +19,21 @@ CALLS_OF_BLOCKS = 0.5
 
 @dataclass(frozen=True)
 class Checkpointed(Kind):
-    """Store some carries, and evaluate the steps between them again.
+    """Store some carries, and recompute the steps between them.
 
-    With a bound of N steps and without `checkpoints`, the carries at the start of blocks of steps and
-    those of one block are stored: about 2 sqrt(N) in all (more where carries are so tiny that 8 KiB hold
-    them). Forward and gradient evaluate the body at most 3 n times. N is `max_steps`, the rows of
-    `xs`, or a static length.
+    Here n is the number of steps taken, and N is a static bound: `max_steps`, the rows of `xs`, or a static length.
 
-    While steps are evaluated again, their residuals are stored in the place of carries if they take no
-    more room: each such step is then evaluated once less (Maddison 2024). `explain` says whether they are.
-
-    With `checkpoints` as many carries are stored, at most, those of a recomputed block included. A loop
-    that knows its length when it starts (`fori_loop`, `scan` without `stop`) needs as few evaluations as
-    are possible with carries alone (Griewank & Walther 2000), or fewer. One that does not (`while_loop`,
-    `scan` with `stop`) needs at most 1.15 times as many (an online schedule after Stumm & Walther 2010),
-    and no bound.
-
-    Without a bound and without `checkpoints`, 64 carries are stored. docs/kinds.md has the
-    evaluations of every case.
+    - `Checkpointed()` with a bound stores about 2 sqrt(N) carries: the carry at the start of each block of steps, and
+      the carries of one block. Forward and gradient together evaluate the body at most 3n times. Tiny carries: more
+      carries are stored if they fit in 8 KiB.
+    - `Checkpointed()` without a bound stores at most 64 carries.
+    - `Checkpointed(c)` stores at most c carries, including the carries of a recomputed block. No bound is needed.
 
     Parameters
     ----------
     checkpoints
-        The number of stored carries, an int from 1 on, or None. A loop with fewer steps stores fewer.
+        The most carries that are stored: an int from 1 on. None: as above. A loop with fewer steps stores fewer
+        carries.
 
     Raises
     ------
@@ -50,19 +42,38 @@ class Checkpointed(Kind):
     ValueError
         `checkpoints` is less than 1.
 
+    Notes
+    -----
+    Evaluations with `Checkpointed(c)`:
+
+    - The length is known when the loop starts (`fori_loop`, `scan` without `stop`): the binomial schedule, except in
+      the next case. Its evaluations are the fewest among the schedules that store at most c carries (Griewank & Walther
+      2000).
+    - The number of steps n is static, and c is at least about 2 sqrt(n): blocks of steps, which evaluate the body at
+      most 3n times. At 1000 steps, blocks need at most 2 % more evaluations than the binomial schedule for c up to 303,
+      and 25 % more for c = 999.
+    - The length is not known (`while_loop`, `scan` with `stop`): an online schedule after Stumm & Walther (2010). It
+      needs at most 1.15 times the evaluations of the binomial schedule.
+
+    docs/kinds.md has the evaluations of each case.
+
+    Residuals: while steps are recomputed, their residuals are stored in place of carries if the residuals of a step
+    take no more room than a carry. Each such step is evaluated once less (Maddison 2024). `explain` shows whether a
+    loop does so.
+
     """
 
     checkpoints: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a number of carries."""
+        """Check the arguments."""
         if self.checkpoints is not None:
             what = "Checkpointed(checkpoints=...)"
             number = positive_int(what, self.checkpoints, "stored carries", _CHECKPOINTS)
             object.__setattr__(self, "checkpoints", number)
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         return "Checkpointed()" if self.checkpoints is None else f"Checkpointed(checkpoints={self.checkpoints})"
 
     def plan(self, loop: LoopFacts) -> Plan:
@@ -101,7 +112,7 @@ class Checkpointed(Kind):
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
     def within(self, memory: int, loop: LoopFacts) -> "Checkpointed":
-        """As it is, if its carries fit into so many bytes; else with as many checkpoints as do."""
+        """Return this kind if its carries fit into `memory` bytes, else one with as many checkpoints as fit."""
         size = loop.step.carry_bytes
         return self if self._carries(loop) * size <= memory else Checkpointed(memory // size)
 

@@ -21,48 +21,60 @@ _RTOL = 1e-3
 
 @dataclass(frozen=True)
 class Implicit(Kind):
-    """Differentiate the fixed point to which a loop converges; store nothing.
+    """Differentiate the fixed point to which a loop converges; store no step.
 
-    A loop that converges to z = f(z, a) ends at a z that depends on a alone, however it was found. Its derivative
-    solves one linear system at the last carry, (I - df/dz) dz = (df/da) da: the implicit function theorem. Neither the
-    number of steps nor the start matters; the derivative with respect to `init_val` is zero, but for leaves that the
-    body returns as they came (weights): these are a part of a. Forward and reverse mode have the same derivative, in
-    every order, to the tolerances of the loop and of the solver.
+    A loop that converges to z = f(z, a) ends at a z that depends on a alone. By the implicit function theorem, the
+    derivative is the solution of one linear system at the last carry: (I - df/dz) dz = (df/da) da. The number of steps
+    does not matter, and the derivative with respect to the start is zero. Leaves of the carry that the body returns
+    unchanged (weights) belong to a.
+
+    Forward and reverse mode have the same derivative, in every order, up to the tolerances of the loop and of the
+    solver.
 
     Parameters
     ----------
     linear_solver
-        What solves the system. None: the iteration x <- (df/dz) x + b, which converges as fast as the loop does
-        where its step is a contraction. A solver of `lineax`, such as `lineax.GMRES(rtol=1e-6, atol=1e-6)`; its
-        tolerances are its own. Or a function `solver(matvec, b)`, as those of `jax.scipy.sparse.linalg` are,
-        that returns x with matvec(x) = b; x and b are vectors.
+        The solver for the linear system. Give one of these:
+
+        - None (the default): the iteration x <- (df/dz) x + b. If the step of the loop is a contraction, the iteration
+          converges as fast as the loop.
+        - A solver of `lineax` with its own tolerances, such as `lineax.GMRES(rtol=1e-6, atol=1e-6)`.
+        - A function `solver(matvec, b)` that returns x with matvec(x) = b, like those of `jax.scipy.sparse.linalg`. x
+          and b are vectors.
     fixed_point
-        For loops whose carry holds more than the fixed point (histories, step sizes). It takes a carry, and
-        returns the leaves that are the fixed point, as a pytree, or a pair of them and of a residual of the
-        same structure, which is zero at the solution. It may close over what the body closes over. None: all
-        real and complex leaves that the body changes are. Other leaves have the derivative of one step from the
-        fixed point.
+        A function that selects the fixed point from the carry, for carries that hold more (step sizes, histories). The
+        function takes a carry and returns the leaves of the fixed point, as a pytree. Or the function returns a pair:
+        these leaves, and a residual of the same structure that is zero at the solution. The function may close over
+        what the body closes over. None: the fixed point consists of all real and complex leaves that the body changes.
+        The remaining leaves get the derivative of one step from the fixed point.
     rtol
-        How far from a fixed point a loop may end: the norm of the residual, relative to that of the fixed point.
+        The largest distance from a fixed point at which a loop may end: the norm of the residual, relative to the norm
+        of the fixed point. The default is 1e-3. For a function as `linear_solver`, `rtol` also bounds the residual of
+        the linear system, relative to b.
 
     Raises
     ------
     TypeError
-        `linear_solver` or `fixed_point` is no function; `fixed_point` does not return leaves of the carry, or a
-        residual of other shapes or dtypes; `rtol` is no Python number.
+        - `linear_solver` or `fixed_point` is not a function.
+        - `fixed_point` does not return leaves of the carry, or returns a residual of other shapes or dtypes.
+        - `rtol` is not a Python number.
     ValueError
-        The loop has rows of `xs` or `ys`; no leaf of the carry is real or complex; `rtol` is not positive.
+        - The loop has rows of `xs` or `ys`.
+        - No leaf of the carry is real or complex.
+        - `rtol` is not positive.
     NotImplementedError
         `lanes="free"`, `lanes_map`, or a body that changes mutable arrays.
     equinox.EquinoxRuntimeError
-        Where a derivative is taken: the loop ended further from a fixed point than `rtol`, or the system was
-        not solved. With `throw=False` the derivative is NaN there.
+        Where a derivative is taken: the loop ended further from a fixed point than `rtol`, or the system was not
+        solved. With `throw=False` the derivative is NaN instead.
 
     Notes
     -----
-    Cost of a derivative: the body is linearised once, and its linear part applied once for each iteration of the
-    solver. Under `jax.vmap` each lane has a system of its own; with `lanes="compact"` lanes leave as they are solved.
-    Source: Griewank & Walther (2008), chapter 15, see docs/references.md.
+    Cost of a derivative: the body is linearised once, and each iteration of the solver applies its linear part once.
+    Under `jax.vmap` each lane has its own system. With `lanes="compact"`, a lane leaves the batch when its system is
+    solved.
+
+    Source: Griewank & Walther (2008), chapter 15. See docs/references.md.
 
     """
 
@@ -72,7 +84,7 @@ class Implicit(Kind):
     derivative: ClassVar[Derivative] = "to a tolerance"
 
     def __post_init__(self) -> None:
-        """Refuse what is no solver, no function, and no tolerance."""
+        """Check the arguments."""
         if self.linear_solver is not None and not is_solver(self.linear_solver):
             raise TypeError(
                 f"Implicit(linear_solver=...): got {describe(self.linear_solver)}, expected a solver of lineax, or a "
@@ -85,19 +97,19 @@ class Implicit(Kind):
         object.__setattr__(self, "rtol", positive_float("Implicit(rtol=...)", self.rtol))
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         solver = "" if self.linear_solver is None else f"linear_solver={_name(self.linear_solver)}"
         function = "" if self.fixed_point is None else f"fixed_point={_name(self.fixed_point)}"
         rtol = "" if self.rtol == _RTOL else f"rtol={self.rtol:g}"
         return f"Implicit({', '.join(filter(None, [solver, function, rtol]))})"
 
     def plan(self, loop: LoopFacts) -> NoReverseMode:
-        """See `Kind.plan`. Nobody asks: steps are not differentiated."""
+        """See `Kind.plan`. The plan is not used, because steps are not differentiated."""
         del loop
         return NoReverseMode(AssertionError, "the steps of a loop of kind Implicit() are not differentiated")
 
     def cost(self, loop: LoopFacts) -> Cost | None:
-        """See `Kind.cost`: nobody knows how many iterations the solver takes."""
+        """See `Kind.cost`: None, because the number of iterations of the solver is not known."""
         del loop
         return None
 

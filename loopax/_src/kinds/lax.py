@@ -7,11 +7,11 @@ from loopax._src.core import EveryResidual, Kind, LoopFacts, NoReverseMode, Plan
 
 @dataclass(frozen=True)
 class Lax(Kind):
-    """The loop as `jax.lax` has it.
+    """Differentiate the loop as `jax.lax` does.
 
-    Reverse mode works where it does in `jax.lax`, for a fixed number of steps, and stores what
-    `jax.lax.scan` stores; elsewhere it is an error. Forward mode and `jax.vmap` work always.
-    Body evaluations for forward and gradient: n. Bound: not needed.
+    Reverse mode works if the number of steps is fixed when the loop is traced. A gradient then stores what
+    `jax.lax.scan` stores, and forward and gradient together evaluate the body n times. If the number of steps is not
+    fixed, reverse mode is an error. Forward mode and `jax.vmap` always work. The loop needs no bound.
     """
 
     def plan(self, loop: LoopFacts) -> Plan:

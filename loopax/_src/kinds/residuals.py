@@ -9,12 +9,13 @@ from loopax._src.kinds.every_step import cost_of_rows
 
 @dataclass(frozen=True)
 class Residuals(Kind):
-    """Store what the derivative of every step needs, as `jax.lax.scan` does; evaluate nothing again.
+    """Store what the derivative of every step needs, as `jax.lax.scan` does; recompute no step.
 
-    A value that costs less to compute from others than to store is not stored: `1 - t` beside `t = tanh(x)`.
+    Forward and gradient together evaluate the body n times for n steps. The loop needs a static bound: `max_steps`, the
+    rows of `xs`, or a static length.
 
-    Body evaluations for forward and gradient: n. Needs a static bound: `max_steps`, the rows of `xs`,
-    or a static length.
+    A value that is cheaper to compute from other residuals than to store is not stored, such as `1 - t` beside `t =
+    tanh(x)`.
     """
 
     needs_bound: ClassVar[bool] = True

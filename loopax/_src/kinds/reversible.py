@@ -49,55 +49,61 @@ def _taken_away(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reversible(Kind):
-    """Store the last carry, and walk back from it by the inverse of the step.
+    """Store only the last carry, and compute the earlier carries with the inverse of the step.
 
-    A gradient stores one carry, whatever the number of steps. The inverse is evaluated once for each step, and the
-    body once again for its derivative: for forward and gradient together the body 2n times, the inverse n times.
+    The memory of a gradient does not depend on the number of steps n (without `record`). Forward and gradient together
+    evaluate the body 2n times and the inverse n times.
 
-    Where a derivative is taken, two checks are made. The first step is taken and undone: a function that is no inverse
-    is an error that says how far off it is. With `rtol`, the way back must end at the start of the loop.
+    The inverse is checked where a derivative is taken: loopax takes the first step and undoes it.
 
     Parameters
     ----------
     inverse
-        Takes what the body takes, with the carry after the step in the place of the carry: `inverse(val)` for
-        a `while_loop`, `inverse(i, val)` for a `fori_loop`, `inverse(carry, x)` for a `scan`, with `key=` where
-        the body has it. Returns the carry before the step. It may close over what the body closes over.
-        Leaves that the derivative does not read (accumulators) may be returned as they came. With `record`, it takes
-        a row of the tape as its last argument.
+        The inverse of the step: a function that returns the carry before a step. The function takes the arguments of
+        the body, with the carry after the step: `inverse(val)` for a `while_loop`, `inverse(i, val)` for a `fori_loop`,
+        `inverse(carry, x)` for a `scan`. If the body gets `key=`, so does the inverse. With `record`, the last argument
+        is the recorded row. The inverse may close over what the body closes over. Leaves that the derivative does not
+        read, such as a sum, may be returned unchanged.
     record
-        None, or what a step loses: a function that takes what the body takes, with two carries in the place of
-        one, before and after the step: `record(before, after)`, `record(i, before, after)`,
-        `record(before, after, x)`. It returns a pytree of arrays, which the inverse gets. Needs a static bound.
+        A function that returns what a step loses, as a pytree of arrays. The function takes the arguments of the body,
+        with two carries (before and after the step) in place of one: `record(before, after)`, `record(i, before,
+        after)`, `record(before, after, x)`. A gradient stores one row for each step of the bound, so a static bound is
+        needed. None: nothing is recorded.
     checkpoints
-        Carries that are stored besides, from 0 on. The way back begins anew at each, so rounding errors grow
-        over fewer steps; the steps are evaluated once more. The tape is then that of one part at a time. Needs a
-        static bound.
+        The number of carries that are stored in addition. The reverse sweep starts again from each of them, so rounding
+        errors grow over fewer steps. Each step is evaluated once more (the body 3n times in all). With `record`, only
+        the rows between two checkpoints are stored at a time. Needs a static bound. The default is 0.
     rtol
-        None, or how far the end of the way back may be from the start of the loop, in each leaf relative to the
-        largest element at the start and at the end. A `jax.vmap` of a gradient checks each lane; the gradient of a
-        batch checks all of its lanes together, unless they are compact.
+        The largest rounding error at the end of the reverse sweep. The carry found there is compared with the first
+        carry of the loop; the error of each leaf is relative to the leaf's largest element at the start and at the end.
+        None: no comparison. A `jax.vmap` of a gradient checks each lane. The gradient of a batch checks all lanes
+        together, unless the lanes are compact.
 
     Raises
     ------
     TypeError
-        `inverse` or `record` is no function, or the inverse returns another carry; `checkpoints` or `rtol` is no
-        Python number.
+        - `inverse` or `record` is not a function.
+        - The inverse returns a carry of another structure, shape or dtype.
+        - `checkpoints` or `rtol` is not a Python number.
     ValueError
-        A negative `checkpoints`; `checkpoints` or `record` without a bound; `rtol` is not positive; the inverse
-        returns a leaf as it came that the derivative reads.
+        - `checkpoints` is negative, or `rtol` is not positive.
+        - `checkpoints` or `record` is given for a loop without a bound.
+        - The inverse returns a leaf unchanged that the derivative reads.
     NotImplementedError
-        `lanes="free"`, `lanes_map`, a `rollout` with a `history`, a body that changes mutable arrays; progress with
-        checkpoints.
+        - `lanes="free"`, `lanes_map`, or a `rollout` with a `history`.
+        - A body that changes mutable arrays.
+        - `progress` together with `checkpoints`.
     equinox.EquinoxRuntimeError
-        Where a derivative is taken: `inverse` does not undo the first step to the rounding of the dtype; or the
-        way back ends further from the start than `rtol`. With `throw=False` the derivative is NaN.
+        The following errors are raised where a derivative is taken. With `throw=False` the derivative is NaN instead.
+
+        - `inverse` does not undo the first step to the rounding of the dtype; the message gives the difference.
+        - The reverse sweep ends further from the first carry than `rtol`.
 
     Notes
     -----
-    The gradient of a gradient stores checkpoints instead: about 2 sqrt(N) for a bound of N steps, 64 without a bound.
-    So does that of a loop with a `Buffer` in its carry, if the inverse does more with its rows than read them.
-    A gradient with `record` stores a row for each step of the bound.
+    The gradient of a gradient stores checkpoints instead: about 2 sqrt(N) for a bound of N steps, 64 without a bound. A
+    loop with a `Buffer` in its carry also stores checkpoints, if the inverse does more with the rows of the buffer than
+    read them.
 
     """
 
@@ -108,7 +114,7 @@ class Reversible(Kind):
     drift: Drift | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no function, and no number of carries."""
+        """Check the arguments."""
         if self.inverse is not None and not callable(self.inverse):
             raise TypeError(f"Reversible(inverse): got {describe(self.inverse)}, expected a function.")
         if self.record is not None and not callable(self.record):
@@ -119,7 +125,7 @@ class Reversible(Kind):
             object.__setattr__(self, "rtol", positive_float("Reversible(rtol=...)", self.rtol))
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         given = ["record=record"] * (self.record is not None)
         given += [f"checkpoints={self.checkpoints}"] * bool(self.checkpoints)
         given += [] if self.rtol is None else [f"rtol={self.rtol:g}"]
@@ -131,7 +137,7 @@ class Reversible(Kind):
         return LastCarry(drift=self.drift)
 
     def cost(self, loop: LoopFacts) -> Cost:
-        """See `Kind.cost`: a step back evaluates the inverse, and the step for its derivative."""
+        """See `Kind.cost`: a backward step evaluates the inverse, and the step for its derivative."""
         return Cost(loop.step.carry_bytes, time=2 * loop.step.evaluation, stored="the last carry")
 
     def in_words(self) -> str:

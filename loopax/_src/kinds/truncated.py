@@ -17,40 +17,49 @@ _STEPS = Why("how many steps the program of a gradient holds", "choose one numbe
 
 @dataclass(frozen=True)
 class Truncated(Kind):
-    """Differentiate the last steps alone, or cut the derivative at the ends of windows.
+    """Differentiate only the last steps, or cut the derivative at the ends of windows.
 
-    `Truncated(last=k)` is the derivative of the last k steps: the carry before them, and all that steps
-    before them return, are constants. With `last=1` this is the one-step (phantom) gradient. A loop with at most
-    k steps has its whole derivative.
+    `Truncated(last=k)` is the derivative of the last k steps. The carry before these steps is a constant, and so is
+    everything that earlier steps return. `last=1` is the one-step (phantom) gradient. A loop with at most k steps has
+    its whole derivative.
 
-    `Truncated(window=w)` cuts the derivative of the carry before the steps w, 2w, 3w, ...: truncated
-    backpropagation through time. Each row of ys has the derivative of the steps of its own window, so a
-    loss that is a row of ys is differentiated in each window; one that is summed in the carry is cut with it.
+    `Truncated(window=w)` is truncated backpropagation through time: the derivative of the carry is cut before the steps
+    w, 2w, 3w, ... Each row of `ys` has the derivative of the steps in its own window. Return the loss of each step as a
+    row of `ys`: the derivative of a loss that is summed in the carry is cut, too.
 
-    Values are those of the loop. Forward and reverse mode have the same derivative, in every order.
+    Values do not change. Forward and reverse mode have the same derivative, in every order.
 
     Parameters
     ----------
-    last, window
-        A number of steps, from 1 on: one of the two.
+    last
+        The number of last steps to differentiate, from 1 on. Give either `last` or `window`.
+    window
+        The number of steps in a window, from 1 on. Give either `last` or `window`.
     kind
-        What a gradient stores of the steps that are differentiated. Of a `Reversible`, without its `checkpoints`.
+        What a gradient stores of the steps that are differentiated: a kind, or the name of one. The default is
+        `"residuals"`. `checkpoints` of a `Reversible` are ignored.
 
     Raises
     ------
     TypeError
-        Both or none of `last` and `window` are given; one is no int, or is traced.
+        - Both `last` and `window` are given, or neither.
+        - `last` or `window` is not an int, or is traced.
     ValueError
-        `last` or `window` is less than 1; `kind` has another derivative than that of the steps.
+        `last` or `window` is less than 1, or the derivative of `kind` is not that of the steps.
     NotImplementedError
-        `lanes="free"`, `lanes_map`, a body that changes mutable arrays; progress of a loop in windows.
+        - `lanes="free"`, or `lanes_map`.
+        - A body that changes mutable arrays.
+        - `progress` of a loop with `window`.
 
     Notes
     -----
-    Cost: the loop, and of n steps the derivative of `last`, or of all. Where the length is known only when the
-    loop runs, `last` stores the carry before each of the last k steps on the way forward, and evaluates these
-    once more. `window` stores the carry at the start of each window, and evaluates steps once more.
-    Sources: Williams & Peng (1990); Geng et al. (2021), see docs/references.md.
+    Cost of `last=k`: the loop, and the derivative of k steps. If the length is known only at run time, the forward pass
+    also stores the carry before each of the last k steps. The last k steps are then evaluated once more.
+
+    Cost of `window=w`: the loop, and the derivative of all steps. A gradient stores the carry at the start of each
+    window (without a bound: at most 64 of these carries), and recomputes the steps.
+
+    Sources: Williams & Peng (1990), Geng et al. (2021). See docs/references.md.
 
     """
 
@@ -60,7 +69,7 @@ class Truncated(Kind):
     derivative: ClassVar[Derivative] = "another"
 
     def __post_init__(self) -> None:
-        """Refuse what is not one number of steps."""
+        """Check the arguments."""
         given = {name: value for name in ("last", "window") if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise TypeError(
@@ -79,18 +88,18 @@ class Truncated(Kind):
         object.__setattr__(self, "kind", kind)
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Return the code that makes this object."""
         size = f"last={self.last}" if self.last is not None else f"window={self.window}"
         return f"Truncated({size})" if self.kind == to_kind(_DEFAULT) else f"Truncated({size}, kind={self.kind!r})"
 
     @property
     def inverse(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Kind.inverse`: that of the kind within."""
+        """See `Kind.inverse`: the inverse of the inner kind."""
         return to_kind(self.kind).inverse
 
     @property
     def record(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Kind.record`: that of the kind within."""
+        """See `Kind.record`: the `record` of the inner kind."""
         return to_kind(self.kind).record
 
     def in_words(self) -> str:
@@ -107,7 +116,7 @@ class Truncated(Kind):
         return replace(self, kind=to_kind(self.kind).without_functions())
 
     def plan(self, loop: LoopFacts) -> Plan:
-        """See `Kind.plan`: of the windows, what is stored is the carry before each."""
+        """See `Kind.plan`. For windows, the plan says which carries before windows are stored."""
         return EveryCarry() if loop.bound is not None else Checkpoints()
 
     def run(self, call: LoopCall) -> Outcome:

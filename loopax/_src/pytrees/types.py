@@ -15,15 +15,15 @@ class RowByRow(eqx.Module):
 
 
 class LoopInfo(NamedTuple):
-    """How a loop ended (`info=True`).
+    """How a loop ended; returned with `info=True`.
 
     Attributes
     ----------
     num_steps : int32[]
-        Steps that were taken. A loop without a bound counts to 2147483647 and no further.
+        The steps that the loop took. A loop without a bound counts up to 2147483647.
     limit_reached : bool[]
-        Whether `max_steps`, a `length` beyond the data, or limits beyond what can be counted stopped a loop that would
-        have gone on.
+        Whether a limit stopped a loop that would have gone on. A limit is `max_steps`, the number of rows, or the
+        largest count of steps.
 
     """
 

@@ -1,7 +1,7 @@
 """Any number of items through a fixed number of lanes: `lanes_map`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -16,48 +16,58 @@ from loopax._src.pytrees.leaves import pack, restore_weak
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.queues.item_program import item_program
 
+R = TypeVar("R")
+
 _LANES = Why("the size of the batch in the program", "choose one for all calls: results do not depend on it")
 
 
-def lanes_map(f: Callable[[Any], Any], xs: PyTree[Any], *, lanes: int = 256) -> Any:
-    """Map a function with a loop in it over any number of items, in a fixed number of lanes.
+def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
+    """Map a function that holds a loop over any number of items, with a fixed number of lanes.
 
     The meaning::
 
         return stack([f(x) for x in xs])
 
-    All lanes step together. Those that have finished hand over their result and take the next item while the others
-    go on, so neither the slowest item nor the number of items matters, but the sum of all steps.
+    All lanes step together. A lane that has finished an item takes the next item, while other lanes go on. The time
+    depends on the sum of the steps of all items, not on the slowest item.
 
     Parameters
     ----------
     f
-        `f(x)` holds exactly one loop of loopax, outside of `cond`, `scan`, `jax.checkpoint` and other loops. What
-        stands before and after it runs once for each item.
+        The function: `f(x)` returns the result of one item. `f` holds exactly one loop of loopax, outside of `cond`,
+        `scan`, `jax.checkpoint` and other loops. The code before and after the loop runs once for each item.
     xs
-        A pytree of arrays with the same number of items, `(items, ...)`. Other leaves go to `f` as they are.
+        The items: a pytree of arrays `(items, ...)` with the same number of items. Leaves that are not arrays are
+        passed to `f` unchanged.
     lanes
-        Items that are worked on at a time, an int from 1 on.
+        The number of items that are computed at a time: an int from 1 on. The default is 256.
 
     Returns
     -------
     ys
-        The results, stacked: `(items, ...)`, in the order of `xs`.
+        The stacked results, `(items, ...)`, in the order of `xs`.
 
     Raises
     ------
     TypeError
-        `lanes` is not an int, or is traced; `f` is not callable, or changes a Flax NNX object in `xs`.
+        - `lanes` is not an int, or is traced.
+        - `f` is not callable, or changes a Flax NNX object in `xs`.
     ValueError
-        `lanes` is less than 1; `f` holds no loop, or several; arrays of `xs` with unequal numbers of items, or none.
+        - `lanes` is less than 1.
+        - `f` holds no loop, or several.
+        - The arrays of `xs` have unequal numbers of items, or there is no array.
 
     Notes
     -----
-    Memory: inputs, outputs, and the state of all lanes; for a gradient, 16 such states and what the loop's `kind`
-    stores of one round (an eighth of the lanes finishes in a round). It does not grow with the number of items.
-    Cost: about the sum of all steps over `lanes` iterations, each for all lanes; forward and gradient together evaluate
-    the body at most four to five times for each step. Derivatives: all, in every order. Rows that the loop in `f`
-    scans are read at a place of each lane's own, which makes their gradient cost their size in each iteration.
+    Memory: inputs, outputs and the state of all lanes. A gradient stores 16 such states, and what the loop's `kind`
+    stores of one round; in a round, an eighth of the lanes finishes. Apart from inputs and outputs, memory does not
+    grow with the number of items.
+
+    Cost: about (sum of all steps) / `lanes` iterations, each for all lanes. Forward and gradient together evaluate the
+    body at most four to five times for each step. If the loop in `f` scans rows, each lane reads its own row; the
+    gradient of such rows costs time in proportion to their size in each iteration.
+
+    Derivatives: forward and reverse mode, in every order.
 
     """
     check_callable("f of lanes_map", f)

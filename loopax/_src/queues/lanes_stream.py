@@ -29,70 +29,80 @@ def lanes_stream(
     resume: SuspendedStream | None = None,
     progress: ProgressLike = None,
 ) -> LanesStream:
-    """Map a function with a loop in it over items that come one by one, in a fixed number of lanes.
+    """Map a function that holds a loop over items that arrive one by one, with a fixed number of lanes.
 
-    The meaning::
+    The meaning, apart from the order of results::
 
         for index, item in enumerate(items):
             yield index, f(item)
 
-    but in the order in which items are finished. All lanes step together on the device. A lane that has finished hands
-    over its result and takes the next item, while the others go on. It is called from Python, not inside of `jit`.
+    Results come in the order in which items are finished. All lanes step together on the device. A lane that has
+    finished an item takes the next item, while other lanes go on. Call `lanes_stream` from Python, not inside `jit`.
 
     Parameters
     ----------
     f
-        `f(item)` holds exactly one loop of loopax, outside of `cond`, `scan`, `jax.checkpoint` and other loops. What
-        stands before and after it runs once for each item. It is compiled once for any number of items. Streams of one
-        function share the program. Where `f` is a pytree (an Equinox module, a `jax.tree_util.Partial`), its arrays may
-        differ.
+        The function: `f(item)` returns the result of one item. `f` holds exactly one loop of loopax, outside of `cond`,
+        `scan`, `jax.checkpoint` and other loops. The code before and after the loop runs once for each item. `f` is
+        compiled once for any number of items, and streams of the same function share the program. If `f` is a pytree
+        (an Equinox module, a `jax.tree_util.Partial`), streams with other arrays share the program, too.
     items
-        Any iterable of pytrees, also endless, also slow. All are like the first: structure, shapes and dtypes. Python
-        numbers become arrays, of JAX's dtype for them.
+        The items: any iterable of pytrees, which may be endless or slow. All items have the structure, shapes and
+        dtypes of the first. Python numbers become arrays of JAX's default dtype.
     lanes
-        Items that are worked on at a time, an int from 1 on.
+        The number of items that are computed at a time: an int from 1 on. The default is 64.
     ordered
-        Hand results out in the order of the items. Those that are finished before an earlier one wait in memory.
+        Whether results come in the order of the items. True: a finished result waits in memory until all earlier
+        results are finished. The default is False.
     chunk_steps
-        The most steps between two looks of the host at what is finished and what has come. Default: as many as take
+        The most steps between two times that the host collects results and hands over items. None: as many as take
         about 50 milliseconds. Results do not depend on it.
     prefetch
-        How many items are fetched ahead, in multiples of `lanes`, by a thread of their own. 0: items are fetched where
-        the stream is advanced, without a thread.
+        How many items a thread fetches ahead, in multiples of `lanes`. 0: no thread; items are fetched when the caller
+        asks for results. The default is 2.
     throw
-        Raise the error of an item's loop (`max_steps` reached, say) where its result would be handed out. False: hand
-        out `(index, result, error)`, where `error` is a message or None.
+        Whether the error of an item's loop (such as `max_steps` reached) is raised where its result would come. False:
+        the stream yields `(index, result, error)`, and `error` is a message or None.
     resume
-        What `suspend()` of an earlier stream returned. `items` are those that come after. Lanes that have begun keep
-        the bound on their steps.
+        The state of an earlier stream, as its `suspend()` returned it. `items` are then the items after those that the
+        earlier stream has fetched. Lanes with an unfinished item keep the bound on their steps. None: a new stream.
     progress
-        True, or a `Progress(...)`: show items that are finished, items and steps a second, and busy lanes.
+        Whether to show finished items, items and steps per second, and busy lanes: True, or a `Progress(...)`. None:
+        show nothing.
 
     Returns
     -------
     LanesStream
-        An iterator over `(index, result)`, and a context manager. The leaves of results are NumPy arrays (JAX's
-        for PRNG keys). Leaving the
-        `with` block, or `close()`, ends the stream and frees its memory. `suspend()` ends it, too, and returns what
-        goes on elsewhere. `report()` says what the lanes did.
+        An iterator over `(index, result)`, and a context manager. Leaves of results are NumPy arrays (JAX arrays for
+        PRNG keys). `close()`, or the end of the `with` block, ends the stream and frees its memory. `suspend()` ends
+        the stream and returns its state. `report()` counts what the lanes did.
 
     Raises
     ------
     TypeError
-        `f` is not callable, `items` is not iterable, an option has another type, or is traced; an item has another
-        structure, shape or dtype than the first (the message names the item and the leaf).
+        - `f` is not callable, or `items` is not iterable.
+        - An option has another type, or is traced.
+        - An item has another structure, shape or dtype than the first item; the message names the item and the leaf.
     ValueError
-        `lanes` or `chunk_steps` is less than 1, `prefetch` is negative; `f` holds no loop, or several; `resume` belongs
-        to another number of lanes; an item differs in what is not an array.
+        - `lanes` or `chunk_steps` is less than 1, or `prefetch` is negative.
+        - `f` holds no loop, or several.
+        - `resume` belongs to a stream with another number of lanes.
+        - An item differs from the first in a leaf that is not an array.
     equinox.EquinoxRuntimeError
-        The error of an item, which it names.
+        The loop of an item raised an error; the message names the item.
 
     Notes
     -----
-    What `items` raises is raised here, after the results of all items before it. Memory: the state of all lanes, items
-    of `(3 + prefetch) * lanes` and results of `2 * lanes`; it does not grow with the number of items. There are no
-    derivatives; `lanes_map` has them. Settings of JAX, also for the thread, are those where the stream is made. The
-    bits of a result do not depend on the lane, where the device's operations on batches are so.
+    An error that the iterable raises is raised after the results of all earlier items.
+
+    Memory: the state of all lanes, at most `(3 + prefetch) * lanes` items, and at most `2 * lanes` results. Memory does
+    not grow with the number of items.
+
+    There are no derivatives; `lanes_map` has them.
+
+    The stream, including its thread, uses the settings of JAX (such as `jax.enable_x64`) that hold where the stream is
+    made. A result has the same bits in every lane, if the device's operations on batches compute the same bits for
+    every member.
 
     """
     check_callable("f of lanes_stream", f)

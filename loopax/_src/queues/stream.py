@@ -18,7 +18,7 @@ from loopax._src.queues.working_lanes import BusyLanes, Finished, WorkingLanes
 
 
 class LanesStream(Iterator[Any]):
-    """Results of a stream as they come: see `lanes_stream`, which makes it."""
+    """An iterator over the results of a stream. `lanes_stream` makes it."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LanesStream(Iterator[Any]):
         resume: SuspendedStream | None,
         shown: Shown,
     ) -> None:
-        """Nothing is run before the first result is asked for."""
+        """Prepare the stream. Nothing runs before the first result is asked for."""
         self._working = WorkingLanes(f, lanes, pace)
         self._lanes, self._ordered, self._throw, self._shown = lanes, ordered, throw, shown
         self._results: deque[tuple[int, Any, str | None]] = deque()
@@ -44,11 +44,11 @@ class LanesStream(Iterator[Any]):
         self._working.fetch(items, ahead)
 
     def __iter__(self) -> Self:
-        """The stream itself."""
+        """Return the stream itself."""
         return self
 
     def __next__(self) -> Any:
-        """The next result; waits until there is one."""
+        """Return the next result; wait until there is one."""
         while not self._results:
             finished = self._look()
             if finished is None:
@@ -64,15 +64,15 @@ class LanesStream(Iterator[Any]):
         return index, result
 
     def __enter__(self) -> Self:
-        """The stream itself, which is closed at the end."""
+        """Return the stream itself. The end of the `with` block closes the stream."""
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close it."""
+        """Close the stream."""
         self.close()
 
     def close(self) -> None:
-        """End the stream: fetch no more, and let go of the lanes. What is not handed out is lost."""
+        """End the stream and free its memory. Results that have not been returned are lost."""
         self._end()
         self._working.forget_error()
 
@@ -84,10 +84,16 @@ class LanesStream(Iterator[Any]):
         self._held.clear()
 
     def suspend(self) -> SuspendedStream:
-        """End the stream, and return what goes on as `lanes_stream(f, rest of the items, resume=...)`.
+        """End the stream and return its state, for `lanes_stream(f, remaining_items, resume=state)`.
 
-        An item that is being fetched is waited for. An error that the iterable has raised, and that was not reached, is
-        raised by `next(stream)`.
+        The call waits for an item that is being fetched. If the iterable has raised an error that the stream has not
+        reached yet, `next(stream)` raises it after the call.
+
+        Raises
+        ------
+        ValueError
+            The stream is closed.
+
         """
         if not self._is_open:
             raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
@@ -108,7 +114,7 @@ class LanesStream(Iterator[Any]):
         return suspended
 
     def report(self) -> StreamReport:
-        """What the lanes have done so far."""
+        """Return what the lanes have done so far."""
         return self._working.report()
 
     def _look(self) -> Finished | None:

@@ -9,15 +9,17 @@ class StreamReport(NamedTuple):
     Attributes
     ----------
     items
-        That are finished.
+        The number of finished items.
     lanes
-        Of the stream.
-    iterations, useful
-        Batched steps, and the steps of lanes with an item in them.
+        The number of lanes.
+    iterations
+        The number of batched steps. In each, all lanes are computed.
+    useful
+        The number of steps of single lanes that held an item.
     iterations_fed, useful_fed
-        These two, counted until the source ended.
+        `iterations` and `useful`, counted until the source of items ended.
     seconds
-        Since the first item.
+        The seconds since the first item.
 
     """
 
@@ -31,16 +33,16 @@ class StreamReport(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the lane-steps that were computed, those of lanes with an item; 1 where there are none."""
+        """The useful share: `useful / (lanes * iterations)`; 1 if there are no iterations."""
         return self.useful / (self.lanes * self.iterations) if self.iterations else 1.0
 
     @property
     def share_fed(self) -> float:
-        """The useful share until the source ended."""
+        """The useful share until the source of items ended."""
         return self.useful_fed / (self.lanes * self.iterations_fed) if self.iterations_fed else 1.0
 
     def __str__(self) -> str:
-        """In two lines."""
+        """Return the report as two lines of text."""
         seconds = self.seconds or float("inf")
         return (
             f"{self.items} items through {self.lanes} lanes: {self.items / seconds:.4g} items/s, "

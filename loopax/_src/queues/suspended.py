@@ -8,24 +8,25 @@ NO_ORDER = -1  # in the place of the next result
 
 
 class SuspendedStream(NamedTuple):
-    """A stream that can go on. Give it to `lanes_stream(resume=...)`.
+    """The state of a suspended stream, for `lanes_stream(resume=...)`.
 
-    It is a pytree of NumPy arrays (JAX's for PRNG keys), ints and texts.
+    A `SuspendedStream` is a pytree of NumPy arrays (JAX arrays for PRNG keys), ints and strings.
 
     Attributes
     ----------
     unfinished
-        `(index, item)` of the items that are in lanes, in the order of the lanes, and of those that wait for one.
+        `(index, item)` of each unfinished item: the items in lanes, in the order of the lanes, then the items that wait
+        for a lane.
     lanes : int64[lanes]
-        The index of the item in each lane, -1 where there is none.
+        The index of the item in each lane; -1 for an empty lane.
     state
-        Where the lanes are in their loops.
+        The state of each lane's loop.
     results
-        `(index, result, error)` of the items that are finished and were not handed out; `error` is a message or None.
+        `(index, result, error)` of each finished item whose result has not been returned. `error` is a message or None.
     fetched
-        How many items were taken from the iterable.
+        The number of items that were taken from the iterable.
     next_result
-        With `ordered`, the index of the next result; without, -1.
+        With `ordered=True`: the index of the next result. Otherwise -1.
 
     """
 

@@ -26,57 +26,66 @@ def rewrite_loops(
     scans: bool = False,
     conds: bool = False,
 ) -> Callable[..., Any]:
-    """A function that computes what `fn` does, with its loops on loopax.
+    """Return a function that computes what `fn` computes, with its `jax.lax` loops replaced by loops of loopax.
 
-    Every `jax.lax.while_loop`, and every `fori_loop` with traced limits, that `fn` runs, also in the libraries that it
-    calls, becomes a loop of loopax: differentiable in both modes, and safe in lanes under `jax.vmap`. Loops are found
-    inside `jit`, `cond`, `scan`, `jax.checkpoint`, `shard_map`, functions with custom derivatives and other loops.
-    Rules for derivatives (`jax.custom_jvp`, `jax.custom_vjp`, `jax.lax.custom_linear_solve`, `jax.lax.custom_root`)
-    are kept: where a library has one, it is used, as without loopax.
+    Every `jax.lax.while_loop` and every `fori_loop` with traced limits is replaced, also in libraries that `fn` calls.
+    The new loops have derivatives in both modes, and lanes under `jax.vmap` take different numbers of steps safely.
+    Loops are found inside `jit`, `cond`, `scan`, `jax.checkpoint`, `shard_map`, functions with custom derivatives, and
+    other loops.
 
     Parameters
     ----------
     fn
-        Any function that JAX can trace. Arrays anywhere in its arguments are traced; everything else (Python numbers,
-        strings, functions) stays what it is.
-    kind, lanes
-        As in `while_loop`, for all loops. `kind` may also be a function, which gets what `explain` knows of a loop
-        (a `LoopExplanation`: its name, source line, arrays) and returns its kind. Functions that a kind brings
-        (`Reversible`, `Implicit(fixed_point=...)`) get carries as lists of arrays, in the order of their leaves;
-        that of a `fori_loop` is without the index. `Free()` is refused: it is for one loop, of a certain form.
+        Any function that JAX can trace. Arrays in its arguments are traced; other values (Python numbers, strings,
+        functions) keep their Python values.
+    kind
+        What gradients store, for all loops, as in `while_loop`. Or a function that returns the kind of each loop: it
+        gets a `LoopExplanation` with the loop's name, source line and arrays.
+    lanes
+        How batches run, for all loops, as in `while_loop`. `Free()` is not allowed.
     max_steps
-        A static bound on the steps of every loop whose length is not static. A loop that would take more of
-        them raises when the program runs.
+        A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
+        at run time. None: no bound.
     scans
-        Whether `jax.lax.scan`, and `fori_loop` with static limits, are exchanged as well. They have all derivatives
-        without it, but no kinds.
+        Whether `jax.lax.scan`, and `fori_loop` with static limits, are replaced as well. Without replacement, these
+        loops have all derivatives, but no `kind`. The default is False.
     conds
-        Whether `jax.lax.cond` and `jax.lax.switch` are exchanged for `cond` and `switch` of loopax, with these `lanes`.
-        Then a branch that no lane of a `jax.vmap` takes is not run, and a lane evaluates nothing of a branch that it
-        does not take. A `jax.lax.platform_dependent` stays as it is.
+        Whether `jax.lax.cond` and `jax.lax.switch` are replaced by `loopax.cond` and `loopax.switch` with these
+        `lanes`. Then a branch that no lane selects is not run, and a lane evaluates nothing of other branches.
+        `jax.lax.platform_dependent` is not replaced. The default is False.
 
     Returns
     -------
     rewritten
-        `rewritten(*args, **kwargs)` returns what `fn(*args, **kwargs)` does. It traces `fn` in each call, so put
-        `jax.jit` around it. Map it, `jax.vmap(rewritten)`, rather than rewriting a function that holds
-        a `vmap`: loops in there are one loop over all lanes already.
+        A function: `rewritten(*args, **kwargs)` returns what `fn(*args, **kwargs)` returns. Each call traces `fn`, so
+        put `jax.jit` around it. Write `jax.vmap(rewrite_loops(fn))`, not `rewrite_loops(jax.vmap(fn))`: a loop under
+        `jax.vmap` is already one loop over all lanes when loopax sees it.
 
     Raises
     ------
     TypeError
-        `fn` is not a function; `max_steps`, `scans` or `conds` is traced; when it is called, that JAX cannot trace it.
+        - `fn` is not a function.
+        - `max_steps`, `scans` or `conds` is traced.
+        - In the call of `rewritten`: JAX cannot trace `fn`.
     ValueError
-        An unknown `kind` or `lanes`, or `Free()`; a negative `max_steps`; when it is called, a kind that needs a bound,
-        without `max_steps`.
+        - `kind` or `lanes` is unknown, or `lanes` is `Free()`.
+        - `max_steps` is negative.
+        - In the call of `rewritten`: the kind needs a bound, and there is no `max_steps`.
     equinox.EquinoxRuntimeError
-        A loop takes more than `max_steps`.
+        A loop takes more steps than `max_steps`.
 
     Notes
     -----
-    Cost: that of the loops, and of tracing `fn` twice. Derivatives: all, where its loops had none. Loops that stand in
-    a rule for derivatives itself, and in Pallas kernels, stay as they are. Effects happen as often as in `fn`, and not
-    again in a backward pass.
+    Cost: that of the loops, and of tracing `fn` twice. Effects happen as often as in `fn`, and do not happen again in a
+    backward pass.
+
+    Derivatives: forward and reverse mode. Custom rules (`jax.custom_jvp`, `jax.custom_vjp`,
+    `jax.lax.custom_linear_solve`, `jax.lax.custom_root`) are kept and used.
+
+    Loops inside a custom rule, and loops in Pallas kernels, are not replaced.
+
+    Functions of a kind (the inverse of `Reversible`, `Implicit(fixed_point=...)`) get each carry as a list of arrays,
+    in the order of its leaves. The carry of a `fori_loop` does not contain its index.
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)

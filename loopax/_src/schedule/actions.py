@@ -4,13 +4,25 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
-    """One action of a schedule on a machine with a forward step and a reverse step.
+    """One action of a schedule.
 
-    The machine has a current carry, and stores others. `keep` stores the current carry, which is the
-    one before `step`; `restore` makes it the current one again; `drop` frees it. `advance` evaluates
-    `step`; `record` does, too, and stores the residuals of the step. `reverse` differentiates it: with its
-    residuals where these are stored, which are then dropped, or else by evaluating the step, for which
-    the carry before it must be the current one.
+    A schedule runs on a machine with a current carry and a store of carries and residuals.
+
+    Attributes
+    ----------
+    name : str
+        What to do:
+
+        - `"keep"`: store the current carry, which is the carry before `step`.
+        - `"restore"`: make the stored carry before `step` the current carry.
+        - `"advance"`: evaluate `step`.
+        - `"record"`: evaluate `step`, and store its residuals.
+        - `"reverse"`: differentiate `step`. If its residuals are stored, they are used and dropped. If not, `step` is
+          evaluated, and the carry before it must be the current carry.
+        - `"drop"`: free the stored carry before `step`.
+    step : int
+        The number of the step, from 0 on.
+
     """
 
     name: Literal["keep", "restore", "advance", "record", "reverse", "drop"]

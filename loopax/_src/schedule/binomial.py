@@ -16,16 +16,19 @@ from loopax._src.schedule.actions import Action
 
 
 def evaluations(num_steps: int, slots: int) -> int:
-    """Evaluations of the body for forward and gradient together: as few as possible."""
+    """Return the evaluations of the body, forward and gradient together, with the binomial schedule.
+
+    The evaluations are the fewest among the schedules that store at most `slots` carries (Griewank & Walther 2000).
+    """
     return evaluations_from(list(starts(num_steps, slots)), num_steps, slots)
 
 
 def evaluations_from(stored: Sequence[int], num_steps: int, slots: int) -> int:
-    """Evaluations where the forward pass has stored the carries of these steps, which need not be the best ones.
+    """Return the evaluations of the body if the forward pass has stored the carries before the steps `stored`.
 
-    The forward pass evaluates each step once, its derivative again, and a segment of n steps between
-    two stored carries takes r n - C(c + r, r - 1) evaluations to find the states in it, where c slots
-    are free by then (Griewank & Walther 2000, Prop. 1).
+    The forward pass evaluates each step once, and each derivative evaluates its step again. In addition, a segment of n
+    steps between two stored carries takes r n - C(c + r, r - 1) evaluations. Here c is the number of slots that are
+    free when the segment is reversed (Griewank & Walther 2000, Prop. 1).
     """
     ends = [*stored[1:], num_steps] if stored else []
     segments = (end - start for start, end in zip(stored, ends, strict=True))
@@ -40,11 +43,27 @@ def _advances(num_steps: int, slots: int) -> int:
 
 
 def advance(num_steps: Any, slots: Any) -> Any:
-    """How far to advance from a stored carry to the next one to store, with `num_steps` >= 2 to reverse.
+    """Return how many steps to advance from a stored carry to the next carry to store.
 
-    `slots` >= 1 counts the one in which the carry is stored. The steps ahead will have one slot less,
-    those passed have all of them and one repetition less (Griewank & Walther 2000, Theorem 1). With one
-    slot: to the last step. Takes Python integers, or int32 arrays of one element, also traced ones.
+    Parameters
+    ----------
+    num_steps
+        The number of steps to reverse, at least 2.
+    slots
+        The number of free slots, at least 1, including the slot of the stored carry.
+
+    Returns
+    -------
+    distance
+        The steps to advance. With one slot: to the last step.
+
+    Notes
+    -----
+    Takes Python integers, or int32 arrays of one element, which may be traced.
+
+    The steps ahead have one slot less. The steps that are passed have all slots and one repetition less (Griewank &
+    Walther 2000, Theorem 1).
+
     """
     if isinstance(num_steps, jax.Array) or isinstance(slots, jax.Array):
         steps, slots = (lax.convert_element_type(x, jnp.uint32) for x in (num_steps, slots))
@@ -98,7 +117,7 @@ def _fraction(value: Any, numerator: Any, denominator: Any) -> Any:
 
 
 def starts(num_steps: int, slots: int) -> Iterator[int]:
-    """The steps before which the forward pass of a known number of steps stores its carry."""
+    """Yield the steps before which the forward pass stores its carry, for a known number of steps."""
     step = 0
     for free in range(slots, 0, -1):
         if step < num_steps:
@@ -107,11 +126,11 @@ def starts(num_steps: int, slots: int) -> Iterator[int]:
 
 
 def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
-    """Reverse all steps from some stored carries: the meaning of what `core/lowering/sweep_binomial.py` compiles.
+    """Yield the actions that reverse all steps, if the carries before the steps `stored` are stored.
 
-    The last segment is divided by `advance` until what remains fits into the free slots, or none is free.
-    The carries of this run, or its residuals if it `records` them, are stored, and the run is reversed from the
-    last step to the first.
+    `advance` divides the last segment until the remaining steps fit into the free slots, or no slot is free. The
+    carries of these steps are stored (their residuals, if `records` is True), and the steps are reversed. The file
+    `core/lowering/sweep_binomial.py` compiles the same schedule.
     """
     reverse_run = _record_run if records else _reverse_run
     kept, end = set(stored), num_steps
@@ -158,14 +177,14 @@ def _record_run(start: int, end: int, kept: set[int]) -> Iterator[Action]:
 
 
 def binomial(num_steps: int, slots: int) -> Iterator[Action]:
-    """The whole schedule for a known number of steps."""
+    """Yield the actions of the binomial schedule, for a known number of steps and at most `slots` stored carries."""
     stored = list(starts(num_steps, slots))
     yield from forward([s for s in stored if s <= step] for step in range(num_steps))
     yield from replay(stored, num_steps, slots)
 
 
 def forward(history: Iterable[Sequence[int]]) -> Iterator[Action]:
-    """Advance step by step; `history` says the carries of which steps are stored when each one is taken."""
+    """Yield the actions of a forward pass; `history[i]` are the steps whose carries are stored when step i is taken."""
     kept: set[int] = set()
     for step, stored in enumerate(history):
         for other in kept - set(stored):

@@ -14,10 +14,10 @@ SMALL_STORE_BYTES = 8 * 1024
 
 
 def block_size(bound: int, carry_bytes: int) -> int:
-    """Steps per block for at most `bound` steps of a carry of so many bytes.
+    """Return the number of steps in a block, for at most `bound` steps and a carry of `carry_bytes` bytes.
 
-    About sqrt(bound), so that the blocks and the steps of one block, which are all that is stored,
-    are as few as possible together: 2 sqrt(bound). Tiny carries get shorter blocks.
+    The size is about sqrt(bound). Then the number of stored carries (one for each block, and those of one block) is as
+    small as possible with two levels: about 2 sqrt(bound). Tiny carries have shorter blocks.
     """
     balanced = isqrt(max(bound - 1, 0)) + 1
     quick = max(SMALL_LOOP_BYTES // max(carry_bytes, 1), 1)
@@ -27,35 +27,49 @@ def block_size(bound: int, carry_bytes: int) -> int:
 
 
 def shortest_block(bound: int, checkpoints: int) -> int | None:
-    """The fewest steps per block with which two levels store at most so many carries; None: there are too few.
+    """Return the fewest steps in a block for which two levels store at most `checkpoints` carries, or None.
 
-    The shorter a block, the fewer steps are evaluated again: all but the last one of each block are.
+    None: there are too few checkpoints for two levels. A shorter block recomputes fewer steps: all steps of a block but
+    the last are recomputed.
     """
     sizes = (size for size in range(2, isqrt(bound) + 2) if -(-bound // size) + size <= checkpoints)
     return next(sizes, None)
 
 
 class LastSteps(NamedTuple):
-    """Two levels in which the forward pass stores the residuals of the last steps. Replays store residuals, too."""
+    """Two levels of blocks; the forward pass stores the residuals of the last steps, and recomputed steps store theirs.
+
+    Attributes
+    ----------
+    recorded : int
+        The number of last steps whose residuals the forward pass stores.
+    block : int
+        The number of steps in a block of the other steps.
+
+    """
 
     recorded: int  # so many last steps
     block: int  # steps per block of the others
 
 
 def last_steps(num_steps: int, room: int, carry: int, residuals: int) -> LastSteps | None:
-    """The most last steps whose residuals can be stored in so much room; None: there is no room for blocks, either.
+    """Return for how many of the last steps the residuals fit into the given memory; None if even blocks do not fit.
 
-    The gradient evaluates `2 num_steps - recorded` steps. While the forward pass stores residuals, the carries at the
-    starts of blocks are stored, too. Later these carries and what one block stores have the same room.
+    The gradient evaluates `2 num_steps - recorded` steps.
 
     Parameters
     ----------
     num_steps
-        The steps that the loop takes.
+        The number of steps that the loop takes.
     room
         The memory, in any unit.
     carry, residuals
-        The sizes of a carry and of the residuals of a step, in the same unit.
+        The size of a carry, and of the residuals of a step, in the same unit.
+
+    Notes
+    -----
+    While the forward pass stores residuals, the carries at the starts of blocks are stored, too. Later, the residuals
+    or carries of one recomputed block use the memory of the forward pass's residuals.
 
     """
     for starts in range(room // carry + 1):
@@ -71,10 +85,22 @@ def last_steps(num_steps: int, room: int, carry: int, residuals: int) -> LastSte
 
 
 def two_level(num_steps: int, block: int, records: bool = False, recorded: int = 0) -> Iterator[Action]:
-    """The schedule for a loop that took so many steps: the meaning of what `core/lowering/sweep_two_level.py` compiles.
+    """Yield the actions of the two-level schedule: store the start of each block, recompute one block at a time.
 
-    At most `ceil(num_steps / block) + block` carries are stored, and no step is advanced more than twice. A replay that
-    `records` stores residuals in place of carries. Those of so many last steps are `recorded` on the way forward.
+    The schedule stores at most `ceil(num_steps / block) + block` carries, and advances no step more than twice. The
+    file `core/lowering/sweep_two_level.py` compiles the same schedule.
+
+    Parameters
+    ----------
+    num_steps
+        The number of steps that the loop took.
+    block
+        The number of steps in a block.
+    records
+        Whether recomputed steps store their residuals in place of carries. The default is False.
+    recorded
+        The number of last steps whose residuals the forward pass stores. The default is 0.
+
     """
     replayed = num_steps - recorded
     for step in range(replayed):

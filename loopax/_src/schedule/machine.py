@@ -8,7 +8,18 @@ from loopax._src.schedule.actions import Action
 
 
 class Cost(NamedTuple):
-    """What a schedule costs."""
+    """What a schedule costs: the result of `execute`.
+
+    Attributes
+    ----------
+    evaluations
+        All evaluations of steps, including those for derivatives.
+    most_stored
+        The most memory that carries and residuals take at any time.
+    repetitions
+        The most evaluations of one step before its derivative.
+
+    """
 
     evaluations: int  # all of them, those for derivatives included
     most_stored: int  # carries and residuals, in units of memory
@@ -67,10 +78,29 @@ class _Machine:
 
 
 def execute(actions: Iterable[Action], num_steps: int, carry: int = 1, residuals: int = 1) -> Cost:
-    """Carry out a schedule for the gradient of `num_steps` steps; `carry` and `residuals` are the sizes of one.
+    """Execute a schedule for the gradient of `num_steps` steps, and return what it costs.
 
-    Raises ValueError where an action is not possible, and where the schedule does not differentiate
-    every step exactly once, from the last to the first, or leaves something stored.
+    Parameters
+    ----------
+    actions
+        The actions of the schedule.
+    num_steps
+        The number of steps.
+    carry, residuals
+        The size of a carry, and of the residuals of a step.
+
+    Returns
+    -------
+    Cost
+        The evaluations, the most stored memory, and the most repetitions of a step.
+
+    Raises
+    ------
+    ValueError
+        - An action is not possible.
+        - A step is not differentiated exactly once, from the last step to the first.
+        - A carry or residuals are still stored at the end.
+
     """
     machine, most_stored = _Machine(num_steps, carry, residuals), 0
     for action in actions:

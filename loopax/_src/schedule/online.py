@@ -23,7 +23,22 @@ NEVER = 2**31 - 1
 
 
 class Online(NamedTuple):
-    """What the schedule remembers, for c slots: int32 arrays."""
+    """The state of the online schedule for c slots: int32 arrays.
+
+    Attributes
+    ----------
+    stored : int32[c]
+        The steps whose carries are stored, ascending; -1 at the front for unused slots.
+    slots : int32[c]
+        The slot of each stored carry.
+    limits : int32[c]
+        The most steps from each stored carry to the next: C(f + r - 1, f) for f = c, ..., 1.
+    repetitions : int32[]
+        r: the number of repetitions that the schedule allows at present.
+    stride : int32[]
+        The steps from one decision to the next, if possible.
+
+    """
 
     stored: Any  # [c] the steps whose carries are stored, ascending; -1 at the front for unused slots
     slots: Any  # [c] in which slot each of them is
@@ -33,16 +48,31 @@ class Online(NamedTuple):
 
 
 def start(slots: int) -> Online:
-    """Before the first step."""
+    """Return the state of the online schedule before the first step."""
     ids = jnp.arange(slots, dtype=jnp.int32)
     one = jnp.ones((), jnp.int32)
     return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.ones(slots, jnp.int32), one, one)
 
 
 def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
-    """Store the carry before `step`: returns the state, the slot, and the number of steps to the next call.
+    """Store the carry before `step`. The first call is for step 0.
 
-    The first call is for step 0.
+    Parameters
+    ----------
+    state
+        The state of the schedule.
+    step
+        The step before which the carry is stored.
+
+    Returns
+    -------
+    state
+        The next state.
+    slot
+        The slot that takes the carry.
+    distance
+        The number of steps to the next call.
+
     """
     if state.stored.size == 1:
         return state._replace(stored=state.stored * 0), jnp.zeros((), jnp.int32), jnp.int32(NEVER)
@@ -56,14 +86,17 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
 
 
 def online(slots: int) -> Iterator[tuple[int, ...]]:
-    """The schedule in Python: step by step, which carries are stored before the step is taken."""
+    """Yield, for each step of the online schedule, the steps whose carries are stored when this step is taken."""
     for stored, length in _stretches(slots):
         for _ in range(length):
             yield stored
 
 
 def online_stored(num_steps: int, slots: int) -> tuple[int, ...]:
-    """Which carries are stored after so many steps: what `online` has at the last one, without every step before it."""
+    """Return the steps whose carries are stored after `num_steps` steps of the online schedule.
+
+    This is result number `num_steps` of `online`, computed without the results before it.
+    """
     step = 0
     for stored, length in _stretches(slots):
         step += length

@@ -9,10 +9,17 @@ from math import comb
 
 
 def stumm_walther_1(slots: int) -> Iterator[tuple[int, ...]]:
-    """Algorithm I of Stumm & Walther (2010), for up to C(c + 2, 2) - 2 steps: the fewest evaluations possible.
+    """Yield, for each step, the stored carries of Algorithm I of Stumm & Walther (2010).
 
-    Rounds of one step less each: the first step of a round is not stored, the second takes the place of
-    the latest carry that will not stay, each other one that of the earliest.
+    The algorithm is for up to C(c + 2, 2) - 2 steps with c slots. The evaluations are then as few as with a known
+    length, or one more.
+
+    Notes
+    -----
+    The algorithm has rounds, each one step shorter than the round before. The carry before the first step of a round is
+    not stored. The carry before the second step replaces the latest carry that does not have its final place. Each
+    other carry replaces the earliest of these.
+
     """
     stored = []
     for step in range(slots):
@@ -30,10 +37,16 @@ def stumm_walther_1(slots: int) -> Iterator[tuple[int, ...]]:
 
 
 def stumm_walther_2(slots: int) -> Iterator[tuple[int, ...]]:
-    """Algorithm II, for C(c + 2, 2) - 1 up to C(c + 3, 3) - 3 steps, after Algorithm I: nearly the fewest.
+    """Yield, for each step, the stored carries of Algorithm II of Stumm & Walther (2010).
 
-    A carry is stored three steps after the last, or where it will stay. The latest one is dropped whose
-    neighbours are then no further apart than in the end.
+    The algorithm is for C(c + 2, 2) - 1 up to C(c + 3, 3) - 3 steps with c slots, and follows Algorithm I. The
+    evaluations are at most three more than with a known length.
+
+    Notes
+    -----
+    A carry is stored three steps after the last one, or where it has its final place. The new carry replaces the latest
+    carry whose neighbours are then no further apart than in the end.
+
     """
     *_, stored = stumm_walther_1(slots)
     gaps = [comb(free + 2, 2) for free in range(slots, 1, -1)]
@@ -50,11 +63,16 @@ def stumm_walther_2(slots: int) -> Iterator[tuple[int, ...]]:
 
 
 def wang_moin_iaccarino(slots: int) -> Iterator[tuple[int, ...]]:
-    """The dynamic algorithm of Wang, Moin & Iaccarino (2009), for any number of steps.
+    """Yield, for each step, the stored carries of the algorithm of Wang, Moin & Iaccarino (2009).
 
-    It needs as few repetitions as possible, not as few evaluations. Carries have levels. One may be
-    dropped if a later one has a higher level; without such, the last is, and the new one gets its level
-    plus one. The first is never dropped.
+    The algorithm is for any number of steps. The algorithm needs as few repetitions of a step as possible, but not as
+    few evaluations as possible.
+
+    Notes
+    -----
+    Each stored carry has a level. A carry may be dropped if a later carry has a higher level. If there is none, the
+    last carry is dropped, and the new carry gets its level plus one. The first carry is never dropped.
+
     """
     stored: list[tuple[int, int]] = []  # steps and levels, in order
     step = 0

@@ -23,15 +23,15 @@ _WHERE = "f of sharded_lanes"
 def sharded_lanes(
     f: Callable[..., Any], mesh: Mesh, axis: str, *, in_axes: Any = 0, out_axes: Any = 0
 ) -> Callable[..., Any]:
-    """Map a function with loops in it over lanes that are spread over devices.
+    """Map a function with loops over lanes that are spread over devices.
 
     The meaning::
 
         return jax.vmap(f, in_axes, out_axes)
 
-    Each device runs a batch of its own, with its own numbers of steps, and waits for no other until its lanes are done.
-    Where it is known beforehand how many steps the lanes take, or about how much work they are, they are dealt so that
-    the devices finish together. That belongs to the data, and is given with them::
+    Each device runs its own batch with its own numbers of steps, without waiting for other devices until its lanes are
+    done. Give `counts` in the call if the work of the lanes is known: lanes are then assigned such that all devices
+    have about the same work::
 
         lanes = lx.sharded_lanes(f, mesh, "lanes")
         ys = lanes(xs, lengths, counts=lengths)
@@ -39,44 +39,54 @@ def sharded_lanes(
     Parameters
     ----------
     f
-        `f(*args)` for one lane, with any loops in it. What it closes over is the same for all lanes, on all devices.
+        The function: `f(*args)` for one lane, with any loops in it. Values that `f` closes over are the same for all
+        lanes.
     mesh
-        The devices. Lanes are spread over one of its axes; over the others, arrays in `f` are sharded as JAX decides.
+        The mesh of devices.
     axis
-        The name of that axis.
+        The name of the mesh axis over which lanes are spread. Over the other axes, JAX decides how arrays in `f` are
+        sharded.
     in_axes
-        Where each argument has its lanes, as in `jax.vmap`: an int, None for an argument that all lanes share, or a
-        tuple with one of these, or a pytree of these, for each argument. What is not an array goes to `f` as it is.
+        The axis of the lanes in each argument, as in `jax.vmap`: an int, or None for an argument that all lanes share.
+        Or a tuple with one of these, or a pytree of these, for each argument. Leaves that are not arrays are passed to
+        `f` unchanged. The default is 0.
     out_axes
-        Where each result has its lanes, as in `jax.vmap`, but not None.
+        The axis of the lanes in each result, as in `jax.vmap`, but not None. The default is 0.
 
     Returns
     -------
     lanes
-        `lanes(*args, counts=None)` returns what `jax.vmap` would, in the same order, sharded along `axis` where the
-        devices divide the number of lanes. `counts`: a number for each lane, `(lanes,)`, known or traced: its steps, or
-        anything that grows in proportion to its work. Results do not depend on it. Use it under `jax.jit`: outside,
-        each call compiles again.
+        A function: `lanes(*args, counts=None)` returns what `jax.vmap` returns, in the same order. `counts` is a number
+        for each lane, `(lanes,)`, static or traced: its number of steps, or a number in proportion to its work. Results
+        do not depend on `counts`. If the number of devices divides the number of lanes, results are sharded along
+        `axis`. Call the function inside `jax.jit`: outside, each call compiles again.
 
     Raises
     ------
     TypeError
-        `f` is not callable, or changes a Flax NNX object in its arguments; `mesh` is not a mesh; `in_axes` or
-        `out_axes` is not as above; `counts` are not real numbers.
+        - `f` is not callable, or changes a Flax NNX object in its arguments.
+        - `mesh` is not a mesh.
+        - `in_axes` or `out_axes` is not as described above.
+        - `counts` are not real numbers.
     ValueError
-        `mesh` has no such axis; arguments with unequal numbers of lanes, or without any; `counts` of another shape.
+        - `mesh` has no axis of this name.
+        - The arguments have unequal numbers of lanes, or no lanes.
+        - `counts` has another shape than `(lanes,)`.
 
     Notes
     -----
-    No device communicates in a loop of `f`. The gradient of what all lanes share is summed over the devices once, at
-    the end. Derivatives: all, in every order.
+    Communication: devices do not communicate in a loop of `f`. The gradient of values that all lanes share is summed
+    over the devices once, after the loops.
 
-    Every device has as many lanes. Where devices do not divide their number, some devices run a lane that another one
-    runs too: the one with the smallest count, or the last one. With `counts`, lanes are dealt in the order of their
-    work, the largest first (Graham 1969), which moves the arguments and results of lanes between devices, once each.
-    A batch in lockstep takes as long as its longest lane whichever others it holds, so dealing pays for
-    `lanes="compact"`. Dealing counts that are known when the program is traced costs nothing at run time; traced ones
-    cost a sort and a short step for each lane.
+    Number of lanes: every device has the same number of lanes. If the number of devices does not divide the number of
+    lanes, some devices also run a lane of another device: the lane with the smallest count, or the last lane.
+
+    Assignment by `counts`: lanes are assigned in the order of their work, the largest first (Graham 1969). The
+    assignment moves the arguments and results of lanes between devices, once each. A lockstep batch takes as long as
+    its longest lane, so use `counts` together with `lanes="compact"`. Static counts cost nothing at run time. Traced
+    counts cost a sort, and a short step for each lane.
+
+    Derivatives: forward and reverse mode, in every order.
 
     """
     check_callable(_WHERE, f)

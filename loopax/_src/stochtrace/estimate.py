@@ -18,23 +18,24 @@ from loopax._src.stochtrace.products import Products
 
 
 class TraceEstimate(NamedTuple):
-    """An estimate of a trace.
+    """An estimate of a trace, with its error.
 
     Attributes
     ----------
     value
-        The estimate, of the operator's dtype, float32 at least.
+        The estimate, in the dtype of the operator, but at least float32.
     std_error
-        Its standard error, of the complex value where it is complex. Infinite where the samples say nothing about it,
-        as a single one does. Raised, by half at most, where a tolerance has ended the estimate.
+        The standard error of `value` (for complex operators, of the complex value). Infinite if the samples do not
+        determine it, as for a single sample. If a tolerance has ended the estimate, `std_error` is raised by at most
+        half.
     num_matvecs : int32[]
-        Matrix-vector products that it is from.
+        The number of matrix-vector products.
     converged : bool[]
-        Whether the interval is as short as the tolerance asks; True where none was asked for.
+        Whether the interval is as short as the tolerance asks. True if there is no tolerance.
     num_samples : int32[]
-        Samples that it is the mean of; a sample takes one product, two or three.
+        The number of samples. `value` is their mean; a sample takes one, two or three products.
     skewness
-        The skewness of the samples (of their real parts), zero where two or fewer say nothing about it.
+        The skewness of the samples (of their real parts). Zero if there are at most two samples.
 
     """
 
@@ -46,36 +47,38 @@ class TraceEstimate(NamedTuple):
     skewness: Float[Array, ""]
 
     def interval(self, level: float = 0.95) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """A confidence interval: for this share of keys it has the trace in it.
+        """Return a confidence interval: for the share `level` of random keys, the interval contains the trace.
 
         The meaning, with Student's quantile q for `num_samples - 1` degrees of freedom::
 
             low, high = value - q * std_error, value + q * std_error     # where skewness is zero
 
-        With a positive skewness the upper part is longer and the lower part shorter. Estimates of several lanes give an
-        interval for each. For a complex trace this is an interval for its real part.
+        With a positive skewness, the upper part of the interval is longer and the lower part is shorter. For estimates
+        of several lanes, each lane has an interval. For a complex trace, the interval is one for its real part.
 
         Parameters
         ----------
         level
-            The share, a Python float between 0 and 1.
+            The confidence level: a Python float between 0 and 1. The default is 0.95.
 
         Returns
         -------
         low, high
-            The ends, real.
+            The ends of the interval, real.
 
         Raises
         ------
         TypeError
-            `level` is traced, or no number.
+            `level` is traced, or is not a number.
         ValueError
             `level` is not between 0 and 1.
 
         Notes
         -----
-        Assumes six samples or more, eleven from signs; docs/traces.md has what fewer do, and what was measured. Source:
-        Student's quantiles, Hall's transformation (1992) for the skewness, see docs/references.md.
+        The interval assumes at least six samples, or eleven with sign probes. docs/traces.md has the measured coverage,
+        also for fewer samples.
+
+        Sources: Student's quantiles; Hall's transformation (1992) for the skewness. See docs/references.md.
 
         """
         what = "TraceEstimate.interval(level=...)"
@@ -106,7 +109,7 @@ def estimate_trace(
     batch: int = 1,
     size: int | PyTree[Any] | None = None,
 ) -> TraceEstimate:
-    """Estimate the trace of an operator from its products with random vectors.
+    """Estimate the trace of an operator from its products with random vectors (probes).
 
     The meaning, for `Hutchinson`::
 
@@ -116,58 +119,71 @@ def estimate_trace(
             samples.append(vdot(w, A @ w))
         return mean(samples), std(samples, ddof=1) / sqrt(len(samples))
 
+    Give either a number of products (`num_matvecs`) or a tolerance (`rtol`, `atol`).
+
     Parameters
     ----------
     operator
-        A matrix `(n, n)`; a function that is A v for a v, linear, with `size`; or a `lineax` operator, whose vectors
-        may be pytrees. Real or complex.
+        The operator A, real or complex: a matrix `(n, n)`, a linear function v -> A v (with `size`), or a `lineax`
+        operator. The vectors of a `lineax` operator may be pytrees.
     key
-        A PRNG key. The same key and number of products give the same estimate, whatever `max_matvecs`; lanes that
-        share a key share probes.
+        A PRNG key. The same key and number of products give the same estimate for every `max_matvecs`. Lanes with the
+        same key have the same probes.
     estimator
-        `Hutchinson()`, `HutchPlusPlus()`, `XTrace()`, or `XNysTrace()` for semidefinite operators.
+        The estimator: `Hutchinson()` (the default), `HutchPlusPlus()`, `XTrace()`, or `XNysTrace()` for semidefinite
+        operators.
     num_matvecs
-        How many matrix-vector products to take, static or traced (then with `max_matvecs`); it may differ between
-        lanes under `jax.vmap`. An estimator that takes two or three products for a sample takes whole samples:
-        the result has the number.
+        The number of matrix-vector products, static or traced. A traced number needs `max_matvecs`, and may differ
+        between lanes under `jax.vmap`. An estimator with two or three products per sample takes whole samples; the
+        result has the number that was taken.
     rtol, atol
-        In place of a number: stop as soon as half of `interval(0.95)` is at most 1.96 (atol + rtol |value|). So they
-        bound a standard error; the 95 % error is about twice as large. This is checked after 16 products, and after
-        each tenth more, in whole batches. Static or traced. One that is not given is zero.
+        The tolerance, instead of a number: stop when half of `interval(0.95)` is at most 1.96 (atol + rtol |value|).
+        `atol + rtol |value|` bounds the standard error; the 95 % error is about twice as large. Static or traced. If
+        only one of both is given, the other is zero. The first check is after 16 products, and the next each time that
+        a tenth more products have been taken, always after whole batches.
     max_matvecs
-        A static bound on the number of products, which decides how large arrays are; a tolerance that is not reached
-        by then ends there.
+        A static bound on the number of products. The bound decides the sizes of arrays. If the tolerance is not reached
+        by then, the estimate ends there.
     batch
-        Products that are evaluated together, as one by `jax.vmap`, where there are so many (of as many samples, for
-        estimators that take several products for one): faster for most operators, for as many times the memory.
+        The number of products that are evaluated together by `jax.vmap`. The default is 1. For most operators, a batch
+        is faster, and takes `batch` times the memory. For estimators with several products per sample, `batch` counts
+        samples.
     size
-        For a function: the number of elements of v, which is then a vector of the default float dtype (or complex,
-        where the result is); or a pytree of arrays or `jax.ShapeDtypeStruct`s like v.
+        The vectors of an operator that is a function: the number of elements (of the default float dtype, or complex if
+        the result is complex), or a pytree of arrays or `jax.ShapeDtypeStruct`s.
 
     Returns
     -------
     TraceEstimate
-        `(value, std_error, num_matvecs, converged, num_samples, skewness)`, with `interval(0.95)`.
+        `(value, std_error, num_matvecs, converged, num_samples, skewness)`, with the method `interval(0.95)`.
 
     Raises
     ------
     TypeError
-        `operator` is none, or not floating or complex; a function without `size`; a traced `num_matvecs` without
-        `max_matvecs`; an argument of a wrong type.
+        - `operator` is not an operator, or its dtype is not floating or complex.
+        - `operator` is a function, and there is no `size`.
+        - `num_matvecs` is traced, and there is no `max_matvecs`.
+        - An argument has a wrong type.
     ValueError
-        The operator is not square; neither a count nor a tolerance, or both; a tolerance without `max_matvecs`; too
-        few products for the estimator, or more than a basis of vectors of this size can have; `XNysTrace` for an
-        operator that is not declared semidefinite.
+        - The operator is not square.
+        - Both a number and a tolerance are given, or neither.
+        - There is a tolerance without `max_matvecs`.
+        - The number of products is too small for the estimator, or larger than a basis of vectors of this size can use.
+        - `estimator` is `XNysTrace()`, and the operator is not declared semidefinite.
     equinox.EquinoxRuntimeError
         A traced `num_matvecs` is less than the estimator needs, or more than `max_matvecs`.
 
     Notes
     -----
-    Cost: as many products as `num_matvecs` in the result says, in batches (the last one is evaluated whole), and
-    what the `estimator` adds. Derivatives: all, in every order, with respect to what the operator is made of, as
-    those of an estimate from the same probes and as many of them; each evaluates the products again, and
-    `Hutchinson` stores nothing for them. Sources: Girard (1989), Hutchinson (1990), Meyer, Musco, Musco & Woodruff
-    (2021), Epperly, Tropp & Webber (2024), see docs/references.md.
+    Cost: `num_matvecs` products of the result, in batches (the last batch is evaluated whole), and the cost of the
+    `estimator`.
+
+    Derivatives: forward and reverse mode, in every order, with respect to all arrays in the operator. The derivative is
+    that of the estimate with the same probes and the same number of products. A gradient evaluates the products again;
+    `Hutchinson` stores nothing for it.
+
+    Sources: Girard (1989), Hutchinson (1990), Meyer, Musco, Musco & Woodruff (2021), Epperly, Tropp & Webber (2024).
+    See docs/references.md.
 
     """
     prng_key("estimate_trace", key)

@@ -119,22 +119,22 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator(ABC):
-    """A way to estimate a trace. Choose one of its subclasses."""
+    """A way to estimate a trace. Use one of the subclasses."""
 
     probes: Probes = "rademacher"
 
     products_per_sample: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the arguments."""
         check_probes(f"{type(self).__name__}(probes=...)", self.probes)
 
     def most_samples(self, size: int) -> int | None:
-        """How many samples make sense for an operator of this size; None: any number."""
+        """Return the most samples that are useful for an operator of this size; None: any number."""
         del size
 
     def check(self, operator: Operator) -> None:
-        """Refuse an operator whose trace this does not estimate."""
+        """Raise an error if this estimator cannot estimate the trace of the operator."""
         del operator
 
     @abstractmethod

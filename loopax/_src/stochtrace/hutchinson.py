@@ -21,24 +21,32 @@ LEAST_EQUAL_SAMPLES = 11
 
 @dataclass(frozen=True)
 class Hutchinson(Estimator):
-    """The mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
+    """Estimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
 
-    A sample is one product. Its variance is 2 (||A||_F^2 - sum of A_ii^2) for a real symmetric A and Rademacher
-    probes, 2 ||A||_F^2 for normal ones, which are never better; sphere probes are better than both where the
-    eigenvalues are nearly equal. The error falls with the square root of the number of products.
-
-    Cost: one product a sample; memory does not grow with their number, also for derivatives, which draw the probes
-    again: a gradient evaluates every product once more.
+    A sample takes one product. The error falls with the square root of the number of products.
 
     Parameters
     ----------
     probes
-        "rademacher" (signs; for complex operators numbers of modulus one), "normal" or "sphere".
+        The distribution of the probes:
+
+        - `"rademacher"` (the default): random signs; for complex operators, random numbers of modulus one.
+        - `"normal"`: standard normal numbers.
+        - `"sphere"`: random directions.
 
     Raises
     ------
     ValueError
-        Unknown `probes`.
+        `probes` is unknown.
+
+    Notes
+    -----
+    Cost: one product per sample. Memory does not grow with the number of products. A gradient draws the probes again,
+    evaluates every product once more, and stores nothing.
+
+    Variance of a sample, for a real symmetric A: 2 (||A||_F^2 - sum of A_ii^2) with Rademacher probes, and 2 ||A||_F^2
+    with normal probes, so never less with normal probes. Sphere probes have a smaller variance than both if the
+    eigenvalues are nearly equal.
 
     """
 

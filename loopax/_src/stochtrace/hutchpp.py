@@ -11,23 +11,26 @@ from loopax._src.stochtrace.sketch import Counted, SketchEstimator, dots
 
 @dataclass(frozen=True)
 class HutchPlusPlus(SketchEstimator):
-    """The trace on a basis, and Hutchinson's estimate of the rest (Meyer, Musco, Musco & Woodruff 2021).
+    """Take the trace exactly on a basis, and estimate the rest by Hutchinson's method.
 
-    A sample is three products: one for the basis, one on it, one for the rest. The error falls with their number, not
-    with its square root, for positive semidefinite operators; the standard error is that of the rest, given the basis.
-
-    Cost: an orthogonalization of `max_matvecs / 3` vectors; memory for 5/3 n `max_matvecs` numbers, and a few times
-    that for derivatives.
+    A sample takes three products: one for the basis, one on the basis, one for the rest. For positive semidefinite
+    operators, the error falls with the number of products, not only with its square root. The standard error is that of
+    the rest, for the given basis. Source: Meyer, Musco, Musco & Woodruff (2021).
 
     Parameters
     ----------
     probes
-        "rademacher", "normal" or "sphere".
+        The distribution of the probes: `"rademacher"` (the default), `"normal"` or `"sphere"`.
 
     Raises
     ------
     ValueError
-        Unknown `probes`.
+        `probes` is unknown.
+
+    Notes
+    -----
+    Cost: an orthogonalization of `max_matvecs / 3` vectors. Memory for 5/3 n `max_matvecs` numbers, and a few times as
+    many for derivatives.
 
     """
 

@@ -18,25 +18,30 @@ _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends
 
 @dataclass(frozen=True)
 class XNysTrace(SketchEstimator):
-    """The exchangeable trace estimate from Nyström approximations (Epperly, Tropp & Webber 2024, section 3).
+    """Estimate the trace of a semidefinite operator from Nyström approximations.
 
-    For positive or negative semidefinite operators. A sample is one product, and the best of the estimators where
-    eigenvalues decay.
-
-    Cost: an orthogonalization of `max_matvecs` vectors, an eigendecomposition of as many rows and columns; memory for
-    2 n `max_matvecs` numbers, and a few times that for derivatives.
+    The operator must be positive or negative semidefinite; for other operators the estimate is wrong. A sample takes
+    one product. If the eigenvalues decay, this estimator usually has the smallest error of the four. Source: Epperly,
+    Tropp & Webber (2024), section 3.
 
     Parameters
     ----------
     probes
-        "sphere", "normal" or "rademacher"; with the first two, what is left of a probe is scaled to its mean.
+        The distribution of the probes: `"sphere"` (the default), `"normal"` or `"rademacher"`. With `"sphere"` and
+        `"normal"`, the part of a probe outside of the span of the other probes is scaled to its mean length.
     positive_semidefinite
-        Declares that a matrix or a function is. A `lineax` operator says so itself, by its tags.
+        Whether a matrix or a function is positive semidefinite: a declaration, which is not checked. The default is
+        False. A `lineax` operator declares it by its tags.
 
     Raises
     ------
     ValueError
-        Unknown `probes`.
+        `probes` is unknown.
+
+    Notes
+    -----
+    Cost: an orthogonalization of `max_matvecs` vectors, and an eigendecomposition of a matrix with as many rows and
+    columns. Memory for 2 n `max_matvecs` numbers, and a few times as many for derivatives.
 
     """
 
@@ -47,7 +52,7 @@ class XNysTrace(SketchEstimator):
     rounding_per_sample: ClassVar[float] = 8.0  # it divides by square roots of small numbers
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the arguments."""
         super().__post_init__()
         static_bool("XNysTrace(positive_semidefinite=...)", self.positive_semidefinite, _DECLARED)
 

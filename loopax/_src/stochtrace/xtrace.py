@@ -13,24 +13,28 @@ from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2
 
 @dataclass(frozen=True)
 class XTrace(SketchEstimator):
-    """The exchangeable trace estimate (Epperly, Tropp & Webber 2024, section 2).
+    """Estimate the trace with the exchangeable estimator XTrace (Epperly, Tropp & Webber 2024, section 2).
 
-    For every probe: the trace on a basis of the images of all other probes, exactly, and an estimate of the rest from
-    this one. A sample is two products. Where eigenvalues decay the error falls much faster than Hutchinson's.
-
-    Cost: an orthogonalization of `max_matvecs / 2` vectors, a singular value decomposition of as many rows and
-    columns; memory for 1.5 n `max_matvecs` numbers, and a few times that for derivatives.
+    For each probe, XTrace takes the trace exactly on a basis of the images of all other probes, and estimates the rest
+    with this probe. A sample takes two products. If the eigenvalues decay, the error falls much faster than with
+    `Hutchinson`.
 
     Parameters
     ----------
     probes
-        "sphere", "normal" or "rademacher". With the first two, what a probe sees of the rest is scaled to what it
-        should be long (section 2.3 there).
+        The distribution of the probes: `"sphere"` (the default), `"normal"` or `"rademacher"`. With `"sphere"` and
+        `"normal"`, the part of a probe outside of the basis is scaled to its expected length (section 2.3 of the
+        paper).
 
     Raises
     ------
     ValueError
-        Unknown `probes`.
+        `probes` is unknown.
+
+    Notes
+    -----
+    Cost: an orthogonalization of `max_matvecs / 2` vectors, and a singular value decomposition of a matrix with as many
+    rows and columns. Memory for 1.5 n `max_matvecs` numbers, and a few times as many for derivatives.
 
     """
 

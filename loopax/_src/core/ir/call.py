@@ -9,7 +9,20 @@ from loopax._src.jax_internals import jaxpr_as_fun
 
 
 class LoopOperands(NamedTuple):
-    """The operands of a loop, a pytree of arrays: it walks the rows from `low` to `high`, `high` excluded."""
+    """The operands of a loop: a pytree of arrays. The loop takes the rows low, ..., high - 1.
+
+    Attributes
+    ----------
+    low, high : int32[]
+        The first row, and the row after the last.
+    consts
+        The arrays that the body closes over.
+    carry
+        The arrays of the first carry. If the loop has a condition, the first array says whether to take a step.
+    xs
+        The rows of a scan: arrays `(bound, ...)`.
+
+    """
 
     low: Any  # int32[]
     high: Any  # int32[]
@@ -20,9 +33,28 @@ class LoopOperands(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoopCall:
-    """A loop that a user has called, with its operands. `Kind.run` gets it, and returns its results.
+    """A loop that a user has called, with its operands.
 
-    Everything is flat lists of arrays; `unpack` makes the user's pytree of a carry.
+    `Kind.run` gets a `LoopCall` and returns the results of the loop.
+
+    Carries, rows and constants are flat lists of arrays.
+
+    Attributes
+    ----------
+    loop
+        The static description of the loop. `loop.bound` is the most steps, or None.
+    operands : LoopOperands
+        The operands of the loop.
+    is_fixed : bool
+        Whether the loop always takes as many steps as its bound.
+    where : str
+        The function of the user, for messages.
+    unpack : callable
+        `unpack(carry)` returns the pytree that the user's body gets, from the arrays of a carry.
+    checked : callable
+        `checked(results, failed, message, amount)` returns the results, and raises at run time where `failed` (bool[])
+        is True. With `throw=False` the results are NaN instead. `{amount}` in the message becomes the number `amount`.
+
     """
 
     loop: Loop
@@ -36,17 +68,17 @@ class LoopCall:
     run_loop: Callable[[Loop, LoopOperands], Outcome]  # runs this loop, or a part of it, with a tape if it has one
 
     def run(self) -> Outcome:
-        """The results of the loop, and the derivative that its kind's plan gives them."""
+        """Run the loop, with the derivative that the plan of its kind gives."""
         return self.run_loop(self.loop, self.operands)
 
     def step(self, row: Any, carry: Sequence[Any], x: Sequence[Any] = ()) -> LoopOutputs:
-        """Evaluate the body once: the carry after this step, and its rows of ys."""
+        """Evaluate the body once, and return the next carry and a row of `ys` as the pair `(carry, ys)`."""
         return self.loop.outputs(jaxpr_as_fun(self.loop.body)(row, *self.operands.consts, *carry, *x))
 
     def at(self, operands: LoopOperands) -> "LoopCall":
-        """The same loop with other operands."""
+        """Return the same loop with other operands."""
         return replace(self, operands=operands)
 
     def stored_by(self, kind: Any) -> "LoopCall":
-        """The same loop, whose gradients store what this kind says."""
+        """Return the same loop; its gradients store what this kind says."""
         return replace(self, loop=self.loop._replace(storage=self.loop.storage.stored_by(kind)))

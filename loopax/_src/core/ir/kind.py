@@ -19,11 +19,28 @@ Derivative = Literal["exact", "to a tolerance", "another"]
 
 
 class Kind(ABC):
-    """A strategy for reverse mode: what a gradient stores. Values do not depend on it.
+    """Decide what a gradient of a loop stores. Values do not depend on the kind.
 
-    loopax has `Auto`, `Checkpointed`, `Bounded`, `Residuals`, `Lax`, `Reversible`, `Implicit` and `Truncated`. A
-    subclass of your own has one method, `plan` (docs/write-a-kind.md). Objects are hashable and compare equal where
-    they mean the same, as frozen dataclasses do: they are parts of the keys of JAX's caches.
+    loopax has the kinds `Auto`, `Checkpointed`, `Bounded`, `Residuals`, `Lax`, `Reversible`, `Implicit` and
+    `Truncated`. To write your own kind, subclass `Kind` and define `plan` (docs/write-a-kind.md). Objects must be
+    hashable, and equal if they mean the same: JAX uses them as keys of its caches. A frozen dataclass does both.
+
+    Attributes
+    ----------
+    needs_bound : bool
+        Whether the kind needs a static bound. True: a loop without a bound raises a ValueError where it is called. The
+        default is False.
+    derivative : str
+        How the derivative relates to that of the loop's steps: `"exact"` (the default), `"to a tolerance"`, or
+        `"another"` on purpose. A kind with one of the last two overrides `run`.
+    inverse : callable or None
+        The function that undoes a step, for the plan `LastCarry`. The function takes the arguments of the body with the
+        carry after the step, and returns the carry before the step. None (the default): no inverse.
+    record : callable or None
+        The function that returns what a step loses. The function takes the arguments of the body, with two carries
+        (before and after the step) in place of one. The inverse gets the result as its last argument. None (the
+        default): nothing is recorded.
+
     """
 
     needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
@@ -39,42 +56,65 @@ class Kind(ABC):
 
     @abstractmethod
     def plan(self, loop: LoopFacts) -> Plan:
-        """What to store of this loop. Called where reverse mode or a linearisation is traced, never for values alone.
+        """Return what a gradient of this loop stores.
+
+        loopax calls this method where reverse mode or a linearisation is traced. A loop that is never differentiated
+        has no plan.
 
         Parameters
         ----------
         loop
-            The bound, what is known of the length, and, when asked for, the sizes and the cost of a step.
+            What is known of the loop: the bound, the length, and, on demand, the sizes and the cost of a step.
 
         Returns
         -------
         Plan
-            One of `Checkpoints`, `EveryCarry`, `EveryResidual` and `NoReverseMode` of `loopax.kinds`.
+            One of `Checkpoints`, `EveryCarry`, `EveryResidual`, `LastCarry` and `NoReverseMode` of `loopax.kinds`.
 
         """
 
     def run(self, call: LoopCall) -> Outcome:
-        """Run a loop that a user has called. Override it to give the results another derivative.
+        """Run the loop and return its results. Override this method to give the results another derivative.
 
-        The values must be those of `call.run()`. Give them their derivative by means of JAX: `jax.lax.stop_gradient`,
+        The values must be those of `call.run()`. Define the derivative with JAX: `jax.lax.stop_gradient`,
         `jax.custom_jvp`, or more steps (`call.step`). Forward and reverse mode then agree, in every order.
+
+        Parameters
+        ----------
+        call
+            The loop, with its operands.
+
+        Returns
+        -------
+        Outcome
+            The results of the loop.
+
         """
         return call.run()
 
     def of_steps(self, call: LoopCall) -> tuple[LoopCall, "Kind"]:
-        """A call with the checks of this kind, and what stores its steps, where another kind chooses the steps."""
+        """Return the call with the checks of this kind, and the kind that stores the steps.
+
+        An outer kind that chooses the steps, such as `Truncated`, calls this method.
+        """
         return call, self
 
     def in_words(self) -> str:
-        """What a gradient stores, for `explain`, where that is not what the plan says; else empty."""
+        """Return what a gradient stores, as a text for `explain`. Empty: `explain` shows the plan."""
         return ""
 
     def without_functions(self) -> "Kind":
-        """The kind without the functions that it brings: programs keep it, and functions may close over tracers."""
+        """Return the kind without its functions. Override this method if the kind has functions as fields.
+
+        Programs keep the kind, and its functions may close over traced values, which must not stay in a program.
+        """
         return self
 
     def cost(self, loop: LoopFacts) -> Cost | None:
-        """What the plan costs, in bytes and in time; None if nobody can say. `Auto` compares these."""
+        """Return the memory and the time of the plan; None if they are not known.
+
+        `Auto` compares its candidates by this cost.
+        """
         del loop
         return None
 

@@ -17,7 +17,18 @@ SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
 
 @dataclass(frozen=True)
 class Stages:
-    """A batch is gathered into a smaller one whenever few enough lanes are left."""
+    """The sizes of the smaller batches that `Compact` makes.
+
+    Parameters
+    ----------
+    shrink
+        The size of a stage divided by the size of the next stage. None: as measured on a CPU.
+    min_lanes
+        The fewest lanes in a stage.
+    group_lanes
+        The fewest lanes in a group, for numbers of steps that are known. None: `min_lanes`.
+
+    """
 
     shrink: float | None  # one size over the next; None: as measured
     min_lanes: int  # no stage is smaller
@@ -25,11 +36,11 @@ class Stages:
 
     @property
     def min_group(self) -> int:
-        """No group has fewer lanes."""
+        """The fewest lanes in a group."""
         return self.min_lanes if self.group_lanes is None else self.group_lanes
 
     def sizes(self, lanes: int, is_cheap: bool = False) -> list[int]:
-        """The sizes of the stages of a batch, from the whole of it down; a step that costs little has fewer."""
+        """Return the sizes of the stages, from the whole batch down. A cheap step has fewer stages."""
         by_default = is_cheap and self.shrink is None
         fewest = max(self.min_lanes, FEWEST_IF_CHEAP) if by_default else self.min_lanes
         sizes = [lanes]
@@ -48,10 +59,12 @@ class Stages:
         return SHRINKS[len(sizes) - 1] if len(sizes) <= len(SHRINKS) else SHRINK_IF_CHEAP
 
     def groups(self, lanes: int) -> list[tuple[int, int]]:
-        """How many groups, and of how many lanes, a batch is cut into whose lanes are sorted by their steps.
+        """Return the groups of a batch whose lanes are sorted by their numbers of steps.
 
-        The lanes with the most steps differ most, so these are in smaller groups than the others. Together groups
-        may have a few places more than there are lanes.
+        Each pair is a number of groups, and the number of lanes in each of them.
+
+        The lanes with the most steps differ most, so they are in smaller groups. All groups together may have a few
+        places more than there are lanes.
         """
         if lanes < 2 * self.min_group:
             return [(1, lanes)]

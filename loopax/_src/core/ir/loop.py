@@ -156,7 +156,20 @@ def traversal(static: Any) -> dict[str, Any]:
 
 
 class Outcome(NamedTuple):
-    """The results of a loop, or what stands for each of them."""
+    """The results of a loop, as flat lists of arrays.
+
+    Attributes
+    ----------
+    num_steps : int32[]
+        The steps that the loop took.
+    carry
+        The last carry.
+    ys
+        The rows of outputs.
+    saved, checkpoint_rows
+        The carries that the loop saved for its gradient, and their rows.
+
+    """
 
     num_steps: Any
     carry: list[Any]
@@ -166,7 +179,7 @@ class Outcome(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        """All of them as a flat list, in which the primitive has them."""
+        """All results as one flat list, in the order of the primitive's outputs."""
         return [self.num_steps, *self.carry, *self.ys, *self.saved, *self.checkpoint_rows]
 
 

@@ -34,7 +34,11 @@ class Storage(ABC):
 
 
 class Plan(Storage):
-    """What is stored. Take one of the subclasses: `Checkpoints`, `EveryCarry`, `EveryResidual`, `NoReverseMode`."""
+    """What a gradient stores: the result of `Kind.plan`.
+
+    Return one of the subclasses: `Checkpoints`, `EveryCarry`, `EveryResidual`, `LastCarry` or `NoReverseMode`. The
+    argument `reason` of each is a text that `explain` shows.
+    """
 
     reason: str  # why it was chosen; empty: no other was considered
     stores_residuals: ClassVar[bool] = False  # of every step, instead of carries
@@ -44,7 +48,7 @@ class Plan(Storage):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The kind that always stores this, as a user writes it."""
+        """The name of the kind that always stores this."""
 
     @property
     def needs_bound(self) -> bool:
@@ -52,12 +56,12 @@ class Plan(Storage):
         return False
 
     def because(self, reason: str) -> Self:
-        """The plan with this reason."""
+        """Return the plan with this reason."""
         return replace(self, reason=reason)  # pyright: ignore[reportArgumentType] - all plans are dataclasses
 
     @property
     def error(self) -> Exception | None:
-        """Why there is no reverse mode; None: there is."""
+        """The error that reverse mode raises; None if reverse mode works."""
         return None
 
     def saving(self, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
@@ -95,7 +99,20 @@ class TwoPlans(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoints(Plan):
-    """Some carries, from which the others are found again: this many, or about 2 sqrt(bound)."""
+    """Store some carries, and recompute the carries between them.
+
+    Parameters
+    ----------
+    count
+        The most carries that are stored. None: about 2 sqrt(bound), or 64 without a bound.
+    always_to_bound
+        Whether the loop always takes as many steps as its bound. True allows simpler schedules.
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+    blocks
+        Blocks of steps with stored residuals. loopax sets this argument; the default is None.
+
+    """
 
     count: int | None = None
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
@@ -131,10 +148,18 @@ class Checkpoints(Plan):
 
 @dataclass(frozen=True)
 class LastCarry(Plan):
-    """The carry after the last step; the kind's inverse walks back to the others.
+    """Store the carry after the last step; the inverse of the kind computes the earlier carries.
 
-    Where a loop has no inverse (the linear part of a second derivative, a loop with buffers in its carry), some
-    checkpoints are stored.
+    Parameters
+    ----------
+    otherwise
+        The checkpoints that are stored where a loop has no inverse: in the linear part of a second derivative, and in
+        loops with buffers in the carry.
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+    drift
+        A check at the end of the reverse sweep. loopax sets this argument; the default is None.
+
     """
 
     otherwise: Checkpoints = Checkpoints()
@@ -154,7 +179,14 @@ class LastCarry(Plan):
 
 @dataclass(frozen=True)
 class EveryCarry(Plan):
-    """The carry before every step; a step is evaluated again for its derivative."""
+    """Store the carry before every step; recompute each step for its derivative.
+
+    Parameters
+    ----------
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+
+    """
 
     reason: str = ""
 
@@ -171,9 +203,16 @@ class EveryCarry(Plan):
 
 @dataclass(frozen=True)
 class EveryResidual(Plan):
-    """What the derivative of every step needs; nothing is evaluated again.
+    """Store what the derivative of every step needs; recompute no step.
 
-    A residual that costs less to compute from others than to store is not stored, unless the plan `keeps_all`.
+    Parameters
+    ----------
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+    keeps_all
+        Whether to store all residuals, as `jax.lax.scan` does. False: a residual that is cheaper to compute from other
+        residuals than to store is not stored.
+
     """
 
     reason: str = ""
@@ -193,7 +232,18 @@ class EveryResidual(Plan):
 
 @dataclass(frozen=True)
 class NoReverseMode(Plan):
-    """Nothing: reverse mode is refused with this error."""
+    """Store nothing: reverse mode raises this error.
+
+    Parameters
+    ----------
+    error_type
+        The type of the error.
+    message
+        The message of the error.
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+
+    """
 
     error_type: type[Exception]
     message: str
