@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 faults fuzz kill-test test-all lint types bench docs map pictures clean
+.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -62,7 +62,7 @@ bench: $(VENV)/.installed
 # The site, built strictly and checked, then all code that it shows (two minutes). Its pictures are committed: drawing
 # them runs the examples, which takes several minutes, and is a command of its own.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --clean --strict
 	$(BIN)/python docs/check.py
 	$(BIN)/python $(PYTEST) tests/project/test_docs.py tests/project/test_documented_errors.py
 
@@ -72,6 +72,17 @@ map: $(VENV)/.installed
 
 pictures: map
 	$(BIN)/python docs/pictures.py
+
+# The wheel and the source distribution, each installed and tested in an environment of its own.
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory dist
+	$(MAKE) test-dist
+
+# The files in dist/ on other Pythons: make test-dist PYTHONS="python3.13 python3.14".
+PYTHONS ?= $(PYTHON)
+test-dist:
+	.ci/test-dist $(PYTHONS)
 
 # An environment with exactly the versions of a lock file: $(call install,python,environment,lock). The stamp is made
 # last, so that an interrupted installation is done again.
@@ -100,4 +111,4 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	$(call install,$(PYTHON314),.envs/python3.14,$<)
 
 clean:
-	rm -rf $(VENV) .envs site
+	rm -rf $(VENV) .envs .cache site dist

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urldefrag, urlparse
 
 import loopax
@@ -77,7 +78,11 @@ def problems_of(page: Page, pages: dict[Path, Page]) -> Iterator[str]:
 def missing_names(reference: Page) -> Iterator[str]:
     """Public names that the reference does not have."""
     for module in MODULES:
-        names = (f"{module.__name__}.{name}" for name in module.__all__)
+        names = (
+            f"{module.__name__}.{name}"
+            for name in module.__all__
+            if not isinstance(getattr(module, name), ModuleType)
+        )
         yield from (
             f"not in the reference: {name}"
             for name in names

@@ -1,4 +1,4 @@
-"""Loops for JAX whose number of steps is known only at run time, closed under every transformation."""
+"""Loops for JAX whose number of steps is known only at run time: differentiable in every mode, safe in every batch."""
 
 # ruff: noqa: F405 - to type checkers, all names come from a star
 
@@ -37,6 +37,7 @@ __all__ = [
     "Truncated",
     "compare",
     "cond",
+    "durable",
     "explain",
     "fori_loop",
     "lane_report",
@@ -48,10 +49,10 @@ __all__ = [
     "scan",
     "set_calibration",
     "sharded_lanes",
+    "stochtrace",
     "switch",
     "while_loop",
 ]
-_PUBLIC = {*__all__, "durable", "stochtrace"}
 
 if TYPE_CHECKING:
     from loopax._src.public import *  # noqa: F403
@@ -59,9 +60,9 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import all that is public when the first of it is used: `python -m loopax --help` does without it."""
-        if name in _PUBLIC:
+        if name in __all__:
             public = import_module("loopax._src.public")
-            globals().update({each: getattr(public, each) for each in _PUBLIC})
+            globals().update({each: getattr(public, each) for each in __all__})
             return globals()[name]
         if not name.startswith("_") and find_spec(f"loopax.{name}"):
             return import_module(f"loopax.{name}")  # `loopax.schedule`, say
@@ -69,4 +70,4 @@ else:
 
     def __dir__() -> list[str]:
         """The public names, also before the first of them is used."""
-        return sorted({*globals(), *_PUBLIC})
+        return sorted({*globals(), *__all__})

@@ -53,7 +53,8 @@ def loss(steps: Any, start: Any, **options: Any) -> Any:
     def body(i: Any, window: Any) -> Any:
         return window.push(next_row(window, i.astype(float), jnp))
 
-    window = lx.fori_loop(jnp.int32(0), steps, body, lx.History(3, start), **{"max_steps": BOUND, **options})
+    options = {"max_steps": BOUND, **options}
+    window = lx.fori_loop(jnp.int32(0), steps, body, lx.History(3, start), **options)
     return (window.rows**2 * WEIGHTS).sum() + window[-2].sum()
 
 

@@ -50,7 +50,8 @@ def run(directory: Any, at: SignalAt | None = None, **options: Any) -> Any:
         jax.debug.callback(at, i)
         return jnp.sin(x) * 1.5 + 0.1 * i.astype(float)
 
-    result = durable.fori_loop(0, 20, body, X, directory=directory, **{"chunk_steps": 2, **options})
+    options = {"chunk_steps": 2, **options}
+    result = durable.fori_loop(0, 20, body, X, directory=directory, **options)
     jax.effects_barrier()
     return result
 

@@ -51,7 +51,8 @@ def shown(x: Any) -> Any:
 
 
 def while_of(x: Any, **how: Any) -> Any:
-    return lx.while_loop(lambda x: x[0] < 4, lambda x: x + 1.0, x, **{"max_steps": 9, **how})
+    options: dict[str, Any] = {"max_steps": 9, **how}
+    return lx.while_loop(lambda x: x[0] < 4, lambda x: x + 1.0, x, **options)
 
 
 def fori_of(x: Any, n: Any = 3, **how: Any) -> Any:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -118,5 +119,5 @@ def test_every_public_name_is_in_the_reference():
     shown = set(re.findall(r'^::: (\S+)|<a id="(\S+)">', reference, re.MULTILINE))
     shown = {name for names in shown for name in names}
     for module in (loopax, loopax.durable, loopax.schedule, loopax.stochtrace):
-        for name in module.__all__:
-            assert f"{module.__name__}.{name}" in shown
+        names = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
+        assert {f"{module.__name__}.{name}" for name in names} <= shown
