@@ -2,16 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from benchmarks import workloads
 from benchmarks.workloads import Workload
-
-
-def random(*shape: int, scale: float = 1.0) -> Array:
-    """Normal numbers, always the same."""
-    return jnp.asarray(scale * np.random.RandomState(0).randn(*shape), jnp.float32)
+from loopax._src.command.bodies import random
 
 
 def heat() -> Workload:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import loopax as lx
-from benchmarks.choices import random
 from benchmarks.groups import Findings
 from benchmarks.measure import Case, measure
 from benchmarks.workloads import lorenz
+from loopax._src.command.bodies import Body, perceptron, sines, two_flops
+from loopax._src.command.every_k import checked_every
 
 EVERY, LANES, ROUNDS = (1, 2, 4, 8, 16), 64, 7
 MOST_IN_GRADIENTS = 4  # steps at a time: more take long to compile
@@ -36,22 +37,6 @@ class Problem:
 
 
 # ---- the loop
-
-
-def checked_every(k: int, goes_on: Callable[[Any], Array], body: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The body of a loop that is asked its condition every k steps."""
-
-    def masked(state: Any) -> Any:
-        go = goes_on(state)
-        return jax.tree.map(lambda new, old: jnp.where(go, new, old), body(state), state)
-
-    def steps(state: Any) -> Any:
-        state = body(state)
-        for _ in range(k - 1):
-            state = masked(state)
-        return state
-
-    return steps
 
 
 def forward(problem: Problem, k: int) -> Callable[..., Any]:
@@ -79,13 +64,13 @@ def gradient(problem: Problem, k: int) -> Callable[..., Any]:
 # ---- what is run
 
 
-def counted(name: str, step: Callable[[Array], Array], start: Array, n: int) -> Problem:
+def counted(body: Body, n: int) -> Problem:
     """A step that is repeated so many times."""
     return Problem(
-        name,
+        body.name,
         lambda state: state[1] < state[2],
-        lambda state: (step(state[0]), state[1] + 1, state[2]),
-        lambda part: (start, jnp.int32(0), jnp.ceil(part * n).astype(jnp.int32)),
+        lambda state: (body.step(state[0]), state[1] + 1, state[2]),
+        lambda part: (body.start, jnp.int32(0), jnp.ceil(part * n).astype(jnp.int32)),
         n,
     )
 
@@ -117,15 +102,14 @@ def fixed_point(steps: int) -> Problem:
 
 def problems() -> list[Problem]:
     """From two operations a step to ten thousands."""
-    wide, narrow = random(16, 64, scale=0.1), random(64, 16, scale=0.1)
-    perceptron = lambda y: y + 0.01 * jnp.tanh(y @ wide) @ narrow
+    rk4 = Body("Lorenz, RK4", lambda y: lorenz().step((), y, None), jnp.ones(3))
     return [
-        counted("two flops", lambda y: y - 1e-3 * y * y, jnp.float32(0.5), 10_000),
+        counted(two_flops(), 10_000),
         escape(10_000),
         fixed_point(2_000),
-        counted("Lorenz, RK4", lambda y: lorenz().step((), y, None), jnp.ones(3), 1_000),
-        counted("64 sines", lambda y: 1.1 * jnp.sin(y) + 0.1, jnp.linspace(0.0, 1.0, 64), 2_000),
-        counted("MLP 16-64-16", perceptron, random(16), 2_000),
+        counted(rk4, 1_000),
+        counted(sines(), 2_000),
+        counted(perceptron(), 2_000),
     ]
 
 

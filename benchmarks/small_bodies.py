@@ -1,6 +1,5 @@
 """Loops whose body is two floating-point operations: what a step costs besides the body."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox.internal as eqxi
@@ -12,55 +11,22 @@ import loopax as lx
 from benchmarks import peers
 from benchmarks.groups import Group
 from benchmarks.measure import Case
+from loopax._src.command.small_loops import Loop, fori_loop, scan, scan_of_checkpoints, step, while_loop
 from loopax._src.extras import is_installed
 
 LANES = 64
 STEPS = {0: 100_000, LANES: 20_000}  # of one loop, and of a batch
 KINDS = [lx.Lax(), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
 DIFFERENTIABLE = [*KINDS[1:], lx.Auto()]
-Program = Callable[[Array, Array, Array], Array]  # (rate, start, number of steps) -> last state
 
 
-def step(rate: Array, y: Array) -> Array:
-    """A multiplication and an addition, of which the derivative depends on the state."""
-    return y - rate * y * y
-
-
-# ---- the same loop in the forms that there are
-
-
-def while_loop(loop: Callable[..., Any], **options: Any) -> Program:
-    """A while loop that counts."""
-
-    def program(rate: Array, y: Array, n: Array) -> Array:
-        body = lambda state: (step(rate, state[0]), state[1] + 1, state[2])
-        return loop(lambda state: state[1] < state[2], body, (y, jnp.int32(0), n), **options)[0]
-
-    return program
-
-
-def fori_loop(loop: Callable[..., Any], **options: Any) -> Program:
-    """A number of steps that is known when the loop starts."""
-    return lambda rate, y, n: loop(0, n, lambda _, y: step(rate, y), y, **options)
-
-
-def scan(loop: Callable[..., Any], **options: Any) -> Program:
-    """A number of steps that is known when the program is compiled."""
-    return lambda rate, y, _: loop(lambda y, _: (step(rate, y), None), y, None, **options)[0]
-
-
-def scan_of_checkpoints(f: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Which stores carries, and not what the body computes."""
-    return lax.scan(jax.checkpoint(f), *arguments, **options)
-
-
-def brainstate_scan(steps: int) -> Program:
+def brainstate_scan(steps: int) -> Loop:
     """Its scan with checkpoints, which needs rows."""
     scan = peers.brainstate_loops().checkpointed_scan
     return lambda rate, y, _: scan(lambda y, _: (step(rate, y), None), y, jnp.arange(steps))[0]
 
 
-def of_loopax(kinds: list[Any], steps: int) -> dict[str, Program]:
+def of_loopax(kinds: list[Any], steps: int) -> dict[str, Loop]:
     """Its three loops, of every kind."""
     bound: Any = {"max_steps": steps, "throw": False}
     programs = {f"loopax while_loop, {kind}": while_loop(lx.while_loop, kind=kind, **bound) for kind in kinds}
@@ -68,7 +34,7 @@ def of_loopax(kinds: list[Any], steps: int) -> dict[str, Program]:
     return programs | {f"loopax scan, static n, {kind}": scan(lx.scan, length=steps, kind=kind) for kind in kinds}
 
 
-def forward_programs(steps: int) -> dict[str, Program]:
+def forward_programs(steps: int) -> dict[str, Loop]:
     """Without a gradient."""
     programs = {
         "lax.while_loop": while_loop(lax.while_loop),
@@ -80,7 +46,7 @@ def forward_programs(steps: int) -> dict[str, Program]:
     return programs | of_loopax(KINDS, steps)
 
 
-def gradient_programs(steps: int) -> dict[str, Program]:
+def gradient_programs(steps: int) -> dict[str, Loop]:
     """With one."""
     programs = {
         "lax.scan, static n": scan(lax.scan, length=steps),
@@ -110,7 +76,7 @@ def table(lanes: int, differentiated: bool) -> Group:
     steps = STEPS[lanes]
     programs = gradient_programs(steps) if differentiated else forward_programs(steps)
 
-    def summed(program: Program) -> Program:
+    def summed(program: Loop) -> Loop:
         batched = jax.vmap(program, (None, 0, 0)) if lanes else program
         value = lambda rate, y, n: batched(rate, y, n).sum()
         return jax.grad(value, (0, 1)) if differentiated else value

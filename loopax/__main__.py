@@ -1,4 +1,4 @@
-"""`python -m loopax`: look whether loopax works here, how fast it is, and what it does."""
+"""`python -m loopax`: check whether loopax works on this machine, measure how fast it is, and see what it does."""
 
 import argparse
 import os

@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend.options import SCAN, rows_of
@@ -45,7 +45,8 @@ class History(eqx.Module):
     like
         An example of a row, in place of `rows`: a pytree of arrays or `jax.ShapeDtypeStruct`s.
     fill
-        With `like`: the number that fills all rows at the start. None: zero.
+        With `like`: the number that fills all rows at the start. None: the history starts empty, with rows of zeros
+        that `count` and `mask` leave out.
 
     Raises
     ------
@@ -71,6 +72,7 @@ class History(eqx.Module):
 
     _rows: PyTree[Array]
     _oldest: Int[Array, ""] | None  # in a ring, where the oldest row stands; None: rows stand in order
+    _count: Int[Array, ""] | None  # the rows pushed to a history that started empty, at most k; None: k
     _size: int = eqx.field(static=True)
 
     def __init__(
@@ -85,6 +87,7 @@ class History(eqx.Module):
         self._rows = _filled(self._size, like, fill) if rows is None else _first(self._size, rows)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
         self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
+        self._count = jnp.zeros((), jnp.int32) if rows is None and fill is None else None
 
     def push(self, row: PyTree[Any]) -> "History":
         """Return the history with this row added at the end and the oldest row removed.
@@ -101,16 +104,30 @@ class History(eqx.Module):
 
         """
         row = matching_row("History.push: the row", self._rows, row)
-        if self._oldest is None:
+        oldest, count = self._oldest, self._count
+        if oldest is None:
             rows = jax.tree.map(lambda rows, x: jnp.concatenate([rows[1:], x[None]]), self._rows, row)
-            return eqx.tree_at(lambda h: h._rows, self, rows)
-        rows = jax.tree.map(lambda rows, x: buffers.put(rows, self._oldest, x), self._rows, row)
-        oldest = jnp.where(self._oldest == self._size - 1, 0, self._oldest + 1)
-        return eqx.tree_at(lambda h: (h._rows, h._oldest), self, (rows, oldest))
+        else:
+            rows = jax.tree.map(lambda rows, x: buffers.put(rows, oldest, x), self._rows, row)
+            oldest = jnp.where(oldest == self._size - 1, 0, oldest + 1)
+        if count is not None:
+            count = jnp.minimum(count + 1, self._size)
+        parts = lambda h: (h._rows, h._oldest, h._count)
+        return eqx.tree_at(parts, self, (rows, oldest, count), is_leaf=lambda x: x is None)
+
+    @property
+    def count(self) -> Int[Array, ""]:
+        """The number of rows that hold a value, int32: `k`, or fewer in a history that started empty."""
+        return jnp.int32(self._size) if self._count is None else self._count
+
+    @property
+    def mask(self) -> Bool[Array, " k"]:
+        """Which of `rows` hold a value: the last `count` of them."""
+        return jnp.arange(self._size, dtype=jnp.int32) >= self._size - self.count
 
     @property
     def rows(self) -> PyTree[Array]:
-        """All rows, `(k, ...)`, oldest first."""
+        """All rows, `(k, ...)`, oldest first. Rows that hold no value yet are zero, and come before the others."""
         if self._oldest is None:
             return self._rows
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size

@@ -9,20 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from loopax.__main__ import main
-from loopax._src.command import bench, programs
+from loopax._src.command import beside_peers, programs
 from loopax._src.command.measure import Contender, Program, measure
+from loopax._src.command.sizes import DEVICE, QUICK
 from tests.support.example_files import precision_of_a_user
 
-SMALL = {
-    "ODE_STEPS": 5,
-    "ODE_BOUND": 9,
-    "SEQUENCES": 40,
-    "LONGEST": 12,
-    "HIDDEN": 4,
-    "LANES": 40,
-    "MOST_STEPS": 9,
-    "SMALL_STEPS": 20,
-}
 HAS_DIFFRAX = importlib.util.find_spec("diffrax") is not None  # not in all environments
 NEW_RULES = any(getattr(jax.config, flag, False) for flag in ("jax_custom_jvp3", "jax_custom_vjp3"))
 LIBRARIES = {
@@ -31,12 +22,6 @@ LIBRARIES = {
     "uneven": {"Equinox", "jax.lax", "Flax NNX"},
     "small_body": {"Equinox", "jax.lax", "Flax NNX"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(programs, name, value)
 
 
 LARGE = [programs.neural_ode]  # with solvers of several libraries
@@ -49,7 +34,7 @@ LARGE = [programs.neural_ode]  # with solvers of several libraries
 )
 def test_all_libraries_compute_the_same(build):
     with precision_of_a_user():
-        rows = measure(build(), rounds=1)
+        rows = measure(build(QUICK), rounds=1)
     assert {row.library for row in rows if not row.library.startswith("loopax")} == LIBRARIES[build.__name__]
     assert rows[0].library.startswith("loopax")
     assert rows[0].ratio == 1.0
@@ -81,8 +66,22 @@ def test_failures_and_other_results_are_rows():
     assert rows["broken"].milliseconds is None
 
 
+def test_ratios_are_to_the_first_contender_or_there_are_none():
+    broken, *others = sorted(contenders(), key=lambda contender: contender.library != "broken")
+    rows = measure(Program("sines", [broken, *others], (jnp.ones(3),)), rounds=1)
+    assert [row.ratio for row in rows] == [None] * len(rows)
+
+
+def test_contenders_may_compute_different_things_of_arguments_of_their_own():
+    functions = [Contender("sine", jnp.sin, (jnp.ones(3),)), Contender("cosine", jnp.cos, (jnp.ones(2),))]
+    rows = measure(Program("both", functions, is_one=False), rounds=1)
+    assert [(row.note, row.milliseconds is not None) for row in rows] == [("", True)] * 2
+
+
 def one_program(monkeypatch, functions):
-    monkeypatch.setattr(bench, "programs", lambda: [lambda: Program("sines", functions, (jnp.ones(3),), steps=3)])
+    monkeypatch.setattr(
+        beside_peers, "programs", lambda: [lambda _: Program("sines", functions, (jnp.ones(3),), steps=3)]
+    )
 
 
 def test_files(monkeypatch, tmp_path, capsys):
@@ -101,7 +100,7 @@ def test_files(monkeypatch, tmp_path, capsys):
 
 def test_columns_in_which_nothing_stands_are_left_out():
     rows = measure(Program("sines", contenders()[:2], (jnp.ones(3),)), rounds=1)
-    headers, lines = bench.columns(rows)
+    headers, lines = beside_peers.columns(rows)
     assert headers == ["library", "ms", "x loopax", "temporary MiB", "compile s"]
     assert all(len(line) == len(headers) for line in lines)
 
@@ -111,6 +110,20 @@ def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
     one_program(monkeypatch, [Contender("loopax", broken.function), fine])
     assert main(["bench"]) == 1
     assert "no such thing" in capsys.readouterr().out
+
+
+def test_sizes_are_those_of_the_device(monkeypatch, capsys):
+    given = []
+
+    def build(sizes):
+        given.append(sizes)
+        return Program("sines", contenders()[:1], (jnp.ones(3),))
+
+    monkeypatch.setattr(beside_peers, "programs", lambda: [build])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["bench"]) == 0
+    assert given == [DEVICE]
+    assert "x loopax" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """`python -m loopax calibrate FILE`: measure what operations cost on this machine, for `Auto()` and `lanes="auto"`.
 
-The file has an effect once it is named: `lx.set_calibration(FILE)`, or LOOPAX_CALIBRATION=FILE in the environment.
+loopax uses the file after `lx.set_calibration(FILE)`, or if the environment variable LOOPAX_CALIBRATION names the file.
 """
 
 import argparse

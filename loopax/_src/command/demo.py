@@ -1,4 +1,4 @@
-"""`python -m loopax demo`: cannon shots, each a loop until it lands, in one batch and with a gradient."""
+"""`python -m loopax demo`: simulate cannon shots, each a loop until it lands, in one batch and with gradients."""
 
 import argparse
 import time

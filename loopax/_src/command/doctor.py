@@ -1,4 +1,4 @@
-"""`python -m loopax doctor`: whether all that loopax needs is here, and works."""
+"""`python -m loopax doctor`: check the versions, devices and settings that loopax needs, and test loopax."""
 
 import argparse
 import subprocess

@@ -11,11 +11,12 @@ def machine() -> str:
     """Its processor, and the accelerators where there are some."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
-        return _processor()
-    return f"{len(devices)} x {devices[0].device_kind}, {_processor()}"
+        return processor()
+    return f"{len(devices)} x {devices[0].device_kind}, {processor()}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor in words."""
     info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if info.exists():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]

@@ -13,31 +13,29 @@ from jax import lax
 import loopax as lx
 from loopax._src.command.measure import Contender, Program
 from loopax._src.command.peers import Recurrence, gradient, peers, with_loopax, with_while_loop
+from loopax._src.command.sizes import Sizes
 from loopax._src.extras import is_installed
 
-ODE_STEPS, ODE_BOUND, DT = 500, 1000, 0.01
-SEQUENCES, LONGEST, HIDDEN = 128, 400, 32
-LANES, MOST_STEPS = 512, 1000
-SMALL_STEPS = 1_000_000
+DT = 0.01
 
 
-def programs() -> list[Callable[[], Program]]:
-    """Each is built when its turn comes."""
+def programs() -> list[Callable[[Sizes], Program]]:
+    """Return the functions that build the programs, so that each is built when its turn comes."""
     return [neural_ode, ragged, uneven, small_body]
 
 
-def neural_ode() -> Program:
+def neural_ode(sizes: Sizes) -> Program:
     """The gradient of a perceptron's ODE, by Heun's method, for a number of steps known at run time."""
     weights = some_weights((16, 64), (64, 16), scale=0.3)
     start = jnp.asarray(np.random.RandomState(1).randn(32, 16), jnp.float32)
-    recurrence = Recurrence(_heun, ODE_BOUND)
+    recurrence = Recurrence(_heun, sizes.ode_bound)
     runs = {"loopax": with_loopax(recurrence), "loopax, Checkpointed()": with_loopax(recurrence, kind="checkpointed")}
     runs |= peers(recurrence)
     if is_installed("diffrax"):
-        runs["Diffrax"] = _with_diffrax
+        runs["Diffrax"] = partial(_with_diffrax, sizes.ode_bound)
     contenders = [Contender(name, gradient(run)) for name, run in runs.items()]
-    name = f"gradient of an MLP ODE, {ODE_STEPS} steps, bound {ODE_BOUND}"
-    return Program(name, contenders, (weights, start, None, jnp.int32(ODE_STEPS)))
+    name = f"gradient of an MLP ODE, {sizes.ode_steps} steps, bound {sizes.ode_bound}"
+    return Program(name, contenders, (weights, start, None, jnp.int32(sizes.ode_steps)))
 
 
 def _field(weights: Any, y: Any) -> Any:
@@ -49,25 +47,25 @@ def _heun(weights: Any, y: Any, _: Any) -> Any:
     return y + DT / 2 * (first + _field(weights, y + DT * first))
 
 
-def _with_diffrax(weights: Any, start: Any, _: Any, n: Any) -> Any:
+def _with_diffrax(bound: int, weights: Any, start: Any, _: Any, n: Any) -> Any:
     import diffrax
 
     term = diffrax.ODETerm(lambda _, y, weights: _field(weights, y))  # pyright: ignore[reportArgumentType]
     # A little less than the last step's end, so that rounding does not add a step.
     end = (n - 1e-3) * DT
     controller = diffrax.ConstantStepSize()
-    options = {"args": weights, "max_steps": ODE_BOUND, "stepsize_controller": controller}
+    options = {"args": weights, "max_steps": bound, "stepsize_controller": controller}
     solution: Any = diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, end, DT, start, **options)
     return solution.ys[0]
 
 
-def ragged() -> Program:
+def ragged(sizes: Sizes) -> Program:
     """The gradient of a recurrent network's weights, over a batch of sequences of different length."""
-    random = np.random.RandomState(0)
-    weights = some_weights((HIDDEN, 3 * HIDDEN), (HIDDEN, 3 * HIDDEN), scale=0.1)
-    rows = jnp.asarray(random.randn(SEQUENCES, LONGEST, HIDDEN), jnp.float32)
-    lengths = jnp.asarray(np.clip(random.lognormal(4.0, 1.0, SEQUENCES), 1, LONGEST), jnp.int32)
-    recurrence = Recurrence(gated_unit, LONGEST)
+    random, hidden = np.random.RandomState(0), sizes.hidden
+    weights = some_weights((hidden, 3 * hidden), (hidden, 3 * hidden), scale=0.1)
+    rows = jnp.asarray(random.randn(sizes.sequences, sizes.longest, hidden), jnp.float32)
+    lengths = jnp.asarray(np.clip(random.lognormal(4.0, 1.0, sizes.sequences), 1, sizes.longest), jnp.int32)
+    recurrence = Recurrence(gated_unit, sizes.longest)
     runs = {
         "loopax, compact": with_loopax(recurrence, lanes="compact"),
         "loopax, compact, Checkpointed()": with_loopax(recurrence, lanes="compact", kind="checkpointed"),
@@ -75,8 +73,8 @@ def ragged() -> Program:
         **peers(recurrence),
     }
     contenders = [Contender(name, gradient(_in_lanes(run))) for name, run in runs.items()]
-    name = f"gradient of a GRU, {SEQUENCES} sequences of 1 to {LONGEST} rows"
-    return Program(name, contenders, (weights, jnp.zeros((SEQUENCES, HIDDEN)), rows, lengths))
+    name = f"gradient of a GRU, {sizes.sequences} sequences of 1 to {sizes.longest} rows"
+    return Program(name, contenders, (weights, jnp.zeros((sizes.sequences, hidden)), rows, lengths))
 
 
 def _in_lanes(run: Any) -> Any:
@@ -93,14 +91,14 @@ def gated_unit(weights: Any, h: Any, x: Any) -> Any:
     return (1 - update) * new + update * h
 
 
-def uneven() -> Program:
+def uneven(sizes: Sizes) -> Program:
     """A batch of while loops that end at different steps."""
     random = np.random.RandomState(0)
     (weights,) = some_weights((32, 32), scale=0.2)
-    counts = jnp.asarray(np.clip(random.lognormal(3.5, 1.2, LANES), 1, MOST_STEPS), jnp.int32)
-    starts = jnp.asarray(random.randn(LANES, 32), jnp.float32)
+    counts = jnp.asarray(np.clip(random.lognormal(3.5, 1.2, sizes.lanes), 1, sizes.most_steps), jnp.int32)
+    starts = jnp.asarray(random.randn(sizes.lanes, 32), jnp.float32)
 
-    recurrence = Recurrence(lambda _, state, __: jnp.tanh(state @ weights), MOST_STEPS)
+    recurrence = Recurrence(lambda _, state, __: jnp.tanh(state @ weights), sizes.most_steps)
 
     def batch(loop: Callable[..., Any]) -> Callable[..., Any]:
         run = with_while_loop(recurrence, loop)
@@ -109,12 +107,13 @@ def uneven() -> Program:
     compact = partial(lx.while_loop, lanes="compact")
     loops = {"loopax, compact": compact, "loopax": lx.while_loop, **_plain_while_loops()}
     contenders = [Contender(name, batch(loop)) for name, loop in loops.items()]
-    return Program(f"batch of {LANES} while loops, 1 to {MOST_STEPS} steps", contenders, (starts, counts))
+    return Program(f"batch of {sizes.lanes} while loops, 1 to {sizes.most_steps} steps", contenders, (starts, counts))
 
 
-def small_body() -> Program:
-    """A loop whose steps take nanoseconds."""
-    recurrence = Recurrence(lambda _, x, __: jnp.sin(x), SMALL_STEPS)
+def small_body(sizes: Sizes) -> Program:
+    """A loop whose steps take nanoseconds on a CPU."""
+    n = sizes.loop_steps
+    recurrence = Recurrence(lambda _, x, __: jnp.sin(x), n)
 
     def repeat(loop: Callable[..., Any]) -> Callable[..., Any]:
         run = with_while_loop(recurrence, loop)
@@ -122,8 +121,8 @@ def small_body() -> Program:
 
     loops = {"loopax": lx.while_loop, **_plain_while_loops()}
     contenders = [Contender(name, repeat(loop)) for name, loop in loops.items()]
-    arguments = jnp.float32(0.5), jnp.int32(SMALL_STEPS)
-    return Program(f"one while loop, {SMALL_STEPS} steps of one sine", contenders, arguments, steps=SMALL_STEPS)
+    arguments = jnp.float32(0.5), jnp.int32(n)
+    return Program(f"one while loop, {n} steps of one sine", contenders, arguments, steps=n)
 
 
 def _plain_while_loops() -> dict[str, Callable[..., Any]]:

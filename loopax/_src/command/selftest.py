@@ -15,16 +15,6 @@ from loopax._src.command.table import in_words
 
 X, STEPS, BOUND = 0.7, 5, 9
 STARTS, COUNTS = [0.7, 0.2, 1.1], [5, 1, 9]
-# Kinds, and the bound that the loop has.
-KINDS = [
-    ("Auto()", lx.Auto(), BOUND),
-    ("Auto(), no bound", lx.Auto(), None),
-    ("Checkpointed()", lx.Checkpointed(), BOUND),
-    ("Checkpointed(3)", lx.Checkpointed(3), BOUND),
-    ("Checkpointed(3), no bound", lx.Checkpointed(3), None),
-    ("Bounded()", lx.Bounded(), BOUND),
-    ("Residuals()", lx.Residuals(), BOUND),
-]
 
 
 class SelfTest(NamedTuple):
@@ -90,6 +80,19 @@ def _loops() -> list[SelfTest]:
     ]
 
 
+def _kinds() -> list[tuple[str, Any, int | None]]:
+    """Return kinds, and the bound that the loop has with each."""
+    return [
+        ("Auto()", lx.Auto(), BOUND),
+        ("Auto(), no bound", lx.Auto(), None),
+        ("Checkpointed()", lx.Checkpointed(), BOUND),
+        ("Checkpointed(3)", lx.Checkpointed(3), BOUND),
+        ("Checkpointed(3), no bound", lx.Checkpointed(3), None),
+        ("Bounded()", lx.Bounded(), BOUND),
+        ("Residuals()", lx.Residuals(), BOUND),
+    ]
+
+
 def _derivatives() -> list[SelfTest]:
     def of_kind(name: str, kind: Any, bound: int | None) -> SelfTest:
         gradient = jax.grad(lambda x, n: loop(x, n, kind, bound))
@@ -102,7 +105,7 @@ def _derivatives() -> list[SelfTest]:
 
     return [
         SelfTest("jvp", lambda: (jax.jit(tangent)(X, STEPS), SLOPE)),
-        *(of_kind(*kind) for kind in KINDS),
+        *(of_kind(*kind) for kind in _kinds()),
         SelfTest("grad, Lax(), static length", lambda: (jax.jit(static)(X), SLOPE)),
         SelfTest("hessian, forward over reverse", lambda: (jax.jit(jax.hessian(loop))(X, STEPS), CURVATURE)),
         SelfTest("hessian, reverse over forward", lambda: (jax.jit(jax.jacrev(jax.jacfwd(loop)))(X, STEPS), CURVATURE)),
