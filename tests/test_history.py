@@ -355,3 +355,45 @@ def test_a_ring_is_written_in_place(pushed: str, lanes: bool) -> None:
 
     for function in (f, jax.grad(f)):
         assert copies_of(shape, jax.vmap(function) if lanes else function, x) == []
+
+
+def masked_mean(xs: Any, length: Any, size: int) -> Any:
+    """The mean of the last rows after each step: of as many as there are."""
+
+    def step(window: Any, x: Any) -> Any:
+        window = window.push(x)
+        rows = jnp.log(jnp.where(window.mask, window.rows, 1.0))
+        return window, rows.sum() / window.count.astype(float)
+
+    return lx.scan(step, lx.History(size, like=xs[0]), xs, length=length)[1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_a_window_that_fills_up_from_nothing(storage: str, size: int) -> None:
+    """Values and gradients of each lane are those of the Python list, for fewer rows than the window and for more."""
+    xs, lengths = jnp.exp(jnp.sin(jnp.arange(15.0).reshape(3, 5))), jnp.array([5, 0, 2])
+    means = jax.vmap(ft.partial(masked_mean, size=size))(xs, lengths)
+    for row, length, mean in zip(xs, lengths, means, strict=True):
+        logs = np.log(row[: int(length)])
+        expected = [logs[max(0, i + 1 - size) : i + 1].mean() for i in range(len(logs))]
+        assert_close(mean, np.array(expected + [0.0] * (5 - len(logs))))
+    slopes = jax.grad(lambda xs: jax.vmap(ft.partial(masked_mean, size=size))(xs, lengths).sum())(xs)
+    by_hand = np.zeros((3, 5))
+    for lane, length in enumerate(lengths.tolist()):
+        for i in range(length):
+            part = slice(max(0, i + 1 - size), i + 1)
+            by_hand[lane, part] += 1 / (part.stop - part.start) / xs[lane, part]
+    assert_close(slopes, by_hand)
+
+
+def test_what_a_window_counts(storage: str) -> None:
+    """Rows that were pushed, at most all. A history with first rows, or filled with a number, is full."""
+    window = lx.History(3, like={"x": jnp.ones(2), "i": 1})
+    for pushed in range(5):
+        assert (window.count.dtype, int(window.count)) == (jnp.int32, min(pushed, 3))
+        assert window.mask.tolist() == [i >= 3 - pushed for i in range(3)]
+        window = window.push({"x": jnp.full(2, pushed), "i": pushed})
+    for full in (lx.History(3, like=0.0, fill=1.0), lx.History(3, jnp.arange(4.0))):
+        assert int(full.count) == int(full.push(2.0).count) == 3
+        assert full.mask.all()
+        assert len(jax.tree.leaves(full)) == (2 if storage == "ring" else 1), "counts nothing"

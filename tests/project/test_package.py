@@ -3,12 +3,15 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import loopax
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+ADDRESSES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["loopax"]
 
 
 def test_the_wheel_has_the_whole_package_and_says_that_it_is_typed(tmp_path: Path) -> None:
@@ -22,6 +25,40 @@ def test_the_wheel_has_the_whole_package_and_says_that_it_is_typed(tmp_path: Pat
         for path in (ROOT / "loopax").rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
+
+
+def test_an_index_finds_all_links_of_the_readme(tmp_path: Path) -> None:
+    """Links of the repository lead to files there; code stays as it is."""
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (name,) = (name for name in ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    fields, _, shown = ZipFile(wheel).read(name).decode().partition("\n\n")
+    repository = ADDRESSES["repository"]
+    links = re.findall(r"\]\(([^)]*)\)", README)
+    expected = [link if re.match(r"\w+:|#", link) else f"{repository}/blob/main/{link}" for link in links]
+    pictures = [link.replace("/blob/", "/raw/") if link.endswith(".svg") else link for link in expected]
+    assert re.findall(r"\]\(([^)]*)\)", shown) == pictures
+    assert re.sub(r"\]\([^)]*\)", "", shown).split() == re.sub(r"\]\([^)]*\)", "", README).split()
+    assert f"Project-URL: Source, {repository}\n" in fields
+    assert f"Project-URL: Documentation, {ADDRESSES['documentation']}\n" in fields
+
+
+def test_the_addresses_stand_in_one_place() -> None:
+    tracked = subprocess.run(
+        ["git", "grep", "-l", "OWNER/loopax"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert set(tracked.stdout.split()) <= {"pyproject.toml", "tests/project/test_package.py"}
+
+
+def test_a_release_is_refused_that_is_not_ready() -> None:
+    """Another version than that of the code, here and in the citation and the changelog."""
+    check = [sys.executable, str(ROOT / ".ci" / "check_release.py")]
+    ours = subprocess.run([*check, f"v{loopax.__version__}"], capture_output=True, text=True, check=False)
+    others = subprocess.run([*check, "v99.0.0"], capture_output=True, text=True, check=False)
+    missing = {line.split(":")[0] for line in others.stderr.splitlines()} - {"pyproject.toml"}
+    assert missing == {"loopax/_version.py", "CITATION.cff", "CHANGELOG.md"}
+    assert {line.split(":")[0] for line in ours.stderr.splitlines()} <= {"pyproject.toml"}
 
 
 def test_the_citation_is_of_this_version() -> None:
