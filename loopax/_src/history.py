@@ -112,8 +112,8 @@ class History(eqx.Module):
             oldest = jnp.where(oldest == self._size - 1, 0, oldest + 1)
         if count is not None:
             count = jnp.minimum(count + 1, self._size)
-        parts = lambda h: (h._rows, h._oldest, h._count)
-        return eqx.tree_at(parts, self, (rows, oldest, count), is_leaf=lambda x: x is None)
+        new = (rows, oldest, count)
+        return eqx.tree_at(lambda h: (h._rows, h._oldest, h._count), self, new, is_leaf=lambda x: x is None)
 
     @property
     def count(self) -> Int[Array, ""]:

@@ -47,8 +47,8 @@ class Checkpointed(Kind):
     Evaluations with `Checkpointed(c)`:
 
     - The length is known when the loop starts (`fori_loop`, `scan` without `stop`): the binomial schedule, except in
-      the next case. Its evaluations are the fewest among the schedules that store at most c carries (Griewank & Walther
-      2000).
+      the next case. Its evaluations are the fewest among the schedules that store at most c carries and no residuals,
+      and evaluate each step again for its derivative (Griewank & Walther 2000).
     - The number of steps n is static, and c is at least about 2 sqrt(n): blocks of steps, which evaluate the body at
       most 3n times. At 1000 steps, blocks need at most 2 % more evaluations than the binomial schedule for c up to 303,
       and 25 % more for c = 999.

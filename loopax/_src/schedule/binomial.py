@@ -18,7 +18,8 @@ from loopax._src.schedule.actions import Action
 def evaluations(num_steps: int, slots: int) -> int:
     """Return the evaluations of the body, forward and gradient together, with the binomial schedule.
 
-    The evaluations are the fewest among the schedules that store at most `slots` carries (Griewank & Walther 2000).
+    The evaluations are the fewest among the schedules that store at most `slots` carries and no residuals, and
+    evaluate each step again for its derivative (Griewank & Walther 2000).
     """
     return evaluations_from(list(starts(num_steps, slots)), num_steps, slots)
 

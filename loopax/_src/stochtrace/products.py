@@ -123,7 +123,7 @@ def is_rotation_invariant(probes: Probes) -> bool:
 
 
 def _rademacher(key: Array, size: int, dtype: Any) -> Array:
-    """Signs; for complex dtypes numbers of modulus one (Steinhaus), whose estimates vary half as much."""
+    """Signs; for complex dtypes numbers of modulus one (Steinhaus)."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         angle = jax.random.uniform(key, (size,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
         return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
