@@ -5,6 +5,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.groups import is_peer
 from benchmarks.records import Record, Report, by_title
+from docs.figures import STYLE, save
 
 # A program's marker and colour: loopax is blue, and each peer has a colour of its own.
 STYLES = {
@@ -34,39 +36,39 @@ RING: dict[str, Any] = {"markersize": 11, "markerfacecolor": "none", "markeredge
 def draw(report: Report, directory: Path) -> list[Path]:
     """Write those of which the report has something, and return where."""
     groups, tables = by_title(report, "groups"), by_title(report, "tables")
-    figures = {
-        "gradients": gradients(groups),
-        "budgets": budgets(groups),
-        "auto": automatic(groups),
-        "lanes": lanes(groups),
-        "traces": traces(groups),
-        "small-bodies": small_bodies(groups),
-        "condition-checks": condition_checks(tables),
-    }
+    with mpl.rc_context(STYLE):
+        figures = {
+            "gradients": gradients(groups),
+            "budgets": budgets(groups),
+            "auto": automatic(groups),
+            "lanes": lanes(groups),
+            "traces": traces(groups),
+            "small-bodies": small_bodies(groups),
+            "condition-checks": condition_checks(tables),
+        }
     written = []
     for name, figure in figures.items():
         if figure is not None:
-            written.append(directory / f"benchmark-{name}.png")
-            figure.savefig(written[-1], dpi=110)
+            written.append(directory / f"benchmark-{name}.svg")
+            save(figure, written[-1])
             plt.close(figure)
     return written
 
 
-def panels(
-    records: list[Record], draw: Callable[[Axes, Record], None], size: tuple[float, float], columns: int = 2
-) -> Figure | None:
-    """A figure with a panel for each of the records, if there are any."""
+def panels(records: list[Record], draw: Callable[[Axes, Record], None], height: float) -> Figure | None:
+    """A figure with a panel for each of the records, one below another, if there are any."""
     if not records:
         return None
-    columns = min(columns, len(records))
-    rows = -(-len(records) // columns)
-    whole = size[0] * columns, size[1] * rows
-    figure, grid = plt.subplots(rows, columns, figsize=whole, layout="constrained", squeeze=False)
-    for axes, record in zip(grid.flat, records, strict=False):
+    figure, grid = panels_below(len(records), height)
+    for axes, record in zip(grid, records, strict=True):
         draw(axes, record)
-    for axes in grid.flat[len(records) :]:
-        axes.set_visible(False)
     return figure
+
+
+def panels_below(number: int, height: float) -> tuple[Figure, list[Axes]]:
+    """An empty figure as wide as a page shows it on a phone, and its panels."""
+    figure, grid = plt.subplots(number, figsize=(5, height * number + 0.6), layout="constrained", squeeze=False)
+    return figure, list(grid.flat)
 
 
 def short(title: str) -> str:
@@ -85,7 +87,7 @@ def legend_below(figure: Figure, columns: int) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=8)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
 
 
 def plain_logarithms(axis: Axis) -> None:
@@ -112,15 +114,15 @@ def gradients(groups: dict[str, Record]) -> Figure | None:
             axes.plot(*point, label=m["name"], marker=marker, color=color, linestyle="none", **how)
         _time_against_memory(axes, short(record["title"]))
 
-    figure = panels(called(groups, "Gradient: "), draw_one, size=(4.6, 3.4))
+    figure = panels(called(groups, "Gradient: "), draw_one, height=2.5)
     if figure:
-        legend_below(figure, 3)
+        legend_below(figure, 2)
     return figure
 
 
 def _time_against_memory(axes: Axes, title: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="temporary memory, MiB", ylabel="gradient, ms")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title)
     axes.margins(0.15)
     for axis in (axes.xaxis, axes.yaxis):
         plain_logarithms(axis)
@@ -149,12 +151,15 @@ def budgets(groups: dict[str, Record]) -> Figure | None:
             memory, times = ([m[key] for m in programs] for key in ("temporary_mib", "milliseconds"))
             axes.plot(memory, times, style, color=color, label=label)
             if label != "loopax, unknown length":
+                beside: Any = (
+                    {"xytext": (-4, -4), "ha": "right", "va": "top"} if label == "loopax" else {"xytext": (4, 5)}
+                )
                 for m, text in zip(programs, ("10", "20", "default"), strict=False):
                     where = m["temporary_mib"], m["milliseconds"]
-                    axes.annotate(text, where, textcoords="offset points", xytext=(4, 5), fontsize=8)
+                    axes.annotate(text, where, textcoords="offset points", **beside)
         _time_against_memory(axes, short(record["title"]))
 
-    figure = panels(called(groups, "Gradient with 10 and 20 checkpoints: "), draw_one, size=(3.7, 3.3), columns=3)
+    figure = panels(called(groups, "Gradient with 10 and 20 checkpoints: "), draw_one, height=2.4)
     if figure:
         legend_below(figure, 3)
     return figure
@@ -169,7 +174,7 @@ def bars(axes: Axes, rows: list[str], columns: dict[str, list[float]], colors: l
     for i, (label, values) in enumerate(columns.items()):
         places = np.arange(len(rows)) + (i - (len(columns) - 1) / 2) * height
         axes.barh(places, values, height, label=label, color=colors[i])
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
@@ -187,17 +192,17 @@ def automatic(groups: dict[str, Record]) -> Figure | None:
     if not records:
         return None
     kinds = {"Checkpointed()": "o", "Bounded()": "s", "Residuals()": "^"}
-    figure, axes = plt.subplots(figsize=(8.5, 0.35 * len(records) + 1.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5, 0.4 * len(records) + 0.9), layout="constrained")
     for place, record in enumerate(records):
+        axes.annotate(short(record["title"]), (0, place - 0.36), xycoords=("axes fraction", "data"))
         times = {m["name"]: m["milliseconds"] for m in record["programs"]}
         fastest = min(times[kind] for kind in kinds)
         for kind, marker in kinds.items():
             axes.plot(times[kind] / fastest, place, marker, color="tab:gray", label=kind)
         axes.plot(times["Auto"] / fastest, place, "o", color="tab:blue", label="Auto()", **RING)
-    axes.set_yticks(range(len(records)), [short(record["title"]) for record in records], fontsize=8)
-    axes.invert_yaxis()
+    axes.set(yticks=[], ylim=(len(records) - 0.5, -1), xlabel="time of the gradient, over that of the fastest kind")
+    axes.spines["left"].set_visible(False)
     axes.grid(alpha=0.3)
-    axes.set_xlabel("time of the gradient, over that of the fastest kind")
     legend_below(figure, 4)
     return figure
 
@@ -214,15 +219,14 @@ def lanes(groups: dict[str, Record]) -> Figure | None:
     counts = [t.split(", ")[1].split(":")[0] for t in groups if t.startswith("1024 lanes") and t.endswith("forward")]
     if not counts:
         return None
-    figure, grid = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    figure, grid = panels_below(len(sides), 3.2)
     for axes, (what, peer) in zip(grid, sides.items(), strict=True):
         records = [groups[f"1024 lanes, {name}: {what}"] for name in counts]
         bars(axes, counts, relative_to(peer, records, list(names)), list(names.values()))
         axes.set(xscale="log", xlabel=f"time over that of {peer}")
-        axes.set_title(what, fontsize=10)
+        axes.set_title(what)
         plain_logarithms(axes.xaxis)
-    grid[0].set_ylim(len(counts) - 0.5, -0.5)
-    legend_below(figure, 4)
+    legend_below(figure, 2)
     return figure
 
 
@@ -233,11 +237,11 @@ def traces(groups: dict[str, Record]) -> Figure | None:
         return None
     rows = [", ".join(short(title).split(", ")[:2]) for title in titles]
     names = {"loopax, batch=64": "tab:blue", "loopax, batch=16": "tab:cyan", "matfree": "tab:red"}
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5, 4.2), layout="constrained")
     columns = relative_to("traceax", [groups[title] for title in titles], list(names))
     bars(axes, rows, columns, list(names.values()))
     axes.set_xlabel(f"time over that of traceax, {', '.join(short(titles[0]).split(', ')[2:])}")
-    axes.legend(fontsize=8)
+    legend_below(figure, 3)
     return figure
 
 
@@ -258,11 +262,11 @@ def small_bodies(groups: dict[str, Record]) -> Figure | None:
         axes.barh(names, times, color=["tab:orange" if is_peer(name) else "tab:blue" for name in names])
         axes.set(xscale="log", xlabel="ns a step", xlim=(10 ** floor(log10(min(times))), None))
         plain_logarithms(axes.xaxis)
-        axes.set_title(short(record["title"]), fontsize=10)
-        axes.tick_params(axis="y", labelsize=7)
+        axes.set_title(short(record["title"]))
+        axes.tick_params(axis="y", labelsize=8)
         axes.grid(axis="x", which="major", alpha=0.3)
 
-    return panels(called(groups, "Small bodies: "), draw_one, size=(5.2, 3.8))
+    return panels(called(groups, "Small bodies: "), draw_one, height=3.4)
 
 
 def condition_checks(tables: dict[str, Record]) -> Figure | None:
@@ -271,18 +275,17 @@ def condition_checks(tables: dict[str, Record]) -> Figure | None:
         return None
     rows = tables["Condition asked every k steps"]["rows"]
     sides = list(dict.fromkeys((row[""], row["lanes"]) for row in rows))
-    figure, grid = plt.subplots(1, len(sides), figsize=(3 * len(sides), 3.4), layout="constrained", sharey=True)
-    for axes, side in zip(np.ravel(grid), sides, strict=True):
+    figure, grid = panels_below(len(sides), 2.2)
+    for axes, side in zip(grid, sides, strict=True):
         for row in (row for row in rows if (row[""], row["lanes"]) == side):
             found = {1: 1.0} | {int(k[4:]): v for k, v in row.items() if k.startswith("k = ") and v is not None}
             axes.plot(list(found), list(found.values()), "o-", markersize=4, label=row["body"])
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="k")
+        axes.set(xscale="log", yscale="log", xlabel="k", ylabel="over k = 1")
         axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         axes.minorticks_off()
         plain_logarithms(axes.yaxis)
-        axes.set_title(f"{side[0]}, {side[1]} lane{'s' if side[1] != '1' else ''}", fontsize=10)
+        axes.set_title(f"{side[0]}, {side[1]} lane{'s' if side[1] != '1' else ''}")
         axes.grid(alpha=0.3)
-    np.ravel(grid)[0].set_ylabel("time over that of k = 1")
-    legend_below(figure, 6)
+    legend_below(figure, 3)
     return figure

@@ -7,12 +7,12 @@ is 480 CSS pixels wide. On a phone it has 358, so text of less than 8 points is 
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": "gray",
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
@@ -67,6 +67,18 @@ COLOURS = {
 }
 
 
+# What a browser does not need: metadata, comments, turns by nothing, blanks in front of lines.
+CLUTTER = (
+    r"<\?xml.*?\?>\s*<!DOCTYPE.*?>\s*",
+    r"<metadata>.*?</metadata>",
+    r"<!--.*?-->",
+    r' transform="rotate\(-0 [^"]*\)"',
+    r"(?<=\n)\s+",
+)
+# Markers that are drawn alike, one after another.
+MARKERS = r"<g( clip-path=[^>]*)>\n((?:<use [^>]*/>\n)+)</g>"
+
+
 def rules() -> str:
     """The variables as CSS. An image asks its page for the scheme."""
     light, dark = (
@@ -84,11 +96,13 @@ def rules() -> str:
 
 def with_scheme(svg: str) -> str:
     """The SVG of matplotlib, with variables for its colours and the reader's own font."""
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<\?xml.*?\?>\s*<!DOCTYPE.*?>\s*", "", svg, flags=re.DOTALL)
+    for pattern in CLUTTER:
+        svg = re.sub(pattern, "", svg, flags=re.DOTALL)
     svg = re.sub(r"'DejaVu Sans'(, [^;\"]*)?", "sans-serif", svg)
     svg = re.sub(r"#[0-9a-f]{6}\b", _variable, svg)
-    svg = re.sub(r'(?<= d=")[^"]*', _shorter, svg)
+    svg = re.sub(r'(?<= d=")[^"]*', _shorter_path, svg)
+    svg = re.sub(r'(?<= [xy]=")[^"]*', lambda found: _shorter(found[0]), svg)
+    svg = re.sub(MARKERS, _alike, svg)
     return svg.replace('<style type="text/css">', f"<style>{rules()}", 1)
 
 
@@ -98,17 +112,25 @@ def _variable(found: re.Match[str]) -> str:
     return f"var(--{COLOURS[found[0]].name})"
 
 
-def _shorter(found: re.Match[str]) -> str:
+def _alike(found: re.Match[str]) -> str:
+    """Markers whose common style stands once, if they have one."""
+    clip, markers = found.groups()
+    styles = set(re.findall(r' style="[^"]*"', markers))
+    if len(styles) != 1:
+        return found[0]
+    style = styles.pop()
+    return f"<g{clip}{style}>\n{markers.replace(style, '')}</g>"
+
+
+def _shorter(number: str) -> str:
+    return f"{float(number):.2f}".rstrip("0").rstrip(".")
+
+
+def _shorter_path(found: re.Match[str]) -> str:
     """A path with two decimals, and without points in the middle of a level line."""
     parts: list[list[str]] = []
     for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", found[0]):
-        here = [
-            command,
-            *(
-                f"{float(number):.2f}".rstrip("0").rstrip(".")
-                for number in numbers.split()
-            ),
-        ]
+        here = [command, *map(_shorter, numbers.split())]
         while (
             command == "L"
             and [part[0] for part in parts[-2:]] in (["L", "L"], ["M", "L"])

@@ -1,6 +1,7 @@
 """Draw the map of the house from the imports, and list its rooms, for how-it-works.md: `make map`.
 
-The picture is a layered drawing. A room stands below all rooms that import it. An
+The picture is a layered drawing. A room stands below all rooms that import it, and a
+room that none imports right above those that it imports, so that no layer is wide. An
 arrow that crosses layers passes through a way point in each. The order in a layer, and
 then the positions, are pulled towards the rooms that arrows lead to and come from.
 """
@@ -10,10 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from docs.diagrams import WIDTH, arrow, box, svg, text
 from tests.support.rooms import FILES, SOURCE, imports_of_rooms
 
 HERE = Path(__file__).parent
@@ -29,8 +31,8 @@ GROUND = [  # all may import these: arrows to them would hide the others
     "extras",
     "jax_internals",
 ]
-WIDTH, ROW, BOX = 980, 62, 32
-GAP, SLOT = 14, 12  # between boxes; the width of a way point
+ROW, BOX, BAR = 54, 26, 60
+GAP, SLOT = 7, 8  # between boxes; the width of a way point
 ROUNDS = 40
 
 
@@ -50,7 +52,7 @@ class Drawing(NamedTuple):
 
     def y(self, layer: int) -> float:
         """The upper edge of the boxes of a layer."""
-        return ROW * (layer + 1) + 10
+        return ROW * layer + 84
 
 
 # ---- what to draw
@@ -80,14 +82,20 @@ def drawn_imports() -> dict[str, set[str]]:
 
 
 def depths(imports: Mapping[str, set[str]]) -> dict[str, int]:
-    """The layer of each room: one below the lowest room that imports it."""
+    """The layer of each room: one below the lowest room that imports it, if one does."""
     importers = {room: {r for r in imports if room in imports[r]} for room in imports}
 
     @cache
     def depth(room: str) -> int:
         return 1 + max(map(depth, importers[room]), default=-1)
 
-    return {room: depth(room) for room in imports}
+    @cache
+    def lowest(room: str) -> int:
+        if importers[room] or not imports[room]:
+            return depth(room)
+        return min(map(depth, imports[room])) - 1
+
+    return {room: lowest(room) for room in imports}
 
 
 def layered(imports: Mapping[str, set[str]]) -> tuple[list[list[str]], list[Arrow]]:
@@ -123,14 +131,14 @@ def label(room: str) -> str:
 
 def width(node: str) -> float:
     """The width of a box."""
-    return SLOT if is_point(node) else 7.6 * len(label(node)) + 20
+    return SLOT if is_point(node) else 6.2 * len(label(node)) + 9
 
 
 def neighbours(arrows: Iterable[Arrow]) -> dict[str, list[str]]:
     """What is next to each node on an arrow."""
     found: dict[str, list[str]] = {}
-    for arrow in arrows:
-        for a, b in pairwise(arrow.points):
+    for way in arrows:
+        for a, b in pairwise(way.points):
             found.setdefault(a, []).append(b)
             found.setdefault(b, []).append(a)
     return found
@@ -197,30 +205,20 @@ def drawing() -> Drawing:
 
 # ---- how it looks
 
-HEAD = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
-font-family="sans-serif" font-size="13" text-anchor="middle" fill="#333">
-  <defs>
-    <marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" \
-markerHeight="6" orient="auto"><path d="M0 0 8 4 0 8z" fill="#4051b5"/></marker>
-  </defs>"""
-
 
 def picture() -> str:
     """The map as SVG."""
     house = drawing()
-    ground = house.y(len(house.layers)) + 6
-    height = round(ground + 74)
+    ground = house.y(len(house.layers)) - 10
     helpers = map(label, GROUND)
-    return "\n".join(
+    return svg(
+        round(ground + BAR + 2),
         [
-            HEAD.format(width=WIDTH, height=height),
-            bar(10, 46, "what users import", public_names()),
+            *bar(2, "what users import", public_names()),
             *arrows_of(house),
             *boxes_of(house),
-            bar(ground, 60, "helpers, to which no arrows are drawn", helpers),
-            "</svg>\n",
-        ]
+            *bar(ground, "helpers, to which no arrows are drawn", helpers),
+        ],
     )
 
 
@@ -235,17 +233,20 @@ def public_names() -> list[str]:
     ]
 
 
-def bar(y: float, height: float, title: str, names: Iterable[str]) -> str:
-    """A room as wide as the house."""
-    named = escape("     ".join(names))
-    return (
-        f'  <rect x="4" y="{y:.0f}" width="{WIDTH - 8}" height="{height:.0f}" rx="6" '
-        'fill="#ffd9a0" stroke="#c98a2b"/>\n'
-        f'  <text x="{WIDTH / 2:.0f}" y="{y + height / 2 - 4:.0f}" font-size="12">'
-        f"{title}</text>\n"
-        f'  <text x="{WIDTH / 2:.0f}" y="{y + height / 2 + 14:.0f}" '
-        f'font-weight="bold" xml:space="preserve">{named}</text>'
-    )
+def bar(y: float, title: str, names: Iterable[str]) -> Iterable[str]:
+    """A room as wide as the house, with two lines of names."""
+    yield f'<rect class="bar" x="2" y="{y:.0f}" width="{WIDTH - 4}" height="{BAR}" rx="6"/>'
+    yield text(WIDTH / 2, y + 17, title)
+    for place, line in enumerate(halves(list(names))):
+        named = "\u2003".join(map(escape, line))
+        yield text(WIDTH / 2, y + 35 + 16 * place, named, kind="name")
+
+
+def halves(names: list[str]) -> tuple[list[str], list[str]]:
+    """Split where both lines are about as long."""
+    lengths = list(accumulate(map(len, names)))
+    first = sum(2 * length <= lengths[-1] + 6 for length in lengths)
+    return names[:first], names[first:]
 
 
 def boxes_of(house: Drawing) -> Iterable[str]:
@@ -254,27 +255,22 @@ def boxes_of(house: Drawing) -> Iterable[str]:
         for node in layer:
             if is_point(node):
                 continue
-            fill = "#dfe3f6" if node.split("/")[0] == "core" else "#fff"
+            kind = "body" if node.split("/")[0] == "core" else "box"
             left, top = house.x[node] - width(node) / 2, house.y(number)
-            weight = ' font-weight="bold"' if node in house.folders else ""
-            yield (
-                f'  <rect x="{left:.0f}" y="{top:.0f}" width="{width(node):.0f}" '
-                f'height="{BOX}" rx="6" fill="{fill}" stroke="#4051b5"/>\n'
-                f'  <text x="{house.x[node]:.0f}" y="{top + 21:.0f}"{weight}>'
-                f"{escape(label(node))}</text>"
-            )
+            yield box(round(left), top, round(width(node)), BOX, kind)
+            name = "name small" if node in house.folders else "small"
+            yield text(round(house.x[node]), top + 17, escape(label(node)), kind=name)
 
 
 def arrows_of(house: Drawing) -> Iterable[str]:
     """The arrows, each from the lower edge of a box to the upper edge of another."""
-    yield '  <g fill="none" stroke="#4051b5" stroke-width="1.4">'
     leaving, entering = ports(house, 0, 1), ports(house, -1, -2)
     layer_of = {
         node: number for number, layer in enumerate(house.layers) for node in layer
     }
-    for arrow in house.arrows:
-        start, *points, end = arrow.points
-        key = tuple(arrow.points)
+    for way in house.arrows:
+        start, *points, end = way.points
+        key = tuple(way.points)
         path = [f"M{leaving[key]:.0f} {house.y(layer_of[start]) + BOX:.0f}"]
         x, y = leaving[key], house.y(layer_of[start]) + BOX
         for node in (*points, end):
@@ -285,22 +281,20 @@ def arrows_of(house: Drawing) -> Iterable[str]:
             x, y = to, top + BOX
             if node != end:
                 path.append(f"V{y:.0f}")
-        yield f'    <path d="{"".join(path)}" marker-end="url(#arrow)"/>'
-    yield "  </g>"
+        yield arrow("".join(path))
 
 
 def ports(house: Drawing, this: int, next_: int) -> dict[tuple[str, ...], float]:
     """Where each arrow touches its box: side by side, in the order of where it goes."""
     found = {}
-    rooms = {arrow.points[this] for arrow in house.arrows}
+    rooms = {way.points[this] for way in house.arrows}
     for room in rooms:
-        touching = [arrow for arrow in house.arrows if arrow.points[this] == room]
-        touching.sort(key=lambda arrow: (house.x[arrow.points[next_]], arrow.points))
-        step = min(14, 0.8 * width(room) / len(touching))
+        touching = [way for way in house.arrows if way.points[this] == room]
+        touching.sort(key=lambda way: (house.x[way.points[next_]], way.points))
+        step = min(12, 0.8 * width(room) / len(touching))
         left = house.x[room] - step * (len(touching) - 1) / 2
         found |= {
-            tuple(arrow.points): left + step * place
-            for place, arrow in enumerate(touching)
+            tuple(way.points): left + step * place for place, way in enumerate(touching)
         }
     return found
 

@@ -1,7 +1,5 @@
 """Draw the picture of the first page: lanes that do not wait, and a schedule of checkpoints."""
 
-from pathlib import Path
-
 from docs.diagrams import WIDTH, box, svg, text
 from loopax import schedule
 
@@ -98,7 +96,3 @@ def _schedule() -> list[str]:
         *lines,
         *sorted(parts, key=lambda part: "kept" not in part),
     ]
-
-
-if __name__ == "__main__":
-    (Path(__file__).parent / "pictures" / "idea.svg").write_text(idea())

@@ -1,7 +1,12 @@
-"""Draw the pictures of the pages, from loopax itself and by running the examples."""
+"""Draw the pictures of the pages, all of them or those that are named.
 
-import runpy
-import shutil
+They are drawn from loopax itself, from results that are committed, and by running the
+examples: `PYTHONPATH=. python docs/pictures.py planets lanes`.
+"""
+
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -9,29 +14,37 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 import loopax as lx
+from docs import diagrams, figures, idea_diagram
 from loopax import schedule
+from loopax._src.command import beside_peers
+from loopax._src.command.measure import Measurement
+from tests.support.example_files import load_example
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parent / "examples"
+PICTURES = HERE / "pictures"
+# The run that command.md shows: `python -m loopax bench --json` has written it.
+COMMAND = HERE.parent / "benchmarks" / "command_bench.json"
 STEPS, SLOTS = 30, 5
 
 
-def draw_schedules() -> None:
+def schedules() -> Figure:
     """Three schedules of checkpoints."""
     pictures = [
         schedule.picture(STEPS),
         schedule.picture(STEPS, SLOTS),
         schedule.picture(STEPS, SLOTS, length_known=False),
     ]
-    figure, rows = plt.subplots(len(pictures), 1, figsize=(8, 9), layout="constrained")
+    figure, rows = plt.subplots(len(pictures), figsize=(5, 8.4), layout="constrained")
     for axes, picture in zip(rows, pictures, strict=True):
         picture.plot(axes).set_xlim(0, max(picture.evaluations for picture in pictures))
-    figure.savefig(HERE / "pictures" / "schedules.svg", metadata={"Date": None})
+    with_one_legend(figure)
+    return figure
 
 
-def draw_lanes() -> None:
+def lanes() -> Figure:
     """The occupancy of a batch whose lanes take log-normal numbers of steps: mean 65, sigma 1.2."""
     counts = np.random.RandomState(0).lognormal(np.log(65) - 1.2**2 / 2, 1.2, 1024)
     report = lx.lane_report(np.clip(counts, 1, 1000).astype(int))
@@ -40,14 +53,24 @@ def draw_lanes() -> None:
         "Compact(), in groups": report.groups,
         "Compact(), in stages": report.stages,
     }
-    figure, rows = plt.subplots(len(ways), 1, figsize=(8, 7), layout="constrained")
+    figure, rows = plt.subplots(len(ways), figsize=(5, 6), layout="constrained")
     for axes, (title, stretches) in zip(rows, ways.items(), strict=True):
         report.plot(stretches, axes)
-        axes.set_title(f"{title}: {axes.get_title()}", fontsize=10)
-    figure.savefig(HERE / "pictures" / "lanes.png", dpi=110)
+        axes.set_title(f"{title}: {report.share(stretches):.0%} useful")
+    with_one_legend(figure)
+    return figure
 
 
-def draw_comparison() -> None:
+def with_one_legend(figure: Figure) -> None:
+    """Put the same legend of all panels below them."""
+    entries = figure.axes[0].get_legend_handles_labels()
+    for axes in figure.axes:
+        axes.get_legend().remove()
+        axes.set_xlabel(axes.get_xlabel() if axes is figure.axes[-1] else "")
+    figure.legend(*entries, loc="outside lower center", ncols=2)
+
+
+def comparison() -> Figure:
     """Kinds on the gradient of a small network that a solver goes through: time against memory."""
 
     def loss(weights: jax.Array, y: jax.Array) -> jax.Array:
@@ -59,44 +82,68 @@ def draw_comparison() -> None:
     kinds = [lx.Checkpointed(10), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
     weights, y = 0.1 * jnp.ones((32, 32)), jnp.ones((16, 32))
     compared = lx.compare(loss, weights, y, kinds=kinds)
-    axes = plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
-    compared.plot(axes).figure.savefig(HERE / "pictures" / "compare.png", dpi=110)
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    compared.plot(axes)
+    return figure
 
 
-def draw_solver() -> None:
-    """The solutions, steps and gradients of the example."""
-    example = runpy.run_path(str(EXAMPLES / "adaptive_ode.py"))
-    example["draw"](example["results"]()).savefig(
-        HERE / "pictures" / "adaptive-ode.png"
-    )
+def command() -> Figure:
+    """What `python -m loopax bench` has measured."""
+    measured = json.loads(COMMAND.read_text())["measured"]
+    return beside_peers.draw([Measurement(**row) for row in measured])
 
 
-def draw_trained(name: str) -> None:
-    """The figure of an example that trains for half a minute."""
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    shutil.copy(EXAMPLES / f"{name}.png", HERE / "pictures")
+def of_example(name: str) -> None:
+    """Run an example, which draws its figure, and trains for half a minute."""
+    example = load_example(name)
+    example.FIGURE = PICTURES / f"{name}.svg"
+    example.main()
+    figures.give_scheme(example.FIGURE)
+    jax.config.update("jax_enable_x64", False)  # an example may have set it
+
+
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "schedules": schedules,
+    "lanes": lanes,
+    "compare": comparison,
+    "command_bench": command,
+}
+WRITTEN: dict[str, Callable[[], str]] = {
+    "idea": idea_diagram.idea,
+    "loop": diagrams.loop,
+    "inactive-lanes": diagrams.inactive_lanes,
+}
+EXAMPLES = (
+    "adaptive_ode",
+    "multistep_integrator",
+    "reinforcement_learning",
+    "normalising_flow",
+    "durable_training",
+    "hessian_trace",
+    "planets",
+    "truncated_backpropagation",
+    "deep_equilibrium",
+    "mixture_of_experts",
+    "text_generation",
+)
+
+
+def draw(name: str) -> None:
+    """Write the picture of this name."""
+    if name in WRITTEN:
+        (PICTURES / f"{name}.svg").write_text(WRITTEN[name]())
+        return
+    with mpl.rc_context(figures.STYLE):
+        if name in DRAWN:
+            figures.save(DRAWN[name](), PICTURES / f"{name}.svg")
+        else:
+            of_example(name)
 
 
 def main() -> None:
-    """Write the figures."""
-    mpl.rcParams.update({"svg.hashsalt": "loopax", "svg.fonttype": "none"})
-    draw_schedules()
-    draw_lanes()
-    draw_comparison()
-    draw_solver()
-    for name in (
-        "multistep_integrator",
-        "reinforcement_learning",
-        "normalising_flow",
-        "durable_training",
-        "hessian_trace",
-        "planets",
-        "truncated_backpropagation",
-        "deep_equilibrium",
-        "mixture_of_experts",
-        "text_generation",
-    ):
-        draw_trained(name)
+    """Draw what is asked for."""
+    for name in sys.argv[1:] or (*DRAWN, *WRITTEN, *EXAMPLES):
+        draw(name)
 
 
 if __name__ == "__main__":

@@ -268,22 +268,23 @@ def table(found: dict[str, Result]) -> Table:
 
 def draw(found: dict[str, Result]) -> Figure:
     """Some solutions, and of all lanes the steps and the gradients."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained", dpi=110)
-    solutions, steps, slopes = figure.subplots(1, 3)
+    figure = Figure(figsize=(5, 7), layout="constrained", dpi=150)
+    solutions, steps, slopes = figure.subplots(3, 1)
     for lane in range(0, len(STIFFNESS), 21):
         positions = found["loopax"].solution.ys[lane, :, 0]
         solutions.plot(TIMES, positions, ".-", lw=1, ms=3, label=f"{STIFFNESS[lane]:.1f}")
-    for name, style in [("Diffrax", {"color": "#b9b3a8", "lw": 5}), ("loopax", {"color": "#1b7f8c"})]:
+    for name, style in [("Diffrax", {"color": "darkgray", "lw": 5}), ("loopax", {"color": "C0"})]:
         steps.semilogx(STIFFNESS, found[name].solution.num_steps, label=name, **style)
         slopes.semilogx(STIFFNESS, found[name].slopes, **style)
-    solutions.legend(title="stiffness", loc="upper right", fontsize=8, ncols=2)
-    solutions.set_ylim(-2.2, 3.4)
+    solutions.legend(title="stiffness", loc="upper center", ncols=4, frameon=False)
+    solutions.set_ylim(-2.2, 4.2)
     steps.legend(frameon=False)
     solutions.set(title="Solution at the requested times", xlabel="time", ylabel="position")
     steps.set(title="Steps of a lane", xlabel="stiffness")
     slopes.set(title="d energy / d stiffness", xlabel="stiffness")
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (steps, slopes):
+        axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        axes.minorticks_off()
     return figure
 
 

@@ -328,14 +328,14 @@ def print_gradients(times: dict[str, float], errors: dict[str, float], stored: d
 
 def draw(found: Evaluation, stored: dict[str, list[float]]) -> Figure:
     """The steps of images, and memory by the bound."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=110)
-    steps, memory = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 5.4), layout="constrained", dpi=150)
+    steps, memory = figure.subplots(2, 1)
     bins = np.arange(found.forward.min(), found.backward.max() + 2) - 0.5
     for numbers, label in zip(found[1:], ("forward", "backward"), strict=True):
         steps.hist(numbers, bins, alpha=0.6, label=label)
-    steps.axvline(BY_HAND, color="black", linestyle=":", label="the scan, both ways")
+    steps.axvline(BY_HAND, ymax=0.65, color="black", linestyle=":", label="the scan, both ways")
     steps.set(title="Steps of the test images, Implicit()", xlabel="steps", ylabel="images")
-    steps.legend(loc="upper right", framealpha=1)
+    steps.legend(loc="upper right", frameon=False)
     for name, sizes in stored.items():
         memory.loglog(BOUNDS, sizes, "o-", label=name.split(",")[0])
     memory.set(title="Temporary memory of a gradient", xlabel="bound on the steps", ylabel="KiB")

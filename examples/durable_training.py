@@ -155,12 +155,12 @@ def kill_in_the_middle(directory: Path) -> tuple[int, int]:
 
 def draw(alone: Result, written: int, saved: int) -> Figure:
     """The losses, and where the run was killed and went on."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained", dpi=110)
+    figure = Figure(figsize=(5, 3.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     smooth = np.convolve(alone.losses, np.ones(50) / 50, "valid")
-    axes.plot(np.arange(len(smooth)) + 25, smooth, color="#1b7f8c", lw=1.2, label="both runs, the same bits")
-    axes.axvspan(saved, written, color="#c2543d", alpha=0.35, lw=0, label="lost, and taken again")
-    axes.axvline(written, color="#c2543d", lw=1.5, label="killed")
+    axes.plot(np.arange(len(smooth)) + 25, smooth, lw=1.2, label="both runs, the same bits")
+    axes.axvspan(saved, written, color="C3", alpha=0.35, lw=0, label="lost, and taken again")
+    axes.axvline(written, color="C3", lw=1.5, label="killed")
     for step in range(CHECKPOINT_EVERY, UPDATES, CHECKPOINT_EVERY):
         axes.axvline(step, color="k", lw=0.5, alpha=0.15, zorder=0)
     axes.set(title="A training run that is killed and resumed", xlabel="update", ylabel="loss", yscale="log")

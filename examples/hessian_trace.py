@@ -310,13 +310,11 @@ def spread(values: Float[Array, " networks"], form: str) -> str:
 
 def draw(looks: list[Look], errors: dict[str, Errors], flattened: dict[str, Flattened]) -> Figure:
     """The trace along the training, the errors of the estimators, and what the penalty does."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained", dpi=110)
-    along, estimators, outcomes = figure.subplots(1, 3)
+    figure = Figure(figsize=(5, 9), layout="constrained", dpi=150)
+    along, estimators, outcomes = figure.subplots(3, 1)
     draw_looks(along, looks)
     draw_errors(estimators, errors)
     draw_flattened(outcomes, flattened)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -324,15 +322,15 @@ def draw_looks(axes: Axes, looks: list[Look]) -> None:
     epochs, estimates = [look.epoch for look in looks], [look.estimate for look in looks]
     values = np.array([estimate.value for estimate in estimates])
     lows, highs = np.transpose([estimate.interval() for estimate in estimates])
-    axes.plot(epochs, [look.exact for look in looks], color="#b9b3a8", lw=4, label="exact")
+    axes.plot(epochs, [look.exact for look in looks], color="darkgray", lw=4, label="exact")
     bars = values - lows, highs - values
-    axes.errorbar(epochs, values, bars, fmt="o", ms=4, capsize=3, color="#1b7f8c", label="estimate, 95% interval")
+    axes.errorbar(epochs, values, bars, fmt="o", ms=4, capsize=3, color="C0", label="estimate, 95% interval")
     for epoch, high, estimate in zip(epochs, highs, estimates, strict=True):
-        where = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{estimate.num_matvecs}", (epoch, high), fontsize=7, **where)
+        where = {"xytext": (0, 3), "textcoords": "offset points", "ha": "right" if epoch < 4 else "center"}
+        axes.annotate(f"{estimate.num_matvecs}", (epoch, high), fontsize=8, **where)
     axes.set(title="Trace of the Hessian, and products taken", xlabel="epoch", ylim=(0, None))
-    axes.margins(y=0.1)
-    axes.legend(frameon=False, fontsize=8)
+    axes.margins(x=0.08, y=0.1)
+    axes.legend(frameon=False)
 
 
 def draw_errors(axes: Axes, errors: dict[str, Errors]) -> None:
@@ -344,7 +342,7 @@ def draw_errors(axes: Axes, errors: dict[str, Errors]) -> None:
     axes.set_xticks(BUDGETS, [str(number) for number in BUDGETS])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
 
 
 def draw_flattened(axes: Axes, flattened: dict[str, Flattened]) -> None:
@@ -353,10 +351,10 @@ def draw_flattened(axes: Axes, flattened: dict[str, Flattened]) -> None:
         bars = {"xerr": found.trace.std(1), "yerr": 100 * found.accuracy.std(1), "elinewidth": 0.7}
         axes.errorbar(traces, accuracies, fmt="o-", ms=4, label=name, **bars)
         for strength, x, y in zip(STRENGTHS[1:], traces[1:], accuracies[1:], strict=True):
-            axes.annotate(f"{strength:g}", (x, y), (2, -12 if below else 6), textcoords="offset points", fontsize=7)
-    axes.set(title=f"{NETWORKS} networks trained with a penalty", xlabel="trace of the Hessian", ylim=(94, 98))
-    axes.set_ylabel("test accuracy, %, ± standard deviation")
-    axes.legend(frameon=False, fontsize=8, title="penalty on the trace of")
+            axes.annotate(f"{strength:g}", (x, y), (2, -12 if below else 6), textcoords="offset points", fontsize=8)
+    axes.set(title=f"{NETWORKS} networks trained with a penalty", xlabel="trace of the Hessian", ylim=(95.5, 97.5))
+    axes.set_ylabel("test accuracy, %, ± deviation")
+    axes.legend(frameon=False, title="penalty on the trace of", ncols=2)
 
 
 def check(looks: list[Look], flattened: dict[str, Flattened]) -> None:

@@ -255,8 +255,8 @@ def print_costs(costs: dict[str, dict[int, Cost]], counts: dict[str, int]) -> No
 
 def draw(balanced: Evaluation, not_balanced: Evaluation, costs: dict[str, dict[int, Cost]]) -> Figure:
     """How images spread over experts, and the time of a step by their number."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=110)
-    spread, times = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 5.2), layout="constrained", dpi=150)
+    spread, times = figure.subplots(2, 1)
     places = np.arange(1, EXPERTS + 1)
     for shift, of_model, label in ((-0.2, balanced, "with the second loss"), (0.2, not_balanced, "without")):
         spread.bar(places + shift, sorted(of_model.images, reverse=True), 0.4, label=label)

@@ -213,20 +213,20 @@ def table(results: dict[str, list[float]]) -> Table:
 
 def draw(integrators: dict[str, Integrator], results: dict[str, list[float]], test: Windows) -> Figure:
     """The errors, and a forecast."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained", dpi=110)
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 5.6), layout="constrained", dpi=150)
+    upper, lower = figure.subplots(2, 1, sharex=True)
     chosen = int(np.argmax(test.lengths >= max(HORIZONS)))
     seconds = STEP * np.arange(-ORDER + 1, max(HORIZONS) + 1)
-    right.plot(seconds, test.states[chosen, :, 0], "k", linewidth=3, alpha=0.25, label="measured")
+    upper.axvspan(0, STEP * TRAINED, color="gray", alpha=0.15, linewidth=0, label="horizon of the training")
+    lower.plot(seconds, test.states[chosen, :, 0], "k", linewidth=4, alpha=0.25, label="measured")
     for name, values in results.items():
-        left.plot(STEP * np.array(HORIZONS), values, "o-", label=name)
+        upper.plot(STEP * np.array(HORIZONS), values, "o-", label=name)
         if name in integrators:
             states = forecasts(integrators[name], test, max(HORIZONS))[chosen]
-            right.plot(seconds[ORDER:], states[:, 0], color=left.lines[-1].get_color(), label=name)
-    left.axvspan(0, STEP * TRAINED, color="0.93", label="horizon of the training")
-    left.set(xlabel="seconds ahead", ylabel="error of the angle (rad)", yscale="log")
-    right.set(xlabel="seconds ahead", ylabel="angle (rad)", title=f"A swing of {TEST_RUNS[0]}".replace("_", " "))
-    left.legend(frameon=False, fontsize=8)
+            lower.plot(seconds[ORDER:], states[:, 0], color=upper.lines[-1].get_color())
+    upper.set(title="Error of the angle", ylabel="rad", yscale="log")
+    lower.set(title=f"A swing of {TEST_RUNS[0]}".replace("_", " "), xlabel="seconds ahead", ylabel="angle, rad")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

@@ -274,9 +274,9 @@ def print_evaluations(found: dict[float | None, Evaluation]) -> None:
 
 def draw(curves: dict[str, Any], found: dict[float | None, Evaluation], weights: Weights, data: Digits) -> Figure:
     """How training went, what tolerances cost, and how dense known and unknown digits are."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained", dpi=110)
-    learning, products, densities = figure.subplots(1, 3)
-    for (name, curve), color in zip(curves.items(), ["#b9b3a8", "#1b7f8c"], strict=True):
+    figure = Figure(figsize=(5, 7.4), layout="constrained", dpi=150)
+    learning, products, densities = figure.subplots(3, 1)
+    for (name, curve), color in zip(curves.items(), ["gray", "C0"], strict=True):
         learning.plot(UPDATES_PER_TEST * np.arange(1, len(curve) + 1), curve, color=color, label=name)
     learning.axhline(normal_log_density(data.test).mean(), color="k", ls=":", lw=1, label="normal distribution")
     learning.set(title="Log-density of test data", xlabel="update", ylabel="nats")
@@ -286,7 +286,7 @@ def draw(curves: dict[str, Any], found: dict[float | None, Evaluation], weights:
         densities.hist(exactly(weights, xs, jax.random.key(SEED)).value, 25, density=True, alpha=0.6, label=name)
     densities.set(title="What the flow has seen and what not", xlabel="log-density, nats", yticks=[])
     densities.margins(y=0.25)
-    densities.legend(frameon=False, fontsize=8)
+    densities.legend(frameon=False, loc="upper left")
     return figure
 
 
@@ -298,7 +298,8 @@ def draw_products(axes: Axes, found: dict[float | None, Evaluation]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(title="Points within a tolerance", xlabel="products per evaluation", ylabel="error, nats")
-    axes.legend(title="tolerance, nats", loc="lower right", markerscale=3, fontsize=8)
+    axes.margins(y=0.2)
+    axes.legend(title="tolerance, nats", loc="upper right", markerscale=3, ncols=4, frameon=False)
 
 
 def main() -> None:

@@ -149,21 +149,21 @@ def gradient_bytes(q: Planets, v: Planets, observed: Array) -> dict[str, list[in
 
 def draw(observed: Array, before: Array, after: Array, stored: dict[str, list[int]]) -> Figure:
     """How far positions are from the observed ones, before and after the fit, and memory by the number of steps."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    errors, memory = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 6), layout="constrained")
+    errors, memory = figure.subplots(2, 1, height_ratios=[3, 2])
     years = EVERY * DT * np.arange(1, OBSERVATIONS + 1)
-    for found, line, label in ((before, ":", "first guess"), (after, "-", "fitted")):
-        for place, name in enumerate(NAMES):
-            distances = jnp.linalg.norm(found[:, place] - observed[:, place], axis=1)
-            errors.semilogy(years, distances, line, color=f"C{place}", linewidth=1, label=f"{name}, {label}")
+    for place, name in enumerate(NAMES):
+        guessed, fitted = (jnp.linalg.norm(x[:, place] - observed[:, place], axis=1) for x in (before, after))
+        errors.semilogy(years, guessed, ":", color=f"C{place}")
+        errors.semilogy(years, fitted, color=f"C{place}", linewidth=1, label=name)
     errors.axhline(NOISE, color="black", linewidth=1, label="noise")
-    errors.set(xlabel="years", ylabel="AU", title="distance from the observed position")
-    errors.legend(fontsize="x-small", ncols=2, loc="upper left")
+    errors.set(xlabel="years", ylabel="AU", title="Distance from the observed position, first (dotted) and fitted")
+    errors.legend(ncols=3, loc="upper left", frameon=False)
     errors.set_ylim(top=1e3)
     for name, sizes in stored.items():
         memory.loglog((1000, 10_000, 100_000), [size / 1024 for size in sizes], "o-", label=name)
-    memory.set(xlabel="steps", ylabel="KiB", title="temporary memory of a gradient")
-    memory.legend()
+    memory.set(xlabel="steps", ylabel="KiB", title="Temporary memory of a gradient")
+    memory.legend(frameon=False)
     return figure
 
 
@@ -185,7 +185,7 @@ def main() -> None:
     console.print(bytes_table)
     console.print(f"misfit: {misfits[0]:.3g} -> {misfits[-1]:.3g} times the noise, in {len(misfits)} updates")
     before, after = (jax.jit(trajectory)(q, v) for v in (guess, fitted))
-    draw(observed, before, after, stored).savefig(FIGURE, dpi=110)
+    draw(observed, before, after, stored).savefig(FIGURE, dpi=150)
     assert misfits[-1] < ENOUGH
     assert stored["Reversible(inverse)"][-1] <= 1.02 * stored["Reversible(inverse)"][0]
 

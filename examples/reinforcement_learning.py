@@ -169,13 +169,13 @@ def print_table(lengths: Int[np.ndarray, "updates episodes"]) -> None:
 
 def draw(lengths: Int[np.ndarray, "updates episodes"]) -> Figure:
     """The learning curve, and the lanes of the batch whose longest episode is longest beside the others."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained", dpi=110)
-    learning, lanes = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 5), layout="constrained", dpi=150)
+    learning, lanes = figure.subplots(2, 1)
     draw_learning(learning, lengths)
     update = np.argmin(lengths.mean(axis=1) / lengths.max(axis=1))
     report = lx.lane_report(lengths[update])
     report.plot(report.lockstep, lanes)
-    lanes.set_title(f"Episodes of update {update + 1}: {lanes.get_title()}")
+    lanes.set_title(f"Episodes of update {update + 1}: {report.share(report.lockstep):.0%} useful")
     return figure
 
 

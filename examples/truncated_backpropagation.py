@@ -235,21 +235,22 @@ def linear_regression(train: np.ndarray, test: np.ndarray, order: int = 32) -> f
 
 def draw(results: dict[str, Result]) -> Figure:
     """Losses on held-out series by updates; memory, and the angle to the whole gradient, by window."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    losses, angles = figure.subplots(1, 2)
+    figure = Figure(figsize=(5, 7), layout="constrained")
+    losses, angles, memory = figure.subplots(3, 1, height_ratios=[4, 3, 3])
     shown = {name: result for name, result in results.items() if name in KINDS}
     for name, result in shown.items():
         updates = EVERY * np.arange(1, len(result.losses) + 1)
         losses.semilogy(updates, result.losses, label=name, color="black" if name == WHOLE else None)
-    losses.set(xlabel="updates", ylabel="mean squared error", title="loss on held-out series")
-    losses.legend()
+    losses.set(xlabel="updates", ylabel="mean squared error", title="Loss on held-out series")
+    losses.legend(frameon=False)
     lengths = [STEPS, *WINDOWS]
-    angles.semilogx(lengths, [result.cosine for result in shown.values()], "o-", color="C0")
-    angles.set(xlabel="steps in a window", title="windows beside the whole gradient", ylim=(0.8, 1.01))
-    angles.set_ylabel("cosine of the two gradients", color="C0")
-    memory = angles.twinx()
-    memory.loglog(lengths, [result.mebibytes for result in shown.values()], "s--", color="C1")
-    memory.set_ylabel("temporary memory of an update, MiB", color="C1")
+    angles.semilogx(lengths, [result.cosine for result in shown.values()], "o-")
+    angles.set(title="Cosine of a gradient and the whole one", ylim=(0.8, 1.02))
+    memory.loglog(lengths, [result.mebibytes for result in shown.values()], "o-")
+    memory.set(title="Temporary memory of an update, MiB", xlabel="steps in a window", ylim=(0.1, 30))
+    for axes in (angles, memory):
+        axes.set_xticks(lengths, map(str, lengths))
+        axes.minorticks_off()
     return figure
 
 
@@ -286,7 +287,7 @@ def main() -> None:
     console.print(table(results))
     linear, last = linear_regression(values, held_out), float(((test[1:] - test[:-1]) ** 2).mean())
     console.print(f"linear regression on the last 32 values: {linear:.5f}; the last value: {last:.5f}")
-    draw(results).savefig(FIGURE, dpi=110)
+    draw(results).savefig(FIGURE, dpi=150)
     check(results, linear)
 
 

@@ -301,8 +301,8 @@ def test_figures_are_drawn_of_what_there_is(tmp_path):
     some = committed | {"groups": lorenz, "tables": [], "counts": []}
     drawn = figures.draw(some, tmp_path)
     assert sorted(path.name for path in drawn) == [
-        "benchmark-auto.png",
-        "benchmark-budgets.png",
-        "benchmark-gradients.png",
+        "benchmark-auto.svg",
+        "benchmark-budgets.svg",
+        "benchmark-gradients.svg",
     ]
     assert sorted(tmp_path.iterdir()) == sorted(drawn)
