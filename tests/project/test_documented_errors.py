@@ -14,20 +14,19 @@ PAGE = ROOT / "docs" / "errors.md"
 class Entry(NamedTuple):
     """An error of the page."""
 
+    name: str  # of the exception
     beginning: str  # of the message, with … for what differs
     program: Block
-    name: str  # of the exception
 
 
 def entries() -> list[Entry]:
-    """Every heading, with the block and the first words below it."""
+    """Every heading, with the block below it."""
     text = PAGE.read_text()
     sections = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
     _, *programs = python()
     assert len(sections) == len(programs)
-    beginnings = [section.splitlines()[0].strip("`") for section in sections]
-    names = [re.findall(r"^\*\*(\w+)\.\*\*", section, re.MULTILINE)[0] for section in sections]
-    return [Entry(*entry) for entry in zip(beginnings, programs, names, strict=True)]
+    headings = [section.splitlines()[0].strip("`").split(": ", 1) for section in sections]
+    return [Entry(*heading, program) for heading, program in zip(headings, programs, strict=True)]
 
 
 def python(language: str = "python") -> list[Block]:
