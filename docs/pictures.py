@@ -65,7 +65,8 @@ def with_one_legend(figure: Figure) -> None:
     """Put the same legend of all panels below them."""
     entries = figure.axes[0].get_legend_handles_labels()
     for axes in figure.axes:
-        axes.get_legend().remove()
+        if legend := axes.get_legend():
+            legend.remove()
         axes.set_xlabel(axes.get_xlabel() if axes is figure.axes[-1] else "")
     figure.legend(*entries, loc="outside lower center", ncols=2)
 
@@ -95,10 +96,10 @@ def command() -> Figure:
 
 def of_example(name: str) -> None:
     """Run an example, which draws its figure, and trains for half a minute."""
-    example = load_example(name)
-    example.FIGURE = PICTURES / f"{name}.svg"
+    example, path = load_example(name), PICTURES / f"{name}.svg"
+    vars(example).update(FIGURE=path)
     example.main()
-    figures.give_scheme(example.FIGURE)
+    figures.give_scheme(path)
     jax.config.update("jax_enable_x64", False)  # an example may have set it
 
 

@@ -339,6 +339,8 @@ def draw(found: Evaluation, stored: dict[str, list[float]]) -> Figure:
     for name, sizes in stored.items():
         memory.loglog(BOUNDS, sizes, "o-", label=name.split(",")[0])
     memory.set(title="Temporary memory of a gradient", xlabel="bound on the steps", ylabel="KiB")
+    memory.set_xticks(BOUNDS, map(str, BOUNDS))
+    memory.yaxis.set_major_formatter("{x:g}")
     memory.legend(frameon=False)
     return figure
 

@@ -164,6 +164,7 @@ def draw(alone: Result, written: int, saved: int) -> Figure:
     for step in range(CHECKPOINT_EVERY, UPDATES, CHECKPOINT_EVERY):
         axes.axvline(step, color="k", lw=0.5, alpha=0.15, zorder=0)
     axes.set(title="A training run that is killed and resumed", xlabel="update", ylabel="loss", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
     return figure
 

@@ -225,6 +225,7 @@ def draw(integrators: dict[str, Integrator], results: dict[str, list[float]], te
             states = forecasts(integrators[name], test, max(HORIZONS))[chosen]
             lower.plot(seconds[ORDER:], states[:, 0], color=upper.lines[-1].get_color())
     upper.set(title="Error of the angle", ylabel="rad", yscale="log")
+    upper.yaxis.set_major_formatter("{x:g}")
     lower.set(title=f"A swing of {TEST_RUNS[0]}".replace("_", " "), xlabel="seconds ahead", ylabel="angle, rad")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

@@ -160,9 +160,12 @@ def draw(observed: Array, before: Array, after: Array, stored: dict[str, list[in
     errors.set(xlabel="years", ylabel="AU", title="Distance from the observed position, first (dotted) and fitted")
     errors.legend(ncols=3, loc="upper left", frameon=False)
     errors.set_ylim(top=1e3)
+    errors.yaxis.set_major_formatter("{x:g}")
     for name, sizes in stored.items():
         memory.loglog((1000, 10_000, 100_000), [size / 1024 for size in sizes], "o-", label=name)
     memory.set(xlabel="steps", ylabel="KiB", title="Temporary memory of a gradient")
+    for axis in (memory.xaxis, memory.yaxis):
+        axis.set_major_formatter("{x:g}")
     memory.legend(frameon=False)
     return figure
 

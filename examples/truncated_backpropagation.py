@@ -242,6 +242,8 @@ def draw(results: dict[str, Result]) -> Figure:
         updates = EVERY * np.arange(1, len(result.losses) + 1)
         losses.semilogy(updates, result.losses, label=name, color="black" if name == WHOLE else None)
     losses.set(xlabel="updates", ylabel="mean squared error", title="Loss on held-out series")
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
     losses.legend(frameon=False)
     lengths = [STEPS, *WINDOWS]
     angles.semilogx(lengths, [result.cosine for result in shown.values()], "o-")
@@ -251,6 +253,7 @@ def draw(results: dict[str, Result]) -> Figure:
     for axes in (angles, memory):
         axes.set_xticks(lengths, map(str, lengths))
         axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
     return figure
 
 

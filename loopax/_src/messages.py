@@ -125,10 +125,10 @@ def _one_loop(caller: str, loops: int) -> str:
 
 
 def symbolic_lanes_message(size: Any) -> str:
-    """A compact batch whose size is a symbolic dimension of `jax.export`."""
+    """A batch whose size is a symbolic dimension of `jax.export`, and lanes that need a number."""
     return (
-        f"lanes='compact': the batch has {size} lanes, a symbolic dimension. The smaller batches in which lanes go on "
-        "are decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
+        f"lanes='compact' or 'sequential': the batch has {size} lanes, a symbolic dimension. How these lanes run is "
+        "decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or leave "
         "lanes='lockstep'."
     )
 
