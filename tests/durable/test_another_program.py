@@ -117,7 +117,7 @@ def test_another_version_of_jax_and_other_formats(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=rf"JAX: stored 0\.1\.2, now {jax.__version__}") as error:
         run()
     assert "-another text" in str(error.value)
-    assert "stored by loopax 0.1.0 and JAX 0.1.2 (format 2), and this is" in str(error.value)
+    assert f"stored by loopax {lx.__version__} and JAX 0.1.2 (format 2), and this is" in str(error.value)
     with pytest.warns(durable.AnotherProgramWarning, match=r"JAX: stored 0\.1\.2"):
         same_bits(run(resume="anyway"), result)
     path.write_text(json.dumps({**stored, "jax": "0.1.2"}))  # the same program
