@@ -26,7 +26,7 @@ def entries() -> list[Entry]:
     _, *programs = python()
     assert len(sections) == len(programs)
     headings = [section.splitlines()[0].strip("`").split(": ", 1) for section in sections]
-    return [Entry(*heading, program) for heading, program in zip(headings, programs, strict=True)]
+    return [Entry(name, beginning, program) for (name, beginning), program in zip(headings, programs, strict=True)]
 
 
 def python(language: str = "python") -> list[Block]:
