@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
 import loopax
 
 ROOT = Path(__file__).parents[2]
@@ -14,10 +16,16 @@ README = (ROOT / "README.md").read_text()
 ADDRESSES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["loopax"]
 
 
-def test_the_wheel_has_the_whole_package_and_says_that_it_is_typed(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_the_whole_package_and_says_that_it_is_typed(wheel: Path) -> None:
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert "loopax/py.typed" in names
     assert names == {
@@ -27,11 +35,8 @@ def test_the_wheel_has_the_whole_package_and_says_that_it_is_typed(tmp_path: Pat
     }
 
 
-def test_an_index_finds_all_links_of_the_readme(tmp_path: Path) -> None:
+def test_an_index_finds_all_links_of_the_readme(wheel: Path) -> None:
     """Links of the repository lead to files there; code stays as it is."""
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
     (name,) = (name for name in ZipFile(wheel).namelist() if name.endswith("/METADATA"))
     fields, _, shown = ZipFile(wheel).read(name).decode().partition("\n\n")
     repository = ADDRESSES["repository"]

@@ -14,7 +14,7 @@ from loopax._src.command.machine import machine
 from loopax._src.command.measure import Measurement, measure
 from loopax._src.command.programs import programs
 from loopax._src.command.sizes import DEVICE, PROCESSOR
-from loopax._src.command.table import show_table
+from loopax._src.command.table import numbers, show_table, used_columns
 from loopax._src.extras import optional
 
 HEADERS = ["library", "ms", "x loopax", "temporary MiB", "compile s", "steps/s", "note"]
@@ -39,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def columns(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows, without columns in which nothing stands."""
-    table = [cells(row) for row in rows]
-    used = [i for i in range(len(HEADERS)) if any(line[i] for line in table)]
-    return [HEADERS[i] for i in used], [[line[i] for i in used] for line in table]
+    return used_columns(HEADERS, [cells(row) for row in rows])
 
 
 def cells(row: Measurement) -> list[str]:
@@ -53,7 +51,7 @@ def cells(row: Measurement) -> list[str]:
         (row.compile_seconds, ".2f"),
         (row.steps_per_second, ".2g"),
     ]
-    return [row.library, *("" if value is None else format(value, how) for value, how in values), row.note]
+    return [row.library, *numbers(values), row.note]
 
 
 def as_json(measured: Sequence[Measurement]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from loopax._src.command.device_flags import DEFAULT
 from loopax._src.command.device_report import Record, Report
+from loopax._src.command.table import numbers, used_columns
 
 Row = dict[str, Any]
 COLUMNS = ["program", "x first row", "ms", "us a step", "temporary MiB", "compile s", "note"]
@@ -28,9 +29,7 @@ def page(report: Report) -> str:
 
 def columns(record: Record) -> tuple[list[str], list[list[str]]]:
     """Return the headers and the rows of a record, without columns in which nothing stands."""
-    table = [_cells(row) for row in record["rows"]]
-    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in table)]
-    return [COLUMNS[i] for i in used], [[line[i] for i in used] for line in table]
+    return used_columns(COLUMNS, [_cells(row) for row in record["rows"]])
 
 
 def _cells(row: Row) -> list[str]:
@@ -42,7 +41,7 @@ def _cells(row: Row) -> list[str]:
         (row["temporary_mib"], ".2f"),
         (row["compile_seconds"], ".2f"),
     ]
-    return [row["library"], *("" if value is None else format(value, how) for value, how in values), row["note"]]
+    return [row["library"], *numbers(values), row["note"]]
 
 
 # ---- sections

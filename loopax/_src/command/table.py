@@ -31,6 +31,17 @@ def as_text(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], n
     return "\n".join([title, "", *map(text, lines)])
 
 
+def used_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and the rows without columns in which nothing stands."""
+    used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
+    return [headers[i] for i in used], [[row[i] for i in used] for row in rows]
+
+
+def numbers(values: Sequence[tuple[float | None, str]]) -> list[str]:
+    """Return each number in its format; nothing for None."""
+    return ["" if value is None else format(value, how) for value, how in values]
+
+
 def _with_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str]) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import loopax as lx
-from loopax._src.command.bodies import Body, perceptron, sines, two_flops
+from loopax._src.command.bodies import Body
 from loopax._src.command.measure import Contender, Program
 from loopax._src.command.sizes import Sizes
 
@@ -31,26 +31,6 @@ def gradient(body: Callable[[], Body], sizes: Sizes) -> Program:
     programs |= {f"lax.scan, static n, unroll={k}": _scanned(step, n, k) for k in UNROLLS}
     gradients = {name: jax.grad(_summed(program)) for name, program in programs.items()}
     return _program(f"{name}, gradient, {n} steps", gradients, start, n)
-
-
-def small_body(sizes: Sizes) -> Program:
-    """Return the loop of two flops."""
-    return forward(two_flops, sizes)
-
-
-def vector_body(sizes: Sizes) -> Program:
-    """Return the loop of 64 sines."""
-    return forward(sines, sizes)
-
-
-def matrix_body(sizes: Sizes) -> Program:
-    """Return the loop of a small network."""
-    return forward(perceptron, sizes)
-
-
-def small_gradient(sizes: Sizes) -> Program:
-    """Return the gradient of the loop of two flops."""
-    return gradient(two_flops, sizes)
 
 
 def _counted(step: Callable[[Array], Array], unroll: int, **options: Any) -> Callable[..., Array]:

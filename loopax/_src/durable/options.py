@@ -3,16 +3,15 @@
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from os import PathLike
-from typing import Any, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple, Required
 
-from jax import Array
 from jax.core import Tracer
 from jax.tree_util import tree_leaves
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.directory import Directory, open_directory
 from loopax._src.durable.pace import Every, checkpoint_every
-from loopax._src.frontend.options import Options, options
+from loopax._src.frontend.options import CommonOptions, Options, options
 from loopax._src.jax_internals import is_tracing
 from loopax._src.kinds import Lax
 from loopax._src.lanes import Lockstep
@@ -20,18 +19,14 @@ from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static_args import an_int, int_within
 
 
-class DurableOptions(TypedDict, total=False):
-    """The options of all durable loops as users write them, for type checkers, apart from `info`."""
+class DurableOptions(CommonOptions, total=False):
+    """The options of durable loops."""
 
     directory: Required[str | PathLike[str]]
     checkpoint_every: int | float | timedelta
     keep: int
     resume: str
     chunk_steps: int | None
-    max_steps: int | None
-    key: Array | None
-    throw: bool
-    progress: ProgressLike
 
 
 class Durability(NamedTuple):

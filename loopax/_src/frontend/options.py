@@ -49,15 +49,20 @@ _THROW = Why(
 _INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
 
 
-class LoopOptions(TypedDict, total=False):
-    """The options of all loops as users write them, for type checkers, apart from `info`."""
+class CommonOptions(TypedDict, total=False):
+    """The options of all loops, durable ones too, as users write them, for type checkers, apart from `info`."""
 
     max_steps: int | None
-    kind: KindLike
-    lanes: LanesLike
     key: Array | None
     throw: bool
     progress: ProgressLike
+
+
+class LoopOptions(CommonOptions, total=False):
+    """The options of `while_loop`, `fori_loop` and `scan`."""
+
+    kind: KindLike
+    lanes: LanesLike
 
 
 @dataclass(frozen=True)

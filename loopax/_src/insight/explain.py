@@ -37,7 +37,7 @@ class Explanation:
     forward_bytes
         The predicted temporary memory of the function, in bytes, as the compiler counts it.
     gradient_bytes
-        The same for the gradient. None: there is no gradient.
+        The predicted temporary memory of the gradient, in bytes. None: there is no gradient.
     problem
         Why there is no gradient; empty if there is one.
 

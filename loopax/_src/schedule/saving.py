@@ -95,7 +95,7 @@ class Blocks(Saving):
 
     @property
     def without_recorded(self) -> "Blocks":
-        """The same blocks for the steps whose residuals are not stored."""
+        """These blocks, for the steps whose residuals are not stored."""
         return replace(self, recorded=0)
 
     def room(self, num_steps: int) -> int:

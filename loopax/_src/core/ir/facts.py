@@ -58,7 +58,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoopFacts:
-    """What is known of a loop whose gradient is taken.
+    """The facts of a loop whose gradient is taken.
 
     The sizes include batches that `jax.vmap` makes inside the gradient.
 

@@ -64,7 +64,7 @@ class Kind(ABC):
         Parameters
         ----------
         loop
-            What is known of the loop: the bound, the length, and, on demand, the sizes and the cost of a step.
+            The facts of the loop: the bound, the length, and, on demand, the sizes and the cost of a step.
 
         Returns
         -------
