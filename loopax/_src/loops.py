@@ -1,37 +1,29 @@
 """The three loops."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
-import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Int, PyTree
 
-from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
-from loopax._src.frontend.extent import Extent, fori_extent, while_extent
+from loopax._src.frontend.extent import fori_extent, while_extent
 from loopax._src.frontend.limits import Limits
 from loopax._src.frontend.options import LoopOptions
-from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, take_references
-from loopax._src.frontend.run import Finished, LoopSpec, run
-from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.frontend.references import take_references
+from loopax._src.frontend.run import finish, loop_spec_of, run
+from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import (
-    always,
     fori_index,
     fori_step,
     functions_of_step,
-    scan_rows,
-    scan_step,
     step_back,
     while_step,
-    within_length,
 )
 from loopax._src.function_names import Called
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
-from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.types import LoopInfo
 
@@ -161,8 +153,8 @@ def while_loop(
     spec, keys = ("while_loop", options.key_spec), functions_of_step(options, *functions)
     step = tracing.Step(call, "body_fun of while_loop", keys, spec, called, step_back(options))
     extent = while_extent(options.max_steps)
-    done = run(step, _loop_spec(options, extent, body_fun), options.extras, init_val, None, goes_on)
-    carry, _, loop_info = _finish(options, extent, done)
+    done = run(step, loop_spec_of(options, extent, body_fun), options.extras, init_val, None, goes_on)
+    carry, _, loop_info = finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
 
@@ -274,9 +266,9 @@ def fori_loop(
     back = step_back(options, partial(fori_index, is_weak=is_weak))
     keys = functions_of_step(options, body_fun)
     step = tracing.Step(call, "body_fun of fori_loop", keys, spec, called, back)
-    loop_spec = _loop_spec(options, extent, body_fun, unroll=unroll)
+    loop_spec = loop_spec_of(options, extent, body_fun, unroll=unroll)
     done = run(step, loop_spec, [first, *options.extras], init_val, None, None)
-    carry, _, loop_info = _finish(options, extent, done)
+    carry, _, loop_info = finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
 
@@ -404,89 +396,3 @@ def scan(
     body = ScanBody(arguments.SCAN, f, stop, functions, back=step_back(options, has_rows=True))
     result, loop_info = run_scan(body, options, loop_spec, init, xs, references)
     return options.with_info(result, loop_info)
-
-
-class ScanBody(NamedTuple):
-    """What a scan repeats."""
-
-    words: arguments.Words
-    f: Callable[..., tuple[Any, Any]]
-    stop: Callable[[Any, Any], Any] | None
-    functions: tuple[Any, ...]  # the user's, for which it is traced once
-    options: Hashable = ()  # what else it depends on
-    parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
-    back: tracing.StepBack | None = None  # what the kind brings to walk back
-
-
-def scan_spec(
-    words: arguments.Words,
-    options: arguments.Options,
-    f: Any,
-    stop: Any,
-    xs: PyTree[Any],
-    length: Any,
-    reverse: Any,
-    unroll: Any,
-) -> LoopSpec:
-    """Which rows a scan walks and how; an error where an argument does not fit."""
-    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
-    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stop is not None)
-    return _loop_spec(options, extent, f, reverse, unroll)
-
-
-def _loop_spec(
-    options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
-) -> LoopSpec:
-    reporter = options.reporter(function)
-    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, options.throw, reporter)
-
-
-def run_scan(
-    body: ScanBody,
-    options: arguments.Options,
-    loop_spec: LoopSpec,
-    init: PyTree[Any],
-    xs: PyTree[Any],
-    references: ReferenceRows = NO_REFERENCES,
-) -> tuple[tuple[Any, Any], LoopInfo]:
-    """A scan, by whatever name the user has called it; `references` are those whose values are among xs."""
-    words, f, stop = body[:3]
-    extent = loop_spec.extent
-    call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
-    is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
-    spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
-    called = Called(words.name, body.functions, body.parameters)
-    keys = functions_of_step(options, *body.functions)
-    extras, goes_on = options.extras, None if stop is None else always
-    if is_counted:
-        call, extras, goes_on = (
-            within_length(call, loop_spec.reverse),
-            [extent.high, *extras],
-            lambda _: extent.high > 0,
-        )
-        called = called._replace(extras=("length", "key"))
-    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, body.back)
-    done = run(step, loop_spec, extras, init, xs, goes_on, references)
-    carry, ys, loop_info = _finish(options, extent, done)
-    return (carry, ys), loop_info
-
-
-def _finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[Any, Any, LoopInfo]:
-    """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
-    over, goes_on = extent.over_limit, done.goes_on
-    if over is True and goes_on is None and options.throw:
-        raise ValueError(arguments.limit_message(options.name, options.max_steps))
-    reached = over if goes_on is None or over is False else over & goes_on
-    checks, call = list(done.checks), f"loopax.{options.name}"
-    if not options.throw:
-        for check in extent.checks:
-            reached = reached | check.failed
-    if options.throw:
-        checks += extent.checks
-        if reached is not False:
-            checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
-        if options.key_data is not None and extent.bound is None:
-            checks.append(Check.of(call, done.num_steps >= MOST_STEPS, arguments.OUT_OF_KEYS))
-    result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
-    carry, ys, loop_info = settle(result, checks)
-    return done.hand_over(carry), thaw(ys), loop_info

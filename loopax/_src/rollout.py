@@ -11,12 +11,12 @@ from jaxtyping import Array, Int, PyTree
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
+from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import step_back
 from loopax._src.frontend.trace import StepBack
 from loopax._src.history import History
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
-from loopax._src.loops import ScanBody, run_scan, scan_spec
 from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike

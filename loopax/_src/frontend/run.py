@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from loopax._src import core
 from loopax._src.core.jaxpr.nan import nan_if
-from loopax._src.core.jaxpr.util import split_list
+from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
+from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, refuse_references_in
@@ -23,6 +24,7 @@ from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes, take_back
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import Spec, match_carry, pack, restore_weak
+from loopax._src.pytrees.types import LoopInfo
 
 # The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
 _INITIAL = {"scan": "scan(init=...)", "rollout": "rollout"}
@@ -191,3 +193,32 @@ def _pad(y: jax.Array, rows: int) -> jax.Array:
     """Zero rows for those beyond a static bound below the capacity."""
     missing = rows - y.shape[0]
     return jnp.pad(y, [(0, missing), *[(0, 0)] * (y.ndim - 1)]) if missing else y
+
+
+def loop_spec_of(
+    options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
+) -> LoopSpec:
+    """The rows that a loop walks, and how, from what the user has given."""
+    reporter = options.reporter(function)
+    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, options.throw, reporter)
+
+
+def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[Any, Any, LoopInfo]:
+    """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
+    over, goes_on = extent.over_limit, done.goes_on
+    if over is True and goes_on is None and options.throw:
+        raise ValueError(arguments.limit_message(options.name, options.max_steps))
+    reached = over if goes_on is None or over is False else over & goes_on
+    checks, call = list(done.checks), f"loopax.{options.name}"
+    if not options.throw:
+        for check in extent.checks:
+            reached = reached | check.failed
+    if options.throw:
+        checks += extent.checks
+        if reached is not False:
+            checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
+        if options.key_data is not None and extent.bound is None:
+            checks.append(Check.of(call, done.num_steps >= MOST_STEPS, arguments.OUT_OF_KEYS))
+    result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
+    carry, ys, loop_info = settle(result, checks)
+    return done.hand_over(carry), thaw(ys), loop_info
