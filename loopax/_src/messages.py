@@ -115,6 +115,16 @@ def lanes_stream_message(loops: int) -> str:
     return f"{_one_loop('lanes_stream', loops)}. Items without a loop need no lanes: `jax.vmap` takes as long for each."
 
 
+def mixed_items_message(caller: str, primitive: str) -> str:
+    """An item's result would depend on the items that happen to be in other lanes."""
+    return (
+        f"{caller}(f, ...): f calls {primitive}, which computes for a lane from other lanes, so an item's result would "
+        "depend on which items are in other lanes. (JAX draws for all lanes of a batch with the key of one, where keys "
+        "are of the PRNGs rbg and unsafe_rbg. The rule of a jax.custom_batching.custom_vmap may do so, too.) Draw with keys of threefry (`jax.random.key(seed, impl='threefry2x32')`), or use `jax.lax.map(f, xs)`, "
+        "which takes one item after another."
+    )
+
+
 def _one_loop(caller: str, loops: int) -> str:
     found = "none" if loops == 0 else str(loops)
     return (

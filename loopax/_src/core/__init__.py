@@ -12,6 +12,7 @@ from loopax._src.core.ir.kind import Asked, Derivative, Kind
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
+from loopax._src.core.jaxpr.mixed_lanes import mixing_primitive
 from loopax._src.core.programs.nested_lanes import run_free
 from loopax._src.core.programs.queue_chunks import ItemRows, queue_for, run_chunk
 from loopax._src.core.programs.work_queue import NO_ITEM, run_queue
@@ -43,6 +44,7 @@ __all__ = [
     "Reporting",
     "StepFacts",
     "Storage",
+    "mixing_primitive",
     "queue_for",
     "rules",
     "run",

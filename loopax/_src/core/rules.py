@@ -37,10 +37,17 @@ from loopax._src.core.batching.compact.primitive import (
 from loopax._src.core.batching.loop import batch_loop
 from loopax._src.core.batching.sweep import batch_sweep
 from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
-from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p, sweep_abstract_eval, sweep_dependence
+from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_mixed_operands, loop_p
+from loopax._src.core.ir.reverse_sweep import (
+    ReverseSweep,
+    reverse_sweep_p,
+    sweep_abstract_eval,
+    sweep_dependence,
+    sweep_mixed_operands,
+)
 from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.dataflow import dependence_rules
+from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands
 from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
@@ -62,6 +69,7 @@ register(
     batch=batch_loop,
 )
 dependence_rules[loop_p] = loop_dependence
+mixed_operands[loop_p] = loop_mixed_operands
 guards[loop_p] = guard_loop
 step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
@@ -81,6 +89,7 @@ register(
     batch=batch_sweep,
 )
 dependence_rules[reverse_sweep_p] = sweep_dependence
+mixed_operands[reverse_sweep_p] = sweep_mixed_operands
 guards[reverse_sweep_p] = guard_sweep
 step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
@@ -99,4 +108,5 @@ register(
     batch=join_batches,
 )
 dependence_rules[compact_vmap_p] = compact_vmap_dependence
+mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = guard_compact_vmap

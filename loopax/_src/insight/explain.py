@@ -195,6 +195,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         tuple(advice_for(found, stored)),
         tuple(map(_explained, found.inner)),
         debug_info.branch if debug_info else "",
+        debug_info.mixed_by if debug_info else "",
     )
 
 

@@ -82,6 +82,9 @@ class LoopExplanation:
         What makes the loop slow, and which line to change.
     inner
         The loops in the body.
+    mixed_by
+        The primitive that computes for a lane from other lanes. Lanes then run in lockstep, whatever `lanes` says.
+        Empty if there is none, or if lanes run as `lanes` says.
 
     """
 
@@ -101,6 +104,7 @@ class LoopExplanation:
     warnings: tuple[Advice, ...]
     inner: tuple["LoopExplanation", ...]
     branch: str = ""
+    mixed_by: str = ""
 
     def walk(self) -> Iterator["LoopExplanation"]:
         """Iterate over this loop and the loops in its body."""

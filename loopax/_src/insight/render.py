@@ -113,6 +113,8 @@ def _steps(loop: LoopExplanation) -> str:
 
 def _lanes(loop: LoopExplanation) -> str:
     given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
+    if loop.mixed_by:
+        given += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
     return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
 
 

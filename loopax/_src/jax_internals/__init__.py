@@ -23,6 +23,7 @@ from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, comm
 from loopax._src.jax_internals.effects import happens, undifferentiable_effects
 from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
+from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
 from loopax._src.jax_internals.operations import (
     is_addition,
     is_cast,
@@ -123,6 +124,7 @@ __all__ = [
     "While",
     "ad",
     "argument_names",
+    "axis_after",
     "axis_arguments",
     "axis_of_index",
     "batched_outputs",
@@ -135,7 +137,9 @@ __all__ = [
     "communicates_over",
     "contracted_size",
     "convolved_size",
+    "custom_vmap_rule",
     "dce",
+    "draws_for_all_lanes",
     "equation_context",
     "evaluate_partially",
     "fits",

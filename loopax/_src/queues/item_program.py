@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src.core import mixing_primitive
 from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.frontend.runtime_checks import collecting
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import ClosedJaxpr, open_constants
+from loopax._src.messages import mixed_items_message
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import Spec, pack
@@ -49,4 +51,6 @@ def item_program(caller: str, f: Callable[[Any], Any], item: Spec, function: Spe
     called.name_in_errors(flat, names)
     program, shared = open_constants(jax.make_jaxpr(flat)(*of_function, *item.avals))
     refuse_closed_over(f"f of {caller}", shared, "Return what f would write")
+    if primitive := mixing_primitive(program):
+        raise NotImplementedError(mixed_items_message(caller, primitive))
     return ItemProgram(program, list(shared), found["spec"], found["messages"])

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from math import log
 from typing import Any
 
-from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne
+from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne, Stages
 from loopax._src.core.jaxpr.cost import StepCost, step_cost
+from loopax._src.core.jaxpr.mixed_lanes import mixing_primitive
 from loopax._src.jax_internals import ClosedJaxpr
 
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
 
 
 def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> HowLanesRun:
-    """How a batch of so many lanes runs; what is no choice is as it is."""
+    """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together."""
+    if kept_together(how, body):
+        return None
     if not isinstance(how, Choice):
         return how
     if not isinstance(lanes, int) or lanes < 2:
@@ -27,6 +30,11 @@ def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> 
     if how.alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
         return OneByOne()
     return how.stages if len(sizes) > 1 and not cost.is_cheap else None
+
+
+def kept_together(how: HowLanesRun, body: ClosedJaxpr) -> str:
+    """The primitive for which no lane may leave a batch: other lanes see it. Empty if lanes may leave, or never do."""
+    return mixing_primitive(body) or "" if isinstance(how, Stages | Choice) else ""
 
 
 def _in_batch(cost: StepCost, sizes: Sequence[int]) -> float:

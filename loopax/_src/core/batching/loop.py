@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loopax._src.core.batching.choice import chosen
+from loopax._src.core.batching.choice import chosen, kept_together
 from loopax._src.core.batching.compact.loop import LOOPS
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes, takes_any_step
@@ -55,7 +55,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     batched = map_leaves(lambda d: d is not None, mapped)
     outputs = _batched_outputs(loop, axis_data, batched)
     differ = any(windows) or (loop.predicated and outputs.carry[0])
-    loop = loop._replace(stages=chosen(loop.stages, loop.body, loop.num_consts, axis.size)) if differ else loop
+    loop = _as_chosen(loop, axis) if differ else loop
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if isinstance(loop.stages, OneByOne) and axis.size:
         axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
@@ -68,6 +68,13 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         )
     out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
     return out.leaves, result_axes(loop, None, None, outputs).leaves
+
+
+def _as_chosen(loop: Loop, axis: Axis) -> Loop:
+    """The loop with the way in which its lanes run, and why that is not what was asked for."""
+    mixing = kept_together(loop.stages, loop.body)
+    debug_info = loop.debug_info.mixed(mixing) if loop.debug_info and mixing else loop.debug_info
+    return loop._replace(stages=chosen(loop.stages, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
 
 
 def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:

@@ -15,6 +15,7 @@ from jax import lax
 
 from loopax._src.core.effects.guard import guarded
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
+from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.properties import is_arithmetic
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
@@ -110,11 +111,17 @@ def when_filled(body: ClosedJaxpr) -> When:
 def filled_operands(
     body: ClosedJaxpr, consts: Sequence[bool], num_carry: int, rest: Sequence[bool]
 ) -> tuple[Mask, Mask]:
-    """Which constants, and which other operands, of a body finished lanes do not read of their own."""
+    """Which constants, and which other operands, of a body finished lanes do not read of their own.
+
+    What other lanes see of a lane is its own: the key from which JAX draws for all lanes (`jaxpr/mixed_lanes.py`).
+    """
     carry = range(1 + len(consts), 1 + len(consts) + num_carry)
     own = either(accumulators(body, carry), buffers(body, carry))
-    read = read_only(body, range(1, carry.start))
-    return tuple(b and not in_rows for b, in_rows in zip(consts, read, strict=True)), (*invert(own), *rest)
+    own_consts = read_only(body, range(1, carry.start))
+    own = either((*own_consts, *own, *invert(rest)), mixed_inputs(body)[1:])
+    filled = zip((*consts, *(True,) * num_carry, *rest), own, strict=True)
+    filled_consts, others = split_list((is_batched and not is_own for is_batched, is_own in filled), [len(consts)])
+    return tuple(filled_consts), tuple(others)
 
 
 def lanes_body(

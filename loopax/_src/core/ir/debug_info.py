@@ -52,10 +52,15 @@ class DebugInfo:
     most_steps: int | None = None  # of the call, from which a kind may make several loops
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
     branch: str = ""  # of a `cond` or a `switch`: the function of the user's
+    mixed_by: str = ""  # the primitive that mixes lanes, for which a batch is in lockstep that would not be
 
     def renamed(self, names: Names) -> "DebugInfo":
         """Give the operands and results other names."""
         return replace(self, names=names)
+
+    def mixed(self, primitive: str) -> "DebugInfo":
+        """A batch in which lanes are mixed."""
+        return replace(self, mixed_by=primitive)
 
     def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "DebugInfo":
         """A batch that waits for its slowest lane, with so many more constants and leaves of the carry in front."""

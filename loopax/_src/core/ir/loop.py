@@ -28,6 +28,7 @@ from loopax._src.core.ir.lane_stages import HowLanesRun
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
+from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import (
     INDEX,
@@ -315,3 +316,9 @@ def loop_dependence(eqn: Any) -> list[int]:
     everywhere = low | high | (carry[0] if loop.predicated else 0)
     ys = [union(ends, bits) for bits in needed.ys]
     return [everywhere | bits for bits in loop.results_from(0, LoopOutputs(carry, ys), 0).leaves]
+
+
+def loop_mixed_operands(eqn: Any) -> list[bool]:
+    """Which operands flow into what mixes lanes in the body."""
+    loop = Loop(**eqn.params)
+    return [False, False, *mixed_inputs_of_steps(loop.body, loop.carry_range)[1:]]

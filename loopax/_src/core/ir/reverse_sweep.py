@@ -29,6 +29,8 @@ from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
+from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
+from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
@@ -260,3 +262,11 @@ def sweep_dependence(eqn: Any) -> list[int]:
     ends = [0, *sweep.backward_inputs(inputs)]
     ys = [union(ends, bits) for bits in needed.ys]
     return [low | high | checkpoint_rows | bits for bits in (*inputs.carry, *ys)]
+
+
+def sweep_mixed_operands(eqn: Any) -> list[bool]:
+    """Which operands flow into what mixes lanes in the step, whose carry and state go from step to step."""
+    sweep = ReverseSweep(**eqn.params)
+    carried = range(sweep.carry_range.start, sweep.carry_range.stop + sweep.num_state)
+    inputs = sweep.of_backward(mixed_inputs_of_steps(sweep.step, carried)[1:])
+    return [False, False, False, *flatten(SweepOperands.of(inputs))]
