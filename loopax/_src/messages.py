@@ -120,8 +120,9 @@ def mixed_items_message(caller: str, primitive: str) -> str:
     return (
         f"{caller}(f, ...): f calls {primitive}, which computes for a lane from other lanes, so an item's result would "
         "depend on which items are in other lanes. (JAX draws for all lanes of a batch with the key of one, where keys "
-        "are of the PRNGs rbg and unsafe_rbg. The rule of a jax.custom_batching.custom_vmap may do so, too.) Draw with keys of threefry (`jax.random.key(seed, impl='threefry2x32')`), or use `jax.lax.map(f, xs)`, "
-        "which takes one item after another."
+        "are of the PRNGs rbg and unsafe_rbg. The rule of a jax.custom_batching.custom_vmap may do so, too.) Draw with "
+        "keys of threefry (`jax.random.key(seed, impl='threefry2x32')`), or use `jax.lax.map(f, xs)`, which takes one "
+        "item after another."
     )
 
 
