@@ -188,3 +188,41 @@ def test_linearize_through_a_while_loop_of_lax(kind):
     linear = jax.jit(lambda x: jax.linearize(f, x)[1](1.0))
     assert log.of(linear, 1.0) == forward
     assert np.allclose(linear(1.0), jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1])(1.0))
+
+
+# ---- effects of what returns its operand as it came, in which nothing of a derivative is left but the effect
+
+
+def tripled_gradient(x):
+    marked = jax.custom_jvp(lambda x: x)
+    marked.defjvp(lambda primals, dots: (primals[0], 3.0 * dots[0]))
+    return marked(x)
+
+
+UNCHANGED = {
+    "cond": lambda log, x: lx.cond(x > 0, log, lambda x: x, x),
+    "loop": lambda log, x: lx.fori_loop(0, 1, lambda i, x: log(x), x),
+    "traced length": lambda log, x: lx.fori_loop(0, jnp.int32(x > 0), lambda i, x: log(x), x),
+    "loop in a loop": lambda log, x: lx.fori_loop(0, 1, lambda i, x: lx.fori_loop(0, 1, lambda i, x: log(x), x), x),
+    "empty carry": lambda log, x: (lx.fori_loop(0, 1, lambda i, c: (log(x), c)[1], ()), x)[1],
+    "other derivative": lambda log, x: lx.fori_loop(0, 1, lambda i, x: tripled_gradient(log(x)), x),
+}
+
+
+@pytest.mark.parametrize("how", UNCHANGED)
+@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
+def test_where_the_operand_is_returned_unchanged(kind, how):
+    log = Log()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: 2.0 * UNCHANGED[how](log, x), x, max_steps=4, kind=kind)
+    both = jax.jit(jax.value_and_grad(f))
+    assert log.of(both, 1.0, 3) == [1.0, 2.0, 4.0]
+    assert both(1.0, 3) == (8.0, 216.0 if how == "other derivative" else 8.0)
+    assert log.of(jax.jit(jax.vmap(jax.grad(f))), np.array([1.0, 10.0]), np.array([1, 2])) == [1.0, 10.0, 20.0]
+
+
+@pytest.mark.parametrize("how", ["cond", "loop"])
+def test_where_the_operand_is_returned_unchanged_in_other_derivatives(how):
+    log = Log()
+    f = lambda x: lx.fori_loop(0, 3, lambda i, x: 2.0 * UNCHANGED[how](log, x), x)
+    for derivative in (lambda x: jax.linearize(f, x)[1](1.0), jax.hessian(f), jax.grad(jax.grad(f))):
+        assert log.of(jax.jit(derivative), 1.0) == [1.0, 2.0, 4.0]

@@ -20,6 +20,7 @@ from loopax._src.core.masking.substitute import filled_in_derivatives
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
+    happens,
     is_known,
     jaxpr_as_fun,
     known_value,
@@ -92,7 +93,8 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
     No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
     known carry of each step: from checkpoints, as rows, or as residuals, as `loop.storage` says. The whole loop is
-    staged if its number of steps is unknown, if all its results are unknown, or if no operand is.
+    staged if its number of steps is unknown, if all its results are unknown and nothing happens on the way (a loop that
+    returns its carry unchanged may print), or if no operand is.
     """
     loop = Loop(**params)
     low, high, *unknown = (not is_known(t) for t in tracers)
@@ -101,7 +103,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     masks = map_leaves(bool, loop.inputs(unknown))
     loop = planned(loop, masks)
     parts = partial_eval(loop, masks)
-    nothing_known = all(flatten(parts.unknown_outputs))
+    nothing_known = all(flatten(parts.unknown_outputs)) and not happens(parts.known.body.effects)
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
