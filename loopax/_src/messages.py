@@ -17,11 +17,27 @@ def effects_message(effects: Sequence[Any]) -> str:
 
 def collective_message(axis_name: Any) -> str:
     """A batched loop whose lanes stop at different steps communicates over the batch."""
+    return _collective_message(
+        axis_name,
+        "its lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
+        "the same number of steps and mask inside the body",
+    )
+
+
+def sequential_collective_message(axis_name: Any) -> str:
+    """A batched loop whose lanes run one after another communicates over the batch."""
+    return _collective_message(
+        axis_name,
+        "its lanes run one after another: the others have nothing to contribute yet. Give all lanes the same number of "
+        'steps and write lanes="lockstep"',
+    )
+
+
+def _collective_message(axis_name: Any, why: str) -> str:
     return (
-        f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but its "
-        "lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
-        "the same number of steps and mask inside the body, or move the collective out of the loop. A lane's own place "
-        "(`jax.lax.axis_index`) can be taken in the body itself, but not in a `jit` or `cond` there."
+        f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but {why}, "
+        "or move the collective out of the loop. A lane's own place (`jax.lax.axis_index`) can be taken in the body "
+        "itself, but not in a `jit` or `cond` there."
     )
 
 

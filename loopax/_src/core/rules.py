@@ -47,6 +47,7 @@ from loopax._src.core.ir.reverse_sweep import (
 )
 from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.dataflow import dependence_rules
+from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands
 from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.lowering.loop import evaluate_loop
@@ -66,7 +67,7 @@ register(
     partial_eval_custom=loop_partial_eval_custom,
     rematerialize=evaluate_again(loop_p),
     dce=loop_dce,
-    batch=batch_loop,
+    batch=batch_if_mapped(loop_p, batch_loop),
 )
 dependence_rules[loop_p] = loop_dependence
 mixed_operands[loop_p] = loop_mixed_operands
@@ -86,7 +87,7 @@ register(
     partial_eval_custom=sweep_partial_eval_custom,
     rematerialize=evaluate_again(reverse_sweep_p),
     dce=sweep_dce,
-    batch=batch_sweep,
+    batch=batch_if_mapped(reverse_sweep_p, batch_sweep),
 )
 dependence_rules[reverse_sweep_p] = sweep_dependence
 mixed_operands[reverse_sweep_p] = sweep_mixed_operands
@@ -105,7 +106,7 @@ register(
     partial_eval=compact_vmap_partial_eval,
     partial_eval_custom=compact_vmap_partial_eval_custom,
     rematerialize=evaluate_again(compact_vmap_p),
-    batch=join_batches,
+    batch=batch_if_mapped(compact_vmap_p, join_batches),
 )
 dependence_rules[compact_vmap_p] = compact_vmap_dependence
 mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)

@@ -19,7 +19,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad
 
-from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
+from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis
 from loopax._src.jax_internals.effects import happens, undifferentiable_effects
 from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
@@ -187,7 +187,6 @@ __all__ = [
     "mesh_axis",
     "moves",
     "name_in_errors",
-    "names_axis",
     "new_primitive",
     "of_weak_type",
     "on_mesh",

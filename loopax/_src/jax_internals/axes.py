@@ -24,13 +24,8 @@ def mesh_axis(axis_data: Any) -> Any:
     return axis_data.explicit_mesh_axis
 
 
-def names_axis(closed: ClosedJaxpr, axis_name: Any) -> bool:
-    """Whether a jaxpr has the effect of communicating over this mapped axis (`NamedAxisEffect` is not public)."""
-    return any(isinstance(e, _core.NamedAxisEffect) and e.name == axis_name for e in closed.effects)
-
-
 def communicates_over(eqn: Any) -> frozenset[Any]:
-    """The mapped axes, also of a `shard_map`, over which an equation communicates."""
+    """The mapped axes, also of a `shard_map`, over which an equation communicates (`NamedAxisEffect` is not public)."""
     axes = {e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect)}
     if eqn.primitive.name in ("ppermute", "pbroadcast"):  # before JAX 0.12 they say so in their parameters only
         names = eqn.params["axis_name"]

@@ -36,6 +36,7 @@ from loopax._src.core.ir.reverse_sweep import (
 from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.jaxpr.util import (
@@ -390,6 +391,6 @@ register(
     jvp=jvp_expanded(_whole),
     linearize=linearize_expanded(_whole),
     transpose=_transpose,
-    batch=batch_expanded(linear_sweep_p, _whole),
+    batch=batch_if_mapped(linear_sweep_p, batch_expanded(_whole)),
 )
 step_limits[linear_sweep_p] = lambda eqn: (LinearSweep(**eqn.params).bound, False)

@@ -24,6 +24,7 @@ from loopax._src.core.ir.linear_loop import (
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.operand_groups import (
     Groups,
     flatten,
@@ -211,6 +212,6 @@ register(
     jvp=jvp_expanded(whole_loop),
     linearize=linearize_expanded(whole_loop),
     transpose=_transpose,
-    batch=batch_expanded(linear_loop_p, whole_loop),
+    batch=batch_if_mapped(linear_loop_p, batch_expanded(whole_loop)),
 )
 step_limits[linear_loop_p] = lambda eqn: (LinearLoop(**eqn.params).bound, False)

@@ -15,7 +15,7 @@ from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import INDEX, Mask, collective_over, merge_lists, reject, select, split_list, trace
 from loopax._src.jax_internals import ClosedJaxpr
-from loopax._src.messages import collective_message, symbolic_lanes_message
+from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
 
 def run_sequentially(
@@ -34,7 +34,7 @@ def run_sequentially(
     """
     refuse_sharded_lanes(axis)
     if collective_over(body, axis.name):
-        raise NotImplementedError(collective_message(axis.name))
+        raise NotImplementedError(sequential_collective_message(axis.name))
     if not isinstance(axis.size, int):
         raise NotImplementedError(symbolic_lanes_message(axis.size))
     mapped = is_batched(dims)

@@ -34,7 +34,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
     uniform_body,
 )
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
-from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, collective_over, either, weakly_cached
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -57,7 +57,7 @@ def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -
 
 
 # Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
-_save_again = batch_expanded(reverse_sweep_p, _without_saved)
+_save_again = batch_expanded(_without_saved)
 
 
 def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -73,7 +73,7 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     *windows, is_saved_apart = is_batched(dims[:3])
     windows = tuple(windows)
     mapped = sweep.operands(dims[3:])
-    batched, ys = _batched(sweep, map_leaves(lambda d: d is not None, mapped), any(windows))
+    batched, ys = _batched(sweep, axis, map_leaves(lambda d: d is not None, mapped), any(windows))
     if any(windows):
         sweep = sweep._replace(stages=chosen(sweep.stages, sweep.forward, sweep.num_consts, axis.size))
     if isinstance(sweep.stages, OneByOne) and axis.size:
@@ -98,10 +98,13 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
 
 
-def _batched(sweep: ReverseSweep, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
-    """Which inputs of the bodies, and which ys, have an axis of lanes; all states where lanes walk other rows."""
+def _batched(sweep: ReverseSweep, axis: Axis, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
+    """Which inputs of the bodies, and which ys, have an axis of lanes.
+
+    All that a step computes has one where lanes walk other rows, and where the step may ask for a lane's place.
+    """
     batched, ys = sweep_fixpoint(sweep, mapped.inputs(either(mapped.init, mapped.saved)), typed=False)
-    if not windows_differ:
+    if not windows_differ and not collective_over(sweep.step, axis.name):
         return batched, ys
     everything = batched._replace(state=(True,) * len(batched.state), carry=(True,) * len(batched.carry))
     return everything, (True,) * len(ys)

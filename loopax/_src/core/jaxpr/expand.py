@@ -9,7 +9,6 @@ import jax
 from loopax._src.core.jaxpr.util import merge_lists, of_selected, reject, select, split_list, trace
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Primitive,
     ad,
     axis_arguments,
     is_nonzero,
@@ -18,13 +17,10 @@ from loopax._src.jax_internals import (
 )
 
 
-def batch_expanded(primitive: Primitive, function: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """A batching rule: `jax.vmap` of the expansion. Results have lanes in front, unless no operand has any."""
+def batch_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """A batching rule: `jax.vmap` of the expansion. Results have lanes in front."""
 
     def rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
-        if all(d is None for d in dims):  # JAX asks inside batched control flow
-            outputs = primitive.bind(*operands, **params)
-            return outputs, [None] * len(outputs)
         in_axes = tuple(None if d is None else int(d) for d in dims)
         batched = jax.vmap(lambda *xs: function(*xs, **params), in_axes=in_axes, out_axes=0, **axis_arguments(axis))
         outputs = batched(*operands)

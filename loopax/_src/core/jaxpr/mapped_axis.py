@@ -1,14 +1,14 @@
 """The mapped axis of a batching rule: where it stands in operands, and bodies that are mapped over it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.util import Mask, stacked, trace
-from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, jaxpr_as_fun, mesh_axis
+from loopax._src.core.jaxpr.util import Mask, collective_over, programs_in, stacked, trace
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, axis_arguments, jaxpr_as_fun, mesh_axis
 from loopax._src.messages import sharded_lanes_message
 
 
@@ -64,6 +64,23 @@ def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
         return jax.lax.broadcast_in_dim(x, aval.shape, others, out_sharding=aval.sharding)
     x = jnp.expand_dims(x, to)
     return jnp.broadcast_to(x, (*x.shape[:to], axis.size, *x.shape[to + 1 :]))
+
+
+def batch_if_mapped(primitive: Primitive, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The batching rule of a primitive, but for an equation that is the same for all lanes: it stays as it is.
+
+    JAX asks about every equation of a function that is mapped, also where no operand has lanes. Such an equation
+    depends on lanes only if a program in it communicates over their axis, or asks for a lane's place on it.
+    """
+
+    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
+        name, programs = Axis.of(axis_data).name, programs_in(tuple(params.values()))
+        if any(d is not None for d in dims) or any(collective_over(program, name) for program in programs):
+            return rule(axis_data, operands, dims, **params)
+        outputs = primitive.bind(*operands, **params)
+        return outputs, [None] * len(outputs) if primitive.multiple_results else None
+
+    return batch
 
 
 def is_batched(dims: Sequence[Any]) -> Mask:

@@ -27,7 +27,6 @@ from loopax._src.jax_internals import (
     inlinable,
     is_axis_index,
     is_custom_vjp,
-    names_axis,
     on_mesh,
     replace_jaxpr,
     strong,
@@ -157,16 +156,17 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     """The jaxprs in the parameters of an equation, closed or not."""
-    return chain.from_iterable(map(_programs_in, eqn.params.values()))
+    return programs_in(tuple(eqn.params.values()))
 
 
-def _programs_in(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+def programs_in(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """The jaxprs in a parameter of an equation, or in several of them."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         yield value
     elif (held := held_program(value)) is not None:
         yield held
     elif isinstance(value, tuple | list):
-        yield from chain.from_iterable(map(_programs_in, value))
+        yield from chain.from_iterable(map(programs_in, value))
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
@@ -224,9 +224,12 @@ def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
     return None
 
 
-def collective_over(closed: ClosedJaxpr, axis_name: Any) -> bool:
-    """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it."""
-    return names_axis(closed, axis_name) or collective_in(closed.jaxpr, frozenset([axis_name])) is not None
+def collective_over(program: ClosedJaxpr | Jaxpr, axis_name: Any) -> bool:
+    """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it; None: it has no name."""
+    return axis_name is not None and any(
+        axis_name in communicates_over(eqn) or any(collective_over(inner, axis_name) for inner in inner_programs(eqn))
+        for eqn in program.eqns
+    )
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.expand import batch_expanded
+from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive, register, vary_like
 
@@ -50,7 +51,7 @@ register(
     meaning=_active,
     params=ActiveLanes._fields,
     abstract_eval=_abstract,
-    batch=batch_expanded(active_p, _active),
+    batch=batch_if_mapped(active_p, batch_expanded(_active)),
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs, weakly_cached
 from loopax._src.core.masking.all_active import an_active
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, is_nonzero, register, replace_jaxpr
@@ -151,8 +151,6 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batc
 
     Operands are `active, first, x`; the new axis of lanes is in front of all of them, and of the result.
     """
-    if all(d is None for d in dims):  # JAX asks inside batched control flow
-        return fill_inactive_p.bind(*operands, batch_axes=batch_axes, when=when), None
     axis = Axis.of(axis_data)
     operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
     return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1, when=when), 0
@@ -166,5 +164,5 @@ register(
     jvp=_jvp,
     linearize=_linearize,
     transpose=_transpose,
-    batch=_batch,
+    batch=batch_if_mapped(fill_inactive_p, _batch),
 )

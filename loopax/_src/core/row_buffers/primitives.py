@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from loopax._src.core.jaxpr.dataflow import dependence_rules
-from loopax._src.core.jaxpr.mapped_axis import Axis, fill_axis
+from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.own_primitives import computed
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
@@ -293,15 +293,12 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
     """
 
     def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
-        if all(d is None for d in dims):  # JAX asks inside batched control flow
-            out = primitive.bind(*operands, lanes=lanes, **params)
-            return out, [None] * len(out)
         axis = Axis.of(axis_data)
         operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
         out = primitive.bind(*operands, lanes=lanes + 1, **params)
         return out, [0] * len(out)
 
-    return rule
+    return batch_if_mapped(primitive, rule)
 
 
 # ---- what each does
@@ -313,7 +310,7 @@ register(
     abstract_eval=_abstract_of(_get_where_active),
     linear_in=[0],
     transpose=_transpose_get,
-    batch=_batch_get,
+    batch=batch_if_mapped(get_p, _batch_get),
 )
 register(
     put_p,
