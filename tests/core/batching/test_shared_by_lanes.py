@@ -1,5 +1,7 @@
 """What no lane has of its own: JAX asks for the batching rule of such an equation, too, and it stays as it is."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,7 +23,7 @@ from tests.support.reference import assert_close
 
 XS = jnp.arange(1.0, 4.0)
 COUNTS = jnp.array([2, 0, 3])
-LANES = ["lockstep", "compact", "sequential", "auto"]
+LANES: list[Any] = ["lockstep", "compact", "sequential", "auto"]
 
 
 def power(w, steps=3, **options):
