@@ -205,3 +205,62 @@ def test_the_call_and_its_line(call: str, jit: Any) -> None:
     text = message(jit(f), jnp.array([4]) if jit is eagerly else jnp.int64(4))
     place = rf"{re.escape(HERE)}:\d+ \({re.escape(function)}\): "
     assert re.search(rf"(^|EquinoxRuntimeError: ){re.escape(name)} at {place}{re.escape(problem)}", text)
+
+
+# ---- of kinds, where a derivative is taken: it fails for x = 2
+
+
+def reversible(x: Any) -> Any:
+    return lx.fori_loop(0, 3, lambda i, y: 2 * y, x, kind=lx.Reversible(lambda i, y: y / jnp.where(y > 2, 3, 2)))
+
+
+def drifted(x: Any) -> Any:
+    inverse = lambda i, y: jnp.sqrt(y) * jnp.where(y > 8, 1.1, 1)
+    return lx.fori_loop(0, 3, lambda i, y: y * y, x, kind=lx.Reversible(inverse, rtol=1e-4))
+
+
+def contract(x: Any, z: Any) -> Any:
+    return jnp.where(x > 1, 0.5, 0.0) * z + x
+
+
+def ended_before(x: Any) -> Any:
+    return lx.fori_loop(0, 3, lambda i, z: contract(x, z), x, kind=lx.Implicit())
+
+
+def unsolved(x: Any) -> Any:
+    return lx.fori_loop(0, 20, lambda i, z: contract(x, z), x, kind=lx.Implicit(lambda matvec, b: b))
+
+
+def diverged(x: Any) -> Any:
+    residual = lambda z: (z, jnp.where(z > 1, 3, 1) * (z - x))
+    return lx.fori_loop(0, 3, lambda i, z: x, x, kind=lx.Implicit(fixed_point=residual))
+
+
+OF_KINDS: Any = {  # @ stands for the lane
+    reversible: r"the inverse of kind=Reversible\(\) does not undo the first step \(0.167@\).*Give what a step loses",
+    drifted: r"on the way back of kind=Reversible\(\), .* beyond rtol=0.0001 \(0.000579@\). Give checkpoints=",
+    ended_before: r"kind=Implicit\(\) .* ended before \(0.0333@\).*Take more steps",
+    unsolved: r"for its derivative, kind=Implicit\(\) solves .* by a function .* \(0.5@\).*more steps",
+    diverged: r"for its derivative, kind=Implicit\(\) solves .* did not converge .* \([\d.]+e\+39@\).*another solver",
+}
+EACH_OF_KINDS = pytest.mark.parametrize("f", OF_KINDS, ids=lambda f: f.__name__)
+
+
+@EACH_OF_KINDS
+def test_the_line_of_a_loop_whose_derivative_fails(f: Any) -> None:
+    """Also where the derivative is taken elsewhere than the loop is called."""
+    pattern = f"loopax.fori_loop {re.escape(at(f))}{OF_KINDS[f]}".replace("@", "")
+    for how in (jax.grad(f), jax.jit(jax.grad(f)), eqx.filter_jit(jax.grad(f)), jax.grad(jax.jit(f))):
+        assert re.search(pattern, message(how, 2.0))
+        assert jnp.isfinite(how(0.5))
+    assert f"line {line_of(f)}, in {f.__name__}" in message(jax.jit(jax.grad(f)), 2.0)
+
+
+@EACH_OF_KINDS
+def test_the_lane_whose_derivative_fails(f: Any) -> None:
+    xs, of_batch = jnp.array([0.5, 0.25, 2.0, 0.5]), jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))
+    for how in (jax.vmap(jax.grad(f)), of_batch):
+        lane = "" if f is drifted and how is of_batch else " in lane 2"  # its drift is that of all lanes
+        assert re.search(OF_KINDS[f].replace("@", lane), message(how, xs))
+    of_two = message(jax.vmap(jax.vmap(jax.grad(f))), jnp.stack([0.1 * xs, xs]))
+    assert re.search(OF_KINDS[f].replace("@", r" in lane \(1, 2\)"), of_two)

@@ -255,7 +255,7 @@ class TestFailures:
             return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), kind=kind, **options).sum()
 
         assert jnp.isfinite(loop(X))
-        pattern = r"body_fun of fori_loop: kind=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
+        pattern = r"loopax.fori_loop at .*: kind=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
         for gradient in (jax.grad(loop), eqx.filter_jit(jax.grad(loop))):
             with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
                 gradient(X)

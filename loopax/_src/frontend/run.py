@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src import core
-from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, refuse_references_in
-from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
 from loopax._src.frontend.trace import Step, trace_promoting
 from loopax._src.jax_internals import vary_like, zeros
 from loopax._src.kinds import Kind
@@ -120,7 +119,7 @@ def run(
     def user_carry(leaves: Sequence[Any]) -> Any:
         return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
 
-    checked = _raised if loop_spec.throw else _nan_where_failed
+    checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
     call = core.LoopCall(loop, operands, fixed, step.where, user_carry, checked, core.run_with_tape)
 
     def run_now() -> core.Outcome:
@@ -149,17 +148,6 @@ def run(
         checks,
         hand_over_all,
     )
-
-
-def _raised(results: Any, failed: Any, message: str, amount: Any) -> Any:
-    """The results, or an error."""
-    return settle(results, [Check(failed, message, amount)])
-
-
-def _nan_where_failed(results: Any, failed: Any, message: str, amount: Any) -> Any:
-    """The results, or NaN."""
-    del message, amount
-    return jax.tree.map(lambda x: nan_if(failed, x), results)
 
 
 def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:

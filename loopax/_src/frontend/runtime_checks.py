@@ -9,6 +9,7 @@ cannot be handed over, and is raised on the spot.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import local
 from typing import Any
 
@@ -24,7 +25,7 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.frontend.export_check import Said
 from loopax._src.frontend.raising import call_at, calls, raise_if, with_amount
 from loopax._src.frontend.user_lines import Line
-from loopax._src.jax_internals import Primitive, register, to_weak, trace_state
+from loopax._src.jax_internals import Primitive, calling_lines, register, to_weak, trace_state
 from loopax._src.pytrees.types import RowByRow
 
 
@@ -33,11 +34,13 @@ class Check:
     """`message` is an error where `failed` (bool[]) is True.
 
     AMOUNT in it becomes the number `amount` where the check is raised at once, and nothing where a loop hands it on.
+    `stack` are the lines from which it comes; None: those that lead to where it is raised.
     """
 
     failed: Any
     message: str
     amount: Any = None
+    stack: tuple[Line, ...] | None = None
 
     @classmethod
     def of(cls, call: str, failed: Any, problem: str) -> "Check":
@@ -53,6 +56,40 @@ class Check:
     def can_fail(self) -> bool:
         """Whether it is not known now that it does not, as it is known outside of `jit`."""
         return isinstance(self.failed, Tracer) or bool(np.any(np.asarray(self.failed)))
+
+
+class KindCheck:
+    """`LoopCall.checked` of a loop that the user calls now: an error names this call, wherever a derivative is taken.
+
+    Programs keep it: those of calls from the same lines are the same.
+    """
+
+    def __init__(self, call: str, throw: bool) -> None:
+        """Look at the lines only where they are needed, for that takes time."""
+        self._call, self._throw, self._lines = call, throw, calling_lines()
+
+    def __call__(self, results: Any, failed: Any, message: str, amount: Any, *, throw: bool | None = None) -> Any:
+        """See `LoopCall`."""
+        if self._throw if throw is None else throw:
+            place = f" at {self._stack[0]}" if self._stack else ""
+            return settle(results, [Check(failed, f"{self._call}{place}: {message}", amount, self._stack)])
+        return jax.tree.map(lambda x: nan_if(failed, x), results)
+
+    @cached_property
+    def _stack(self) -> tuple[Line, ...]:
+        return calls(self._lines)
+
+    @property
+    def _key(self) -> Any:
+        return self._call, self._throw, self._stack
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the calls came from the same lines."""
+        return isinstance(other, KindCheck) and self._key == other._key
+
+    def __hash__(self) -> int:
+        """Of the lines."""
+        return hash(self._key)
 
 
 @dataclass
@@ -101,7 +138,7 @@ def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> A
 
 def _raised(check: Check, mesh: Any) -> Any:
     """False, or an error."""
-    stack = calls()
+    stack = calls(calling_lines()) if check.stack is None else check.stack
     if not isinstance(check.failed, Tracer):
         failed = jnp.asarray(np.asarray(check.failed))  # on one device
         return raise_if(failed, check.message, stack, check.amount)

@@ -9,7 +9,7 @@ from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_with
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
-from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.frontend.runtime_checks import KindCheck
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, replace_jaxpr
 
 
@@ -54,7 +54,7 @@ def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         is_fixed=info.fixed,
         where=f"the body of loopax.{info.function}",
         unpack=lambda carry: list(carry[int(loop.predicated) :]),
-        checked=lambda results, failed, message, amount: settle(results, [Check(failed, message, amount)]),
+        checked=KindCheck(f"loopax.{info.function}", throw=True),
         run_loop=run_with_tape,
     )
     return kind.run(call).leaves

@@ -172,8 +172,8 @@ class Implicit(Kind):
         """`b`, or an error where the loop ended far from a fixed point."""
         size, distance = jnp.linalg.norm(raveled(unknowns)[0]), jnp.linalg.norm(raveled(residual)[0])
         message = (
-            f"{call.where}: kind=Implicit() differentiates the fixed point to which a loop converges, and this one "
-            f"ended before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed "
+            "kind=Implicit() differentiates the fixed point to which a loop converges, and this one ended "
+            f"before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed "
             "point. Take more steps, or a stricter condition, or another kind. If the carry holds more than a fixed "
             "point, say what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
         )

@@ -55,7 +55,7 @@ def iterate(call: LoopCall, num_steps: Any, matvec: Matvec, b: Any) -> Any:
     residual = b - matvec(b)
     _, x, residual = _run(call, step, [goes_on(b, residual), b, residual])
     message = (
-        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which "
+        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which "
         f"did not converge in {_STEPS} times the steps of the loop{AMOUNT}. Either the Jacobian of the body has an "
         "eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way than "
         "by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
@@ -89,7 +89,7 @@ def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
     operator = lineax.FunctionLinearOperator(matvec, jax.ShapeDtypeStruct(b.shape, b.dtype))
     solution = lineax.linear_solve(operator, b, solver, throw=False)
     message = (
-        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by {type(solver).__name__}, which "
+        f"for its derivative, kind=Implicit() solves a linear system by {type(solver).__name__}, which "
         f"failed{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
         "or the solver needs more steps or a wider tolerance."
     )
@@ -102,7 +102,7 @@ def _by_function(solver: Callable[..., Any], call: LoopCall, rtol: float, matvec
     x = result[0] if isinstance(result, tuple) else result  # those of JAX also return whether they have converged
     relative = _relative(b - matvec(x), b)
     message = (
-        f"{call.where}: for its derivative, kind=Implicit() solves a linear system by a function of the user, whose "
+        "for its derivative, kind=Implicit() solves a linear system by a function of the user, whose "
         f"residual is more than {rtol:g} of b{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and "
         "the fixed point no derivative; or the solver needs more steps."
     )

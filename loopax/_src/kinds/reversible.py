@@ -21,8 +21,7 @@ class Drift:
     """The check, at the end of the way back, that it has ended where the loop started."""
 
     rtol: float
-    where: str
-    checked: Callable[[Any, Any, str, Any], Any]  # as in `LoopCall`
+    checked: Callable[..., Any]  # as in `LoopCall`
 
     def __call__(self, start: list[Any], end: list[Any], last: list[Any], results: list[Any]) -> list[Any]:
         """The results, or an error where a leaf is off by more than `rtol` of its largest element in start or end."""
@@ -32,7 +31,7 @@ class Drift:
             return results
         amount = jnp.stack([a.astype(jnp.float32) for a in amounts]).max()
         message = (
-            f"{self.where}: on the way back of kind=Reversible(), rounding errors have grown beyond rtol={self.rtol:g}"
+            f"on the way back of kind=Reversible(), rounding errors have grown beyond rtol={self.rtol:g}"
             "{amount}. Give checkpoints=, which stop the drift, or a wider dtype."
         )
         real = list(map(is_real, results))
@@ -154,7 +153,7 @@ class Reversible(Kind):
 
     def of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
         """See `Kind.of_steps`: without checkpoints."""
-        drift = None if self.rtol is None else Drift(self.rtol, call.where, call.checked)
+        drift = None if self.rtol is None else Drift(self.rtol, call.checked)
         return with_round_trip(call), replace(self.without_functions(), checkpoints=0, drift=drift)
 
     def run(self, call: LoopCall) -> Outcome:

@@ -30,9 +30,10 @@ def with_round_trip(call: LoopCall) -> LoopCall:
         is_zero = [isinstance(leaf, SymbolicZero) or leaf.dtype == jax.dtypes.float0 for leaf in leaves]
         ratio, amount = _first_step(call.at(lax.stop_gradient(primals[0])))
         message = (
-            f"{call.where}: the inverse of kind=Reversible() does not undo the first step{{amount}}: the largest "
-            "difference between the carry before the step and what the inverse makes of the carry after it, relative "
-            "to the largest element of the leaf, is more than rounding can explain."
+            "the inverse of kind=Reversible() does not undo the first step{amount}: the largest difference between the "
+            "carry before the step and what the inverse makes of the carry after it, relative to the largest element "
+            "of the leaf, is more than rounding can explain. inverse(body(val)) must be val. Give what a step loses to "
+            "the inverse, as Reversible(inverse, record=...) does, or take kind=Checkpointed()."
         )
         dots = call.checked(reject(is_zero, leaves), ~(ratio <= 1), message, amount)
         return primals[0], structure.unflatten(merge_lists(is_zero, dots, select(is_zero, leaves)))

@@ -52,8 +52,10 @@ class LoopCall:
     unpack : callable
         `unpack(carry)` returns the pytree that the user's body gets, from the arrays of a carry.
     checked : callable
-        `checked(results, failed, message, amount)` returns the results, and raises at run time where `failed` (bool[])
-        is True. With `throw=False` the results are NaN instead. `{amount}` in the message becomes the number `amount`.
+        `checked(results, failed, message, amount, throw=None)` returns the results, and raises at run time where
+        `failed` (bool[]) is True. The error begins with the call of the loop and its line. `{amount}` in the message
+        becomes the number `amount`, and its lane. With `throw=False`, the results are NaN instead; None is the `throw`
+        of the loop.
 
     """
 
@@ -64,7 +66,7 @@ class LoopCall:
     unpack: Callable[[Sequence[Any]], Any]  # from the arrays of a carry to the pytree that the user's body is given
     # (results, failed (bool[]), message, amount) -> results: raises where it failed. In the message, "{amount}" becomes
     # the number, in parentheses, or nothing where that is not known. With `throw=False`, results are NaN there.
-    checked: Callable[[Any, Any, str, Any], Any]
+    checked: Callable[..., Any]
     run_loop: Callable[[Loop, LoopOperands], Outcome]  # runs this loop, or a part of it, with a tape if it has one
 
     def run(self) -> Outcome:
