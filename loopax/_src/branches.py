@@ -23,7 +23,7 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import is_reference
+from loopax._src.jax_internals import api_boundary, is_reference
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
@@ -33,6 +33,7 @@ R = TypeVar("R")
 _NOT_GIVEN: Any = object()
 
 
+@api_boundary
 def cond(
     pred: bool | Bool[Array, ""],
     true_fun: Callable[..., R],
@@ -106,6 +107,7 @@ def cond(
     return _run_one("cond", branches, [is_true, ~is_true], given, lanes)
 
 
+@api_boundary
 def switch(
     index: int | Int[Array, ""],
     branches: Sequence[Callable[..., R]],

@@ -11,6 +11,7 @@ from loopax._src.core.row_buffers import primitives as rows_of
 from loopax._src.frontend.options import one_bool
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.pytrees.types import RowByRow
 
@@ -73,6 +74,7 @@ class Buffer(RowByRow):
     count: Int[Array, ""]
     capacity: int = eqx.field(static=True)
 
+    @api_boundary
     def __init__(self, capacity: int, *, like: PyTree[Any]) -> None:
         """Make an empty buffer."""
         self.capacity = positive_int("Buffer(capacity=...)", capacity, "rows", _CAPACITY)
@@ -81,6 +83,7 @@ class Buffer(RowByRow):
             lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), row_types("Buffer(like=...)", like)
         )
 
+    @api_boundary
     def append(self, row: PyTree[Any], *, when: Bool[Array, ""] | bool = True) -> "Buffer":
         """Return the buffer with one more row.
 
@@ -110,6 +113,7 @@ class Buffer(RowByRow):
         count = settle(self.count + written.astype(jnp.int32), [check])
         return eqx.tree_at(lambda b: (b._rows, b.count), self, (rows, count))
 
+    @api_boundary
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
         """Return one row: 0 is the first row, -1 the last row that was appended.
 
@@ -131,6 +135,7 @@ class Buffer(RowByRow):
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
         return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
 
+    @api_boundary
     def __iter__(self) -> NoReturn:
         """Raise a TypeError: the number of rows is known only at run time."""
         raise TypeError(

@@ -9,11 +9,13 @@ import jax
 
 from loopax._src.core.jaxpr import costs
 from loopax._src.core.jaxpr.costs import Costs
+from loopax._src.jax_internals import api_boundary
 
 VARIABLE = "LOOPAX_CALIBRATION"
 _AGAIN = "Write it again: python -m loopax calibrate FILE."
 
 
+@api_boundary
 def set_calibration(file: str | os.PathLike[str] | None) -> None:
     """Use the times of operations that `python -m loopax calibrate FILE` measured on a machine.
 

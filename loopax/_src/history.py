@@ -11,6 +11,7 @@ from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static_args import Why, positive_int
 
@@ -75,6 +76,7 @@ class History(eqx.Module):
     _count: Int[Array, ""] | None  # the rows pushed to a history that started empty, at most k; None: k
     _size: int = eqx.field(static=True)
 
+    @api_boundary
     def __init__(
         self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = None
     ) -> None:
@@ -89,6 +91,7 @@ class History(eqx.Module):
         self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
         self._count = jnp.zeros((), jnp.int32) if rows is None and fill is None else None
 
+    @api_boundary
     def push(self, row: PyTree[Any]) -> "History":
         """Return the history with this row added at the end and the oldest row removed.
 
@@ -137,6 +140,7 @@ class History(eqx.Module):
         """Return the number of rows, `k`."""
         return self._size
 
+    @api_boundary
     def __getitem__(self, index: int | Int[Array, ""]) -> PyTree[Array]:
         """Return one row: 0 is the oldest row, -1 the newest.
 

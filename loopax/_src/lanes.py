@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 
 from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne, Stages
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
 
@@ -52,6 +53,7 @@ class Lockstep(Lanes):
         return False
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Compact(Lanes):
     """Remove finished lanes from the batch, so that the batch becomes smaller.

@@ -22,6 +22,7 @@ from loopax._src.frontend.steps import (
     while_step,
 )
 from loopax._src.function_names import Called
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.progress import ProgressLike
@@ -50,6 +51,7 @@ def while_loop(
     info: Literal[True],
     **options: Unpack[LoopOptions],
 ) -> tuple[C, LoopInfo]: ...
+@api_boundary
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[..., Any],
@@ -180,6 +182,7 @@ def fori_loop(
     info: Literal[True],
     **options: Unpack[LoopOptions],
 ) -> tuple[C, LoopInfo]: ...
+@api_boundary
 def fori_loop(
     lower: int | Int[Array, ""],
     upper: int | Int[Array, ""],
@@ -298,6 +301,7 @@ def scan(
     info: Literal[True],
     **options: Unpack[LoopOptions],
 ) -> tuple[tuple[C, Y], LoopInfo]: ...
+@api_boundary
 def scan(
     f: Callable[..., tuple[Any, Any]],
     init: PyTree[Any],

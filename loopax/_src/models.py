@@ -5,10 +5,12 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, roots, thaw
 from loopax._src.pytrees.leaves import describe
 
 
+@api_boundary
 def local(module: PyTree[Any]) -> Any:
     """Copy Flax NNX objects, so that a loop changes the copy and not the caller's objects.
 

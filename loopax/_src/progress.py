@@ -14,6 +14,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.display.manager import DISPLAYS
 from loopax._src.display.render import has_tqdm
 from loopax._src.function_names import code_of
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, refuse_arrays
 
@@ -22,6 +23,7 @@ STYLES = ("auto", "tqdm", "text")
 _WHY = Why("what the program shows while it runs", "give the same in all calls: results do not depend on it")
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Progress:
     """What a loop shows while it runs: steps, steps per second, and, if known, the remaining time.

@@ -15,6 +15,7 @@ from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import step_back
 from loopax._src.frontend.trace import StepBack
 from loopax._src.history import History
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.messages import inverse_message
@@ -49,6 +50,7 @@ class Rollout(NamedTuple):
     num_steps: Int[Array, ""]
 
 
+@api_boundary
 def rollout(
     step: Callable[..., tuple[Any, Any]],
     state: PyTree[Any],

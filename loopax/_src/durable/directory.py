@@ -45,8 +45,6 @@ class Directory:
 
 def open_directory(where: str, path: Any) -> Directory:
     """The directory, made if it is not there; an error where it cannot be written to."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{where}(directory=...): got {path!r}, expected a path (a str or a pathlib.Path).")
     root = whole_path(where, path)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -63,8 +61,10 @@ def open_directory(where: str, path: Any) -> Directory:
     return Directory(root)
 
 
-def whole_path(where: str, path: str | os.PathLike[str]) -> Path:
+def whole_path(where: str, path: Any) -> Path:
     """From the root of the file system on; an error where a link on the way leads nowhere."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{where}(directory=...): got {path!r}, expected a path (a str or a pathlib.Path).")
     whole = Path(path).expanduser().absolute()
     for one in [*reversed(whole.parents), whole]:
         if one.is_symlink() and not one.exists():

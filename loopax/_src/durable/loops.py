@@ -18,6 +18,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.limits import Limits
 from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
 from loopax._src.function_names import Called
+from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import pack
@@ -48,6 +49,7 @@ def while_loop(
     info: Literal[True],
     **options: Unpack[DurableOptions],
 ) -> tuple[C, LoopInfo]: ...
+@api_boundary
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[..., Any],
@@ -185,6 +187,7 @@ def fori_loop(
     info: Literal[True],
     **options: Unpack[DurableOptions],
 ) -> tuple[C, LoopInfo]: ...
+@api_boundary
 def fori_loop(
     lower: int,
     upper: int,
@@ -288,6 +291,7 @@ def scan(
     info: Literal[True],
     **options: Unpack[DurableOptions],
 ) -> tuple[tuple[C, Any], LoopInfo]: ...
+@api_boundary
 def scan(
     f: Callable[..., tuple[Any, Any]],
     init: PyTree[Any],

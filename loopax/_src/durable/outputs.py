@@ -17,6 +17,7 @@ from loopax._src.durable.indices import in_bounds
 from loopax._src.durable.orbax import ocp
 from loopax._src.durable.pieces import Pieces
 from loopax._src.durable.zarr import PIECE_BYTES, open_array, pieces_of
+from loopax._src.jax_internals import api_boundary
 
 _ALL = ".all"  # in the directory of the arrays, when each has been begun
 
@@ -52,6 +53,7 @@ class Rows:
         """The bytes of the whole array."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @api_boundary
     def __getitem__(self, index: Any) -> Any:
         """Read a part of the array, as a NumPy array (a JAX array for PRNG keys).
 
@@ -115,6 +117,7 @@ def all_begun(directory: Path, count: int) -> None:
     write_whole(directory / _ALL, f"{count} arrays")
 
 
+@api_boundary
 def outputs(directory: Any) -> dict[str, Rows]:
     """Return the outputs that a durable run has written, also while it runs.
 
@@ -161,6 +164,7 @@ def array_name(i: int) -> str:
     return f"{i:04d}"
 
 
+@api_boundary
 def steps_saved(directory: Any) -> int:
     """Return the number of steps up to the newest save in the directory of a durable loop.
 

@@ -25,6 +25,7 @@ from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.stored_program import StoredProgram, describe
 from loopax._src.durable.wording import write
 from loopax._src.frontend.options import check_callable
+from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
 from loopax._src.queues.lanes_stream import check_stream
 from loopax._src.queues.pace import Pace as ChunkPace
@@ -54,6 +55,7 @@ class StreamOutputs(NamedTuple):
     results: PyTree[Rows]
 
 
+@api_boundary
 def lanes_stream(
     f: Callable[[Any], Any],
     items: Iterable[PyTree[Any]],

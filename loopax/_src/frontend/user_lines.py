@@ -9,10 +9,7 @@ import equinox
 import jaxtyping
 
 # Calls go through these packages: Equinox wraps methods of modules, ours among them, and jaxtyping checks types.
-_LOOPAX = Path(__file__).parents[2]
-_NOT_THE_USERS = tuple(
-    f"{folder}{os.sep}" for folder in (_LOOPAX, Path(equinox.__file__).parent, Path(jaxtyping.__file__).parent)
-)
+_BETWEEN = tuple(f"{Path(file).parent}{os.sep}" for file in (equinox.__file__, jaxtyping.__file__))
 
 
 class Line(NamedTuple):
@@ -30,5 +27,5 @@ class Line(NamedTuple):
 
 
 def of_user(lines: Iterable[tuple[str, int, str]]) -> Iterator[Line]:
-    """Those that are not of loopax, or of what stands between it and the user."""
-    return (Line(*line) for line in lines if not line[0].startswith(_NOT_THE_USERS))
+    """Those that are not of what stands between loopax and the user."""
+    return (Line(*line) for line in lines if not line[0].startswith(_BETWEEN))

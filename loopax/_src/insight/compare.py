@@ -17,7 +17,7 @@ from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.subject import Subject, gradient_of, subject
 from loopax._src.insight.timing import interleaved
 from loopax._src.insight.with_kind import with_kind
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun
 from loopax._src.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static_args import Why, positive_int
 
@@ -25,6 +25,7 @@ _ROUNDS = Why("how often compiled programs are run", "give the number outside of
 KINDS: tuple[KindLike, ...] = (Checkpointed(), Bounded(), Residuals())
 
 
+@api_boundary
 def compare(
     fn: Callable[..., Any],
     *args: Any,

@@ -15,6 +15,7 @@ from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored, stored_by
 from loopax._src.insight.subject import Subject, gradient_of, subject
+from loopax._src.jax_internals import api_boundary
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -94,6 +95,7 @@ class Explanation:
         ]
 
 
+@api_boundary
 def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Explanation:
     """Explain the loops of a function: what they carry, what a gradient stores, and what makes them slow.
 

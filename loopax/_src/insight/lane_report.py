@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from loopax._src.insight import lane_occupancy as occupancy
 from loopax._src.insight.lane_occupancy import Nested, Stretch
+from loopax._src.jax_internals import api_boundary
 from loopax._src.lanes import Compact
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.types import LoopInfo
@@ -121,6 +122,7 @@ def lane_report(  # pyright: ignore[reportOverlappingOverload] - Any is the othe
 def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport: ...
 
 
+@api_boundary
 def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport | StreamReport:
     """Report how much of a batch's computation is wasted, for each way to run its lanes.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from loopax._src.insight.schedule_figure import as_text, plot
 from loopax._src.insight.schedule_timeline import timeline
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static_args import Why, positive_int, static_bool, static_int
 from loopax._src.schedule.actions import Action
 from loopax._src.schedule.blocks import SMALL_STORE_BYTES
@@ -144,6 +145,7 @@ class SchedulePicture:
         return axes
 
 
+@api_boundary
 def picture(
     num_steps: int, checkpoints: int | None = None, *, length_known: bool = True, residuals: bool = False
 ) -> SchedulePicture:

@@ -88,6 +88,7 @@ from loopax._src.jax_internals.primitives import (
 from loopax._src.jax_internals.references import is_reference, uses_references, with_values
 from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
 from loopax._src.jax_internals.source import (
+    api_boundary,
     argument_names,
     calling_lines,
     equation_context,
@@ -123,6 +124,7 @@ __all__ = [
     "Scan",
     "While",
     "ad",
+    "api_boundary",
     "argument_names",
     "axis_after",
     "axis_arguments",

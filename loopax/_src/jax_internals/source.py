@@ -1,17 +1,42 @@
 """Where equations and jaxprs come from: lines of a user's, names of arguments."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import api_util as _api_util
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
+from jax._src import traceback_util as _traceback
 from jax.extend.core import ClosedJaxpr
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _JAX = str(Path(jax.__file__).parent)
+_LOOPAX = Path(__file__).parents[2]
+
+# JAX leaves out its own files where an error is shown, and where it names the line of an operation. Files of loopax are
+# left out as well, so that both are the user's. There is no public list to add them to.
+_traceback.register_exclusion(str(_LOOPAX))
+_source_info.register_exclusion(f"{_LOOPAX}{os.sep}")
+
+
+def api_boundary(entry: F) -> F:
+    """A function or class that users call, with errors that are shown without frames of JAX and of loopax.
+
+    The outermost boundary takes them out, as `JAX_TRACEBACK_FILTERING` says. JAX has this decorator for its own
+    functions alone.
+    """
+    if not isinstance(entry, type):
+        return _traceback.api_boundary(entry)
+    made: Any = entry  # a dataclass, whose `__init__` is compiled in a file "<string>"
+    init = made.__init__
+    init.__code__ = init.__code__.replace(co_filename=__file__)
+    made.__init__ = _traceback.api_boundary(init)
+    return made
 
 
 @contextmanager
@@ -23,7 +48,7 @@ def equation_context(eqn: Any) -> Iterator[None]:
 
 
 def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
-    """File, line and function of the calls that led to an equation, innermost first, without JAX's own.
+    """File, line and function of the calls that led to an equation, innermost first, without JAX's and loopax's own.
 
     JAX prints them beside jaxprs; there is no public way to ask.
     """

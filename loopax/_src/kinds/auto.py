@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts, Plan
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.residuals import Residuals
@@ -16,6 +17,7 @@ _MEMORY = Why(
 )
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Auto(Kind):
     """Choose the fastest kind that fits in a memory budget (the default kind).

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, Plan
 from loopax._src.core.jaxpr.costs import costs
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.schedule.blocks import LastSteps
 from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, last_steps_of, saved_carries
@@ -17,6 +18,7 @@ _CHECKPOINTS = Why(
 CALLS_OF_BLOCKS = 0.5
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Checkpointed(Kind):
     """Store some carries, and recompute the steps between them.

@@ -10,6 +10,7 @@ from jax import lax
 
 from loopax._src.core import Cost, Derivative, Kind, LoopCall, LoopFacts, NoReverseMode, Outcome
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.fixed_point import FixedPoint, raveled
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.perturbed import jvp
@@ -19,6 +20,7 @@ from loopax._src.pytrees.static_args import positive_float
 _RTOL = 1e-3
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Implicit(Kind):
     """Differentiate the fixed point to which a loop converges; store no step.

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core import Cost, Kind, LastCarry, LoopCall, LoopFacts, Outcome
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.round_trip import with_round_trip
 from loopax._src.kinds.rounding import is_real, largest, relative
@@ -46,6 +47,7 @@ def _taken_away(*_: Any) -> Any:
     raise AssertionError
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Reversible(Kind):
     """Store only the last carry, and compute the earlier carries with the inverse of the step.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from loopax._src.core import Checkpoints, Derivative, EveryCarry, Kind, LoopCall, LoopFacts, Outcome, Plan
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.by_name import KindLike, to_kind
 from loopax._src.kinds.last_steps import differentiate_last
 from loopax._src.kinds.steps import Steps
@@ -15,6 +16,7 @@ _DEFAULT = "residuals"
 _STEPS = Why("how many steps the program of a gradient holds", "choose one number for all calls")
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Truncated(Kind):
     """Differentiate only the last steps, or cut the derivative at the ends of windows.

@@ -11,6 +11,7 @@ from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, settle
+from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.pytrees.leaves import pack, restore_weak
 from loopax._src.pytrees.static_args import Why, positive_int
@@ -21,6 +22,7 @@ R = TypeVar("R")
 _LANES = Why("the size of the batch in the program", "choose one for all calls: results do not depend on it")
 
 
+@api_boundary
 def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     """Map a function that holds a loop over any number of items, with a fixed number of lanes.
 

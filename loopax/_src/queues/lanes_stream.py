@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from loopax._src.frontend.options import check_callable
-from loopax._src.jax_internals import is_tracing
+from loopax._src.jax_internals import api_boundary, is_tracing
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.queues.pace import Pace
@@ -17,6 +17,7 @@ from loopax._src.queues.suspended import SuspendedStream
 _WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
 
 
+@api_boundary
 def lanes_stream(
     f: Callable[[Any], Any],
     items: Iterable[PyTree[Any]],

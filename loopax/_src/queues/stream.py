@@ -9,6 +9,7 @@ import equinox as eqx
 import numpy as np
 
 from loopax._src.core import NO_ITEM
+from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import thaw
 from loopax._src.queues.pace import Pace
 from loopax._src.queues.progress import Shown
@@ -47,6 +48,7 @@ class LanesStream(Iterator[Any]):
         """Return the stream itself."""
         return self
 
+    @api_boundary
     def __next__(self) -> Any:
         """Return the next result; wait until there is one."""
         while not self._results:
@@ -83,6 +85,7 @@ class LanesStream(Iterator[Any]):
         self._results.clear()
         self._held.clear()
 
+    @api_boundary
     def suspend(self) -> SuspendedStream:
         """End the stream and return its state, for `lanes_stream(f, remaining_items, resume=state)`.
 

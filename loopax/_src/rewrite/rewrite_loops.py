@@ -8,6 +8,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import explanation_of
 from loopax._src.insight.explanation import LoopExplanation
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import LanesLike
 from loopax._src.pytrees.static_args import Why, static_bool
@@ -17,6 +18,7 @@ _SCANS = Why("which loops the program exchanges", "give scans=True in all calls:
 _CONDS = Why("which branches the program exchanges", "give conds=True in all calls: values do not depend on it")
 
 
+@api_boundary
 def rewrite_loops(
     fn: Callable[..., Any],
     *,
@@ -102,6 +104,7 @@ def rewrite_loops(
     chosen = partial(_kind_of, kind) if is_chosen else options.kind
     exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds)
 
+    @api_boundary
     @wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         program = trace_program("rewrite_loops", fn, args, kwargs)

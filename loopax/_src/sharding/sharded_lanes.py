@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.runtime_checks import Check, collecting, settle
+from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import Spec, pack
@@ -20,6 +21,7 @@ from loopax._src.sharding.mesh import Devices, check_mesh
 _WHERE = "f of sharded_lanes"
 
 
+@api_boundary
 def sharded_lanes(
     f: Callable[..., Any], mesh: Mesh, axis: str, *, in_axes: Any = 0, out_axes: Any = 0
 ) -> Callable[..., Any]:
@@ -92,6 +94,7 @@ def sharded_lanes(
     check_callable(_WHERE, f)
     check_mesh(mesh, axis)
 
+    @api_boundary
     def lanes(*args: Any, counts: Any = None) -> Any:
         arguments = lane_arguments(freeze(args), in_axes)
         devices = Devices(mesh, axis).with_shardings_of(arguments.arrays)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree
 
 from loopax._src.frontend.options import prng_key
 from loopax._src.frontend.runtime_checks import settle
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_float, refuse_tracers
 from loopax._src.stochtrace.arguments import to_budget
@@ -97,6 +98,7 @@ class TraceEstimate(NamedTuple):
 _LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 
 
+@api_boundary
 def estimate_trace(
     operator: Any,
     key: Array,

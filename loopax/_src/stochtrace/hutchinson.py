@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
+from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import fori_loop
 from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
@@ -19,6 +20,7 @@ from loopax._src.stochtrace.products import Along, Parameters, Products, draw, w
 LEAST_EQUAL_SAMPLES = 11
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Hutchinson(Estimator):
     """Estimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).

@@ -6,9 +6,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from loopax._src.jax_internals import api_boundary
 from loopax._src.stochtrace.sketch import Counted, SketchEstimator, dots
 
 
+@api_boundary
 @dataclass(frozen=True)
 class HutchPlusPlus(SketchEstimator):
     """Take the trace exactly on a basis, and estimate the rest by Hutchinson's method.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static_args import Why, static_bool
 from loopax._src.stochtrace.factorizations import inverse, inverse_root
 from loopax._src.stochtrace.operators import Operator
@@ -16,6 +17,7 @@ from loopax._src.stochtrace.sketch import Counted, SketchEstimator, abs2, at_lea
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
 
+@api_boundary
 @dataclass(frozen=True)
 class XNysTrace(SketchEstimator):
     """Estimate the trace of a semidefinite operator from Nyström approximations.

@@ -6,11 +6,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from loopax._src.jax_internals import api_boundary
 from loopax._src.stochtrace.factorizations import inverse
 from loopax._src.stochtrace.products import Probes, is_rotation_invariant
 from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
 
 
+@api_boundary
 @dataclass(frozen=True)
 class XTrace(SketchEstimator):
     """Estimate the trace with the exchangeable estimator XTrace (Epperly, Tropp & Webber 2024, section 2).
