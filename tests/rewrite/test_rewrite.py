@@ -189,6 +189,22 @@ def test_lanes_over_devices():
     assert_close(jax.jit(rewritten)(X), X + VALUES)
 
 
+def test_counted_loop_whose_lanes_have_limits_of_their_own():
+    """Of a `jax.vmap` inside the function: no `fori_loop` has such limits."""
+
+    def powers(x):
+        return jax.vmap(lambda low, high: lax.fori_loop(low, high, lambda i, y: y * x + jnp.sin(i.astype(float)), 1.0))(
+            np.array([0, 1, 2]), np.array([3, 2, 0])
+        )
+
+    def unrolled(x):
+        return jnp.stack([(x * x + jnp.sin(1.0)) * x + jnp.sin(2.0), x + jnp.sin(1.0), 1.0 + 0.0 * x])
+
+    rewritten = lx.rewrite_loops(powers)
+    assert_close(jax.jit(rewritten)(1.3), unrolled(1.3))
+    assert_close(jax.jit(jax.jacrev(rewritten))(1.3), jax.jacrev(unrolled)(1.3))
+
+
 def test_counted_loops_know_their_length():
     def power(x, n):
         return lax.fori_loop(0, n, lambda i, y: y * x + i, 1.0)

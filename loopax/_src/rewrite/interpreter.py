@@ -152,10 +152,10 @@ def _counter(loop: While) -> tuple[int, int] | None:
     """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
 
     JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
-    known at the start.
+    known at the start. Lanes of a `jax.vmap` inside the function have no one number.
     """
     cond, body = loop.cond, loop.body
-    if len(cond.jaxpr.eqns) != 1 or not is_less_than(cond.jaxpr.eqns[0]):
+    if cond.out_avals[0].shape or len(cond.jaxpr.eqns) != 1 or not is_less_than(cond.jaxpr.eqns[0]):
         return None
     (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[loop.num_cond_consts :]
     places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
