@@ -78,7 +78,7 @@ register(
     reverse_sweep_p,
     meaning=evaluate_sweep,
     params=ReverseSweep._fields,
-    abstract_eval=sweep_abstract_eval,
+    effectful_abstract_eval=sweep_abstract_eval,
     typecheck=sweep_typecheck,
     jvp=sweep_jvp,
     linearize=sweep_linearize,

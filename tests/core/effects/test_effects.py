@@ -6,25 +6,9 @@ import numpy as np
 import pytest
 
 import loopax as lx
+from tests.core.effects.log import Log
 from tests.support.problem import KINDS, WITH_LAX, name_of
 from tests.support.slow import each_kind
-
-
-class Log:
-    """What callbacks were called with, when a function runs."""
-
-    def __init__(self):
-        self.values = []
-
-    def of(self, function, *args):
-        self.values.clear()
-        jax.block_until_ready(function(*args))
-        jax.effects_barrier()
-        return sorted(self.values)
-
-    def __call__(self, x):
-        jax.debug.callback(lambda x: self.values.append(float(x)), x)
-        return x
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -60,26 +44,6 @@ def test_not_for_finished_lanes_of_a_gradient(kind):
     assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == called
     summed = jax.grad(lambda x: jax.vmap(f)(x, counts).sum())
     assert log.of(jax.jit(summed), starts) == called
-
-
-@pytest.mark.parametrize("reads", ["cotangent", "carry"])
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_in_a_custom_backward_rule(kind, reads):
-    """Once for each step back, whatever is recomputed; with a gradient for each lane, not for finished ones."""
-    log = Log()
-    marked = jax.custom_vjp(lambda x: x)
-
-    def back(x, cotangent):
-        log(cotangent if reads == "cotangent" else x)
-        return (cotangent,)
-
-    marked.defvjp(lambda x: (x, x), back)
-    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: marked(x) * 2.0, x, max_steps=9, kind=kind)
-    called = lambda x, n: [2.0**i * (2.0 if reads == "cotangent" else x) for i in range(n)]
-    assert log.of(jax.jit(jax.grad(f)), 3.0, 5) == called(3.0, 5)
-    starts, counts = np.array([1.0, 10.0, 20.0]), np.array([2, 3, 0])
-    expected = sorted(called(1.0, 2) + called(10.0, 3))
-    assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == expected
 
 
 INNER = {

@@ -119,9 +119,9 @@ def nan_if_uncounted(loop: Loop, row: Any, tangent: Any) -> Any:
     return nan_if(row >= MOST_STEPS, tangent)
 
 
-def refuse_effects(loop: Loop) -> None:
+def refuse_effects(body: ClosedJaxpr) -> None:
     """Raise if the body has an effect that cannot be differentiated."""
-    if refused := undifferentiable_effects(loop.body):
+    if refused := undifferentiable_effects(body):
         raise NotImplementedError(effects_message(refused))
 
 
@@ -154,7 +154,7 @@ def jvp_of_results(
     loop: Loop, run: Callable[..., Outcome], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The results of a loop, or of a batch of it, and their tangents; `run` runs the loop on pairs."""
-    refuse_effects(loop)
+    refuse_effects(loop.body)
     low, high, *operands = primals
     inputs, dots = loop.inputs(operands), loop.inputs(tangents[2:])
     pair, perturbed, outputs = jvp_loop(loop, map_leaves(is_nonzero, dots))

@@ -41,7 +41,7 @@ def loop_linearize(
     the tangents, which are all that is unknown of its operands, so JAX can transpose it.
     """
     loop = Loop(**params)
-    refuse_effects(loop)
+    refuse_effects(loop.body)
     inputs, is_nonzero = loop.inputs(operands), map_leaves(bool, loop.inputs(nonzero[2:]))
     pair, perturbed, outputs = jvp_loop(loop, is_nonzero)
     unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, is_nonzero))

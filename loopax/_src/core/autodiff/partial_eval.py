@@ -135,7 +135,7 @@ def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
     return loop._replace(
         debug_info=_names_of_known(loop, unknown, outputs),
         reporting=reporting,
-        body=_known_body(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
+        body=known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
         inverse=part_of_inverse(loop.inverse, flatten(known), known.carry),
         num_consts=sum(known.consts),
         num_carry=sum(known.carry),
@@ -147,7 +147,7 @@ def _names_of_known(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> De
     return loop.debug_info and loop.debug_info.renamed(loop.names.keep(*map(invert, (*unknown, outputs.ys))))
 
 
-def _known_body(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
+def known_part(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
     """What known inputs give, and the effects, which depend on nothing else."""
     known, used = dce(body, outputs, inputs)
     if used == inputs:

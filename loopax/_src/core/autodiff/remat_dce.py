@@ -76,7 +76,7 @@ def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], kno
         invars=reject(unknown_in, eqn.invars),
         outvars=reject(unknown_out, eqn.outvars),
         params=known._asdict(),
-        effects=known.body.effects if isinstance(known, Loop) else eqn.effects,
+        effects=(known.body if isinstance(known, Loop) else known.step).effects,
     )
 
 
@@ -135,10 +135,12 @@ def sweep_dce(used: list[bool], *rest: Any) -> Any:
     `used` has a flag for each result: `*carry, *ys`. A leaf of the carry or of the state is needed if it is used, or if
     a needed one depends on it after some number of steps (`needs`). The answer says which of `low, high,
     checkpoint_rows, *consts, *init, *saved, *carry, *xs` are needed (the first three always are), and has the new
-    equation.
+    equation. A sweep whose step has effects that must happen stays as it is.
     """
     eqn = rest[-1]
     sweep = ReverseSweep(**eqn.params)
+    if happens(eqn.effects):
+        return [True] * len(eqn.invars), eqn
     if not any(used):
         return [False] * len(eqn.invars), None
     carry, ys = sweep.outputs(used)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, tangents_or_zeros
+from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, refuse_effects, tangents_or_zeros
 from loopax._src.core.ir.loop import LoopOutputs
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, run_sweep
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
@@ -70,6 +70,7 @@ class SweepOnPairs(NamedTuple):
 
 def sweep_on_pairs(sweep: ReverseSweep, nonzero: SweepOperands) -> SweepOnPairs:
     """The sweep on pairs, for operands of which these have a tangent."""
+    refuse_effects(sweep.step)
     perturbed, ys = sweep_fixpoint(sweep, nonzero.inputs(either(nonzero.init, nonzero.saved)), typed=True)
     return SweepOnPairs(_jvp_sweep(sweep, perturbed, ys), perturbed, ys, sweep.num_forward_xs)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from operator import not_
 from typing import Any, NamedTuple
 
+from loopax._src.core.autodiff.partial_eval import known_part
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
 from loopax._src.core.autodiff.sweep_transpose import (
     LinearSweep,
@@ -14,6 +15,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
 from loopax._src.core.ir.inverse import needed_by_inverse, part_of_inverse
 from loopax._src.core.ir.loop import LoopOutputs, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, SweepOperands, reverse_sweep_p, run_sweep
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.operand_groups import (
     fill_each,
     flatten,
@@ -25,7 +27,7 @@ from loopax._src.core.jaxpr.operand_groups import (
 )
 from loopax._src.core.jaxpr.util import Mask, either, invert, weakly_cached
 from loopax._src.core.masking.substitute import filled_in_derivatives
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, is_known, known_value, stage_unknown
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, happens, is_known, known_value, stage_unknown
 
 
 class SweepPartialEval(NamedTuple):
@@ -45,8 +47,13 @@ class SweepPartialEval(NamedTuple):
 
 @weakly_cached
 def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartialEval:
-    """Evaluate a sweep partially; `unknown` says which inputs are unknown at the start."""
+    """Evaluate a sweep partially; `unknown` says which inputs are unknown at the start.
+
+    Effects happen in the known part. The linear part does not repeat them.
+    """
     unknown, ys = sweep_fixpoint(sweep, unknown, typed=False)
+    known = known_sweep(sweep, unknown, ys)
+    sweep = sweep._replace(step=without_effects(sweep.step))
     uses = needs(sweep, unknown.carry, ys)
     linear = LinearSweep(
         step_of(sweep, uses, (*uses.carry, *uses.state, *ys)),
@@ -56,15 +63,12 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
         inverse=part_of_inverse(sweep.inverse, sweep.forward_inputs(uses), uses.state),
         **traversal(sweep),
     )
-    return SweepPartialEval(known_sweep(sweep, unknown, ys), linear, unknown, ys, uses)
+    return SweepPartialEval(known, linear, unknown, ys, uses)
 
 
 def step_of(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> ClosedJaxpr:
     """The step with these inputs and these results."""
-    inputs = [True, *sweep.backward_inputs(keep)]
-    step, used = dce(sweep.step, wanted, inputs)
-    assert used == inputs
-    return step
+    return known_part(sweep.step, [True, *sweep.backward_inputs(keep)], wanted)
 
 
 def with_inputs(sweep: ReverseSweep, keep: SweepInputs, ys: Sequence[bool]) -> ReverseSweep:
@@ -130,16 +134,16 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     program on primals and tangents partially: primals are known then, tangents are not.
 
     A result is unknown if, after some number of steps, it depends on an unknown operand (`sweep_fixpoint`). The known
-    sweep computes the other results alone. The linear part gets only those known operands that it reads, and recomputes
-    the states from `init`. The whole sweep is staged if its rows are unknown, if all its results are unknown, or if no
-    operand is.
+    sweep computes the other results alone, and causes the effects. The linear part gets only those known operands that
+    it reads, and recomputes the states from `init`. The whole sweep is staged if its rows are unknown, if all its
+    results are unknown and nothing happens on the way, or if no operand is.
     """
     sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
     parts = partial_eval_sweep(sweep, unknown_inputs(sweep.operands(flags[3:])))
-    if all(flatten(parts.unknown_outputs)):
+    if all(flatten(parts.unknown_outputs)) and not happens(parts.known.step.effects):
         return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
     low, high, rows, *operands = map(known_value, tracers)
     known_operands = reject_each(SweepOperands.of(parts.unknown), sweep.operands(operands))

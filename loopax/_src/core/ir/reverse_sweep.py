@@ -217,11 +217,14 @@ def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:
     return sweep._replace(step=apart(sweep.step, axes) or sweep.step, inverse=inverse)
 
 
-def sweep_abstract_eval(*_: Any, **params: Any) -> list[Any]:
-    """The types of the results `*carry, *ys`: the carry as the backward body returns it, ys with `bound` rows."""
+def sweep_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of the results, and the effects of the step, which are those of its backward part.
+
+    Results are `*carry, *ys`: the carry as the backward body returns it, ys with `bound` rows.
+    """
     sweep = ReverseSweep(**params)
     carry = sweep.step.out_avals[: sweep.num_carry]
-    return [*carry, *(stacked(aval, sweep.bound or 0) for aval in sweep.y_avals)]
+    return [*carry, *(stacked(aval, sweep.bound or 0) for aval in sweep.y_avals)], sweep.step.effects
 
 
 def checkpointing_loop(sweep: ReverseSweep) -> Loop:

@@ -74,7 +74,7 @@ def check_loop(what: str, loop: Loop, window: Sequence[Any], given: LoopInputs) 
 
 
 def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of a reverse sweep's results, if operands and results of both bodies fit. A sweep has no effects.
+    """The types of a reverse sweep's results and its effects, if operands and results of both bodies fit.
 
     Operands are the types of `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
     """
@@ -83,7 +83,7 @@ def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
     given, states = sweep.operands(leaves), sweep.forward_avals.state
     check_sweep("reverse_sweep", sweep, [low, high], given.inputs(given.init))
     check_checkpoints("reverse_sweep", states, given.saved, rows, sweep.saving, sweep.bound)
-    return sweep_abstract_eval(*avals, **params), frozenset()
+    return sweep_abstract_eval(*avals, **params)
 
 
 def check_sweep(what: str, sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> None:

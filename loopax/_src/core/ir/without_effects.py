@@ -4,7 +4,7 @@ from typing import Any
 
 from loopax._src.core.ir.strip_progress import strip_progress
 from loopax._src.core.jaxpr.util import inner_programs, map_programs
-from loopax._src.jax_internals import ClosedJaxpr, branches, is_cond, with_branches
+from loopax._src.jax_internals import ClosedJaxpr, branches, happens, is_cond, with_branches
 
 
 def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -28,4 +28,6 @@ def _equation_without_effects(eqn: Any) -> Any:
         return with_branches(eqn, list(map(without_effects, branches(eqn))))
     pruned = map_programs(eqn, without_effects)
     programs = list(inner_programs(pruned))
-    return pruned.replace(effects=set().union(*(program.effects for program in programs))) if programs else eqn
+    if not programs:  # an `io_callback`, say, which goes if nothing needs its results
+        return eqn.replace(effects=frozenset()) if happens(eqn.effects) else eqn
+    return pruned.replace(effects=set().union(*(program.effects for program in programs)))

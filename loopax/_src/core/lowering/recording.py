@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.costs import costs
 from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.util import num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.masking.all_active import asks_for_active
-from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 
 # If more is handed over than so many times the state, leaving out what can be recomputed will not make it fit.
 MANY = 4
@@ -125,7 +125,12 @@ class _Parts(NamedTuple):
 
 
 def _split(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
-    """JAX's partial evaluation of the step, where the carry and the rows that only the way back reads are unknown."""
+    """JAX's partial evaluation of the step, where the carry and the rows that only the way back reads are unknown.
+
+    None where the step has effects: these happen on the way back, in the order of its steps, and not in replays.
+    """
+    if happens(sweep.step.effects):
+        return None
     num_back_xs = len(sweep.xs_range) - sweep.num_forward_xs
     unknown = [False] * (1 + sweep.num_consts) + [True] * sweep.num_carry + [False] * sweep.num_state
     unknown += [False] * sweep.num_forward_xs + [True] * num_back_xs

@@ -74,7 +74,7 @@ def _jvp_again(inner: CompactVmap, primals: Sequence[Any], tangents: Sequence[An
     JAX cannot map the tangents of such a function. So the lanes come first here, and the tangents then. JAX asks this
     where reverse mode is to follow, for there is no forward mode through a `jax.custom_vjp`.
     """
-    refuse_effects(inner.static)
+    refuse_effects(inner.static.body)
     out = inner.static.results(compact_vmap_p.bind(*primals, **inner._asdict()))
     again = _Again.of(inner, list(map(is_nonzero, tangents)), primals, out)
     windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
@@ -179,7 +179,7 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return linearize_program(nonzero, *operands, **params)
-    refuse_effects(inner.static)
+    refuse_effects(inner.static.body)
     out = inner.static.results(compact_vmap_p.bind(*operands, **params))
     again = _Again.of(inner, nonzero, operands, out)
     _, mask, linear = linearize_program(again.inputs(nonzero), *again.operands, **again.batch._asdict())
