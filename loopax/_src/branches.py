@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from loopax._src.frontend import trace as tracing
@@ -23,7 +22,7 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import api_boundary, is_reference
+from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
@@ -100,11 +99,11 @@ def cond(
     check_callable("true_fun of cond", true_fun)
     check_callable("false_fun of cond", false_fun)
     given = _operands("cond", operands, operand)
-    is_true = _predicate(pred)
-    if jax.config.jax_disable_jit and not isinstance(is_true, Tracer):  # pyright: ignore[reportAttributeAccessIssue]
-        return (true_fun if is_true else false_fun)(*given)
+    is_true, how = _predicate(pred), to_lanes(lanes)
+    if runs_in_python() and (value := value_now(is_true)) is not None:
+        return (true_fun if value else false_fun)(*given)
     branches = [Branch("true_fun", true_fun), Branch("false_fun", false_fun)]
-    return _run_one("cond", branches, [is_true, ~is_true], given, lanes)
+    return _run_one("cond", branches, [is_true, ~is_true], given, how)
 
 
 @api_boundary
@@ -158,14 +157,14 @@ def switch(
     number = _index(index)
     if not functions:
         raise ValueError("switch(branches=...): got no branches, expected at least one function.")
-    to_lanes(lanes)
+    how = to_lanes(lanes)
     if len(functions) == 1:
         return functions[0](*given)
     number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
-    if jax.config.jax_disable_jit and not isinstance(number, Tracer):  # pyright: ignore[reportAttributeAccessIssue]
-        return functions[int(number)](*given)
+    if runs_in_python() and (value := value_now(number)) is not None:
+        return functions[int(value)](*given)
     named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
-    return _run_one("switch", named, [number == i for i in range(len(functions))], given, lanes)
+    return _run_one("switch", named, [number == i for i in range(len(functions))], given, how)
 
 
 def _with_operands_together(true_fun: Any, false_fun: Any, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -216,10 +215,9 @@ class _Call(NamedTuple):
 
 
 def _run_one(
-    name: str, branches: Sequence[Branch], is_taken: Sequence[Any], operands: tuple[Any, ...], lanes: LanesLike
+    name: str, branches: Sequence[Branch], is_taken: Sequence[Any], operands: tuple[Any, ...], how: Lanes
 ) -> Any:
     """The result of the branch that is taken."""
-    how = to_lanes(lanes)
     if how.is_free:
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)

@@ -13,9 +13,9 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
 from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import step_back
-from loopax._src.frontend.trace import StepBack
+from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, runs_in_python
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.messages import inverse_message
@@ -157,13 +157,18 @@ def rollout(
         return run_scan(body, options, loop_spec, carry, inputs)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
-    if every > 1:
+    saves = every > 1 and not runs_in_python()  # where steps are values, outputs are left out afterwards
+    if saves:
         silent = replace(options, throw=False)
         like = _output_types(lambda carry, inputs: run(once, carry, inputs, silent)[0][1], carry, inputs)
         carry = _start_saving(carry, like, (loop_spec.extent.capacity or 0) // every)
-    (last, outputs), loop_info = run(once if every == 1 else _Saving(once, every), carry, inputs, options)
+    (last, outputs), loop_info = run(_Saving(once, every) if saves else once, carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
-    done = Rollout(last_state, outputs if every == 1 else last.saved, loop_info.num_steps)
+    if saves:
+        outputs = last.saved
+    elif every > 1:
+        outputs = jax.tree.map(lambda rows: strongly_typed(rows)[every - 1 :: every], outputs)
+    done = Rollout(last_state, outputs, loop_info.num_steps)
     return options.with_info(done, loop_info)
 
 

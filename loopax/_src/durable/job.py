@@ -29,9 +29,9 @@ from loopax._src.durable.writer import Writer
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.run import LoopSpec, first_condition, run
+from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.frontend.runtime_checks import settle
-from loopax._src.frontend.steps import Call, always
+from loopax._src.frontend.steps import Call, always, first_condition
 from loopax._src.function_names import Called
 from loopax._src.nnx.functional import thaw
 from loopax._src.nnx.writeback import hand_over
@@ -158,8 +158,7 @@ def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
     """The state before the first step."""
     if job.condition is None:
         return SavedState(0, True, chunk.first)
-    step = tracing.Step(job.call, job.where, (), (), job.called)
-    goes_on, arrays = first_condition(step, job.condition, chunk.traced.spec, chunk.first)
+    goes_on, arrays = first_condition(job.where, job.condition, chunk.traced.spec, chunk.first)
     return SavedState(0, bool(goes_on), chunks.placed(arrays))
 
 

@@ -1,7 +1,7 @@
 """Running a loop on a user's pytrees: the traced step becomes a loop of the core, and its results pytrees again."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,22 +11,30 @@ from loopax._src import core
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.in_python import PythonSteps, take_steps
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
-from loopax._src.frontend.trace import Step, trace_promoting
-from loopax._src.jax_internals import vary_like, zeros
+from loopax._src.frontend.steps import first_condition
+from loopax._src.frontend.trace import Found, Step, trace_promoting
+from loopax._src.jax_internals import runs_in_python, vary_like, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
 from loopax._src.messages import derivative_and_references_message, derivative_message
-from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
-from loopax._src.nnx.writeback import hand_over, refuse_lost_changes, take_back
+from loopax._src.nnx.functional import freeze, roots, thaw
+from loopax._src.nnx.writeback import hand_over, refuse_lost_changes
 from loopax._src.progress import Reporter
-from loopax._src.pytrees.leaves import Spec, match_carry, pack, restore_weak
+from loopax._src.pytrees.leaves import Spec, pack, restore_weak
 from loopax._src.pytrees.types import LoopInfo
 
 # The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
 _INITIAL = {"scan": "scan(init=...)", "rollout": "rollout"}
+# A body that asks a value for what only a number has.
+_NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,19 @@ class Finished:
     hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """The results of a loop as arrays."""
+
+    num_steps: Any
+    goes_on: Any  # None: the loop has no condition
+    carry: list[Any]  # with the weak types of the body's results
+    spec: Spec  # of the carry
+    ys: list[Any]  # those that the body wrote to rows of xs first
+    found: Found
+    checks: Sequence[Check] = ()
+
+
 def run(
     step: Step,
     loop_spec: LoopSpec,
@@ -69,85 +90,158 @@ def run(
 
     `references` are those whose values are among xs.
     """
-    extent = loop_spec.extent
-    fixed = extent.fixed and goes_on is None
+    extent, kind = loop_spec.extent, loop_spec.kind
     frozen = freeze(init)
     refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
-    step = references.step(step)
-    storage = core.Asked.of(loop_spec.kind, extent.bound, fixed, extent.bound_is_loose)
-    x_arrays, x_spec = pack(freeze(xs))
-    traced, arrays, spec = trace_promoting(step, extras, frozen, x_spec.rows(), goes_on is not None)
-    refuse_lost_changes(step.where, init, traced.changes, xs, traced.row_changes)
-    references.refuse_closed_over(step.where, traced.references)
-    _refuse_other_derivative(step, loop_spec, bool(traced.references))
-    if extent.capacity is None and any(traced.rows.written):
-        raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
-    first_flag = int(goes_on is not None) + len(arrays)
-    flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
-    start = []
-    if goes_on is not None:
-        first, arrays = first_condition(step, goes_on, spec, arrays)
-        start = [vary_like(first, traced.body.out_avals[0])]
-    loop = core.Loop(
-        traced.body,
-        num_consts=len(traced.closed_over) + len(extras),
-        num_carry=len(start) + len(arrays) + len(flags) + len(traced.references),
-        bound=extent.bound,
-        reverse=loop_spec.reverse,
-        predicated=goes_on is not None,
-        unroll=loop_spec.unroll,
-        storage=storage,
-        inverse=traced.inverse,
-        stages=loop_spec.lanes.stages,
-        reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
-        debug_info=core.DebugInfo(
-            loop_spec.name,
-            loop_spec.kind.without_functions(),
-            loop_spec.lanes,
-            fixed,
-            extent.bound_is_loose,
-            traced.names,
-            extent.bound,
-            branch=loop_spec.branch,
-        ),
-    )
-    consts = [*traced.closed_over, *extras]
-    carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
-    rows = [x[: extent.bound] for x in x_arrays]
-    operands = core.LoopOperands(extent.low, extent.high, consts, carry, rows)
+    storage = core.Asked.of(kind, extent.bound, extent.fixed and goes_on is None, extent.bound_is_loose)
+    call = _Call(references.step(step), loop_spec, extras, init, xs, *pack(freeze(xs)), references, storage)
+    if runs_in_python() and kind.derivative == "exact":
+        return _run_in_python(call, frozen, goes_on)
+    return call.finished(call.traced(frozen, extent, goes_on))
 
-    def user_carry(leaves: Sequence[Any]) -> Any:
-        return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
 
-    checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
-    call = core.LoopCall(loop, operands, fixed, step.where, user_carry, checked, core.run_with_tape)
+@dataclass(frozen=True)
+class _Call:
+    """A call of a loop."""
 
-    def run_now() -> core.Outcome:
-        return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)
+    step: Step
+    loop_spec: LoopSpec
+    extras: Sequence[Any]
+    init: Any  # the user's
+    xs: Any
+    x_arrays: list[Any]
+    x_spec: Spec
+    references: ReferenceRows
+    storage: core.Asked
 
-    out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-    last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
-    for reference, value in zip(traced.references, values, strict=True):
-        reference[...] = value
-    checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
-    ys = [_pad(y, extent.capacity or 0) for y in out.ys]
-    rows, ys = split_list(ys, [sum(traced.rows.written)])
-    walked = _walked(extent, loop_spec.reverse, out.num_steps)
-    xs_after = traced.rows.xs_after(x_arrays, rows, walked)
-    ys = traced.y_spec.unpack(restore_weak(ys, traced.y_spec.avals))
+    @property
+    def rows(self) -> list[Any]:
+        """Those of xs that a step may read."""
+        return [x[: self.loop_spec.extent.bound] for x in self.x_arrays]
 
-    def hand_over_all(carry: Any) -> Any:
-        hand_over(step.where, xs, xs_after, traced.row_changes)
-        return hand_over(step.where, init, carry, traced.changes)
+    def check(self, found: Found) -> None:
+        """Refuse what a step does and a loop cannot."""
+        refuse_lost_changes(self.step.where, self.init, found.changes, self.xs, found.row_changes)
+        if self.loop_spec.extent.capacity is None and any(found.rows.written):
+            raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
 
-    return Finished(
-        out.num_steps,
-        last[0] if last else None,
-        spec.unpack(restore_weak(carry, traced.carry_avals)),
-        references.write_back(ys, walked),
-        checks,
-        hand_over_all,
-    )
+    def traced(self, init: Any, extent: Extent, goes_on: Callable[[Any], Any] | None) -> _Ended:
+        """Trace the step, and run the loop from a carry (frozen) on."""
+        step, loop_spec, extras = self.step, self.loop_spec, self.extras
+        traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on is not None)
+        self.check(traced.found)
+        self.references.refuse_closed_over(step.where, traced.references)
+        _refuse_other_derivative(step, loop_spec, bool(traced.references))
+        first_flag = int(goes_on is not None) + len(arrays)
+        flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
+        start = []
+        if goes_on is not None:
+            first, arrays = first_condition(step.where, goes_on, spec, arrays)
+            start = [vary_like(first, traced.body.out_avals[0])]
+        loop = core.Loop(
+            traced.body,
+            num_consts=len(traced.closed_over) + len(extras),
+            num_carry=len(start) + len(arrays) + len(flags) + len(traced.references),
+            bound=extent.bound,
+            reverse=loop_spec.reverse,
+            predicated=goes_on is not None,
+            unroll=loop_spec.unroll,
+            storage=self.storage,
+            inverse=traced.inverse,
+            stages=loop_spec.lanes.stages,
+            reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
+            debug_info=core.DebugInfo(
+                loop_spec.name,
+                loop_spec.kind.without_functions(),
+                loop_spec.lanes,
+                self.storage.is_fixed,
+                extent.bound_is_loose,
+                traced.names,
+                extent.bound,
+                branch=loop_spec.branch,
+            ),
+        )
+        consts = [*traced.closed_over, *extras]
+        carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
+        operands = core.LoopOperands(extent.low, extent.high, consts, carry, self.rows)
+
+        def user_carry(leaves: Sequence[Any]) -> Any:
+            return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
+
+        checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
+        call = core.LoopCall(loop, operands, self.storage.is_fixed, step.where, user_carry, checked, core.run_with_tape)
+
+        def run_now() -> core.Outcome:
+            return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)
+
+        out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
+        last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
+        for reference, value in zip(traced.references, values, strict=True):
+            reference[...] = value
+        checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
+        carry, condition = restore_weak(carry, traced.carry_avals), last[0] if last else None
+        return _Ended(out.num_steps, condition, carry, spec, out.ys, traced.found, checks)
+
+    def finished(self, ended: _Ended) -> Finished:
+        """The results as pytrees."""
+        extent, found, step = self.loop_spec.extent, ended.found, self.step
+        ys = [_pad(y, extent.capacity or 0) for y in ended.ys]
+        rows, ys = split_list(ys, [sum(found.rows.written)])
+        walked = _walked(extent, self.loop_spec.reverse, ended.num_steps)
+        xs_after = found.rows.xs_after(self.x_arrays, rows, walked)
+        ys = found.y_spec.unpack(restore_weak(ys, found.y_spec.avals))
+
+        def hand_over_all(carry: Any) -> Any:
+            hand_over(step.where, self.xs, xs_after, found.row_changes)
+            return hand_over(step.where, self.init, carry, found.changes)
+
+        return Finished(
+            ended.num_steps,
+            ended.goes_on,
+            ended.spec.unpack(ended.carry),
+            self.references.write_back(ys, walked),
+            list(ended.checks),
+            hand_over_all,
+        )
+
+
+def _run_in_python(call: _Call, init: Any, goes_on: Callable[[Any], Any] | None) -> Finished:
+    """Take steps in Python; a traced loop takes those that Python cannot, or says what one without steps returns."""
+    loop_spec, rows, reporter = call.loop_spec, call.x_spec.rows(), call.loop_spec.reporter
+    extent = loop_spec.extent
+
+    def take() -> PythonSteps:
+        return take_steps(call.step, extent, loop_spec.reverse, call.extras, init, call.rows, rows, goes_on, reporter)
+
+    steps = reporter.watch(take) if reporter else take()
+    if steps.found is not None and steps.is_over:
+        call.check(steps.found)
+        number, ys = jnp.int32(steps.number), steps.written()
+        return call.finished(_Ended(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
+    condition = None if goes_on is None else lambda _: steps.goes_on
+    try:
+        rest = call.traced(steps.spec.unpack(steps.carry), steps.rest, condition)
+    except _NOT_TRACEABLE as error:
+        if not steps.is_over:
+            raise
+        if extent.capacity is not None:
+            error.add_note(
+                f"Note of loopax: {call.step.where} is not called, but traced, as the loop takes no steps: "
+                "for the types of its rows of outputs."
+            )
+            raise
+        return _without_steps(call, steps)
+    if steps.found is not None:
+        ys, found = steps.written(rest.ys), rest.found.after(steps.found)
+        rest = replace(rest, num_steps=rest.num_steps + steps.number, ys=ys, found=found)
+    return call.finished(rest)
+
+
+def _without_steps(call: _Call, steps: PythonSteps) -> Finished:
+    """What a loop returns that takes no steps and has no rows, if its step cannot be traced for the types."""
+    carry, has_objects = steps.spec.unpack(steps.carry), bool(roots(call.init))
+    hand_over = lambda carry: call.init if has_objects else carry  # noqa: E731
+    return Finished(jnp.int32(0), steps.goes_on, carry, None, [], hand_over)
 
 
 def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:
@@ -163,18 +257,6 @@ def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     """Which rows the loop has been at."""
     rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
     return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
-
-
-def first_condition(step: Step, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
-    """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
-    given = spec.unpack(arrays)
-    carry, objects = thaw_numbered(given)
-    first = goes_on(carry)
-    if not objects:
-        return first, arrays
-    where = f"cond_fun, which is called before {step.where},"
-    carry, _ = take_back(where, given, objects, carry)
-    return first, match_carry(where, given, spec, carry)
 
 
 def _pad(y: jax.Array, rows: int) -> jax.Array:

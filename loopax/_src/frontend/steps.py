@@ -22,7 +22,9 @@ from loopax._src.frontend.options import (
 )
 from loopax._src.frontend.trace import StepBack
 from loopax._src.jax_internals import to_weak
-from loopax._src.nnx.functional import freeze
+from loopax._src.nnx.functional import freeze, thaw_numbered
+from loopax._src.nnx.writeback import take_back
+from loopax._src.pytrees.leaves import Spec, match_carry
 
 # (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
 Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
@@ -128,3 +130,15 @@ def scan_rows(
 def always(_: Any) -> Any:
     """Whether to take the first step, where only steps say whether to go on."""
     return jnp.ones((), bool)
+
+
+def first_condition(where: str, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
+    """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
+    given = spec.unpack(arrays)
+    carry, objects = thaw_numbered(given)
+    first = goes_on(carry)
+    if not objects:
+        return first, arrays
+    where = f"cond_fun, which is called before {where},"
+    carry, _ = take_back(where, given, objects, carry)
+    return first, match_carry(where, given, spec, carry)

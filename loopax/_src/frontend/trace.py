@@ -3,8 +3,8 @@
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import jax
@@ -50,6 +50,8 @@ from loopax._src.pytrees.leaves import (
     with_arrays,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class StepBack:
@@ -76,6 +78,30 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What a step does to the user's pytrees, besides their values."""
+
+    y_spec: Spec
+    changes: Changes  # what the body does to NNX objects in the carry
+    row_changes: Changes  # and to those in rows of xs
+    rows: WrittenRows  # whose written arrays are the first ys
+
+    def after(self, before: "Found") -> "Found":
+        """The same of this step and of those before it."""
+        changes, row_changes = self.changes.after(before.changes), self.row_changes.after(before.row_changes)
+        return replace(self, changes=changes, row_changes=row_changes)
+
+
+class Taken(NamedTuple):
+    """A step that has been taken, on arrays or on tracers."""
+
+    goes_on: Any  # None where the loop has no condition
+    carry: list[Any]
+    ys: list[Any]  # what the body wrote to rows of xs, and its row of ys
+    found: Found
+
+
+@dataclass(frozen=True)
 class Traced:
     """A traced step."""
 
@@ -87,10 +113,7 @@ class Traced:
     closed_over: list[Any]  # values that the user's functions close over
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
-    y_spec: Spec
-    changes: Changes  # what the body does to NNX objects in the carry
-    row_changes: Changes  # and to those in rows of xs
-    rows: WrittenRows  # whose written arrays are the first ys
+    found: Found
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
 
@@ -105,34 +128,44 @@ def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -
 def trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
 ) -> tuple[Traced, list[Any], Spec]:
-    """Trace, and again with arrays for the Python numbers of modules where the body cannot do with numbers.
+    """Trace a step, and return with it the arrays of the first carry, of the types that they have in the loop."""
+
+    def trace(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
+        return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
+
+    return promoting(step.where, init, trace)
+
+
+# `function(carry, its arrays, its spec)`, which may raise a CarryMismatchError
+OnCarry = Callable[[Any, list[Any], Spec], T]
+
+
+def promoting(where: str, carry: Any, function: OnCarry[T]) -> T:
+    """Call the function, and again with arrays for the Python numbers of modules where the body can't do with numbers.
 
     A body may ask one of them for `.astype` or divide 1 by 0.0. If arrays do not help, the first error is the body's.
     """
     try:
-        return _trace_until_it_fits(step, extras, init, x_rows, predicated)
+        return _until_it_fits(where, carry, function)
     except Exception:
-        if has_numbers(init):
+        if has_numbers(carry):
             with suppress(Exception):
-                return _trace_until_it_fits(step, extras, with_arrays(init), x_rows, predicated)
+                return _until_it_fits(where, with_arrays(carry), function)
         raise
 
 
-def _trace_until_it_fits(
-    step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
-) -> tuple[Traced, list[Any], Spec]:
-    """Trace, and again from promoted leaves where the body's result asks for it."""
+def _until_it_fits(where: str, carry: Any, function: OnCarry[T]) -> T:
+    """Call the function, and again with promoted leaves where the body's result asks for it."""
     changed: list[str] = []
     while True:
-        arrays, spec = pack(init)
         try:
-            return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
+            return function(carry, *pack(carry))
         except CarryMismatchError as mismatch:
             changed += mismatch.changed
-            init = mismatch.restart(init)
+            carry = mismatch.restart(carry)
         except Exception as error:
             if changed:
-                error.add_note(_changed_note(step.where, changed))
+                error.add_note(_changed_note(where, changed))
             raise
 
 
@@ -177,35 +210,51 @@ def is_only_itself(function: Any) -> bool:
     return isinstance(function, types.FunctionType) or (by_identity and has_weak_references and not is_object(function))
 
 
+def take(
+    step: Step,
+    row: Any,
+    extras: Sequence[Any],
+    init: Any,
+    arrays: list[Any],
+    spec: Spec,
+    x_arrays: list[Any],
+    x_rows: Spec,
+) -> Taken:
+    """Call a step on the user's pytrees: `arrays` are those of the carry, `init` is a carry as errors describe it."""
+    start = spec.unpack(arrays)
+    leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
+    x_start = x_rows.unpack(x_arrays)
+    (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
+    x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
+    carry, y, goes_on = step.call(row, extras, carry, x)
+    carry, changes = take_back(step.where, start, objects, carry)
+    refuse_references_in(f"{step.where} returned carry", carry)
+    matched = match_carry(step.where, init, spec, carry)
+    carry = _as_they_came(arrays, spec, leaves, matched, carry)
+    x, row_changes = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
+    rows, written = written_rows(step.where, x_start, x_rows, x)
+    y = freeze(y)
+    refuse_references_in(f"{step.where} returned y", y)
+    ys, y_spec = pack(without_flags(y))
+    return Taken(goes_on, carry, [*rows, *ys], Found(y_spec, changes, row_changes, written))
+
+
 def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
     found: dict[str, Any] = {}
     row_of_tape_spec: list[Spec] = []  # one, if the kind records a tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
-        start = spec.unpack(arrays)
-        leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
-        x_start = x_rows.unpack(x_arrays)
-        (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
-        x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
         with collecting() as checks:
-            carry, y, goes_on = step.call(row, given, carry, x)
+            taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows)
         flags = failures(checks)
-        carry, found["changes"] = take_back(step.where, start, objects, carry)
-        refuse_references_in(f"{step.where} returned carry", carry)
-        matched = match_carry(step.where, init, spec, carry)
-        carry = _as_they_came(arrays, spec, leaves, matched, carry)
-        x, found["row_changes"] = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
-        rows, found["rows"] = written_rows(step.where, x_start, x_rows, x)
-        y = freeze(y)
-        refuse_references_in(f"{step.where} returned y", y)
-        ys, found["y_spec"] = pack(without_flags(y))
-        found["carry_avals"] = list(map(jax.typeof, carry))
+        found["found"] = taken.found
+        found["carry_avals"] = list(map(jax.typeof, taken.carry))
         found["messages"] = list(flags)
-        go = [goes_on] if predicated else []
-        recorded = flat_record(step.back.record, row, given, (arrays, carry), x_arrays) if step.back else []
+        go = [taken.goes_on] if predicated else []
+        recorded = flat_record(step.back.record, row, given, (arrays, taken.carry), x_arrays) if step.back else []
         before = flat_inverse(step.back.inverse, row, given, after, x_arrays) if step.back else []
-        return [*go, *carry, *flags.values(), *rows, *ys, *recorded, *before]
+        return [*go, *taken.carry, *flags.values(), *taken.ys, *recorded, *before]
 
     def flat_record(record: Any, row: Any, given: list[Any], carries: Sequence[Any], x: list[Any]) -> list[Any]:
         if record is None:
@@ -251,7 +300,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     is_mutable = list(map(is_reference, closed_over))
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
-    names = _names(body, spec, x_rows, found, predicated, len(references))
+    names = _names(body, spec, x_rows, found["found"], predicated, num_flags + len(references))
     return Traced(body, inverse, constants, references, **found, names=names)
 
 
@@ -295,18 +344,16 @@ def _name_in_errors(
     called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x, *after])
 
 
-def _names(
-    body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: dict[str, Any], predicated: bool, num_references: int
-) -> core.Names:
+def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: Found, predicated: bool, num_own: int) -> core.Names:
     """What the operands and the rows of results are called in the user's pytrees."""
 
     def unnamed(count: int) -> tuple[str, ...]:
         return (core.UNNAMED,) * count
 
-    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(len(found["messages"]) + num_references))
-    xs, ys = x_rows.names("xs"), found["y_spec"].names("ys")
+    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(num_own))
+    xs, ys = x_rows.names("xs"), found.y_spec.names("ys")
     consts = unnamed(len(body.in_avals) - 1 - len(carry) - len(xs))
-    return core.Names(consts, carry, tuple(xs), (*unnamed(sum(found["rows"].written)), *ys))
+    return core.Names(consts, carry, tuple(xs), (*unnamed(sum(found.rows.written)), *ys))
 
 
 def _as_they_came(given: list[Any], spec: Spec, start: list[Any], arrays: list[Any], end: Any) -> list[Any]:

@@ -96,7 +96,15 @@ from loopax._src.jax_internals.source import (
     name_in_errors,
     user_lines,
 )
-from loopax._src.jax_internals.tracing import is_for_export, is_tracing, trace_context, trace_state, without_folding
+from loopax._src.jax_internals.tracing import (
+    is_for_export,
+    is_tracing,
+    runs_in_python,
+    trace_context,
+    trace_state,
+    value_now,
+    without_folding,
+)
 from loopax._src.jax_internals.types import (
     AbstractValue,
     fits,
@@ -200,6 +208,7 @@ __all__ = [
     "register",
     "renames",
     "replace_jaxpr",
+    "runs_in_python",
     "stage_unknown",
     "stands_alone",
     "stops_gradient",
@@ -215,6 +224,7 @@ __all__ = [
     "used_inputs",
     "user_lines",
     "uses_references",
+    "value_now",
     "vary",
     "vary_like",
     "varying_axes",

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _pe
 
 
 def is_for_export(ctx: Any) -> bool:
@@ -16,6 +17,22 @@ def is_for_export(ctx: Any) -> bool:
 def is_tracing() -> bool:
     """Whether a transformation is under way (`jit`, `vmap`, `grad`), even one without tracers here."""
     return not _core.trace_state_clean()
+
+
+def runs_in_python() -> bool:
+    """Whether `jax.disable_jit` asks for a run in Python, and nothing around it writes down a program instead.
+
+    JAX says whether there is a `jit` around only in the text of its traces.
+    """
+    trace = _core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, _pe.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is None and _config.disable_jit.value
+
+
+def value_now(x: Any) -> Any:
+    """The value of an array that is known now, also of one that is differentiated; None: it is not known."""
+    return _core.to_concrete_value(x)
 
 
 @contextmanager

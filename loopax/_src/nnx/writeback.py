@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from loopax._src.core.jaxpr.util import either
 from loopax._src.nnx.functional import Frozen, flatten, freeze, freeze_numbered, is_object, roots, thaw
 from loopax._src.nnx.paths import differences, is_at_or_below, name_of, places, shown, with_stacked_axis
 
@@ -18,6 +19,10 @@ class Changes:
 
     replaced: tuple[bool, ...] = ()  # it returns an object of its own instead
     written: tuple[tuple[bool, ...], ...] = ()  # which values it changes
+
+    def after(self, before: "Changes") -> "Changes":
+        """What a body does to them in this step and in those before it."""
+        return replace(self, written=tuple(map(either, self.written, before.written)))
 
 
 def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_rows: bool = False) -> tuple[Any, Changes]:
