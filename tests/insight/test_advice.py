@@ -49,6 +49,17 @@ def test_a_trajectory_that_is_written_by_slices():
     assert warned(program, X) == [("trajectory-in-carry", line)]
 
 
+def test_a_trajectory_under_a_constant_condition():
+    def program(x):
+        def step(i, c):
+            new = c[1].at[i].set(c[0])  # under a condition
+            return jnp.sin(c[0]), jnp.where(True, new, c[1])
+
+        return lx.fori_loop(0, 100, step, (x, jnp.zeros((100, 8))))[1].sum()
+
+    assert warned(program, X) == [("trajectory-in-carry", "new = c[1].at[i].set(c[0])  # under a condition")]
+
+
 def test_a_trajectory_in_lanes_that_finish():
     def program(x, n):
         def step(i, c):

@@ -138,7 +138,7 @@ def _is_read(body: ClosedJaxpr, start: Any) -> bool:
             if versions.intersection(operands[1:]):
                 return True
             versions.add(eqn.outvars[0])
-        elif eqn.primitive is fill_inactive_p or (is_select(eqn) and operands[0] not in versions):
+        elif eqn.primitive is fill_inactive_p or (is_select(eqn) and all(eqn.invars[0] is not v for v in versions)):
             versions.add(eqn.outvars[0])
         else:
             return True

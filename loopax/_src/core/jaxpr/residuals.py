@@ -73,17 +73,18 @@ def without_recomputed(
 ) -> tuple[list[int], ClosedJaxpr | None]:
     """Leave out residuals that cost less to compute from the others than to store: `1 - t` where `t` is stored.
 
-    Those that are the same at every step, at `hoisted`, are left out if they cost nothing (a transpose, zeros). Among
-    the outputs of `known`, residuals are at `positions`; its inputs at `given` need not be stored. Returns the
-    positions that are left, and how the others are computed: (*given, *left) -> others, in their order.
+    Those that are the same at every step, at `hoisted`, are left out if they cost nothing (a transpose, zeros, a
+    number: an output that is a literal). Among the outputs of `known`, residuals are at `positions`; its inputs at
+    `given` need not be stored. Returns the positions that are left, and how the others are computed:
+    (*given, *left) -> others, in their order.
     """
     if num_bytes(known.out_avals) == maxsize:  # what they cost is not known
         return list(positions), None
     jaxpr = known.jaxpr
     producers = {variable: i for i, eqn in enumerate(jaxpr.eqns) for variable in eqn.outvars}
     inputs = [jaxpr.invars[i] for i in given]
-    left, equations = list(positions), list[Any]()
-    for position in sorted(positions, key=lambda p: -num_bytes([known.out_avals[p]])):
+    left, equations = [p for p in positions if not isinstance(jaxpr.outvars[p], Literal)], list[Any]()
+    for position in sorted(left, key=lambda p: -num_bytes([known.out_avals[p]])):
         others = [jaxpr.outvars[p] for p in left if p != position]
         residual = jaxpr.outvars[position]
         places = _equations_for(residual, jaxpr.eqns, producers, {*inputs, *others})
