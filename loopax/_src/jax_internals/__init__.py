@@ -25,6 +25,7 @@ from loopax._src.jax_internals.held_programs import function_object, held_progra
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
 from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
 from loopax._src.jax_internals.operations import (
+    can_transpose,
     is_addition,
     is_cast,
     is_convolution,
@@ -142,6 +143,7 @@ __all__ = [
     "branches",
     "called",
     "calling_lines",
+    "can_transpose",
     "chooses_platform",
     "collective_name",
     "communicates_over",

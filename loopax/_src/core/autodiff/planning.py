@@ -12,7 +12,10 @@ from loopax._src.core.ir.plan import EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import tiny
 from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.core.jaxpr.costs import costs
+from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.properties import linear_results
 from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
+from loopax._src.jax_internals import dce
 
 
 def planned(loop: Loop, unknown: LoopInputs) -> Loop:
@@ -61,6 +64,14 @@ def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
 
 
 def _calls_of_derivative(parts: PartialEval, most: int) -> float:
-    """Those of a step that only the last carry's cotangent asks for."""
-    step = transposed_step(parts.linear, (False,) * len(parts.linear.output_avals.ys))
+    """Those of a step that only the last carry's cotangent asks for; none where the step has no transpose.
+
+    JAX does not only ask for derivatives: where it looks for what is the same at every step of a `lax.scan`, values are
+    unknown, and not tangents, so that what depends on them need not be linear.
+    """
+    linear, wanted = parts.linear, [*parts.linear.linear_carry, *(False for _ in parts.linear.output_avals.ys)]
+    needed = dce(linear.body, wanted, True)[0]
+    if linear_results(needed.jaxpr, [False, *flatten(linear.masks)]) is None:
+        return 0.0
+    step = transposed_step(linear, (False,) * len(linear.output_avals.ys))
     return tiny.calls(step, most)

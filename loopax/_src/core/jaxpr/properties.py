@@ -1,12 +1,17 @@
-"""What programs are said to be: whether they end, and whether they are a few elementwise operations."""
+"""What programs are said to be: whether they end, are a few elementwise operations, or can be transposed."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from loopax._src.core.jaxpr.own_primitives import step_limits
-from loopax._src.core.jaxpr.util import inner_jaxprs
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.own_primitives import jointly_linear, step_limits
+from loopax._src.core.jaxpr.util import inner_jaxprs, select
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    Literal,
     called,
+    can_transpose,
     inlinable,
     is_cond,
     is_elementwise_operation,
@@ -25,6 +30,37 @@ def always_ends(jaxpr: Any) -> bool:
         and all(map(always_ends, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
+
+
+def linear_results(jaxpr: Any, linear: Sequence[bool]) -> list[bool] | None:
+    """Which results are linear in these inputs; None where an operation on them is not known to be.
+
+    JAX can transpose a program of which this is known.
+    """
+    found = set(select(linear, jaxpr.invars))
+
+    def is_linear(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in found
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(is_linear, eqn.invars))
+        if not any(operands):
+            continue
+        results = _linear_results(eqn, operands)
+        if results is None:
+            return None
+        found.update(select(results, eqn.outvars))
+    # A bool or an integer has no tangent.
+    is_real = all(jnp.issubdtype(variable.aval.dtype, jnp.inexact) for variable in found)
+    return list(map(is_linear, jaxpr.outvars)) if is_real else None
+
+
+def _linear_results(eqn: Any, operands: Sequence[bool]) -> list[bool] | None:
+    program = inlinable(eqn)
+    if program is not None:
+        return linear_results(program.jaxpr, operands)
+    is_known = eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn)))
+    return [True] * len(eqn.outvars) if is_known else None
 
 
 def is_arithmetic(jaxpr: Any) -> bool:

@@ -30,7 +30,7 @@ from jax import lax
 
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
-from loopax._src.core.jaxpr.own_primitives import computed
+from loopax._src.core.jaxpr.own_primitives import computed, jointly_linear
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
 from loopax._src.jax_internals import Primitive, ad, new_primitive, register
@@ -355,3 +355,4 @@ dependence_rules[view_p] = lambda _: [0b11, 0b01]
 # Of the array, one row is computed.
 computed[get_p] = computed[take_p] = lambda eqn: eqn.outvars[:1]
 computed[put_p] = computed[add_p] = lambda eqn: eqn.invars[2:3]
+jointly_linear.update((put_p, add_p))
