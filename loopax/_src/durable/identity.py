@@ -70,7 +70,7 @@ def describe(
 def _written(step: Traced, carry: Sequence[str], named: Mapping[int, str]) -> Written:
     """The text of a step: what it makes of a carry, without the flags of checks, which never change a result."""
     body, given, num_flags = step.body, step.closed_over, len(step.messages)
-    num_ys = len(step.y_spec.avals)
+    num_ys = len(step.found.y_spec.avals)
     goes_on = ["goes on"] * (len(body.out_avals) - len(carry) - num_flags - num_ys)
     last = [*goes_on, *carry, *(f"flag {i}" for i in range(num_flags))]
     start = [f"start {i}" for i in range(len(body.in_avals) - 1 - len(given) - len(last))]
