@@ -1,5 +1,6 @@
 """What is traced of loops over NNX objects, and how often."""
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -44,6 +45,36 @@ def test_a_body_is_traced_once_for_objects_of_the_same_structure() -> None:
     for _ in range(3):
         lx.fori_loop(0, 2, step, Counter())
     assert len(traces) == 1
+
+
+def scaled(scale: Any) -> Any:
+    counter: Any = Counter()
+    counter.scale = scale
+    return counter
+
+
+def test_a_body_is_traced_for_each_value_of_an_attribute() -> None:
+    found = []
+
+    def step(_: Any, counter: Any) -> Any:
+        found.append(repr(counter.scale))
+        return count(counter)
+
+    for scale in [0.0, -0.0, 1, True, 1.0, math.nan, math.nan]:
+        lx.fori_loop(0, 2, step, scaled(scale))
+    assert found == ["0.0", "-0.0", "1", "True", "1.0", "nan"]
+
+
+@pytest.mark.parametrize("scale", [-0.0, False])
+def test_an_attribute_that_another_one_equals_may_not_take_its_place(scale: Any) -> None:
+    def step(_: Any, counter: Any) -> Any:
+        counter.scale = scale
+        return counter
+
+    with pytest.raises(TypeError, match=rf"\.scale: got {scale}, expected 0.0"):
+        lx.fori_loop(0, 2, step, scaled(0.0))
+    with pytest.raises(TypeError, match="GraphDef"):
+        lx.cond(True, lambda: scaled(0.0), lambda: scaled(scale))
 
 
 def test_a_module_as_body_is_traced_as_it_is_now() -> None:

@@ -17,7 +17,7 @@ from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.function_names import Called, parameters_of
 from loopax._src.jax_internals import Literal, to_weak, trace_context, vary_like, varying_axes, with_varying_axes
 from loopax._src.nnx.functional import freeze, keeps_closures, thaw
-from loopax._src.pytrees.diff import differences, same_value
+from loopax._src.pytrees.diff import differences, same_structure
 from loopax._src.pytrees.leaves import Dynamic, Spec, Static, describe, pack
 
 
@@ -153,7 +153,7 @@ def _names(branch: Branch, spec: Spec) -> list[str]:
 def _problems(first: _Found, avals: Sequence[Any], other: _Found) -> list[str]:
     """Where the results of two branches differ."""
     a, b = first.spec, other.spec
-    if a.treedef != b.treedef:
+    if not same_structure(a.treedef, b.treedef):
         found = differences(first.tree, other.tree, _words, root="the result itself")
         return list(found) or [f"{b.treedef} and {a.treedef}"]
     numbered = iter(avals)
@@ -171,10 +171,8 @@ def _paths(spec: Spec) -> list[str]:
 
 
 def _fit(a: Static | Dynamic, b: Static | Dynamic, aval: Any) -> bool:
-    if isinstance(a, Static) and isinstance(b, Static):
-        return same_value(a.value, b.value)
     if not (isinstance(a, Dynamic) and isinstance(b, Dynamic)):
-        return False
+        return a == b
     return a.key_impl == b.key_impl and aval.shape == b.aval.shape and _joined(aval, b.aval) is not None
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from loopax._src.core.row_buffers.versions import strays
 from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.pytrees.diff import same_structure
 from loopax._src.pytrees.leaves import describe, stays
 from loopax._src.pytrees.types import RowByRow
 
@@ -39,7 +40,7 @@ def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
 def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:
     """A row as arrays of the types of others: Python numbers and weakly typed arrays take the dtype, others have it."""
     wanted = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), rows)
-    if jax.tree.structure(row) != jax.tree.structure(wanted):
+    if not same_structure(jax.tree.structure(row), jax.tree.structure(wanted)):
         raise TypeError(
             f"{what} is a pytree of another structure: got {jax.tree.structure(row)}, expected "
             f"{jax.tree.structure(wanted)}."

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from loopax._src.core import BoundLoop, LoopCall, LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, open_constants, replace_jaxpr
+from loopax._src.pytrees.diff import same_structure
 
 
 @dataclass(frozen=True)
@@ -132,4 +133,4 @@ def _is_pair(result: Any) -> bool:
     """Whether this is a pair of two pytrees of the same structure."""
     if not isinstance(result, tuple) or len(result) != 2:
         return False
-    return jax.tree.structure(result[0]) == jax.tree.structure(result[1])
+    return same_structure(*map(jax.tree.structure, result))

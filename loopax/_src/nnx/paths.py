@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from loopax._src.pytrees.diff import same_value
+
 DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
 
 
@@ -80,7 +82,7 @@ def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str
             lines[name] = f"  {where}: {old.text} is missing from the result"
         elif old is None and new is not None:
             lines[name] = f"  {where}: {new.text} is new in the result"
-        elif old is not None and new is not None and old.content != new.content:
+        elif old is not None and new is not None and not same_value(old.content, new.content):
             lines[name] = f"  {where}: got {new.text}, expected {old.text}"
     return list(lines.values())
 
@@ -102,7 +104,7 @@ def _with_stacked_axis(stack: Any, row: Any) -> Any:
         return row
     whole, less = dict(stack.metadata), dict(row.metadata)
     same_keys = whole.keys() == less.keys()
-    fits = same_keys and all(whole[key] == less[key] or _lacks_one(whole[key], less[key]) for key in whole)
+    fits = same_keys and all(same_value(whole[key], less[key]) or _lacks_one(whole[key], less[key]) for key in whole)
     return replace(row, metadata=stack.metadata) if fits else row
 
 

@@ -11,6 +11,7 @@ import jax
 from loopax._src.core.jaxpr.util import either
 from loopax._src.nnx.functional import Frozen, flatten, freeze, freeze_numbered, is_object, roots, thaw
 from loopax._src.nnx.paths import differences, is_at_or_below, name_of, places, shown, with_stacked_axis
+from loopax._src.pytrees.diff import same_value
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_row
         returned = _with_stacked_axis(returned, old)
         new = roots(returned)
     before, after = _graphs(old), _graphs(new)
-    if list(before.values()) != list(after.values()):
+    if not same_value(list(before.values()), list(after.values())):
         raise TypeError(_structure_message(where, differences(before, after)))
     replaced, moved = _replaced(before, objects, new_objects)
     lost = _lost(old, freeze([objects[graph.nodes[0].index] for graph in before.values()]), replaced)

@@ -1,12 +1,13 @@
-"""Where two pytrees differ in structure: the paths, and what stands there."""
+"""Where two pytrees differ in what is not an array: values that stay what they are, and structures."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import FlattenedIndexKey, KeyPath, keystr, tree_flatten_with_path
+from jax.tree_util import FlattenedIndexKey, KeyPath, PyTreeDef, keystr, tree_flatten_with_path
 
 Describe = Callable[[Any], str]  # a leaf in the words of an error message
 
@@ -22,7 +23,7 @@ def differences(
         yield f"{name}: got {_node_text(new, describe)}, expected {_node_text(old, describe)}"
         return
     olds, news = _children(old), _children(new)
-    other_data = _one_level(old) != _one_level(new)
+    other_data = not same_structure(_one_level(old), _one_level(new))
     if other_data and any(isinstance(key, FlattenedIndexKey) for key in olds):  # children without names
         yield _data_difference(name, old, new)
         return
@@ -39,17 +40,51 @@ def differences(
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are not arrays are known to be the same."""
+    """Whether two values that are not arrays are known to be the same, and no step could tell one from the other.
+
+    Python's `==` knows less: `0.0 == -0.0` and `1 == True`, and NaN is not equal to itself.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     try:
-        if isinstance(a, np.ndarray):
-            return a.dtype == b.dtype and np.array_equal(a, b)
-        return bool(a == b)
+        return _same_content(a, b)
     except Exception:  # noqa: BLE001 - a user's __eq__ may raise anything, and then the values are not known equal
         return False
+
+
+def _same_content(a: Any, b: Any) -> bool:
+    """Whether two values of one type are the same; numbers may stand anywhere in containers."""
+    if isinstance(a, np.ndarray | np.generic):
+        same_type = a.dtype == b.dtype and a.shape == b.shape
+        return same_type and (all(map(same_value, a.flat, b.flat)) if a.dtype == object else a.tobytes() == b.tobytes())
+    if isinstance(a, Number):
+        return repr(a) == repr(b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, PyTreeDef):
+        return same_structure(a, b)
+    if dataclasses.is_dataclass(a) and not isinstance(a, type) and a.__dataclass_params__.eq:  # pyright: ignore
+        fields = [field.name for field in dataclasses.fields(a) if field.compare]
+        return all(same_value(getattr(a, name), getattr(b, name)) for name in fields)
+    return bool(a == b)
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    """Whether two structures of pytrees have the same containers and the same static data, by `same_value`."""
+    data_a, data_b = a.node_data(), b.node_data()
+    if data_a is None or data_b is None:  # a leaf
+        return data_a is data_b
+    children_a, children_b = a.children(), b.children()
+    return (
+        data_a[0] is data_b[0]
+        and len(children_a) == len(children_b)
+        and same_value(data_a[1], data_b[1])
+        and all(map(same_structure, children_a, children_b))
+    )
 
 
 def _static_differences(name: str, old: Any, new: Any, path: KeyPath) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 import equinox as eqx
@@ -12,15 +13,22 @@ from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from loopax._src.jax_internals import AbstractValue, mapped_aval, to_weak, vary_like
-from loopax._src.pytrees.diff import differences, same_value
+from loopax._src.pytrees.diff import differences, same_structure, same_value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Static:
     """A leaf that is not an array: it stays what it is, and must not change."""
 
     value: Any
-    type: type  # 1, 1.0 and True are equal, and a step is traced for each of them
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is the same for every step: one is traced for 1, 1.0 and True, for 0.0 and -0.0."""
+        return isinstance(other, Static) and same_value(self.value, other.value)
+
+    def __hash__(self) -> int:
+        """That of the value, but for a number: each NaN has one of its own."""
+        return hash(repr(self.value) if isinstance(self.value, Number) else self.value)
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,20 @@ def to_array(leaf: Any) -> tuple[jax.Array, Dynamic]:
     return array, Dynamic(jax.typeof(array))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spec:
     """The structure of a pytree, with a description of each leaf."""
 
     treedef: Any
     leaves: tuple[Static | Dynamic, ...]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other describes the same, static data included."""
+        return isinstance(other, Spec) and self.leaves == other.leaves and same_structure(self.treedef, other.treedef)
+
+    def __hash__(self) -> int:
+        """Of what is equal, the same."""
+        return hash((self.treedef, self.leaves))
 
     @property
     def avals(self) -> list[AbstractValue]:
@@ -123,7 +139,7 @@ def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
     arrays, specs = [], []
     for leaf, is_kept in zip(leaves, stays(tree), strict=True):
         if is_kept:
-            specs.append(Static(leaf, type(leaf)))
+            specs.append(Static(leaf))
         else:
             array, spec = to_array(leaf)
             arrays.append(array)
@@ -175,7 +191,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     Python bool that becomes an array starts as one, and a start varies over the `shard_map` axes over
     which the result does. Raises TypeError, leaf by leaf, where none would.
     """
-    if jax.tree.structure(out) != spec.treedef:
+    if not same_structure(jax.tree.structure(out), spec.treedef):
         raise TypeError(_structure_message(where, init, out))
     names, olds, news = _paths(init), jax.tree.leaves(init), jax.tree.leaves(out)
     outcomes = [_match_leaf(leaf, old, new) for leaf, old, new in zip(spec.leaves, olds, news, strict=True)]

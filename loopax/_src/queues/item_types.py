@@ -9,6 +9,7 @@ import numpy as np
 
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.nnx.functional import freeze
+from loopax._src.pytrees.diff import same_structure, same_value
 from loopax._src.pytrees.leaves import Dynamic, Spec, pack
 
 _ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
@@ -52,13 +53,13 @@ def _spec_of(item: Any, index: int) -> Spec:
 
 def _arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
     leaves, treedef = jax.tree.flatten(freeze(item))
-    if treedef != spec.treedef:
+    if not same_structure(treedef, spec.treedef):
         raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")
     arrays = []
     for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
         if isinstance(expected, Dynamic):
             arrays.append(_array(leaf, expected, spec, place, index))
-        elif type(leaf) is not expected.type or leaf != expected.value:  # a part of the program
+        elif not same_value(leaf, expected.value):  # a part of the program
             raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
     return arrays
 

@@ -43,7 +43,7 @@ def lane_arguments(args: tuple[Any, ...], in_axes: Any) -> Arguments:
     arrays, found, specs = [], [], []
     for path, leaf, at, is_kept in zip(paths, jax.tree.leaves(args), axes, stays(args), strict=True):
         if is_kept or (at is None and is_number(leaf)):
-            specs.append(Static(leaf, type(leaf)))
+            specs.append(Static(leaf))
             continue
         found.append(_Leaf(path, leaf, at if at is None else _in_range("in_axes", path, leaf, at)))
         array, spec = to_array(leaf)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Inexact, PyTree
 
+from loopax._src.pytrees.diff import same_structure
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, refuse_arrays
 
@@ -129,7 +130,7 @@ def _result_type(function: Callable[[Any], Any], structure: PyTree[Any]) -> PyTr
 
 
 def _check_result(structure: PyTree[Any], result: PyTree[Any]) -> None:
-    same = jax.tree.structure(structure) == jax.tree.structure(result) and all(
+    same = same_structure(jax.tree.structure(structure), jax.tree.structure(result)) and all(
         a.shape == b.shape for a, b in zip(jax.tree.leaves(structure), jax.tree.leaves(result), strict=True)
     )
     if not same:
