@@ -65,26 +65,72 @@ def sharded_lanes_message(mesh_axis: Any) -> str:
 
 def kind_needs_bound(kind: Any) -> str:
     """A loop without a bound is of a kind that needs one."""
+    return f"kind={kind!r} needs to know at most how many steps there are. {_GIVE_BOUND}"
+
+
+_GIVE_BOUND = "Give a static bound: `max_steps=`, rows of `xs`, or a static length."
+
+
+def plan_needs_bound(kind: Any, plan: Any) -> str:
+    """A kind that says that it needs no bound has a plan that does."""
     return (
-        f"kind={kind!r} stores something for every step, so it needs to know at most how many there are. "
-        "Give a static bound: `max_steps=`, rows of `xs`, or a static length."
+        f"kind={kind!r}: `plan` returned {plan!r}, which stores something for every step, and the loop has no bound. "
+        f"Set `needs_bound = True` in the class, or return `Checkpoints` where `loop.bound` is None. {_GIVE_BOUND}"
     )
+
+
+def no_plan(kind: Any, got: Any) -> str:
+    """A kind has returned something else than a plan."""
+    return (
+        f"kind={kind!r}: `plan` returned {_value(got)}, expected a plan: an object of `Checkpoints`, `EveryCarry`, "
+        "`EveryResidual`, `LastCarry` or `NoReverseMode` of `loopax.kinds`."
+    )
+
+
+def no_outcome(kind: Any, got: Any) -> str:
+    """A kind that runs a loop has returned something else than its results."""
+    return (
+        f"kind={kind!r}: `run` returned {_value(got) if got is None else type(got).__name__}, expected the results of "
+        "the loop: what `call.run()` returns, with another carry or other rows perhaps (`out._replace(carry=[...])`)."
+    )
+
+
+def other_outcome(kind: Any, lines: Sequence[str]) -> str:
+    """A kind that runs a loop has returned results of other types."""
+    return (
+        f"kind={kind!r}: `run` must return results of the same shapes and dtypes as `call.run()`. It does not, at:\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nValues do not depend on a kind: return every array of the loop, with its type (`x.astype(...)`)."
+    )
+
+
+def unhashable_kind(kind: Any) -> str:
+    """JAX keeps kinds among the keys of its caches."""
+    return (
+        f"kind={kind!r} cannot be hashed, and JAX uses a kind as a key of its caches. Write `@dataclass(frozen=True)` "
+        "above the class."
+    )
+
+
+def _value(got: Any) -> str:
+    if got is None:
+        return "None"
+    return f"the class {got.__name__}" if isinstance(got, type) else f"{type(got).__name__} {got!r}"
 
 
 def free_form_message(loops: int) -> str:
     """A loop with free lanes has no inner loop, or several."""
-    found = "none" if loops == 0 else str(loops)
     return (
-        f"lanes='free' is for a loop whose body holds one inner loop, and this body holds {found}. The form it needs: "
-        "in the body, outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, "
-        "`loopax.fori_loop` or `loopax.scan` that is not batched itself; before and after it, anything. "
-        "Make one loop of several, or leave lanes='lockstep'."
+        f"lanes='free' is for a loop whose body holds one inner loop, and this body holds {_found(loops)} The form it "
+        "needs: in the body, outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call of "
+        "`loopax.while_loop`, `loopax.fori_loop` or `loopax.scan` that is not batched itself; before and after it, "
+        "anything. Make one loop of several, or leave lanes='lockstep'."
     )
 
 
 FREE_NEEDS_BOUNDS = (
-    "lanes='free' makes one loop of two, and this kind stores something for every step of it, so it needs a static "
-    "bound on the steps of both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
+    "lanes='free' makes one loop of two, and this kind needs a static bound on its steps, which are those "
+    "of both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
 )
 
 
@@ -143,12 +189,16 @@ def mixed_items_message(caller: str, primitive: str) -> str:
 
 
 def _one_loop(caller: str, loops: int) -> str:
-    found = "none" if loops == 0 else str(loops)
     return (
-        f"{caller}(f, ...): f must hold exactly one loop of loopax, and holds {found}. The form it needs: outside of "
-        "`cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, `loopax.fori_loop` or "
-        "`loopax.scan`; before and after it, anything. Make one loop of several"
+        f"{caller}(f, ...): f must hold exactly one loop of loopax, and holds {_found(loops)} The form it needs: "
+        "outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call of `loopax.while_loop`, "
+        "`loopax.fori_loop` or `loopax.scan`; before and after it, anything. Make one loop of several"
     )
+
+
+def _found(loops: int) -> str:
+    """How many loops a function holds. One that nobody uses has been removed by then."""
+    return f"{loops}." if loops else "none. (A loop does not count if its results are not used: return them.)"
 
 
 def symbolic_lanes_message(size: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 import loopax as lx
 from loopax import kinds
+from loopax._src.insight.with_kind import with_kind
 from tests.support.problem import XS, H, W, scan_expected, scan_program
 from tests.support.reference import assert_close
 
@@ -77,7 +78,7 @@ class NeedsBound(lx.Kind):
 
 
 def test_a_loop_without_a_bound_is_refused_where_it_is_called() -> None:
-    with pytest.raises(ValueError, match="stores something for every step"):
+    with pytest.raises(ValueError, match=r"kind=NeedsBound\(\) needs to know at most how many steps there are"):
         lx.while_loop(lambda x: x < 3, lambda x: x + 1, 0.0, kind=NeedsBound())
 
 
@@ -85,3 +86,126 @@ def test_explain_names_kind_plan_and_reason() -> None:
     (loop,) = lx.explain(lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x, kind=NeedsBound()), 1.0).loops
     assert loop.stored is not None
     assert (repr(loop.kind), loop.stored.kind, loop.stored.reason) == ("NeedsBound()", "Residuals()", "all is small")
+
+
+def sine(kind: lx.Kind, bound: int | None = 3) -> Any:
+    """The gradient of a loop of one number."""
+    return jax.grad(lambda x: lx.while_loop(lambda c: c < 0.9, lambda c: c + 0.5, x, max_steps=bound, kind=kind))(0.5)
+
+
+@pytest.mark.parametrize(
+    ("got", "words"), [(3, "int 3"), (None, "None"), (kinds.EveryCarry, "the class EveryCarry"), (lx.Lax(), "Lax Lax")]
+)
+def test_a_plan_that_is_none_is_refused(got: Any, words: str) -> None:
+    kind = Asks(lambda loop: got)
+    with pytest.raises(TypeError, match=rf"(?s)kind=Asks\(.*\): `plan` returned {words}.*, expected a plan"):
+        sine(kind)
+    with pytest.raises(TypeError, match="expected a plan"):
+        jax.hessian(lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x, kind=kind))(1.0)
+
+
+@pytest.mark.parametrize("plan", [kinds.EveryCarry(), kinds.EveryResidual()])
+def test_a_plan_that_needs_a_bound_is_refused_without_one(plan: kinds.Plan) -> None:
+    kind = Asks(lambda loop: plan)
+    assert sine(kind) == 1.0
+    with pytest.raises(ValueError, match=r"`plan` returned Every.*Set `needs_bound = True` in the class"):
+        sine(kind, bound=None)
+
+
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    (lambda: kinds.Checkpoints(0), ValueError, r"kinds.Checkpoints\(0\): expected at least 1"),
+    (lambda: kinds.Checkpoints(-1), ValueError, r"kinds.Checkpoints\(-1\): expected at least 1"),
+    (lambda: kinds.Checkpoints(2.5), TypeError, r"kinds.Checkpoints\(2.5\): expected an int"),  # type: ignore
+    (lambda: kinds.Checkpoints(True), TypeError, r"kinds.Checkpoints\(True\): expected an int"),
+    (lambda: kinds.LastCarry(kinds.EveryCarry()), TypeError, r"kinds.LastCarry\(otherwise=EveryCarry\(.*expected"),  # type: ignore
+    (lambda: kinds.NoReverseMode("error", "text"), TypeError, r"kinds.NoReverseMode\('error', .*a class of errors"),  # type: ignore
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_plans_that_cannot_be_carried_out(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_kind_that_cannot_be_hashed_is_refused() -> None:
+    @dataclass
+    class Mutable(lx.Kind):
+        def plan(self, loop: kinds.LoopFacts) -> kinds.Plan:
+            return kinds.EveryCarry()
+
+    with pytest.raises(TypeError, match=r"Mutable\(\) cannot be hashed.*`@dataclass\(frozen=True\)`"):
+        sine(Mutable())
+
+
+@dataclass(frozen=True)
+class Runs(lx.Kind):
+    """Makes something of the results."""
+
+    change: Any
+    derivative = "another"
+
+    def plan(self, loop: kinds.LoopFacts) -> kinds.Plan:
+        return kinds.EveryCarry()
+
+    def run(self, call: kinds.LoopCall) -> Any:
+        return self.change(call.run())
+
+
+def with_carry(change: Any) -> Any:
+    return lambda out: out._replace(carry=change(out.carry))
+
+
+WRONG = {
+    "nothing": (lambda out: None, "`run` returned None, expected the results of the loop"),
+    "the carry alone": (lambda out: out.carry, "`run` returned list, expected the results of the loop"),
+    "no carry": (with_carry(lambda c: None), "carry: got NoneType, expected a list of 3 arrays"),
+    "a leaf less": (with_carry(lambda c: c[:-1]), r"carry: got 2, expected a list of 3 arrays \(.*carry\['b'\]\)"),
+    "a leaf more": (with_carry(lambda c: [*c, c[0]]), "carry: got 4, expected a list of 3 arrays"),
+    "another shape": (
+        with_carry(lambda c: [c[0], c[1][None], c[2]]),
+        r"carry\[1\] \(carry\['a'\]\): got float64\[1,2\], expected float64\[2\]",
+    ),
+    "another dtype": (
+        with_carry(lambda c: [*c[:2], c[2].astype(jnp.float32)]),
+        r"carry\[2\] \(carry\['b'\]\): got float32\[\], expected int64\[\]",
+    ),
+    "a number": (with_carry(lambda c: [*c[:2], 3]), r"carry\[2\] \(carry\['b'\]\): got int 3, expected int64\[\]"),
+    "another condition": (
+        with_carry(lambda c: [c[0].astype(float), *c[1:]]),
+        r"carry\[0\] \(whether to go on\): got float64\[\], expected bool\[\]",
+    ),
+    "no rows": (lambda out: out._replace(ys=[]), r"ys: got 0, expected a list of 1 arrays \(ys\['y'\]\)"),
+    "fewer rows": (
+        lambda out: out._replace(ys=[out.ys[0][1:]]),
+        r"ys\[0\] \(ys\['y'\]\): got float64\[2,2\], expected float64\[3,2\]",
+    ),
+    "another number of steps": (lambda out: out._replace(num_steps=1.0), r"num_steps\): got float 1.0, expected int32"),
+}
+
+
+def a_scan(kind: lx.Kind) -> Any:
+    step = lambda c, x: ({"a": c["a"] * x, "b": c["b"] + 1}, {"y": c["a"]})
+    init = {"a": jnp.ones(2), "b": jnp.asarray(0)}
+    return lx.scan(step, init, jnp.arange(3.0), stop=lambda c, y: c["b"] > 5, kind=kind)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_results_that_are_not_those_of_the_loop_are_refused(case: str) -> None:
+    change, message = WRONG[case]
+    for run in (a_scan, jax.jit(a_scan, static_argnums=0)):
+        with pytest.raises(TypeError, match=message) as raised:
+            run(Runs(change))
+        assert str(raised.value).startswith("kind=Runs(change=")
+
+
+def test_results_may_be_a_tuple() -> None:
+    assert_close(a_scan(Runs(with_carry(tuple))), a_scan(lx.Bounded()))
+
+
+def test_compare_refuses_results_that_are_not_those_of_the_loop() -> None:
+    """It runs the loops of a program by another kind."""
+    slow = lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x)
+    kind = Runs(with_carry(lambda c: [c[0][None]]))
+    with pytest.raises(TypeError, match=r"carry\[0\] \(carry\): got float64\[1\], expected float64\[\]"):
+        with_kind(jax.make_jaxpr(slow)(1.0), kind)

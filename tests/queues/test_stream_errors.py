@@ -78,6 +78,20 @@ def test_an_error_of_an_item_names_it():
     assert "item 1 of lanes_stream" in results[1][1]
 
 
+def forgets(x):
+    lx.fori_loop(0, 3, lambda i, c: c + i, x)
+    return x
+
+
+@pytest.mark.parametrize("f", [forgets, jax.jit(forgets), lambda x: x])
+def test_a_loop_whose_results_are_not_used_does_not_count(f):
+    message = r"holds none. \(A loop does not count if its results are not used: return them.\)"
+    with pytest.raises(ValueError, match=message):
+        next(lx.lanes_stream(f, [1.0], lanes=1))
+    with pytest.raises(ValueError, match=message):
+        lx.lanes_map(f, np.ones(2), lanes=1)
+
+
 def test_options_that_are_refused():
     stream: Any = lx.lanes_stream
     for error, words, options in (

@@ -172,7 +172,7 @@ class _Call:
         call = core.LoopCall(loop, operands, self.storage.is_fixed, step.where, user_carry, checked, core.run_with_tape)
 
         def run_now() -> core.Outcome:
-            return core.run_free(loop, *operands) if loop_spec.lanes.is_free else loop_spec.kind.run(call)
+            return core.run_free(loop, *operands) if loop_spec.lanes.is_free else core.run_by(loop_spec.kind, call)
 
         out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
         last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_with_tape
+from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_by, run_with_tape
 from loopax._src.core.batching.compact.primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
@@ -57,7 +57,7 @@ def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         checked=KindCheck(f"loopax.{info.function}", throw=True),
         run_loop=run_with_tape,
     )
-    return kind.run(call).leaves
+    return run_by(kind, call).leaves
 
 
 def _loop(loop: Loop, kind: Kind) -> Loop:

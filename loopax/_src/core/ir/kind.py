@@ -5,15 +5,22 @@ runs the loop.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from loopax._src.core.ir.call import LoopCall
 from loopax._src.core.ir.facts import Cost, LoopFacts
-from loopax._src.core.ir.loop import Outcome
+from loopax._src.core.ir.loop import Outcome, result_avals
 from loopax._src.core.ir.plan import Plan, Storage
-from loopax._src.messages import kind_needs_bound
+from loopax._src.messages import (
+    kind_needs_bound,
+    no_outcome,
+    no_plan,
+    other_outcome,
+    plan_needs_bound,
+    unhashable_kind,
+)
 
 Derivative = Literal["exact", "to a tolerance", "another"]
 
@@ -119,6 +126,41 @@ class Kind(ABC):
         return None
 
 
+def run_by(kind: Kind, call: LoopCall) -> Outcome:
+    """Run a loop as its kind says; raises where the results are not of the types that the loop has."""
+    out: Any = kind.run(call)
+    if not isinstance(out, Outcome):
+        raise TypeError(no_outcome(kind, out))
+    wanted, names = result_avals(call.loop), call.loop.names
+    carry = ("whether to go on", *names.carry[1:]) if call.loop.predicated else names.carry
+    lines = [
+        *_misfits("results", [out.num_steps], [wanted.num_steps], ["num_steps"]),
+        *_misfits("carry", out.carry, wanted.carry, carry),
+        *_misfits("ys", out.ys, wanted.ys, names.ys),
+    ]
+    if lines:
+        raise TypeError(other_outcome(kind, lines))
+    return out
+
+
+def _misfits(group: str, got: Any, wanted: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """A line for each array that is not of the type that it should have; `names` are paths in the user's pytrees."""
+    if not isinstance(got, list | tuple) or len(got) != len(wanted):
+        count = len(got) if isinstance(got, list | tuple) else type(got).__name__
+        paths = ", ".join(filter(None, names))
+        return [f"{group}: got {count}, expected a list of {len(wanted)} arrays" + f" ({paths})" * bool(paths)]
+    places = [f"{group}[{i}]" + f" ({name})" * bool(name) for i, name in enumerate(names)]
+    lines = zip(places, map(_in_words, got), map(_in_words, wanted), strict=True)
+    return [f"{place}: got {found}, expected {expected}" for place, found, expected in lines if found != expected]
+
+
+def _in_words(x: Any) -> str:
+    """The dtype and shape of an array; what else it is."""
+    if not hasattr(x, "dtype"):
+        return f"{type(x).__name__} {x!r}"
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
 @dataclass(frozen=True)
 class Asked(Storage):
     """A kind, which is asked for its plan where a gradient is taken."""
@@ -133,7 +175,10 @@ class Asked(Storage):
         """For a loop with this bound; raises where the kind needs one and there is none."""
         if kind.needs_bound and bound is None:
             raise ValueError(kind_needs_bound(kind))
-        return cls(kind.without_functions(), is_fixed, bound_is_loose)
+        stored = kind.without_functions()
+        if type(stored).__hash__ is None:
+            raise TypeError(unhashable_kind(stored))
+        return cls(stored, is_fixed, bound_is_loose)
 
     @property
     def needs_bound(self) -> bool:
@@ -142,7 +187,13 @@ class Asked(Storage):
 
     def planned(self, facts_for: Callable[["Asked"], LoopFacts]) -> Plan:
         """See `Storage.planned`."""
-        return self.kind.plan(facts_for(self))
+        facts = facts_for(self)
+        plan = self.kind.plan(facts)
+        if not isinstance(plan, Plan):
+            raise TypeError(no_plan(self.kind, plan))
+        if plan.needs_bound and facts.bound is None:
+            raise ValueError(plan_needs_bound(self.kind, plan))
+        return plan
 
     def part(self, share: float) -> "Asked":
         """See `Storage.part`."""

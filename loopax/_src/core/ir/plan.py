@@ -121,6 +121,15 @@ class Checkpoints(Plan):
     # way forward where the loop can be made of two (`autodiff/last_steps.py`).
     blocks: Blocks | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse a count that is none."""
+        if self.count is None:
+            return
+        if isinstance(self.count, bool) or not hasattr(self.count, "__index__"):
+            raise TypeError(f"kinds.Checkpoints({self.count!r}): expected an int, the most carries stored, or None.")
+        if self.count < 1:
+            raise ValueError(f"kinds.Checkpoints({self.count!r}): expected at least 1, the most carries stored.")
+
     @property
     def name(self) -> str:
         """See `Plan.name`."""
@@ -166,6 +175,11 @@ class LastCarry(Plan):
     reason: str = ""
     drift: Callable[[Any, Any, Any, Any], Any] | None = None  # as in `Saving`
     walks_back: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is stored in place of an inverse, if it is no checkpoints."""
+        if type(self.otherwise) is not Checkpoints:
+            raise TypeError(f"kinds.LastCarry(otherwise={self.otherwise!r}): expected kinds.Checkpoints(...).")
 
     @property
     def name(self) -> str:
@@ -248,6 +262,11 @@ class NoReverseMode(Plan):
     error_type: type[Exception]
     message: str
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be raised."""
+        if not (isinstance(self.error_type, type) and issubclass(self.error_type, Exception)):
+            raise TypeError(f"kinds.NoReverseMode({self.error_type!r}, ...): expected a class of errors.")
 
     @property
     def name(self) -> str:
