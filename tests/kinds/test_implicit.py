@@ -250,21 +250,21 @@ class TestFailures:
             eqx.filter_jit(jax.grad(loop))(X)
 
     def test_a_loop_that_ended_before(self) -> None:
-        def loop(x: Array, **options: Any) -> Array:
-            kind = Implicit(rtol=1e-6)
-            return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), kind=kind, **options).sum()
+        def loop(x: Array, throw: bool = True, **options: Any) -> Array:
+            kind = Implicit(rtol=1e-6, **options)
+            return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), kind=kind, throw=throw).sum()
 
         assert jnp.isfinite(loop(X))
         pattern = r"loopax.fori_loop at .*: kind=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
-        for gradient in (jax.grad(loop), eqx.filter_jit(jax.grad(loop))):
+        for gradient in (jax.grad(loop), eqx.filter_jit(jax.grad(loop)), jax.grad(lambda x: loop(x, throw=False))):
             with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
                 gradient(X)
-        assert jnp.isnan(jax.grad(lambda x: loop(x, throw=False))(X)).all()
+        assert jnp.isnan(jax.grad(lambda x: loop(x, unsolved="nan"))(X)).all()
 
     @pytest.mark.parametrize(
         ("solver", "problem"),
         [
-            (None, r"did not converge in 10 times the steps of the loop \(1\)"),
+            (None, r"did not converge in 10 times the steps of the loop and 1000 more \(1\)"),
             (lineax.GMRES(rtol=1e-9, atol=1e-9), "by GMRES, which failed"),
             (lambda matvec, b: 2 * b, r"by a function of the user, whose residual is more than 0.001 of b \(1\)"),
         ],
@@ -280,7 +280,7 @@ class TestFailures:
         """z <- a z + x does not converge in the last lane."""
 
         def loop(a: Array, x: Array) -> Array:
-            return lx.fori_loop(0, 60, lambda i, z: a * z + x, 0.0, kind=Implicit(), throw=False)
+            return lx.fori_loop(0, 60, lambda i, z: a * z + x, 0.0, kind=Implicit(unsolved="nan"))
 
         found = jax.vmap(jax.grad(loop, 1), (0, None))(jnp.array([0.5, 0.1, 1.0]), 2.0)
         assert_close(found, jnp.array([2.0, 1 / 0.9, jnp.nan]), CLOSE)
@@ -298,6 +298,10 @@ class TestFailures:
             Implicit(rtol=0.0)
         with pytest.raises(TypeError, match=r"Implicit\(rtol=...\): got str 'a', expected a Python float"):
             Implicit(rtol="a")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"Implicit\(atol=...\): got -1, expected a positive number or zero"):
+            Implicit(atol=-1)
+        with pytest.raises(ValueError, match=r"Implicit\(unsolved=...\): got bool False, expected 'error' or 'nan'"):
+            Implicit(unsolved=False)  # pyright: ignore[reportArgumentType]
 
     @pytest.mark.parametrize("fixed_point", [lambda c: c[0] + 1, lambda c: c[1], lambda c: (), lambda c: 1.0])
     def test_a_fixed_point_that_is_no_leaf(self, fixed_point: Any) -> None:

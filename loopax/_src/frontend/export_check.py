@@ -36,7 +36,7 @@ def _refuse(text: str) -> NoReturn:
         "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. "
         f"The error is:\n  {text}\nThree ways out:\n"
         "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
-        "  give throw=False to the loop, with info=True to return `limit_reached`;\n"
+        "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to Implicit;\n"
         "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, and "
         "integers are the largest of their dtype."
     )

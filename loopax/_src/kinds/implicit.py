@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +54,28 @@ class Implicit(Kind):
         The largest distance from a fixed point at which a loop may end: the norm of the residual, relative to the norm
         of the fixed point. The default is 1e-3. For a function as `linear_solver`, `rtol` also bounds the residual of
         the linear system, relative to b.
+    atol
+        The norm of the residual of a leaf that counts as zero, for fixed points that are zero or nearly so. None (the
+        default): `rtol ** 2` times the norm of the leaf in the first carry, and at least the rounding error of 1.
+    unsolved
+        What happens where the loop ended further from a fixed point, or the system was not solved: `"error"` (the
+        default), or `"nan"` for a derivative of NaN. The `throw` of the loop does not matter.
 
     Raises
     ------
     TypeError
         - `linear_solver` or `fixed_point` is not a function.
         - `fixed_point` does not return leaves of the carry, or returns a residual of other shapes or dtypes.
-        - `rtol` is not a Python number.
+        - `rtol` or `atol` is not a Python number.
     ValueError
         - The loop has rows of `xs` or `ys`.
         - No leaf of the carry is real or complex.
-        - `rtol` is not positive.
+        - `rtol` is not positive, `atol` is negative, or `unsolved` is unknown.
     NotImplementedError
         `lanes="free"`, `lanes_map`, or a body that changes mutable arrays.
     equinox.EquinoxRuntimeError
-        Where a derivative is taken: the loop ended further from a fixed point than `rtol`, or the system was not
-        solved. With `throw=False` the derivative is NaN instead.
+        Where a derivative is taken: the loop ended further from a fixed point than `rtol` and `atol`, or the system was
+        not solved. With `unsolved="nan"` the derivative is NaN instead.
 
     Notes
     -----
@@ -83,6 +90,8 @@ class Implicit(Kind):
     linear_solver: Any = None
     fixed_point: Callable[[Any], Any] | None = None
     rtol: float = _RTOL
+    atol: float | None = None
+    unsolved: Literal["error", "nan"] = "error"
     derivative: ClassVar[Derivative] = "to a tolerance"
 
     def __post_init__(self) -> None:
@@ -97,13 +106,19 @@ class Implicit(Kind):
                 f"Implicit(fixed_point=...): got {describe(self.fixed_point)}, expected a function of a carry."
             )
         object.__setattr__(self, "rtol", positive_float("Implicit(rtol=...)", self.rtol))
+        if self.atol is not None:
+            object.__setattr__(self, "atol", positive_float("Implicit(atol=...)", self.atol, or_zero=True))
+        if self.unsolved not in ("error", "nan"):
+            raise ValueError(f"Implicit(unsolved=...): got {describe(self.unsolved)}, expected 'error' or 'nan'.")
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
         solver = "" if self.linear_solver is None else f"linear_solver={_name(self.linear_solver)}"
         function = "" if self.fixed_point is None else f"fixed_point={_name(self.fixed_point)}"
         rtol = "" if self.rtol == _RTOL else f"rtol={self.rtol:g}"
-        return f"Implicit({', '.join(filter(None, [solver, function, rtol]))})"
+        atol = "" if self.atol is None else f"atol={self.atol:g}"
+        unsolved = "" if self.unsolved == "error" else "unsolved='nan'"
+        return f"Implicit({', '.join(filter(None, [solver, function, rtol, atol, unsolved]))})"
 
     def plan(self, loop: LoopFacts) -> NoReverseMode:
         """See `Kind.plan`. The plan is not used, because steps are not differentiated."""
@@ -130,6 +145,7 @@ class Implicit(Kind):
                 f"{call.where}: kind=Implicit() differentiates the fixed point of a body, and a body with rows of xs "
                 "or ys has none. Use a while_loop or a fori_loop, or another kind."
             )
+        call = replace(call, checked=partial(call.checked, throw=self.unsolved == "error"))
         fixed_point = FixedPoint.of(call, self.fixed_point)
         if not any(fixed_point.is_unknown):  # the body returns all as it came
             return call.run()
@@ -157,10 +173,11 @@ class Implicit(Kind):
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
-        b = self._if_converged(fixed_point.call, unknowns, residual, b)
+        start = select(fixed_point.is_unknown, inputs[0].carry)
+        b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)
         # One vector: JAX's rule cannot transpose a system some of whose right-hand sides have no tangent.
         vector, unravel = raveled(b)
-        solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol)
+        solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
         x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
         of_unknowns = [-dot for dot in unravel(x)]
         if not any(fixed_point.is_other):
@@ -170,21 +187,33 @@ class Implicit(Kind):
         )
         return merge_lists(select(fixed_point.is_real, fixed_point.is_unknown), of_others, of_unknowns)
 
-    def _if_converged(self, call: LoopCall, unknowns: list[Any], residual: list[Any], b: list[Any]) -> list[Any]:
-        """`b`, or an error where the loop ended far from a fixed point."""
-        size, distance = jnp.linalg.norm(raveled(unknowns)[0]), jnp.linalg.norm(raveled(residual)[0])
+    def _if_converged(
+        self, call: LoopCall, start: list[Any], unknowns: list[Any], residual: list[Any], b: list[Any]
+    ) -> tuple[list[Any], Any]:
+        """`b`, or an error where the loop ended far from a fixed point; and how far, relative to the fixed point."""
+        far = [jnp.where(_norm(r) <= self._absolute(s), 0, r) for r, s in zip(residual, start, strict=True)]
+        size, distance = _norm(*unknowns), _norm(*far)
+        divisor = jnp.where(size == 0, 1, size)
         message = (
             "kind=Implicit() differentiates the fixed point to which a loop converges, and this one ended "
-            f"before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed "
-            "point. Take more steps, or a stricter condition, or another kind. If the carry holds more than a fixed "
-            "point, say what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
+            f"before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed point. "
+            "Take more steps, or a stricter condition, or another kind. If the fixed point is zero or nearly so, say "
+            "which norm of a residual is small: Implicit(atol=1e-6). If the carry holds more than a fixed point, say "
+            "what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
         )
-        return call.checked(
-            b,
-            ~(distance <= self.rtol * size + jnp.finfo(size.dtype).eps),
-            message,
-            distance / jnp.where(size == 0, 1, size),
-        )
+        b = call.checked(b, ~(distance <= self.rtol * size), message, distance / divisor)
+        return b, jnp.minimum(_norm(*residual) / divisor, self.rtol)
+
+    def _absolute(self, start: Any) -> Any:
+        """The norm of the residual of a leaf that counts as zero, however small the fixed point is."""
+        if self.atol is not None:
+            return self.atol
+        size = _norm(start)
+        return jnp.maximum(self.rtol**2 * jnp.where(jnp.isfinite(size), size, 0), float(jnp.finfo(size.dtype).eps))
+
+
+def _norm(*arrays: Any) -> Any:
+    return jnp.linalg.norm(raveled(arrays)[0])
 
 
 def _name(function: Any) -> str:

@@ -13,16 +13,19 @@ from loopax._src.jax_internals import jaxpr_as_fun, open_constants
 
 # The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.
 _STEPS = 10
-_MORE_STEPS = 100
+_MORE_STEPS = 1000
 
 AMOUNT = "{amount}"  # in a message: the relative residual
 Matvec = Callable[[Any], Any]
 
 
-def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float) -> Callable[[Matvec, Any], Any]:
-    """The solver of an `Implicit(linear_solver=solver)`, for a loop that took so many steps."""
+def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float, reached: Any) -> Callable[[Matvec, Any], Any]:
+    """The solver of an `Implicit(linear_solver=solver)`, for a loop that took so many steps.
+
+    `reached` is how far from a fixed point the loop has ended, relative to it.
+    """
     if solver is None:
-        return lambda matvec, b: iterate(call, num_steps, matvec, b)
+        return lambda matvec, b: iterate(call, num_steps, reached, matvec, b)
     if _is_of_lineax(solver):
         return lambda matvec, b: _by_lineax(solver, call, matvec, b)
     return lambda matvec, b: _by_function(solver, call, rtol, matvec, b)
@@ -39,29 +42,34 @@ def _is_of_lineax(solver: Any) -> bool:
     return lineax is not None and isinstance(solver, lineax.AbstractLinearSolver)
 
 
-def iterate(call: LoopCall, num_steps: Any, matvec: Matvec, b: Any) -> Any:
-    """Solve A x = b by x <- x + (b - A x), which converges where all eigenvalues of 1 - A are less than one."""
+def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any) -> Any:
+    """Solve A x = b by x <- x + r, r the residual, which converges where all eigenvalues of 1 - A are less than one.
+
+    The residual of the next x is r - A r, and so is known to the rounding of r, however small that is. Computed as
+    b - A x, it would have the rounding errors of A x, which are large where a step of the loop solves a stiff system.
+
+    A system counts as solved where it is solved as exactly as the loop has found its fixed point.
+    """
     size, tolerance = jnp.linalg.norm(b), jnp.finfo(b.dtype).eps ** 0.75
 
-    def goes_on(x: Any, residual: Any) -> Any:
+    def is_above(tolerance: Any, x: Any, residual: Any) -> Any:
         return jnp.linalg.norm(residual) > tolerance * jnp.maximum(size, jnp.linalg.norm(x))
 
     def step(row: Any, _: Any, x: Any, residual: Any) -> list[Any]:
-        x = x + residual
-        residual = b - matvec(x)
-        return [goes_on(x, residual) & (row + 1 < most), x, residual]
+        x, residual = x + residual, residual - matvec(residual)
+        return [is_above(tolerance, x, residual) & (row + 1 < most), x, residual]
 
     most = jnp.minimum(num_steps, (MOST_STEPS - _MORE_STEPS) // _STEPS) * _STEPS + _MORE_STEPS
     residual = b - matvec(b)
-    _, x, residual = _run(call, step, [goes_on(b, residual), b, residual])
+    _, x, residual = _run(call, step, [is_above(tolerance, b, residual), b, residual])
     message = (
-        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which "
-        f"did not converge in {_STEPS} times the steps of the loop{AMOUNT}. Either the Jacobian of the body has an "
-        "eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way than "
-        "by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
+        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
+        f"in {_STEPS} times the steps of the loop and {_MORE_STEPS} more{AMOUNT}. Either the Jacobian of the body has "
+        "an eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way "
+        "than by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
     )
-    # An iteration that diverged ends where the norm of x is infinite, and that of the residual too.
-    is_solved = ~goes_on(x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
+    # An iteration that diverged ends where the norm of x is infinite, and that of the residual too, or NaN.
+    is_solved = ~is_above(jnp.maximum(tolerance, reached), x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
     return call.checked(x, ~is_solved, message, _relative(residual, b))
 
 

@@ -35,13 +35,13 @@ def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
     return number
 
 
-def positive_float(what: str, value: Any) -> float:
+def positive_float(what: str, value: Any, or_zero: bool = False) -> float:
     """A positive number that is known when the program is traced."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number:
         raise TypeError(f"{what}: got {describe(value)}, expected a Python float.")
-    if not value > 0:
-        raise ValueError(f"{what}: got {value}, expected a positive number.")
+    if not value > 0 and not (or_zero and value == 0):
+        raise ValueError(f"{what}: got {value}, expected a positive number{' or zero' if or_zero else ''}.")
     return float(value)
 
 
