@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.row_buffers import primitives as rows_of
 from loopax._src.frontend.options import one_bool
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, where, zeros
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.pytrees.types import RowByRow
 
@@ -43,7 +44,8 @@ class Buffer(RowByRow):
     capacity
         The most rows that the buffer can hold: a static, positive integer.
     like
-        An example of a row: a pytree of arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes matter.
+        An example of a row: a pytree of arrays or `jax.ShapeDtypeStruct`s. Only shapes, dtypes and
+        memories (the host's or the device's) matter.
 
     Attributes
     ----------
@@ -79,9 +81,7 @@ class Buffer(RowByRow):
         """Make an empty buffer."""
         self.capacity = positive_int("Buffer(capacity=...)", capacity, "rows", _CAPACITY)
         self.count = jnp.zeros((), jnp.int32)
-        self._rows = jax.tree.map(
-            lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), row_types("Buffer(like=...)", like)
-        )
+        self._rows = jax.tree.map(lambda x: zeros(stacked(x, self.capacity)), row_types("Buffer(like=...)", like))
 
     @api_boundary
     def append(self, row: PyTree[Any], *, when: Bool[Array, ""] | bool = True) -> "Buffer":
@@ -155,7 +155,7 @@ class Buffer(RowByRow):
 
         def written(rows: Any) -> Any:
             seen, _ = rows_of.view(rows)
-            return jnp.where(self.mask.reshape(-1, *(1,) * (rows.ndim - 1)), seen, jnp.zeros((), rows.dtype))
+            return where(self.mask.reshape(-1, *(1,) * (rows.ndim - 1)), seen, jnp.zeros((), rows.dtype))
 
         return jax.tree.map(written, self._rows)
 

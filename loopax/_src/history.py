@@ -1,5 +1,6 @@
 """The last rows of a series, in the carry of a loop."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, on_device, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static_args import Why, positive_int
 
@@ -134,7 +136,7 @@ class History(eqx.Module):
         if self._oldest is None:
             return self._rows
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
-        return jax.tree.map(lambda rows: buffers.view(rows)[0][order], self._rows)
+        return jax.tree.map(lambda rows: on_device(lambda rows: rows[order], buffers.view(rows)[0]), self._rows)
 
     def __len__(self) -> int:
         """Return the number of rows, `k`."""
@@ -177,12 +179,12 @@ class History(eqx.Module):
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
     types = row_types("History(like=...)", like)
-    zeros = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), types)
+    empty = jax.tree.map(lambda x: zeros(stacked(x, k)), types)
     if fill is None:
-        return zeros
+        return empty
     numbers = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), types)
     numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
-    return jax.tree.map(jnp.full_like, zeros, numbers)
+    return jax.tree.map(partial(on_device, jnp.full_like), empty, numbers)
 
 
 def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
@@ -15,7 +16,7 @@ from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
-from loopax._src.jax_internals import api_boundary, runs_in_python
+from loopax._src.jax_internals import api_boundary, mapped_aval, runs_in_python, zeros
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.messages import inverse_message
@@ -245,11 +246,11 @@ def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
 
 
 def _start_saving(carry: _Carry, like: Any, rows: int) -> _Carry:
-    saved = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), like)
+    saved = jax.tree.map(lambda x: zeros(stacked(x, rows)), like)
     return carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
 
 
-def _output_types(outputs: Callable[[Any, Any], Any], carry: _Carry, inputs: Any) -> PyTree[jax.ShapeDtypeStruct]:
+def _output_types(outputs: Callable[[Any, Any], Any], carry: _Carry, inputs: Any) -> PyTree[Any]:
     """The types of an output, from the rollout that saves all of them, which is traced and not run."""
     frozen, found = freeze((carry, inputs)), []  # so that objects of the caller stay what they are
     jax.eval_shape(lambda: found.append(jax.tree.map(_row, outputs(*thaw(frozen)))))
@@ -257,4 +258,4 @@ def _output_types(outputs: Callable[[Any, Any], Any], carry: _Carry, inputs: Any
 
 
 def _row(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.Array) else x
+    return mapped_aval(x.shape[0], 0, jax.typeof(x)) if isinstance(x, jax.Array) else x

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import merge_lists, reject
@@ -15,10 +15,18 @@ from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.runtime_checks import collecting
 from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.function_names import Called, parameters_of
-from loopax._src.jax_internals import Literal, to_weak, trace_context, vary_like, varying_axes, with_varying_axes
+from loopax._src.jax_internals import (
+    Literal,
+    memory_space,
+    to_weak,
+    trace_context,
+    varying_axes,
+    with_varying_axes,
+    zeros,
+)
 from loopax._src.nnx.functional import freeze, keeps_closures, thaw
 from loopax._src.pytrees.diff import differences, same_structure
-from loopax._src.pytrees.leaves import Dynamic, Spec, Static, describe, pack
+from loopax._src.pytrees.leaves import Dynamic, Spec, Static, conversion, describe, pack
 
 
 class Branch(NamedTuple):
@@ -49,7 +57,7 @@ class Results(NamedTuple):
     def zeros(self) -> list[Any]:
         """Arrays of these types, for those that branches compute."""
         avals = reject(self.is_given, self.avals)
-        return [vary_like(jnp.zeros(aval.shape, aval.dtype), aval) for aval in avals]
+        return list(map(zeros, avals))
 
     def as_returned(self, arrays: Sequence[Any]) -> Any:
         """The user's pytree from the arrays that branches compute."""
@@ -180,9 +188,9 @@ def _joined(a: Any, b: Any) -> Any:
     """The type of both; None if there is none. A weakly typed result takes the dtype of the other one."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(a, b)
-    if any(x.dtype != dtype and not x.weak_type for x in (a, b)):
+    if memory_space(a) is not memory_space(b) or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
         return None
-    joined = core.ShapedArray(a.shape, dtype, weak_type=a.weak_type and b.weak_type)
+    joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)
     return with_varying_axes(joined, varying_axes(a) | varying_axes(b))
 
 
@@ -198,5 +206,5 @@ def _message(name: str, first: str, other: str, problems: Sequence[str]) -> str:
     return (
         f"{name}: {other} and {first} must return the same structure, shapes and dtypes. They do not, at:\n"
         + "\n".join(f"  {problem}" for problem in problems)
-        + "\nConvert a result (`x.astype(...)`), or return the same containers."
+        + f"\nConvert a result ({conversion(problems)}), or return the same containers."
     )

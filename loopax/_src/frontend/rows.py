@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.row_buffers.versions import strays
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.jax_internals import ClosedJaxpr, is_on_host, mapped_aval, memory_space
 from loopax._src.pytrees.diff import same_structure
 from loopax._src.pytrees.leaves import describe, stays
 from loopax._src.pytrees.types import RowByRow
@@ -39,7 +40,7 @@ def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
 
 def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:
     """A row as arrays of the types of others: Python numbers and weakly typed arrays take the dtype, others have it."""
-    wanted = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), rows)
+    wanted = jax.tree.map(lambda rows: mapped_aval(rows.shape[0], 0, jax.typeof(rows)), rows)
     if not same_structure(jax.tree.structure(row), jax.tree.structure(wanted)):
         raise TypeError(
             f"{what} is a pytree of another structure: got {jax.tree.structure(row)}, expected "
@@ -56,7 +57,11 @@ def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Arr
 
 
 def _misfit(path: Any, leaf: Any, aval: Any) -> str:
-    return f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {aval.dtype.name}{list(aval.shape)}"
+    return f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {_name(aval)}"
+
+
+def _name(aval: Any) -> str:
+    return f"{aval.dtype.name}{'<host>' if is_on_host(aval) else ''}{list(aval.shape)}"
 
 
 def _advice(leaf: Any, aval: Any) -> str:
@@ -64,6 +69,8 @@ def _advice(leaf: Any, aval: Any) -> str:
     given = _type_of(leaf)
     if given is None:
         return "\nGive an array."
+    if _memory_of(leaf) is not memory_space(aval):
+        return "\nMove it (`jax.device_put(x, ...)`), or choose another `like`."
     if given.shape == aval.shape:
         return "\nConvert the dtype (`x.astype(...)`)."
     return "\nGive one row of the shape of the others: reduce, slice or `x.reshape(...)` it, or choose another `like`."
@@ -71,7 +78,7 @@ def _advice(leaf: Any, aval: Any) -> str:
 
 def _fits(leaf: Any, aval: Any) -> bool:
     given = _type_of(leaf)
-    if given is None or given.shape != aval.shape:
+    if given is None or given.shape != aval.shape or _memory_of(leaf) is not memory_space(aval):
         return False
     with jax.numpy_dtype_promotion("standard"):  # the strict one has an error of its own
         return (jnp.result_type(aval.dtype, leaf) if given.weak_type else given.dtype) == aval.dtype
@@ -85,17 +92,22 @@ def _type_of(leaf: Any) -> Any:
         return None
 
 
-def row_types(what: str, row: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The types of the leaves of a row."""
+def _memory_of(leaf: Any) -> Any:
+    is_array = isinstance(leaf, jax.Array | core.ShapedArray)
+    return memory_space(leaf) if is_array else jax.memory.Space.Device
 
-    def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _type_of(leaf)
+
+def row_types(what: str, row: PyTree[Any]) -> PyTree[core.ShapedArray]:
+    """The types of the leaves of a row: shapes, dtypes and memories."""
+
+    def of_leaf(path: Any, leaf: Any) -> core.ShapedArray:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct | core.ShapedArray) else _type_of(leaf)
         if aval is None or not (jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_):
             raise TypeError(
                 f"{what}: a row is a pytree of arrays of numbers or bools, but the leaf {keystr(path) or 'itself'} is "
                 f"{describe(leaf)}. Keep it elsewhere, or give a PRNG key as `jax.random.key_data(key)`."
             )
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return core.ShapedArray(aval.shape, aval.dtype, memory_space=_memory_of(leaf))
 
     return jax.tree_util.tree_map_with_path(of_leaf, row)
 

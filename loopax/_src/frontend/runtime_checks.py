@@ -9,7 +9,7 @@ cannot be handed over, and is raised on the spot.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from threading import local
 from typing import Any
 
@@ -25,7 +25,7 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.frontend.export_check import Said
 from loopax._src.frontend.raising import call_at, calls, raise_if, with_amount
 from loopax._src.frontend.user_lines import Line
-from loopax._src.jax_internals import Primitive, calling_lines, register, to_weak, trace_state
+from loopax._src.jax_internals import Primitive, calling_lines, on_device, register, to_weak, trace_state
 from loopax._src.pytrees.types import RowByRow
 
 
@@ -188,7 +188,8 @@ def _invalid_if(failed: Any, results: Any) -> Any:
     """
 
     def invalid(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: _selected(failed, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+        select = partial(_selected, failed)
+        return jax.tree.map(lambda leaf: on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
     def guarded(node: Any) -> Any:
         """Rows are seen through what stands beside them, which is enough."""

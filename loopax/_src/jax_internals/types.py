@@ -11,6 +11,8 @@ from jax._src.lax import lax as _lax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
+from loopax._src.jax_internals.memory import is_on_host, moved_like, zero_on_host
+
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
 
 
@@ -25,14 +27,25 @@ def to_weak(x: jax.Array) -> jax.Array:
 
 
 def zeros(aval: AbstractValue) -> jax.Array:
-    """Zeros of exactly this type: sharded as it is, and varying over the same `shard_map` axes.
+    """Zeros of exactly this type: in the same memory, sharded as it is, and varying over the same `shard_map` axes.
 
     `aval.mat` holds the varying axes (JAX calls the concept "manual axis types"); no public name.
     """
+    array = lax.full(aval.shape, 0, aval.dtype, sharding=_explicit_sharding(aval))
+    return vary(moved_like(aval, array), varying_axes(aval))
+
+
+def unwritten(aval: AbstractValue) -> jax.Array:
+    """Zeros of this type for rows that a loop of the same program writes: those on the host are never on the device."""
+    zero = zero_on_host(aval.dtype) if is_on_host(aval) and aval.size else None
+    if zero is None:
+        return zeros(aval)
+    return vary(lax.broadcast(zero, aval.shape, out_sharding=_explicit_sharding(aval)), varying_axes(aval))
+
+
+def _explicit_sharding(aval: AbstractValue) -> Any:
     mesh = aval.sharding.mesh
-    explicit = not mesh.empty and mesh._any_axis_explicit
-    array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if explicit else None)
-    return vary(array, varying_axes(aval))
+    return aval.sharding if not mesh.empty and mesh._any_axis_explicit else None
 
 
 def fits(expected: Sequence[AbstractValue], given: Sequence[AbstractValue]) -> bool:

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from loopax._src.core import BoundLoop, LoopCall, LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, open_constants, replace_jaxpr
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    jaxpr_as_fun,
+    moved_like,
+    on_device,
+    open_constants,
+    replace_jaxpr,
+    to_device,
+)
 from loopax._src.pytrees.diff import same_structure
 
 
@@ -53,7 +61,7 @@ class FixedPoint:
         if self.user_residual is not None:
             return jaxpr_as_fun(self.user_residual)(*extras, *carry)
         after = select(self.is_unknown, self.call.at(operands).step(row, carry).carry)
-        return [before - new for before, new in zip(unknowns, after, strict=True)]
+        return [on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
 
     def others_after(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """The other leaves that have derivatives, after a step from the fixed point."""
@@ -75,9 +83,9 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
 
     def unravel(vector: Any) -> list[Any]:
         pieces = jnp.split(vector, ends[:-1])
-        return [_cast(piece, x.dtype).reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+        return [moved_like(x, _cast(piece, x.dtype).reshape(x.shape)) for piece, x in zip(pieces, arrays, strict=True)]
 
-    return jnp.concatenate([x.astype(dtype).ravel() for x in arrays]), unravel
+    return jnp.concatenate([to_device(x).astype(dtype).ravel() for x in arrays]), unravel
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Kind, LoopCall, LoopOperands, Outcome
+from loopax._src.core.jaxpr.util import stacked
+from loopax._src.jax_internals import mapped_aval, on_device, zeros
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.perturbed import jvp, zero_tangent
 from loopax._src.kinds.steps import Steps
@@ -85,12 +87,18 @@ def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: 
 
     def carry_before(rows: Any, start: Any) -> Any:
         """A constant, unless it is the start of the loop."""
-        return jnp.where(is_whole, start, lax.dynamic_index_in_dim(rows, first % size, keepdims=False))
+        return on_device(
+            lambda rows, start: jnp.where(
+                is_whole, start, lax.dynamic_index_in_dim(rows, first % size, keepdims=False)
+            ),
+            *(rows, start),
+        )
 
     carry = [carry_before(*pair) for pair in zip(ring, operands.carry, strict=True)]
-    xs = [lax.dynamic_slice_in_dim(x, first, size) for x in operands.xs]
+    xs = [on_device(lambda x: lax.dynamic_slice_in_dim(x, first, size), x) for x in operands.xs]
     last = operands._replace(high=num_steps - first, carry=carry, xs=xs)
     after = steps.unconditional().part(first, last, size, kind)
-    zeros = [jnp.zeros((steps.loop.bound, *y.shape[1:]), y.dtype) for y in after.ys]
-    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(zeros, after.ys, strict=True)]
+    rows = [mapped_aval(size, 0, jax.typeof(y)) for y in after.ys]
+    empty = [zeros(stacked(row, steps.loop.bound or 0)) for row in rows]
+    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(empty, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=num_steps, ys=ys))

@@ -9,6 +9,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
+from loopax._src.jax_internals import zeros
 
 
 def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
@@ -28,4 +29,4 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
 
 def zero_tangent(x: Any) -> Any:
     """The tangent of a constant."""
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+    return zeros(jax.typeof(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

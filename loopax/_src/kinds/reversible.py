@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core import Cost, Kind, LastCarry, LoopCall, LoopFacts, Outcome
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, to_device
 from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.round_trip import with_round_trip
 from loopax._src.kinds.rounding import is_real, largest, relative
@@ -26,7 +26,7 @@ class Drift:
 
     def __call__(self, start: list[Any], end: list[Any], last: list[Any], results: list[Any]) -> list[Any]:
         """The results, or an error where a leaf is off by more than `rtol` of its largest element in start or end."""
-        leaves = [each for each in zip(start, end, last, strict=True) if is_real(each[0])]
+        leaves = [map(to_device, each) for each in zip(start, end, last, strict=True) if is_real(each[0])]
         amounts = [relative(largest(a - b), jnp.maximum(largest(a), largest(c))) for a, b, c in leaves]
         if not amounts:
             return results

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from loopax._src.jax_internals import to_device
+
 EXPONENT = 2 / 3  # the rounding errors of a step, there and back, are less than this power of the dtype's eps
 
 
@@ -21,6 +23,7 @@ def largest_difference(given: Sequence[Any], found: Sequence[Any], after: Sequen
     Rounding errors are relative to the largest element of a leaf, before or after. Those of the largest element of all
     leaves may be in each of them: one that holds zeros is computed from the others.
     """
+    given, found, after = (list(map(to_device, leaves)) for leaves in (given, found, after))
     pairs = zip(given, after, strict=True)
     sizes = [jnp.maximum(largest(a), largest(c)) if is_real(a) else jnp.float32(0) for a, c in pairs]
     widest = max((size.dtype for size in sizes), key=lambda dtype: dtype.itemsize, default=jnp.float32)

@@ -8,7 +8,7 @@ from jax import lax
 
 from loopax._src.core import Asked, Kind, LoopOperands, Outcome, run
 from loopax._src.core.jaxpr.util import INDEX, split_list, trace
-from loopax._src.jax_internals import mapped_aval
+from loopax._src.jax_internals import mapped_aval, where
 from loopax._src.kinds.steps import Steps
 
 
@@ -27,7 +27,7 @@ def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut
         consts, carry, (num_steps,), xs = split_list(inputs, [loop.num_consts, loop.num_carry, 1])
         first = window * size
         if is_cut:
-            carry = [jnp.where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
+            carry = [where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
         these = LoopOperands(jnp.int32(0), jnp.minimum(high - first, size), consts, carry, xs)
         out = steps.part(first, these, size, of_steps, is_fixed)
         return [*out.carry, num_steps + out.num_steps, *out.ys]

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._src.jax_internals import AbstractValue, mapped_aval, to_weak, vary_like
+from loopax._src.jax_internals import AbstractValue, is_on_host, mapped_aval, memory_space, to_weak, vary_like
 from loopax._src.pytrees.diff import differences, same_structure, same_value
 
 
@@ -200,7 +200,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
         raise TypeError(
             f"{where} must return a carry of the same types as it is given. It does not, at:\n"
             + "\n".join(problems)
-            + "\nConvert the initial value or the result (`x.astype(...)`) so that they agree; "
+            + f"\nConvert the initial value or the result ({conversion(problems)}) so that they agree; "
             "what is not an array must be returned as it came (a function that is made anew is another one)."
         )
     restarts = [(name, leaf, old, new) for leaf, name, old, new, o in rows if isinstance(o, _Restart)]
@@ -234,7 +234,7 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     if described.key_impl != spec.key_impl:
         return None
     a, b = spec.aval, described.aval
-    if a.shape != b.shape:
+    if a.shape != b.shape or memory_space(a) is not memory_space(b):
         return None
     if a.dtype != b.dtype:
         return _promoted(a, b, old)
@@ -265,13 +265,19 @@ def _paths(tree: Any) -> list[str]:
     return [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(tree)[0]]
 
 
+def conversion(problems: Sequence[str]) -> str:
+    """How to convert an array whose type is wrong; the problems describe it."""
+    return "`jax.device_put(x, ...)`" if any("<host>" in problem for problem in problems) else "`x.astype(...)`"
+
+
 def describe(leaf: Any) -> str:
     """A leaf in the words of an error message."""
     if is_static(leaf):
         return f"{type(leaf).__name__} {leaf!r}"
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-        return f"{leaf.dtype}[{','.join(map(str, jnp.shape(leaf)))}]{weak}"
+        where = "<host>" if is_on_host(leaf) else ""
+        return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}"
     return f"{type(leaf).__name__} {leaf!r}"
 
 

@@ -54,6 +54,7 @@ from loopax._src.jax_internals import (
     ad,
     dce,
     jaxpr_as_fun,
+    linear_transpose,
     new_primitive,
     register,
     replace_jaxpr,
@@ -223,7 +224,7 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
             return select_each(wanted, whole.step_outputs(function(row, *whole.backward_inputs(values))))
 
         cts = SweepOutputs(given.ct_carry, given.ct_state, given.ct_ys)
-        (found,) = jax.linear_transpose(linear_part, linear)(cts)
+        (found,) = linear_transpose(linear_part, linear)(cts)
         return flatten(found)
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
@@ -250,7 +251,7 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         def linear_part(carry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             return jax.jvp(outputs, (dots.carry,), (carry,))[1]
 
-        (found,) = jax.linear_transpose(linear_part, map_leaves(strong, linear).carry)((given.ct_carry, given.ct_ys))
+        (found,) = linear_transpose(linear_part, map_leaves(strong, linear).carry)((given.ct_carry, given.ct_ys))
         return flatten(dots._replace(carry=found))
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])

@@ -37,7 +37,17 @@ from loopax._src.core.jaxpr.operand_groups import (
 from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, trace, weakly_cached, written_out
 from loopax._src.core.row_buffers.versions import chained, read_only
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, known_now, register, strong, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    dce,
+    jaxpr_as_fun,
+    known_now,
+    linear_transpose,
+    register,
+    strong,
+    zeros,
+)
 
 
 @weakly_cached
@@ -99,7 +109,7 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
             known_carry[:] = map(known_now, reject(linear.linear_carry, linear.outputs(out).carry))
             return select_each(wanted, _LinearOutputs(*linear.outputs(out), linear.inputs(last[1:]).consts))
 
-        (found,) = jax.linear_transpose(linear_part, map_leaves(strong, cts))(
+        (found,) = linear_transpose(linear_part, map_leaves(strong, cts))(
             _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
         )
         if any(x is None for x in known_carry):  # an equation is evaluated later as a whole

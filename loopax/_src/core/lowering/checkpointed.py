@@ -12,7 +12,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT, Loop
 from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.util import MOST_STEPS, select, stacked
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, read, write
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import unwritten, where
 from loopax._src.schedule.saving import Blocks, Last, Saving, Slots
 
 
@@ -78,7 +78,7 @@ def _save_the_last(
 def _room(loop: Loop) -> list[Any]:
     """For the carries that are saved."""
     kept = select(loop.saved_mask, loop.output_avals.carry)
-    return [zeros(stacked(aval, loop.saved_rows)) for aval in kept]
+    return [unwritten(stacked(aval, loop.saved_rows)) for aval in kept]
 
 
 def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
@@ -150,10 +150,10 @@ def _in_order(plan: schedule.Online, saved: list[Any], checkpoint_rows: Any) -> 
         source = order[place]
         closes = source == start
         pairs = zip(held, [read(b, source) for b in buffers], strict=True)
-        rows = [jnp.where(closes, first, row) for first, row in pairs]
+        rows = [where(closes, first, row) for first, row in pairs]
         buffers = [write(b, place, row) for b, row in zip(buffers, rows, strict=True)]
         start = start + closes.astype(jnp.int32)
-        held = [jnp.where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
+        held = [where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
         return Permuting(start, jnp.where(closes, start, source), held, write(order, place, place), buffers)
 
     first, buffers = jnp.int32(0), [*saved, checkpoint_rows]

@@ -15,7 +15,7 @@ from loopax._src.core.lowering.active_sets import active_of, filled_outside
 from loopax._src.core.lowering.checkpointed import run_saving
 from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Step, Steps, Watch, read
 from loopax._src.core.masking.all_active import common_rows, unmasked
-from loopax._src.jax_internals import jaxpr_as_fun, zeros
+from loopax._src.jax_internals import jaxpr_as_fun, unwritten, zeros
 
 
 def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     steps = _steps(loop, consts, xs)
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
-    ys = [zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
+    ys = [unwritten(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
     state = LoopState(carry, ys, start)
     if reports is not None and loop.bound != 1:
         watch = Watch(reports, start, loop.active_count_index)

@@ -13,7 +13,7 @@ from loopax._src.core.lowering.sweep_inverse import sweep_inverse
 from loopax._src.core.lowering.sweep_large import is_large, stack_of, sweep_large
 from loopax._src.core.lowering.sweep_two_level import sweep_blocks
 from loopax._src.core.lowering.while_loop import LoopState
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import unwritten
 from loopax._src.schedule.saving import Blocks, Saving, Slots
 
 
@@ -26,7 +26,7 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     sweep = ReverseSweep(**params)
     low, high, checkpoint_rows = map(unvarying, (low, high, checkpoint_rows))
     consts, init, saved, carry, xs = map(list, sweep.operands(operands))
-    ys = [zeros(stacked(aval, sweep.bound or 0)) for aval in sweep.y_avals]
+    ys = [unwritten(stacked(aval, sweep.bound or 0)) for aval in sweep.y_avals]
     if sweep.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
     track = Track.of(sweep, low, high, checkpoint_rows)

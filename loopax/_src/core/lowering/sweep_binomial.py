@@ -19,7 +19,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, Steps, read, write
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import where, zeros
 from loopax._src.schedule.saving import Slots
 
 
@@ -147,7 +147,7 @@ def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) 
 
         def put(leaf: int, array: Any, of_state: Any) -> Any:
             old = read(array, place)
-            return write(array, place, jnp.where(stores, jnp.where(in_run, in_slots.get(leaf, old), of_state), old))
+            return write(array, place, where(stores, where(in_run, in_slots.get(leaf, old), of_state), old))
 
         slots = [put(leaf, *pair) for leaf, pair in enumerate(zip(slots, state, strict=True))]
         distance = lax.cond(

@@ -27,7 +27,7 @@ from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, stacked
 from loopax._src.core.lowering.sweep_common import Bodies, Track
 from loopax._src.core.lowering.while_loop import LoopState, read, write
-from loopax._src.jax_internals import is_scan, is_while, zeros
+from loopax._src.jax_internals import is_scan, is_while, unwritten, where, zeros
 from loopax._src.schedule.saving import Blocks, Saving, Slots
 
 # Equations in the loops of a step, from which on it is large. With fewer, compiling them again is quick. Equations
@@ -86,7 +86,7 @@ class BlockStack(NamedTuple):
         start = block * self.size
         place = jnp.maximum(step - self.start, 0)
         pairs = zip(self.saved, self.states, strict=True)
-        state = [jnp.where(ends, read(saved, block), read(states, place)) for saved, states in pairs]
+        state = [where(ends, read(saved, block), read(states, place)) for saved, states in pairs]
         step = jnp.where(ends, start, step)
         return self._replace(start=start, step=step), state, step
 
@@ -106,7 +106,7 @@ class SlotStack(NamedTuple):
         place = jnp.minimum(self.top, count - 1)
 
         def put(array: Any, value: Any) -> Any:
-            return write(array, place, jnp.where(has_room, value, read(array, place)))
+            return write(array, place, where(has_room, value, read(array, place)))
 
         slots = [put(s, value) for s, value in zip(self.slots, state, strict=True)]
         stores = has_room & (step == self.next_step) & (remaining > 1)
@@ -138,7 +138,7 @@ def _stack_of_blocks(
     del checkpoint_rows
     size = jnp.int32(saving.size)
     blocks = (track.num_steps + (size - 1)) // size
-    states = [zeros(stacked(aval, saving.size)) for aval in state_avals]
+    states = [unwritten(stacked(aval, saving.size)) for aval in state_avals]
     return BlockStack(saved, states, blocks * size, blocks * size, size)
 
 
@@ -183,7 +183,7 @@ def sweep_large(track: Track, bodies: Bodies, y_avals: Sequence[Any], stack: Sta
         ys = [write(buffer, row, value) for buffer, value in zip(at.progress.ys, y, strict=True)]
 
         def chosen(if_last: Any, otherwise: Any) -> Any:
-            return otherwise if if_last is otherwise else jnp.where(is_last, if_last, otherwise)
+            return otherwise if if_last is otherwise else where(is_last, if_last, otherwise)
 
         popped = stack.popped()
         stack, state, step = jax.tree.map(chosen, popped, (stack, state, at.step + 1))

@@ -13,7 +13,7 @@ from jax import lax
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.lowering.sweep_common import Bodies, RowOf, Track
 from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Step, read, write
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import unwritten
 from loopax._src.schedule.saving import Blocks
 
 
@@ -39,7 +39,7 @@ def sweep_blocks(
         progress = _walk_back(track.ahead, bodies, start, length, stored, at.progress)
         return TwoLevelState(at.block - 1, stored, progress)
 
-    stored = [zeros(stacked(aval, size)) for aval in bodies.stored_avals]
+    stored = [unwritten(stacked(aval, size)) for aval in bodies.stored_avals]
     last_block = (track.num_steps + (size - 1)) // size - 1
     at = TwoLevelState(last_block, stored, progress)
     return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress

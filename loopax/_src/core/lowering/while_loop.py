@@ -8,6 +8,7 @@ from jax import lax
 
 from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
+from loopax._src.jax_internals import where
 
 NEVER = -1  # a position that a loop without a limit does not reach
 
@@ -145,7 +146,7 @@ class RowLoop(NamedTuple):
         rows = [y[None] for y in ys]
         new = [*carry, *rows, self.advance(state.position, 1)]
         old = [*state.carry, *state.ys, state.position]
-        found = [jnp.where(is_taken, a, b) for a, b in zip(new, old, strict=True)]
+        found = [where(is_taken, a, b) for a, b in zip(new, old, strict=True)]
         carry, rows, (position,) = split_list(found, [len(carry), len(rows)])
         return LoopState(carry, rows, position)
 

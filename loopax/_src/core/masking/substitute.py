@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs, weakly_cached
 from loopax._src.core.masking.all_active import an_active
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, is_nonzero, register, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, is_nonzero, on_device, register, replace_jaxpr, where
 
 When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
-    return jnp.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
+    return where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
 def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool], when: When = "always") -> list[Any]:
@@ -100,7 +100,7 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
 
     for _ in range(batch_axes):
         fill = jax.vmap(fill)
-    return fill(active, first, x)
+    return on_device(lambda x: fill(active, first, x), x)
 
 
 def _abstract(*avals: Any, **params: Any) -> Any:

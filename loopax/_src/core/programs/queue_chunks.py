@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src.core.jaxpr.util import stacked
+from loopax._src.core.lowering.while_loop import write
 from loopax._src.core.programs.split_at_loop import Stepper, split_at_loop
 from loopax._src.core.programs.work_queue import NO_ITEM, Lane, Queue, exchange
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.jax_internals import ClosedJaxpr, zeros
 from loopax._src.messages import lanes_stream_message
 
 
@@ -73,14 +75,14 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
         )
 
     state, found = lax.while_loop(goes_on, one_round, (state, _nothing(queue, rows.numbers.shape[0] + 1)))
-    none = [jnp.zeros((queue.part, *aval.shape), aval.dtype) for aval in queue.item_avals]
+    none = [zeros(stacked(aval, queue.part)) for aval in queue.item_avals]
     state, found = _exchange(queue, state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
     return state, found._replace(free=jnp.sum(state.item == NO_ITEM, dtype=jnp.int32))
 
 
 def _nothing(queue: Queue, rows: int) -> Found:
     places, zero = (rows, queue.part), jnp.int32(0)
-    outputs = [jnp.zeros((*places, *aval.shape), aval.dtype) for aval in queue.stepper.parts.after.out_avals]
+    outputs = [zeros(stacked(stacked(aval, queue.part), rows)) for aval in queue.stepper.parts.after.out_avals]
     return Found(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
 
 
@@ -89,7 +91,7 @@ def _exchange(queue: Queue, state: Lane, found: Found, numbers: Any, inputs: lis
     state, finished, outputs = exchange(queue, state, numbers, inputs)
     return state, found._replace(
         finished=found.finished.at[found.rows].set(finished),
-        outputs=[x.at[found.rows].set(new) for x, new in zip(found.outputs, outputs, strict=True)],
+        outputs=[write(x, found.rows, new) for x, new in zip(found.outputs, outputs, strict=True)],
     )
 
 

@@ -29,6 +29,7 @@ from loopax._src.jax_internals import (
     open_constants,
     replace_jaxpr,
     vary_like,
+    where,
     zeros,
 )
 from loopax._src.messages import CUT_LOOP_SHOWS_NOTHING, derivative_message, inverse_message
@@ -189,7 +190,7 @@ class Stepper(NamedTuple):
 
         values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
         (row, end), carry, kept = split_list(values, sizes)
-        ys = [jnp.where(needed, jnp.zeros((), y.dtype), y) for y in at.ys]
+        ys = [where(needed, zeros(jax.typeof(y)), y) for y in at.ys]
         return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
 
     def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
@@ -226,6 +227,6 @@ def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any
 def _written(buffer: Any, row: Any, value: Any, needed: Any) -> Any:
     rows = buffer.shape[0]
     if rows > FEW_ROWS:
-        return write(buffer, row, jnp.where(needed, value, read(buffer, row)))
+        return write(buffer, row, where(needed, value, read(buffer, row)))
     here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
-    return jnp.where(here.reshape(-1, *(1,) * value.ndim), value, buffer)
+    return where(here.reshape(-1, *(1,) * value.ndim), value, buffer)

@@ -13,16 +13,17 @@ does not depend on how many rounds there are.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.batching.compact.gather import active_first
+from loopax._src.core.batching.compact.gather import active_first, take
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, run_function, split_at_loop
-from loopax._src.jax_internals import ClosedJaxpr, zeros
+from loopax._src.jax_internals import ClosedJaxpr, on_device, where, zeros
 from loopax._src.messages import lanes_map_message
 
 # A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
@@ -105,7 +106,7 @@ def run_queue(
     out = run_function(one_round, start, rows, bound=full + drained, predicated=False, storage=storage)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
-    return [y.at[order].get(mode="promise_in_bounds", unique_indices=True) for y in outputs]
+    return [take(y, order, 0) for y in outputs]
 
 
 def _rows(x: Any, part: int, rounds: int) -> Any:
@@ -128,7 +129,7 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
     busy = jax.vmap(queue.is_busy)(state)
     is_done = (state.item != NO_ITEM) & ~busy
     rank = active_first(is_done, last=busy)[: queue.part]
-    chosen = jax.tree.map(lambda x: x[rank], state)
+    chosen = jax.tree.map(lambda x: take(x, rank, 0), state)
     done = is_done[rank]
     outputs = jax.vmap(queue.outputs)(chosen)
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
@@ -162,14 +163,15 @@ def _where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
     """The new lanes where they are chosen, else the old ones."""
 
     def pick(new: Any, old: Any) -> Any:
-        return jnp.where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
     return jax.tree.map(pick, new, old)
 
 
 def _with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
     """The state with these lanes in the places of others."""
-    return jax.tree.map(lambda x, new: x.at[rank].set(new, unique_indices=True), state, lanes)
+    put = partial(on_device, lambda x, new: x.at[rank].set(new, unique_indices=True))
+    return jax.tree.map(put, state, lanes)
 
 
 def _refuse(loops: int) -> Exception:

@@ -33,7 +33,7 @@ from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.own_primitives import computed, jointly_linear
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
-from loopax._src.jax_internals import Primitive, ad, new_primitive, register
+from loopax._src.jax_internals import Primitive, ad, is_on_host, new_primitive, on_device, register, where
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
 # perhaps more: so many rows are read from one array, or written to it. Places at which rows are put or taken differ.
@@ -73,13 +73,16 @@ def nowhere(rows: Any, lanes: int) -> Any:
 
 
 def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The function mapped over as many leading axes of lanes as the primitive says."""
+    """The function mapped over as many leading axes of lanes as the primitive says.
 
-    def mapped(*operands: Any, lanes: int, **params: Any) -> list[Any]:
+    One row of one array on the host is read and written there, as a slice. Several are not.
+    """
+
+    def mapped(rows: Any, place: Any, *operands: Any, lanes: int, **params: Any) -> list[Any]:
         one = partial(function, is_alone=lanes == 0, **params)
         for _ in range(lanes):
             one = jax.vmap(one)
-        return one(*operands)
+        return on_device(one, rows, place, *operands) if place.ndim else one(rows, place, *operands)
 
     return mapped
 
@@ -89,7 +92,12 @@ def _read(rows: Any, place: Any) -> Any:
     if rows.shape[0] == 0:
         return jnp.zeros((*place.shape, *rows.shape[1:]), rows.dtype)
     row = rows.at[place].get(mode="clip") if place.ndim else lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
-    return jnp.where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, jnp.zeros((), rows.dtype))
+    return where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, jnp.zeros((), rows.dtype))
+
+
+def _read_alone(rows: Any, place: Any) -> Any:
+    """One row of one array."""
+    return _read(rows, place) if is_on_host(rows) else _read(rows, _and_another(place, 0))[0]
 
 
 def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
@@ -99,7 +107,7 @@ def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
         return rows
     # One row of one array, for which XLA on a CPU is faster with a slice than with a scatter.
     old = lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
-    row = jnp.where(place < rows.shape[0], row, old)
+    row = where(place < rows.shape[0], row, old)
     return lax.dynamic_update_index_in_dim(rows, row, place, 0)
 
 
@@ -107,7 +115,7 @@ def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
 def _get(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     if place.ndim or not is_alone:
         return [_read(rows, place), rows]
-    return [_read(rows, _and_another(place, 0))[0], rows]
+    return [_read_alone(rows, place), rows]
 
 
 def _and_another(place: Any, other: int) -> Any:
@@ -128,6 +136,8 @@ def _put(rows: Any, place: Any, row: Any, is_alone: bool, appends: bool) -> list
 def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
     if place.ndim or not is_alone:
         return [rows.at[place].add(row, mode="drop")]
+    if is_on_host(rows):
+        return [_write(rows, place, on_device(jnp.add, _read(rows, place), row), is_alone)]
     return [rows.at[_and_another(place, rows.shape[0])].add(jnp.stack([row, jnp.zeros_like(row)]), mode="drop")]
 
 
@@ -139,10 +149,13 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     is_alone = is_alone and not place.ndim
     inside, zero = place < rows.shape[0], jnp.zeros((), rows.dtype)
     inside = inside.reshape(*place.shape, *(1,) * (rows.ndim - 1))
-    row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
-    row = row[0] if is_alone else row
-    left = _write(rows, place, jnp.where(inside, zero, row), is_alone)
-    return [jnp.where(inside, row, zero), left]
+    if is_alone and is_on_host(rows):
+        row = _read(rows, place)
+    else:
+        row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
+        row = row[0] if is_alone else row
+    left = _write(rows, place, where(~inside, row, zero), is_alone)
+    return [where(inside, row, zero), left]
 
 
 def _get_where_active(rows: Any, place: Any, active: Any, lanes: int) -> list[Any]:
@@ -245,7 +258,8 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
-    return [written_out(ct_rows) + jnp.where(active, ct_view, jnp.zeros((), ct_view.dtype)), None]
+    ct = where(active, ct_view, jnp.zeros((), ct_view.dtype))
+    return [on_device(jnp.add, written_out(ct_rows), ct), None]
 
 
 # ---- batches

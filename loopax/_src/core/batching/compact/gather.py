@@ -5,10 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from loopax._src.jax_internals import on_device, where
 
-def take(x: Any, order: Any, axis: int) -> Any:
-    """These lanes, in this order; none twice."""
-    return x.at[(*(slice(None),) * axis, order)].get(mode="promise_in_bounds", unique_indices=True)
+
+def take(x: Any, order: Any, axis: int, unique: bool = True) -> Any:
+    """These lanes, in this order; none twice, if `unique`."""
+    places = (*(slice(None),) * axis, order)
+    return on_device(lambda x: x.at[places].get(mode="promise_in_bounds", unique_indices=unique), x)
 
 
 def take_mapped(values: Sequence[Any], mapped: Sequence[bool], order: Any, axis: int) -> list[Any]:
@@ -20,7 +23,7 @@ def with_rows(old: Any, new: Any, low: Any, high: Any) -> Any:
     """The rows `low ... high - 1` of `new`, the others of `old`."""
     rows = jnp.arange(old.shape[0], dtype=jnp.int32)
     chosen = (low <= rows) & (rows < high)
-    return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    return where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
 
 def active_first(active: Any, last: Any = False) -> Any:

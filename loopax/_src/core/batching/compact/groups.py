@@ -48,7 +48,7 @@ def in_groups(program: GroupProgram, stages: Stages, num_steps: Any, operands: S
 
 
 def _lanes_first(x: Any, axis: int, order: Any, unique: bool) -> Any:
-    return jnp.moveaxis(x, axis, 0).at[order].get(mode="promise_in_bounds", unique_indices=unique)
+    return take(jnp.moveaxis(x, axis, 0), order, 0, unique)
 
 
 def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows: list[Any]) -> list[Any]:

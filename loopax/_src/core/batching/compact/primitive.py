@@ -34,6 +34,7 @@ from loopax._src.jax_internals import (
     axis_arguments,
     batched_outputs,
     jaxpr_as_fun,
+    linear_transpose,
     new_primitive,
 )
 from loopax._src.messages import collective_message
@@ -168,7 +169,7 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
     wanted = [not isinstance(ct, ad.Zero) for ct in cts]
     program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
     of_linear = of_selected(lambda *inputs: select(wanted, program(*inputs)), linear, operands)
-    found = jax.linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
+    found = linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
     return merge_lists(linear, [None] * linear.count(False), found(select(wanted, cts)))
 
 
