@@ -41,9 +41,10 @@ test-all: $(VENV)/.installed
 faults: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.run --slow
 
-# Ten thousand random programs against unrolled Python loops (PROGRAMS= for another number): an hour and a half.
+# Random programs against unrolled Python loops: 5000, or PROGRAMS= for another number. They are numbered, so a run can be
+# split over sittings: make fuzz PROGRAMS=1000 FIRST=2000.
 fuzz: $(VENV)/.installed
-	LOOPAX_FUZZ=$(or $(PROGRAMS),10000) $(BIN)/python $(PYTEST) tests/fuzz
+	LOOPAX_FUZZ=$(or $(PROGRAMS),5000) LOOPAX_FUZZ_FIRST=$(or $(FIRST),0) $(BIN)/python $(PYTEST) tests/fuzz
 
 # Fifty runs of ten seconds, each killed at a random moment and resumed.
 kill-test: $(VENV)/.installed

@@ -1,81 +1,140 @@
 """Random programs, of which each can be run: what loopax or JAX refuses is not drawn, with the reason."""
 
-from typing import Any
+from random import Random
 
-from hypothesis import strategies as st
-
-from tests.fuzz.operations import ALWAYS, OF_LEAVES, TAKES_BRANCHES, WITHOUT_FORWARD_MODE
-from tests.fuzz.program import KINDS, LANES, ROWS, Program
+from tests.fuzz.catalogue import ALWAYS, OF_FEATURES, TAKES_BRANCHES, WITH_BACKWARD_EFFECTS, WITHOUT_FORWARD_MODE
+from tests.fuzz.loops import MOST_INNER_STEPS
+from tests.fuzz.program import KINDS, LANES, POLICIES, ROWS, Program
 from tests.fuzz.transformations import AROUND, BATCHES, DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
 
 STORES_EVERY_STEP = ("bounded", "residuals")
-FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while")
-OTHER_INNER_LOOPS = ("batch", "slope", "loop_in_checkpoint", *TAKES_BRANCHES)  # a branch is a loop
-DROPS_RESULTS = ("overwrite", "window")  # of an inner loop, which is then dead code
+FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while", "inner_solves", "say_in_inner_loop")
+OTHER_INNER_LOOPS = (
+    *("batch", "slope", "loop_in_checkpoint", "inner_rows", "loop_in_loop", "chosen_inner_loop", "flag_of_loop"),
+    *("flag_of_numbers_outside", "flags_of_rows", "turn_if", "say_in_loop_that_changes_nothing", "ask_in_inner_loop"),
+    *("doubles_in_inner_loop", "checkpoint_of_scan", *TAKES_BRANCHES),  # a branch is a loop
+)
+# Results of an inner loop, which is then dead code.
+DROPS_RESULTS = ("overwrite", "window", "eigenvalues", "constant", "spectrum", "soft_choice", "length")
+LETTERS = "zfkmbhrtgyeeeiopd"  # of features; of effects that a derivative keeps, more often
+NOT_OF_LAX = "bhry"  # what is no argument of its loops, or loopax's own
+LARGE = 4  # operations: more derivatives of more of them take long to compile
 
 
-@st.composite
-def programs(draw: Any) -> Program:
-    """One of them."""
-    leaves = "".join(sorted(draw(st.sets(st.sampled_from("zfkmbhr"), max_size=2))))
-    operations = [*ALWAYS, *(operation for leaf in leaves for operation in OF_LEAVES[leaf])]
-    names = [operation.__name__ for operation in operations]
-    body = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)))
-    loop = draw(st.sampled_from(["scan", "fori", "while"]))
-    steps = draw(st.sampled_from([None, None, None, *range(ROWS + 1)]))
-    stop = loop != "fori" and draw(st.booleans())
+def program(number: int) -> Program:
+    """The program of this number."""
+    random = Random(number)
+    rewritten = random.random() < 0.1
+    features = _features(random, rewritten)
+    body = _body(random, features)
+    loop = random.choice(["scan", "fori", "while"])
+    steps = random.choice([None, None, None, *range(ROWS + 1)])
+    if rewritten and loop == "scan" and (not steps or "d" in features):  # rows behind the last one are zeros
+        steps = ROWS
+    stop = loop != "fori" and not (rewritten and loop == "scan") and random.random() < 0.5
     counted = loop != "while" and steps is not None
-    kinds = [kind for kind in KINDS if kind != "lax" or (counted and not stop)]  # `lax` has reverse mode there alone
-    kind = draw(st.sampled_from(kinds))
-    max_steps = None if kind == "lax" else draw(st.sampled_from([None, None, ROWS + 1, 2, 0]))
-    if max_steps is None and kind in STORES_EVERY_STEP and loop != "scan":
-        max_steps = ROWS + 2  # these kinds need a static bound
+    has_lax = counted and not stop and not rewritten  # a reverse mode
+    kind = random.choice([kind for kind in KINDS if kind != "lax" or has_lax])
+    bounds = [MOST_INNER_STEPS + 1] if rewritten else [ROWS + 1, 2, 0]  # `rewrite_loops` bounds inner loops, too
+    max_steps = None if kind == "lax" else random.choice([None, None, *bounds])
+    if max_steps is None and kind in STORES_EVERY_STEP and (rewritten or loop != "scan"):
+        max_steps = MOST_INNER_STEPS + 1  # these kinds need a static bound
+    # JAX has no `jax.checkpoint` of a function that writes to mutable arrays, or has effects in order.
+    policy = random.choice([*POLICIES]) if random.random() < 0.25 and not {*features} & {*"ro"} else ""
     bounded = loop == "scan" or counted or max_steps is not None
     return Program(
         loop,
         body,
-        leaves,
+        features,
         steps,
-        reverse=loop == "scan" and draw(st.booleans()),
-        unroll=draw(st.integers(1, 3)) if counted and not stop and max_steps is None else 1,
+        reverse=loop == "scan" and random.random() < 0.5,
+        unroll=random.randint(1, 3) if has_lax and max_steps is None else 1,
         stop=stop,
         max_steps=max_steps,
         kind=kind,
-        lanes=draw(st.sampled_from(_lanes(body))),
-        transformations=draw(_transformations(body, leaves, bounded)),
-        seed=draw(st.integers(0, 999)),
+        lanes=_lanes(random, body, features, can_be_free=not rewritten and not policy),
+        policy=policy,
+        rewritten=rewritten,
+        transformations=_transformations(random, body, features, policy, bounded),
+        seed=random.randrange(1000),
     )
 
 
-def _lanes(body: tuple[str, ...]) -> list[str]:
-    """Free lanes are for a body with one inner loop, whose results are used."""
-    one = sum(name in FREE_INNER_LOOPS for name in body) == 1 and not set(body) & {*OTHER_INNER_LOOPS, *DROPS_RESULTS}
-    return [name for name in LANES if name != "free" or one]
+def _features(random: Random, rewritten: bool) -> str:
+    letters = [letter for letter in LETTERS if not (rewritten and letter in NOT_OF_LAX)]
+    return "".join(sorted({random.choice(letters) for _ in range(random.choice([0, 1, 1, 2]))}))
 
 
-@st.composite
-def _transformations(draw: Any, body: tuple[str, ...], leaves: str, bounded: bool) -> tuple[str, ...]:
+def _body(random: Random, features: str) -> tuple[str, ...]:
+    """Small or large; where there are features, a third of the operations are for them."""
+    special = [operation for letter in features for operation in OF_FEATURES[letter]]
+    size = random.choice([random.randint(1, 3), random.randint(3, 9)])
+    groups = [special if special and random.random() < 0.35 else ALWAYS for _ in range(size)]
+    return tuple(random.choice(group).__name__ for group in groups)
+
+
+def _lanes(random: Random, body: tuple[str, ...], features: str, can_be_free: bool) -> str:
+    """Free lanes are for a body with one inner loop, whose results are used.
+
+    What a lane draws from some keys depends on the other lanes, which have to take the same step.
+    """
+    one = sum(name in FREE_INNER_LOOPS for name in body) == 1 and not {*body} & {*OTHER_INNER_LOOPS, *DROPS_RESULTS}
+    if {*features} & {*"gy"} or "rule_that_mixes_lanes" in body:
+        return random.choice(["lockstep", "compact", "auto"])
+    return random.choice(["free"] * 4 * (can_be_free and one) + [name for name in LANES if name != "free"])
+
+
+def _transformations(
+    random: Random, body: tuple[str, ...], features: str, policy: str, bounded: bool
+) -> tuple[str, ...]:
     """Most programs with branches have lanes, for which they are."""
-    names = [*TRANSFORMATIONS, *AROUND]
-    reverse_twice = True
-    if WITHOUT_FORWARD_MODE & set(body):
-        names = [name for name in names if name not in FORWARD]
-    if "r" in leaves:  # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array
-        names = [name for name in names if name != "jacfwd"]
-        reverse_twice = False  # JAX has no such derivative, also without a loop
-    if "squash" in body:  # its gradient is not the sum of those of lanes, where a value is the same in all lanes
-        names = [name for name in names if name != "vmap of n"]
-        reverse_twice = reverse_twice and bounded  # loopax needs the cotangents of all steps then
+    refused = _refused({*body}, features)
+    names = [name for name in (*TRANSFORMATIONS, *AROUND) if name not in refused]
+    has_second = policy != "offload" and not WITH_BACKWARD_EFFECTS & {*body}  # JAX itself has none of these
+    derivatives = 2 if has_second and len(body) <= LARGE else 1
+    # JAX has no second reverse mode of mutable arrays, also without a loop. For `squash`, which is not linear, loopax
+    # needs the cotangents of all steps then.
+    reverse_twice = "r" not in features and ("squash" not in body or bounded)
 
-    def is_taken(names: tuple[str, ...]) -> bool:
+    def is_taken(found: tuple[str, ...]) -> bool:
         """Three derivatives in a row take seconds to compile, for JAX's own loops as well: two of them and a batch."""
-        in_reverse = sum(name in REVERSE for name in names)
-        return sum(name in DERIVATIVES for name in names) <= 2 and (reverse_twice or in_reverse < 2)
+        in_reverse = sum(name in REVERSE for name in found)
+        return sum(name in DERIVATIVES for name in found) <= derivatives and (reverse_twice or in_reverse < 2)
 
-    found = draw(st.lists(st.sampled_from(names), max_size=3).map(tuple).filter(is_taken))
+    most = 2 if len(body) > LARGE else 3
+    found = _sequence(random, names, most)
+    while not is_taken(found):
+        found = _sequence(random, names, most)
+    batches = [name for name in names if name in BATCHES]
     takes_branches = {*body, *found} & {*TAKES_BRANCHES, *AROUND}
-    if not takes_branches or BATCHES & set(found) or draw(st.sampled_from([True, False, False])):
+    if not batches or not takes_branches or BATCHES & {*found} or random.random() < 1 / 3:
         return found
-    batch = draw(st.sampled_from([name for name in names if name in BATCHES]))
-    place = draw(st.integers(0, len(found)))
-    return (*found[:place], batch, *found[place:])
+    place = random.randint(0, len(found))
+    return (*found[:place], random.choice(batches), *found[place:])
+
+
+def _refused(body: set[str], features: str) -> set[str]:
+    """Transformations that this body does not have."""
+    reasons = [
+        (WITHOUT_FORWARD_MODE & body, FORWARD),
+        # In 32-bit mode, JAX makes no numbers of 64 bits for the other branch.
+        ("d" in features, {*AROUND}),
+        # JAX chooses nothing by lane in host memory.
+        ("branch_on_host" in body, BATCHES),
+        # loopax refuses these effects in a derivative.
+        ("i" in features, DERIVATIVES),
+        # There is no order of effects of lanes, or of those in `jax.checkpoint`.
+        ("o" in features, DERIVATIVES | BATCHES | {"checkpoint"}),
+        # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array.
+        ("r" in features, {"jacfwd"}),
+        # Its gradient is not the sum of those of lanes, where a value is the same in all lanes.
+        ("squash" in body, {"vmap of n"}),
+    ]
+    return {name for applies, names in reasons if applies for name in names}
+
+
+def _sequence(random: Random, names: list[str], most: int) -> tuple[str, ...]:
+    """Derivatives and batches more often than the others."""
+    groups = [[name for name in names if name in group] for group in (DERIVATIVES, DERIVATIVES, BATCHES)]
+    length = 0 if random.random() < 0.08 else random.randint(1, most)
+    return tuple(random.choice(random.choice([*groups, names]) or names) for _ in range(length))

@@ -1,9 +1,11 @@
 """What bodies are made of: operations on the values of a carry, bounded, so that no value grows beyond float64.
 
-Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `k`
-a PRNG key, `m` an Equinox module, `b` a buffer, `h` a history and `r` a mutable array that is closed over. `x` is the
-row, a float64[]; `w` a float64[3, 3] that is closed over. Inner loops, branches, buffers, histories and mutable arrays
-are those of `loops`: loopax's and JAX's, or unrolled ones and plain arrays.
+Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `d`
+float64[2] in 32-bit mode, `k` a PRNG key, `g` one of another implementation, `m` an Equinox module, `b` a buffer, `h` a
+history, `t` a bool and `r` a mutable array that is closed over; also `lane`, an int32[] that differs from lane to lane,
+and of the row, with some features, `x64`, `x on host` and `key`. `x` is the row, a float64[]; `w` a float64[3, 3] that
+is closed over. Inner loops, branches, buffers, histories and mutable arrays are those of `loops` (`loops.py`): loopax's
+and JAX's, or unrolled ones and plain arrays.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Values = dict[str, Any]
+from tests.fuzz.loops import Values
+
 Operation = Callable[[Values, Any, Any, Any], Values]
 
 
@@ -232,20 +235,55 @@ def float32(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"f": f, "s": 0.5 * c["s"] + 0.2 * f.sum().astype(float)}
 
 
+def doubles(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Of numbers of 64 bits alone: JAX's own promotion of others ends at 32 bits there."""
+    d = jnp.sin(c["d"] * c["x64"]) - jnp.tanh(c["d"])[::-1]
+    return c | {"d": d, "s": 0.5 * c["s"] + 0.2 * d[0].astype(jnp.float32)}
+
+
+def doubles_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"d": loops.cond(x > 0, lambda d: jnp.sin(d + d), lambda d: d * c["x64"], c["d"])}
+
+
+def doubles_in_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"d": loops.inner(c["n"] % 3, lambda d: jnp.cos(d + c["x64"]), c["d"]), "n": c["n"] + 1}
+
+
 def random(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    key, following = jax.random.split(c["k"])
-    return c | {"k": following, "v": 0.8 * c["v"] + 0.2 * jax.random.uniform(key, (3,), float)}
+    return _drawn(c, "k")
+
+
+def random_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """What a lane draws depends on its batch."""
+    return _drawn(c, "g")
+
+
+def _drawn(c: Values, name: str) -> Values:
+    key, following = jax.random.split(c[name])
+    return c | {name: following, "v": 0.8 * c["v"] + 0.2 * jax.random.normal(key, (3,), float)}
 
 
 def random_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return _drawn_in_branch(c, "k", loops)
+
+
+def random_branch_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return _drawn_in_branch(c, "g", loops)
+
+
+def _drawn_in_branch(c: Values, name: str, loops: Any) -> Values:
     """A lane that does not take it keeps its key."""
 
     def draw(key: Any, v: Any) -> Any:
         key, following = jax.random.split(key)
         return following, 0.8 * v + 0.2 * jax.random.uniform(key, (3,), float)
 
-    key, v = loops.cond(c["s"] > 0.1, draw, lambda key, v: (key, 0.7 * v), c["k"], c["v"])
-    return c | {"k": key, "v": v}
+    key, v = loops.cond(c["s"] > 0.1, draw, lambda key, v: (key, 0.7 * v), c[name], c["v"])
+    return c | {name: key, "v": v}
+
+
+def random_of_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    return c | {"v": 0.8 * c["v"] + 0.2 * jax.random.normal(c["key"], (3,), float)}
 
 
 def module(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -304,30 +342,3 @@ def compact(operation: Operation) -> Operation:
 
     compacted.__name__ = f"compact_{operation.__name__}"
     return compacted
-
-
-def of_any_lanes(*operations: Operation) -> list[Operation]:
-    """Each in lockstep, and with compact lanes."""
-    return [*operations, *map(compact, operations)]
-
-
-ALWAYS: list[Operation] = [
-    *(product, elementwise, total, count, swap, overwrite, sort, largest, gather, scatter, cumulative, where),
-    *(square_root, cond, switch, lax_scan, lax_fori, inner_loop, inner_loop_of_any_length, inner_while, checkpoint),
-    *(loop_in_checkpoint, custom_jvp, custom_vjp, squash, stop_gradient, jit, batch, slope),
-    *of_any_lanes(branch, branch_with_a_product, branch_with_a_domain, one_of_three, loop_in_branch, branch_in_branch),
-]
-OF_LEAVES: dict[str, list[Operation]] = {
-    "z": [complex_product],
-    "f": [float32],
-    "k": [random, *of_any_lanes(random_branch)],
-    "m": [module, trained_module, *of_any_lanes(module_in_branch)],
-    "b": [append, newest_of_buffer],
-    "h": [push, window, *of_any_lanes(push_in_branch)],
-    "r": [write, read, *of_any_lanes(write_in_branch)],
-}
-OPERATIONS: dict[str, Operation] = {
-    operation.__name__: operation for group in (ALWAYS, *OF_LEAVES.values()) for operation in group
-}
-WITHOUT_FORWARD_MODE = {"custom_vjp", "squash"}
-TAKES_BRANCHES = [name for name in OPERATIONS if "branch" in name or "one_of_three" in name]

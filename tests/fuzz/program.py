@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
+import jax
+
 import loopax as lx
 
 ROWS = 4  # of xs; the most steps of any loop
@@ -13,8 +16,8 @@ class Program:
     """A loop, and what is asked of it."""
 
     loop: str  # scan, fori, while
-    body: tuple[str, ...]  # names of operations (`operations.py`), one after another
-    leaves: str = ""  # leaves of the carry beside v, s and n: z complex, f float32, and more (`operations.py`)
+    body: tuple[str, ...]  # names of operations (`catalogue.py`), one after another
+    features: str = ""  # a letter each: leaves of the carry beside v, s and n, effects, and more (`catalogue.py`)
     steps: int | None = None  # a static number of them; None: an argument
     reverse: bool = False
     unroll: int = 1
@@ -22,6 +25,8 @@ class Program:
     max_steps: int | None = None
     kind: str = "auto"  # a name in `KINDS`
     lanes: str = "lockstep"  # a name in `LANES`
+    policy: str = ""  # a name in `POLICIES`: `jax.checkpoint` around each step
+    rewritten: bool = False  # written with the loops and branches of `jax.lax`, and rewritten by `lx.rewrite_loops`
     transformations: tuple[str, ...] = ()  # names in `transformations.py`, the innermost first
     seed: int = 0  # of the numbers
 
@@ -35,4 +40,27 @@ KINDS: dict[str, Any] = {
     "residuals": "residuals",
     "lax": "lax",
 }
-LANES: dict[str, Any] = {"lockstep": "lockstep", "compact": lx.Compact(min_lanes=1, shrink=2), "free": "free"}
+LANES: dict[str, Any] = {
+    "lockstep": "lockstep",
+    "compact": lx.Compact(min_lanes=1, shrink=2),
+    "free": "free",
+    "sequential": "sequential",
+    "auto": "auto",
+}
+KEPT_NAME, OFFLOADED_NAME = "kept", "offloaded"  # that operations give by `checkpoint_name`
+_policies = jax.checkpoint_policies
+POLICIES: dict[str, Any] = {
+    "everything again": jax.checkpoint,
+    "equinox": eqx.filter_checkpoint,
+    "dots": lambda f: jax.checkpoint(f, policy=_policies.dots_saveable),
+    "a name": lambda f: jax.checkpoint(f, policy=_policies.save_only_these_names(KEPT_NAME)),
+    "offload": lambda f: jax.checkpoint(
+        f,
+        policy=_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[KEPT_NAME],
+            names_which_can_be_offloaded=[OFFLOADED_NAME],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+}

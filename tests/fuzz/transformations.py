@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Function = Callable[[Any, Any], Any]
-DIRECTION = (0.6, -0.8)
 
 
 def floats(results: Any) -> list[Any]:
@@ -19,26 +19,27 @@ def as_one(f: Function, n: Any) -> Callable[[Any], Any]:
     """All results in one number."""
 
     def one(t: Any) -> Any:
-        parts = [jnp.sin(part).sum().astype(float) for x in floats(f(t, n)) for part in (jnp.real(x), jnp.imag(x))]
+        parts = [jnp.sin(part).astype(float).sum() for x in floats(f(t, n)) for part in (jnp.real(x), jnp.imag(x))]
         return sum(weight * part for weight, part in zip(jnp.linspace(0.5, 1.5, len(parts)), parts, strict=True))
 
     return one
 
 
-def direction() -> Any:
-    return jnp.array(DIRECTION)
+def direction(t: Any) -> Any:
+    """Of the dtype of `t`, also where JAX makes no numbers of 64 bits."""
+    return lax.stop_gradient(jnp.cos(t))
 
 
 TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
     "grad": lambda f: lambda t, n: jax.grad(as_one(f, n))(t),
     "value_and_grad": lambda f: lambda t, n: jax.value_and_grad(as_one(f, n))(t),
-    "vjp": lambda f: lambda t, n: jax.vjp(as_one(f, n), t)[1](jnp.float64(0.7)),
-    "jvp": lambda f: lambda t, n: jax.jvp(lambda t: floats(f(t, n)), (t,), (direction(),)),
-    "linearize": lambda f: lambda t, n: jax.linearize(lambda t: floats(f(t, n)), t)[1](direction()),
+    "vjp": lambda f: lambda t, n: jax.vjp(as_one(f, n), t)[1](jnp.asarray(0.7)),
+    "jvp": lambda f: lambda t, n: jax.jvp(lambda t: floats(f(t, n)), (t,), (direction(t),)),
+    "linearize": lambda f: lambda t, n: jax.linearize(lambda t: floats(f(t, n)), t)[1](direction(t)),
     "jacfwd": lambda f: lambda t, n: jax.jacfwd(lambda t: floats(f(t, n)))(t),
     "jacrev": lambda f: lambda t, n: jax.jacrev(as_one(f, n))(t),
-    "vmap": lambda f: lambda t, n: jax.vmap(f)(jnp.stack([t, 0.5 * t, -t]), jnp.stack([n, n // 2, n + 1])),
-    "vmap of t": lambda f: lambda t, n: jax.vmap(f, (0, None))(jnp.stack([t, -0.3 * t]), n),
+    "vmap": lambda f: lambda t, n: jax.vmap(f)(jnp.stack([t, t * t, -t]), jnp.stack([n, n // 2, n + 1])),
+    "vmap of t": lambda f: lambda t, n: jax.vmap(f, (0, None))(jnp.stack([t, -t * t]), n),
     "vmap of n": lambda f: lambda t, n: jax.vmap(f, (None, 0))(t, jnp.stack([n, n - 1, n + 2])),
     "checkpoint": jax.checkpoint,
     "jit": jax.jit,
