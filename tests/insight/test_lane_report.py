@@ -1,5 +1,7 @@
 """`lane_report`: what a batch computes for nothing."""
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +51,9 @@ def test_small_batches(steps):
 def test_plot_draws_what_is_computed_and_what_is_useful():
     report = lx.lane_report(jnp.array([1, 2, 8, 3]), lanes=lx.Compact(2, 1))
     axes = report.plot(report.groups)
-    computed, useful = (patch.get_data().values for patch in axes.patches)
-    assert computed.sum() == sum(s.lane_steps for s in report.groups)
-    assert useful.sum() == 14
+    computed, useful = (patch.get_data() for patch in axes.patches)
+    assert (computed.values * np.diff(computed.edges)).sum() == sum(s.lane_steps for s in report.groups)
+    assert (useful.values * np.diff(useful.edges)).sum() == 14
     assert axes.get_title() == f"{report.share(report.groups):.0%} useful"
 
 
@@ -63,12 +65,41 @@ def test_plot_draws_what_is_computed_and_what_is_useful():
         (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
         (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
         (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
+        (np.array([2, -3, -1]), None, ValueError, "lane_report(info=...): info[1] is -3, expected 0 or more steps"),
+        (np.array([[2, 1], [0, -1]]), None, ValueError, "info[1, 1] is -1, expected 0 or more steps"),
+        (np.array(-1), None, ValueError, "lane_report(info=...): info is -1, expected 0 or more steps"),
+        ([1, 2], [[1, -9], [-1, 2]], ValueError, "lane_report(inner=...): inner[1, 0] is -1, expected 0 or more steps"),
     ],
 )
 def test_bad_arguments(info, inner, error, message):
     with pytest.raises(error) as raised:
         lx.lane_report(info, inner)
     assert message in str(raised.value)
+
+
+def test_inner_steps_that_were_not_taken_may_be_anything():
+    assert lx.lane_report([1, 2], [[3, -1], [1, 2]]).nested == lx.lane_report([1, 2], [[3, 0], [1, 2]]).nested
+
+
+@pytest.mark.parametrize("steps", [[10**8, 1, 5], [2**31 - 2, 1], [10**12] * 40])
+def test_memory_does_not_depend_on_the_numbers_of_steps(steps):
+    tracemalloc.start()
+    report = lx.lane_report(steps)
+    text = str(report)
+    report.plot()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 2**20  # most of it for the picture
+    assert [s.iterations for s in report.lockstep] == [max(steps)]
+    assert [s.lane_steps for s in report.sequential] == [sum(steps)]
+    assert report.share(report.lockstep) == sum(steps) / (len(steps) * max(steps))
+    assert str(max(steps)) in text
+
+
+def test_runs_of_iterations():
+    (stretch,) = lx.lane_report([4, 0, 1, 4]).lockstep
+    assert (stretch.lengths.tolist(), stretch.active_in_run.tolist()) == ([1, 3], [3, 2])
+    assert stretch.active.tolist() == [3, 2, 2, 2]
 
 
 def test_a_traced_report_is_refused():

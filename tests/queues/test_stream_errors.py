@@ -1,6 +1,8 @@
 """`lanes_stream`: what users do wrong, and what goes wrong while a stream runs."""
 
 import itertools as it
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
 from typing import Any
 
 import equinox as eqx
@@ -148,15 +150,71 @@ def test_a_stream_inside_of_jit_is_refused():
         jax.jit(lambda: list(lx.lanes_stream(collatz, items(3))))()
 
 
-def test_ctrl_c_in_the_iterable_is_raised_at_once_without_a_thread():
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_of_the_iterable_comes_after_the_results(prefetch, interrupt):
     def numbers():
-        yield from items(40)
-        raise KeyboardInterrupt
+        yield from items(10)
+        raise interrupt
 
-    results = []
-    with pytest.raises(KeyboardInterrupt):
-        results.extend(lx.lanes_stream(collatz, numbers(), lanes=32, prefetch=0))
-    assert len(results) < 40
+    stream = lx.lanes_stream(collatz, numbers(), lanes=4, prefetch=prefetch)
+    assert found(it.islice(stream, 10)) == {i: expected(i + 1) for i in range(10)}
+    with pytest.raises(interrupt):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_several_threads_take_results_of_one_stream(prefetch, ordered):
+    stream = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3, prefetch=prefetch, ordered=ordered)
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(lambda _: list(stream), range(4)))
+    assert found(it.chain(*taken)) == ANSWERS[100]
+    assert sum(map(len, taken)) == 100
+    assert not ordered or all(one == sorted(one) for one in taken)
+
+
+def test_close_does_not_wait_for_an_item():
+    """Another thread is waiting for one that never comes."""
+    is_asked, is_over = Event(), Event()
+
+    def numbers():
+        yield from items(2)
+        is_asked.set()
+        is_over.wait(60)
+
+    stream = lx.lanes_stream(collatz, numbers(), lanes=4)
+    taken = []
+    thread = Thread(target=lambda: taken.extend(stream))
+    thread.start()
+    is_asked.wait(60)
+    stream.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not is_over.is_set()
+    is_over.set()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_suspend_waits_for_the_results_of_other_threads():
+    stream = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3)
+    results = {}
+
+    def take():
+        results.update([next(iter(found([next(stream)]).items())) for _ in range(10)])
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(take) for _ in range(2)]
+        threads[0].result()
+        state = stream.suspend()
+        threads[1].exception()  # StopIteration, where it has not come to its end
+    rest = found(lx.lanes_stream(collatz, items(100)[state.fetched :], lanes=4, resume=state))
+    assert len(rest) >= 80
+    assert len(results) >= 10
+    assert {**results, **rest}.items() <= ANSWERS[100].items()
 
 
 def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):

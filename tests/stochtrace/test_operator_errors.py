@@ -143,3 +143,17 @@ def test_unknown_probes(estimator: Any) -> None:
 def test_xnystrace_wants_a_declaration() -> None:
     with raises(ValueError, "XNysTrace()", "not declared", "positive_semidefinite=True"):
         estimate_trace(PSD, KEY, estimator=XNysTrace(), num_matvecs=3)
+
+
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+def test_traced_tolerances_that_are_none(name: str) -> None:
+    """As a number of products that is traced; a lane's own raises for all."""
+    run = lambda value: estimate(Hutchinson(), max_matvecs=20, **{name: value})(PSD).value
+    one, lanes = eqx.filter_jit(run), eqx.filter_jit(jax.vmap(run))
+    assert np.isfinite(one(jnp.float64(0.0)))
+    assert one(jnp.float64(0.5)) == run(0.5)
+    for wrong in (-0.1, float("nan"), -float("inf")):
+        with raises(RUN_TIME, "estimate_trace", f"{name} is negative, or NaN"):
+            one(jnp.float64(wrong)).block_until_ready()
+        with raises(RUN_TIME, f"{name} is negative, or NaN"):
+            lanes(jnp.array([0.5, wrong])).block_until_ready()

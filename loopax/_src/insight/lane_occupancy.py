@@ -10,15 +10,26 @@ from loopax._src.core.ir.lane_stages import Stages
 
 @dataclass(frozen=True)
 class Stretch:
-    """Batched iterations of the same number of lanes."""
+    """Batched iterations of the same number of lanes: runs of iterations in which as many are active."""
 
     lanes: int  # that are computed
-    active: np.ndarray  # in each iteration, how many of them take a step of their own
+    lengths: np.ndarray  # of the runs, in iterations
+    active_in_run: np.ndarray  # how many lanes take a step of their own
+
+    @property
+    def iterations(self) -> int:
+        """How many there are."""
+        return int(self.lengths.sum())
+
+    @property
+    def active(self) -> np.ndarray:
+        """In each iteration, how many lanes take a step of their own. An array as long as there are iterations."""
+        return np.repeat(self.active_in_run, self.lengths)
 
     @property
     def lane_steps(self) -> int:
         """Body evaluations, lane by lane."""
-        return self.lanes * len(self.active)
+        return self.lanes * self.iterations
 
 
 def lockstep(steps: np.ndarray) -> list[Stretch]:
@@ -48,13 +59,14 @@ def in_stages(steps: np.ndarray, stages: Stages) -> list[Stretch]:
 
 def sequential(steps: np.ndarray) -> list[Stretch]:
     """One lane after another."""
-    return [Stretch(1, np.ones(int(steps.sum()), np.int64))]
+    return [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))]
 
 
 def _stretch(steps: np.ndarray, lanes: int, start: int, end: int) -> Stretch:
-    """Rows `start ... end - 1`."""
-    counts = np.bincount(np.minimum(steps, end), minlength=end + 1)
-    return Stretch(lanes, len(steps) - np.cumsum(counts)[start:end])
+    """Rows `start ... end - 1`. A run ends where a lane does."""
+    ends = np.unique(np.clip(np.append(steps, [start, end]), start, end))
+    active = len(steps) - np.searchsorted(np.sort(steps), ends[:-1], side="right")
+    return Stretch(lanes, np.diff(ends), active)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class LaneReport:
             ("sequential", self.sequential),
         ]
         for name, stretches in rows:
-            count = sum(len(s.active) for s in stretches)
+            count = sum(s.iterations for s in stretches)
             same = "  as in lockstep: too few lanes" if name.startswith("compact") and len(stretches) == 1 else ""
             lines.append(f"{name:<28}{count:>12}{lane_steps(stretches):>12}{self.share(stretches):>9.0%}{same}")
         if self.nested and self.free:
@@ -97,10 +97,11 @@ class LaneReport:
 
             axes = plt.subplots()[1]
         stretches = self.lockstep if stretches is None else stretches
-        lanes = np.concatenate([np.full(len(s.active), s.lanes) for s in stretches])
-        active = np.concatenate([s.active for s in stretches])
+        lanes = np.concatenate([np.full(len(s.lengths), s.lanes) for s in stretches])
+        active = np.concatenate([s.active_in_run for s in stretches])
+        edges = np.cumsum([0, *(length for s in stretches for length in s.lengths)])
         for heights, alpha, label in ((lanes, 0.3, "computed"), (active, 1.0, "useful")):
-            axes.stairs(heights, fill=True, color="C0", alpha=alpha, linewidth=0, label=label)
+            axes.stairs(heights, edges, fill=True, color="C0", alpha=alpha, linewidth=0, label=label)
         axes.set(xlabel="batched iterations", ylabel="lanes", title=f"{self.share(stretches):.0%} useful")
         axes.margins(0)
         axes.legend(framealpha=1)
@@ -155,18 +156,22 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
         - `info` or `inner` is traced; make reports outside of `jit`.
         - `inner` or `lanes` is given for a stream.
     ValueError
-        `inner` does not have one row for each lane, or has fewer outer steps than a lane took.
+        - `inner` does not have one row for each lane, or has fewer outer steps than a lane took.
+        - A number of steps is negative.
 
     Notes
     -----
-    No loop is run: the report follows from the numbers of steps. A stream counts what its lanes compute while it runs.
+    No loop is run: the report follows from the numbers of steps. Its time and memory depend on the number of lanes, and
+    not on their steps. A stream counts what its lanes compute while it runs.
 
     """
     if isinstance(info, LanesStream):
         if inner is not None or lanes is not None:
             raise TypeError("lane_report of a stream says what its lanes did: it takes no `inner` and no `lanes`.")
         return info.report()
-    steps = _counts("info", info).reshape(-1)
+    counts = _counts("info", info)
+    _refuse_negative("info", counts, counts < 0)
+    steps = counts.reshape(-1)
     stages = (Compact() if lanes is None else lanes).stages
     nested = free = None
     if inner is not None:
@@ -198,13 +203,23 @@ def _counts(name: str, value: Any) -> np.ndarray:
     return np.asarray(counts, np.int64)
 
 
+def _refuse_negative(name: str, counts: np.ndarray, wrong: np.ndarray) -> None:
+    if not wrong.any():
+        return
+    first = tuple(np.argwhere(wrong)[0].tolist())
+    place = f"[{', '.join(map(str, first))}]" if first else ""
+    raise ValueError(f"lane_report({name}=...): {name}{place} is {counts[first]}, expected 0 or more steps.")
+
+
 def _rows_of_lanes(steps: np.ndarray, inner: np.ndarray) -> list[np.ndarray]:
     """The inner steps of each lane, in the outer steps that it took."""
-    inner = inner.reshape(-1, inner.shape[-1]) if inner.ndim > 1 else inner.reshape(1, -1)
+    given, inner = inner, inner.reshape(-1, inner.shape[-1]) if inner.ndim > 1 else inner.reshape(1, -1)
     if len(inner) != len(steps) or inner.shape[1] < steps.max(initial=0):
         raise ValueError(
             f"lane_report(inner=...): got {inner.shape[0]} lanes of {inner.shape[1]} outer steps, expected "
             f"{len(steps)} lanes of at least {steps.max(initial=0)}, as `info` has. Return the inner loop's "
             "`num_steps` as a row of `ys` of the outer scan."
         )
+    is_taken = np.arange(inner.shape[1]) < steps[:, None]
+    _refuse_negative("inner", given, (is_taken & (inner < 0)).reshape(given.shape))
     return [row[:count] for row, count in zip(inner, steps, strict=True)]

@@ -72,9 +72,11 @@ class Source:
             self._changed.notify_all()
         if wait and self._thread is not None:
             self._thread.join()
-        self._ended = True
-        fetched = list(self._fetched)
-        self._fetched.clear()
+        with self._changed:
+            self._ended = True
+            fetched = list(self._fetched)
+            self._fetched.clear()
+            self._changed.notify_all()
         return fetched
 
     def _as_here(self) -> Callable[[], None]:
@@ -102,10 +104,8 @@ class Source:
             item = self._ready(next(self._iterator))
         except StopIteration:
             self._end(None)
-        except BaseException as error:
-            if self._thread is None and not isinstance(error, Exception):
-                raise  # Ctrl-C, where nobody fetches ahead
-            self._end(error)  # whatever it is, it is raised where the items are taken
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised behind the items before it
+            self._end(error)
         else:
             with self._changed:
                 self._fetched.append(item)

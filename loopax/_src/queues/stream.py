@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from threading import RLock
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +20,10 @@ from loopax._src.queues.working_lanes import BusyLanes, Finished, WorkingLanes
 
 
 class LanesStream(Iterator[Any]):
-    """An iterator over the results of a stream. `lanes_stream` makes it."""
+    """An iterator over the results of a stream. `lanes_stream` makes it.
+
+    Several threads may take results of one stream: each result goes to one of them, and one waits for the other.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class LanesStream(Iterator[Any]):
         self._held: dict[int, tuple[Any, str | None]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
         self._is_open = True
+        self._one_at_a_time = RLock()  # the state of the lanes is donated to each chunk
         if resume is not None:
             self._resume(resume)
         self._working.fetch(items, ahead)
@@ -51,6 +56,10 @@ class LanesStream(Iterator[Any]):
     @api_boundary
     def __next__(self) -> Any:
         """Return the next result; wait until there is one."""
+        with self._one_at_a_time:
+            return self._next_result()
+
+    def _next_result(self) -> Any:
         while not self._results:
             finished = self._look()
             if finished is None:
@@ -75,8 +84,10 @@ class LanesStream(Iterator[Any]):
 
     def close(self) -> None:
         """End the stream and free its memory. Results that have not been returned are lost."""
-        self._end()
-        self._working.forget_error()
+        self._working.fetch_no_more()  # a thread that waits for an item lets this one in
+        with self._one_at_a_time:
+            self._end()
+            self._working.forget_error()
 
     def _end(self) -> None:
         self._is_open = False
@@ -98,6 +109,10 @@ class LanesStream(Iterator[Any]):
             The stream is closed.
 
         """
+        with self._one_at_a_time:
+            return self._suspended()
+
+    def _suspended(self) -> SuspendedStream:
         if not self._is_open:
             raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
         if self._working.is_running:

@@ -128,10 +128,14 @@ class WorkingLanes:
         """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
         return [*self._waiting, *self._fetching.stop()]
 
-    def close(self) -> None:
-        """Fetch no more, and let go of the lanes."""
+    def fetch_no_more(self) -> None:
+        """Items that are fetched are lost, and the iterable is not asked again."""
         if self._source is not None:
             self._source.stop(wait=False)
+
+    def close(self) -> None:
+        """Fetch no more, and let go of the lanes."""
+        self.fetch_no_more()
         self._state = self._running = self._block = None
         self._waiting.clear()
         self._in_lanes.clear()

@@ -31,10 +31,10 @@ def to_budget(
 ) -> tuple[Budget, list[Check]]:
     """What an estimator may do, and what has to hold at run time."""
     per_sample = estimator.products_per_sample
-    tolerance = _tolerance(operator, rtol, atol)
+    tolerance, checks = _tolerance(operator, rtol, atol)
     if (num_matvecs is None) == (tolerance is None):
         raise ValueError(_COUNT_OR_TOLERANCE.format("neither" if tolerance is None else "both"))
-    most, checks = _most_matvecs(num_matvecs, max_matvecs), []
+    most = _most_matvecs(num_matvecs, max_matvecs)
     _check_matvecs(estimator, operator, most, "num_matvecs" if max_matvecs is None else "max_matvecs")
     capacity = most // per_sample
     limit = jnp.int32(capacity)
@@ -45,19 +45,25 @@ def to_budget(
     return Budget(capacity, min(batch, capacity), minimum, Stop(limit, tolerance)), checks
 
 
-def _tolerance(operator: Operator, rtol: Any, atol: Any) -> Tolerance | None:
+def _tolerance(operator: Operator, rtol: Any, atol: Any) -> tuple[Tolerance | None, list[Check]]:
+    """The tolerance, and what has to hold of traced numbers: an estimate with one that is wrong ends at once."""
     if rtol is None and atol is None:
-        return None
+        return None, []
     real = jnp.finfo(operator.working_dtype).dtype
-    values = []
+    values, checks = [], []
     for name, value in (("rtol", rtol), ("atol", atol)):
         value = 0.0 if value is None else value
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
             raise TypeError(f"estimate_trace({name}=...): got {describe(value)}, expected one number.")
         if not isinstance(value, Tracer) and not float(value) >= 0:
             raise ValueError(f"estimate_trace({name}=...): got {value}, expected a number that is not negative.")
-        values.append(jnp.asarray(value).astype(real))
-    return Tolerance(*values)
+        number = jnp.asarray(value).astype(real)
+        if isinstance(value, Tracer):
+            wrong = ~(number >= 0)
+            checks.append(Check.of("loopax.stochtrace.estimate_trace", wrong, f"{name} is negative, or NaN."))
+            number = jnp.where(wrong, jnp.inf, number)
+        values.append(number)
+    return Tolerance(*values), checks
 
 
 def _most_matvecs(num_matvecs: Any, max_matvecs: Any) -> int:

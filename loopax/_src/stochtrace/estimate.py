@@ -173,7 +173,8 @@ def estimate_trace(
         - The number of products is too small for the estimator, or larger than a basis of vectors of this size can use.
         - `estimator` is `XNysTrace()`, and the operator is not declared semidefinite.
     equinox.EquinoxRuntimeError
-        A traced `num_matvecs` is less than the estimator needs, or more than `max_matvecs`.
+        A traced `num_matvecs` is less than the estimator needs, or more than `max_matvecs`. A traced `rtol` or `atol`
+        is negative or NaN.
 
     Notes
     -----
