@@ -173,6 +173,38 @@ def test_a_batch_of_rows_as_xs() -> None:
     np.testing.assert_allclose(np.transpose(got), expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential", "auto"])
+def test_lanes_at_another_axis_than_those_of_the_array(lanes: Any, shape: Any) -> None:
+    """JAX 0.10 writes one over the other: three times three lanes, which have a shape of their own in no order."""
+
+    def last_of(start: Any, n: Any) -> Any:
+        numbers, flags, rows = (jax.new_ref(x) for x in (start, start > 0.0, jnp.stack([start, -start])))
+
+        def step(_: Any, c: Any) -> Any:
+            numbers[...] = 0.8 * numbers[...] + jnp.sin(c)
+            flags[...] = ~flags[...]
+            return c + 1.0
+
+        def row_step(c: Any, row: Any) -> Any:
+            row[...] = jnp.sin(row[...]) + c
+            return c + 0.1, None
+
+        lx.fori_loop(0, n, step, start.sum(), lanes=lanes)
+        lx.scan(row_step, start.sum(), rows, length=n, lanes=lanes)
+        return [jax.freeze(x).astype(float) for x in (numbers, flags, rows)]
+
+    starts, counts = np.linspace(-1.0, 1.0, 9 * int(np.prod(shape))).reshape(3, 3, *shape), np.arange(3)
+    alone = jax.jit(last_of)
+    for axis in (0, 1):
+        got = jax.jit(jax.vmap(jax.vmap(last_of), (axis, None)))(starts, counts)
+        expected = [
+            [alone(start, n) for start, n in zip(of, counts, strict=True)] for of in np.moveaxis(starts, axis, 0)
+        ]
+        for i, x in enumerate(got):
+            np.testing.assert_allclose(x, [[lane[i] for lane in of] for of in expected], rtol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
 @pytest.mark.parametrize("program", [read_and_write, write_rows_of_closed_over])
 def test_every_kind(program: Any, kind: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core
+from jax import core, lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from loopax._src.jax_internals import is_reference
@@ -83,8 +83,19 @@ class ReferenceRows:
         ys, rows = ys
         for reference, new in zip(self.references, rows, strict=True):
             old = reference[...]
-            reference[...] = jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            overwrite(reference, jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old))
         return ys
+
+
+def overwrite(reference: Any, value: Any) -> None:
+    """Write all of a mutable array.
+
+    Before 0.12, JAX batches `reference[...] = value` as if both had their lanes at the same axis. For slices, it looks
+    where they are. A number has no axis for a slice; where it is chosen, its lanes go where the other choice has them.
+    """
+    if value.ndim == 0:
+        value = lax.select_n(jnp.bool_(True), reference[...], value)
+    reference[(slice(None),) * value.ndim] = value
 
 
 NO_REFERENCES = ReferenceRows()

@@ -13,7 +13,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps, take_steps
 from loopax._src.frontend.options import SCAN, no_capacity
-from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, refuse_references_in
+from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import Found, Step, trace_promoting
@@ -177,7 +177,7 @@ class _Call:
         out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
         last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
         for reference, value in zip(traced.references, values, strict=True):
-            reference[...] = value
+            overwrite(reference, value)
         checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
         carry, condition = restore_weak(carry, traced.carry_avals), last[0] if last else None
         return _Ended(out.num_steps, condition, carry, spec, out.ys, traced.found, checks)
