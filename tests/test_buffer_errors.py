@@ -35,7 +35,7 @@ def test_one_lane_beyond_the_capacity() -> None:
 @pytest.mark.parametrize("index", [1, -2])
 def test_rows_that_are_not_there(index: int) -> None:
     buffer = lx.Buffer(3, like=1.0).append(1.0)
-    with raises(eqx.EquinoxRuntimeError, "no such row yet", "buffer.count"):
+    with raises(eqx.EquinoxRuntimeError, "no such row (", "buffer.count"):
         buffer[index]
     with raises(eqx.EquinoxRuntimeError, "no such row yet"):
         lx.fori_loop(0, 1, lambda i, c: (c[0], c[0][index]), (buffer, 0.0))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.row_buffers import primitives as rows_of
 from loopax._src.frontend.options import one_bool
+from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, where, zeros
@@ -133,7 +134,7 @@ class Buffer(RowByRow):
         is_missing = (place < 0) | (place >= jnp.minimum(self.count, self.capacity))
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
-        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING)])
+        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING, index)])
 
     @api_boundary
     def __iter__(self) -> NoReturn:
@@ -168,6 +169,6 @@ def _full_problem(capacity: int) -> str:
 
 
 _MISSING = (
-    "there is no such row yet. An index is at least -buffer.count, and less than buffer.count; "
+    f"there is no such row{AMOUNT} yet. An index is at least -buffer.count, and less than buffer.count; "
     "append first, or choose another row where there are not enough."
 )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend.options import SCAN, rows_of
+from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, on_device, zeros
@@ -173,7 +174,7 @@ class History(eqx.Module):
         is_missing = (index < -size) | (index >= size)
         place = jnp.where(index < 0, index + size, index)
         return jnp.where(is_missing, size, place), [
-            Check.of("loopax.History[index]", is_missing, _missing_problem(size))
+            Check.of("loopax.History[index]", is_missing, _missing_problem(size), index)
         ]
 
 
@@ -199,4 +200,4 @@ def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
 
 
 def _missing_problem(size: int) -> str:
-    return f"there are {size} rows, from {-size} to {size - 1}, and the index is none of them."
+    return f"there are {size} rows, from {-size} to {size - 1}, and the index{AMOUNT} is none of them."

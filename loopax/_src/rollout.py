@@ -13,7 +13,7 @@ from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
 from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
-from loopax._src.frontend.steps import step_back
+from loopax._src.frontend.steps import call_user, step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, mapped_aval, runs_in_python, zeros
@@ -193,15 +193,17 @@ class _Once(NamedTuple):
 
     def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, Any]:
         """The next carry, and the output."""
-        inputs = (x,) if self.with_input else ()
+        inputs, names = ((x,), ["state", "x"]) if self.with_input else ((), ["state"])
         window = {} if carry.history is None else {"history": carry.history}
-        state, y = arguments.pair(WORDS, self.step(carry.state, *inputs, **window, **key))
+        state, y = arguments.pair(
+            WORDS, call_user(WORDS.where, self.step, names, carry.state, *inputs, **window, **key)
+        )
         return _Carry(state, None if carry.history is None else carry.history.push(y)), y
 
     def is_last(self, carry: _Carry, y: Any) -> Any:
         """Whether to stop."""
         assert self.stop is not None
-        return self.stop(carry.state, y)
+        return call_user("stop of rollout", self.stop, ["state", "output"], carry.state, y)
 
 
 class _Saving(NamedTuple):

@@ -1,7 +1,8 @@
 """Carries of other types or structures, functions and predicates that return something else: errors with the path."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,7 +90,6 @@ class Static:
         ((f32(), f32(4)), (f32(), None), "[1]: got None, expected float32[4]"),
         ((f32(),), [f32()], "the carry itself: got list, expected tuple"),
         ({"a": [f32()]}, {"a": f32()}, "['a']: got float32[], expected list"),
-        (f32(), None, "the carry itself: got None, expected float32[]"),
         (Sized(f32(), 2), Sized(f32(), 3), "the carry itself: got Sized with the static data 3, expected 2"),
         (Static(f32(), 2), Static(f32(), 3), ".size: got 3, expected 2 (a static field)"),
     ],
@@ -107,10 +107,120 @@ def test_carry_error_lists_all_bad_leaves_and_no_good_one(where: str) -> None:
     assert "['b']" not in str(error.value)
 
 
-@pytest.mark.parametrize("got", [None, (), (1.0,), (1.0, 2.0, 3.0), 1.0, jnp.zeros(3), {"c": 1.0, "y": 2.0}])
-def test_scan_f_that_returns_no_pair(got: Any) -> None:
-    with raises(TypeError, "f of scan must return a pair (carry, y)", "Got"):
+@pytest.mark.parametrize(
+    ("got", "shown"),
+    [
+        ((), "a tuple of 0"),
+        ((1.0,), "a tuple of 1"),
+        ([1.0, 2.0, 3.0], "a list of 3"),
+        (1.0, "float 1.0"),
+        (jnp.zeros(3), "float64[3]"),
+        ({"c": 1.0, "y": 2.0}, "a dict"),
+    ],
+)
+def test_scan_f_that_returns_no_pair(got: Any, shown: str) -> None:
+    with raises(TypeError, "f of scan must return a pair (carry, y)", f"Got {shown}.", "Return (carry, None)"):
         lx.scan(lambda *_: got, 1.0, length=3)
+    with raises(TypeError, "step of rollout must return a pair (state, output)", f"Got {shown}."):
+        lx.rollout(lambda _: got, 1.0, 3)
+
+
+def test_a_traced_value_that_is_no_pair_is_shown_by_its_type() -> None:
+    with raises(TypeError, "Got float32[2]."):
+        lx.scan(lambda c, _: 2 * c, f32(2), length=3)
+
+
+# ---- functions without a return
+
+
+def forgets(*_: Any, **__: Any) -> Any:
+    """Compute something, and return nothing."""
+
+
+def identity(*operands: Any) -> Any:
+    return operands[-1]
+
+
+FORGOTTEN = {
+    "body_fun of while_loop must return the next carry, as it is given float32[2]": lambda path: lx.while_loop(
+        lambda c: c.sum() < 3, forgets, f32(2)
+    ),
+    "cond_fun of while_loop must return one bool": lambda path: lx.while_loop(forgets, identity, f32(2)),
+    "body_fun of fori_loop must return the next carry, as it is given a tuple of 1": lambda path: lx.fori_loop(
+        0, 3, forgets, (f32(2),)
+    ),
+    "f of scan must return a pair (carry, y)": lambda path: lx.scan(forgets, f32(), length=3),
+    "stop of scan must return one bool": lambda path: lx.scan(lambda c, _: (c, c), f32(), length=3, stop=forgets),
+    "step of rollout must return a pair (state, output)": lambda path: lx.rollout(forgets, f32(), 3),
+    "true_fun of cond must return what false_fun does": lambda path: lx.cond(True, forgets, identity, f32()),
+    "branches[1] of switch must return what branches[0] does": lambda path: lx.switch(0, [identity, forgets], f32()),
+    "body_fun of durable.fori_loop must return the next carry": lambda path: lx.durable.fori_loop(
+        0, 3, forgets, f32(), directory=path
+    ),
+}
+
+
+@pytest.mark.parametrize("where", FORGOTTEN)
+def test_a_function_that_forgets_its_return_is_told_so(where: str, tmp_path: Path) -> None:
+    with raises(TypeError, where, "Got None. A function without a `return` returns None."):
+        FORGOTTEN[where](tmp_path)
+
+
+def test_a_carry_of_none_may_stay_none() -> None:
+    assert lx.fori_loop(0, 3, lambda i, c: None, None) is None
+    assert lx.while_loop(lambda c: jnp.array(False), lambda c: None, None) is None
+    assert lx.cond(True, forgets, forgets, f32()) is None
+
+
+# ---- functions of other arguments
+
+KEY = jax.random.key(0)
+OF_NONE: Any = lambda: True
+OF_ONE: Any = lambda c: c
+OTHER_ARGUMENTS = {
+    "body_fun(i, val, key=key)": (lambda: lx.fori_loop(0, 3, lambda i, c: c, 1.0, key=KEY), "give the function"),
+    "body_fun(val, key=key)": (
+        lambda: lx.while_loop(lambda c: c < 3, lambda c: c + 1, 1.0, key=KEY),
+        "give the function a parameter `key`",
+    ),
+    "f(carry, x, key=key)": (lambda: lx.scan(lambda c, x: (c, x), 1.0, length=3, key=KEY), "or leave key= out"),
+    "step(state, key=key)": (lambda: lx.rollout(lambda s: (s, s), 1.0, 3, key=KEY), "a parameter `key`"),
+    "f(carry, x)": (lambda: lx.scan(lambda c, x, key: (c, x), 1.0, length=3), "Steps get keys where"),
+    "body_fun(i, val)": (lambda: lx.fori_loop(0, 3, lambda c: c, 1.0), "too many positional arguments"),
+    "cond_fun(val)": (lambda: lx.while_loop(OF_NONE, lambda c: c, 1.0), "too many positional arguments"),
+    "stop(carry, y)": (lambda: lx.scan(lambda c, x: (c, c), 1.0, length=3, stop=OF_ONE), "too many"),
+    "true_fun(operands[0])": (lambda: lx.cond(True, lambda: 1.0, lambda x: x, 1.0), "too many"),
+    "inverse(i, after)": (
+        lambda: lx.fori_loop(0, 3, lambda i, c: 2 * c, 1.0, kind=lx.Reversible(lambda c: c / 2)),
+        "too many",
+    ),
+}
+
+
+@pytest.mark.parametrize("called", OTHER_ARGUMENTS)
+def test_a_function_of_other_arguments_is_told_how_it_is_called(called: str) -> None:
+    run, advice = OTHER_ARGUMENTS[called]
+    with raises(TypeError, f"is called as `{called}`, and does not take that: ", advice):
+        run()
+
+
+def test_a_type_error_of_a_body_stays_its_own() -> None:
+    def body(i: Any, c: Any, key: Any = None) -> Any:
+        return "1" + c
+
+    with pytest.raises(TypeError) as raised:
+        lx.fori_loop(0, 3, body, 1.0)
+    assert "is called as" not in str(raised.value)
+
+
+def test_a_function_that_takes_more_than_it_says_is_called() -> None:
+    """`functools.wraps` says that it takes what the wrapped function takes."""
+
+    @wraps(lambda i, c: c)
+    def body(i: Any, c: Any, **_: Any) -> Any:
+        return 2 * c
+
+    assert lx.fori_loop(0, 3, body, 1.0, key=KEY) == 8.0
 
 
 @pytest.mark.parametrize("bad", [3, "f", (abs,)])

@@ -180,19 +180,62 @@ def traces(n: Any) -> Any:
     return lx.stochtrace.estimate_trace(jnp.eye(3), jax.random.key(0), num_matvecs=n, max_matvecs=3)
 
 
+# ---- where in a batch
+
+
+def rows(n: Any) -> Any:
+    return lx.scan(lambda c, x: (c + x, None), 0.0, jnp.arange(3.0), n)[0]
+
+
+IN_A_BATCH: Any = {
+    "vmap": (jax.vmap(rows), [1, 7, -2], " (7)", "1"),
+    "jit(vmap)": (jax.jit(jax.vmap(rows)), [1, 2, -2], " (-2)", "2"),
+    "vmap(jit)": (jax.vmap(jax.jit(rows)), [4, 2, 0], " (4)", "0"),
+    "vmap(vmap)": (jax.jit(jax.vmap(jax.vmap(rows))), [[1, 2, 0], [3, 2, 9]], " (9)", "(1, 2)"),
+    "vmap(grad)": (jax.vmap(lambda n: jax.grad(lambda w: w * rows(n))(1.0)), [1, 7], " (7)", "1"),
+    "compact": (
+        jax.vmap(lambda n: lx.scan(lambda c, x: (c + x, None), 0.0, jnp.arange(3.0), n, lanes="compact")[0]),
+        [1, 7],
+        " (7)",
+        "1",
+    ),
+    # A loop hands on that it failed, not with which number.
+    "in a loop": (jax.vmap(lambda n: lx.fori_loop(0, 2, lambda i, c: c + rows(n), 0.0)), [1, 7], "", "1"),
+    "lanes_map": (lambda n: lx.lanes_map(rows, n, lanes=2), [1, 2, 3, 7, 1], "", "3"),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_BATCH)
+def test_a_batch_says_which_lane_failed_first_and_with_which_number(case: str) -> None:
+    f, lengths, value, place = IN_A_BATCH[case]
+    text = message(f, jnp.array(lengths))
+    assert f"`length`{value} is negative, or more than there is (xs has 3 rows)." in text
+    assert text.endswith(f"take what there is. First at index {place} of the batch.")
+
+
+def test_no_lane_of_an_empty_batch_fails() -> None:
+    assert jax.jit(jax.vmap(rows))(jnp.zeros(0, int)).shape == (0,)
+
+
+def test_every_check_says_in_which_lane() -> None:
+    assert message(jax.jit(jax.vmap(solve)), jnp.array([98.0, 0.0])).endswith("First at index 1 of the batch.")
+    history = jax.vmap(lambda i: lx.History(3, like=0)[i])
+    assert "the index (4) is none of them. First at index 1 of the batch" in message(history, jnp.array([0, 4]))
+
+
 CALLS: Any = {
     "fori_loop": (fori_loop, "loopax.fori_loop", "fori_loop", "max_steps=3 stopped"),
     "fori_loop, far apart": (far_apart, "loopax.fori_loop", "far_apart", "lower is int64[]"),
-    "scan": (scan, "loopax.scan", "scan", "`length` is negative"),
-    "scan with a key": (keyed, "loopax.scan", "keyed", "`length` is negative"),
+    "scan": (scan, "loopax.scan", "scan", "`length` (4) is negative"),
+    "scan with a key": (keyed, "loopax.scan", "keyed", "`length` (4) is negative"),
     "rollout": (rollout, "loopax.rollout", "rollout", "max_steps=3 stopped"),
     "append": (append, "loopax.Buffer.append", "append.<locals>.body", "the buffer has room for 3 rows"),
-    "buffer": (buffer, "loopax.Buffer[index]", "buffer", "there is no such row yet"),
+    "buffer": (buffer, "loopax.Buffer[index]", "buffer", "there is no such row (4) yet"),
     "history": (history, "loopax.History[index]", "history", "there are 3 rows"),
     "method": (module_method, "loopax.while_loop", "module_method.<locals>.Solver.__call__", STOPPED),
     "rewrite_loops": (lx.rewrite_loops(of_lax, max_steps=3), "loopax.rewrite_loops", "of_lax", "max_steps=3 stopped"),
     "lanes_map": (lanes_map, "loopax.while_loop", "solve", STOPPED),
-    "trace": (traces, "loopax.stochtrace.estimate_trace", "traces", "num_matvecs is less than 1"),
+    "trace": (traces, "loopax.stochtrace.estimate_trace", "traces", "num_matvecs (4) is less than 1"),
 }
 
 
@@ -236,12 +279,12 @@ def diverged(x: Any) -> Any:
     return lx.fori_loop(0, 3, lambda i, z: x, x, kind=lx.Implicit(fixed_point=residual))
 
 
-OF_KINDS: Any = {  # @ stands for the lane
-    reversible: r"the inverse of kind=Reversible\(\) does not undo the first step \(0.167@\).*Give what a step loses",
-    drifted: r"on the way back of kind=Reversible\(\), .* beyond rtol=0.0001 \(0.000579@\). Give checkpoints=",
-    ended_before: r"kind=Implicit\(\) .* ended before \(0.0333@\).*Take more steps",
-    unsolved: r"for its derivative, kind=Implicit\(\) solves .* by a function .* \(0.5@\).*more steps",
-    diverged: r"for its derivative, kind=Implicit\(\) solves .* did not converge .* \((inf|nan)@\).*another solver",
+OF_KINDS: Any = {
+    reversible: r"the inverse of kind=Reversible\(\) does not undo the first step \(0.167\).*Give what a step loses",
+    drifted: r"on the way back of kind=Reversible\(\), .* beyond rtol=0.0001 \(0.000579\). Give checkpoints=",
+    ended_before: r"kind=Implicit\(\) .* ended before \(0.0333\).*Take more steps",
+    unsolved: r"for its derivative, kind=Implicit\(\) solves .* by a function .* \(0.5\).*more steps",
+    diverged: r"for its derivative, kind=Implicit\(\) solves .* did not converge .* \((inf|nan)\).*another solver",
 }
 EACH_OF_KINDS = pytest.mark.parametrize("f", OF_KINDS, ids=lambda f: f.__name__)
 
@@ -249,7 +292,7 @@ EACH_OF_KINDS = pytest.mark.parametrize("f", OF_KINDS, ids=lambda f: f.__name__)
 @EACH_OF_KINDS
 def test_the_line_of_a_loop_whose_derivative_fails(f: Any) -> None:
     """Also where the derivative is taken elsewhere than the loop is called."""
-    pattern = f"loopax.fori_loop {re.escape(at(f))}{OF_KINDS[f]}".replace("@", "")
+    pattern = f"loopax.fori_loop {re.escape(at(f))}{OF_KINDS[f]}"
     for how in (jax.grad(f), jax.jit(jax.grad(f)), eqx.filter_jit(jax.grad(f)), jax.grad(jax.jit(f))):
         assert re.search(pattern, message(how, 2.0))
         assert jnp.isfinite(how(0.5))
@@ -260,7 +303,7 @@ def test_the_line_of_a_loop_whose_derivative_fails(f: Any) -> None:
 def test_the_lane_whose_derivative_fails(f: Any) -> None:
     xs, of_batch = jnp.array([0.5, 0.25, 2.0, 0.5]), jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))
     for how in (jax.vmap(jax.grad(f)), of_batch):
-        lane = "" if f is drifted and how is of_batch else " in lane 2"  # its drift is that of all lanes
-        assert re.search(OF_KINDS[f].replace("@", lane), message(how, xs))
+        is_of_all = f is drifted and how is of_batch  # its drift is that of all lanes
+        assert re.search(OF_KINDS[f] + ("" if is_of_all else r".*First at index 2 of the batch\."), message(how, xs))
     of_two = message(jax.vmap(jax.vmap(jax.grad(f))), jnp.stack([0.1 * xs, xs]))
-    assert re.search(OF_KINDS[f].replace("@", r" in lane \(1, 2\)"), of_two)
+    assert re.search(OF_KINDS[f] + r".*First at index \(1, 2\) of the batch\.", of_two)

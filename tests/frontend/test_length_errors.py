@@ -48,7 +48,7 @@ def test_known_negative_length_is_an_error_at_once(make: Any, xs: Any) -> None:
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 @pytest.mark.parametrize("length", [4, -1, np.int8(-1), np.uint8(4), np.uint64(2**63), np.int64(2**32)])
 def test_traced_length_outside_of_xs_is_an_error_at_run_time(jit: Any, length: Any) -> None:
-    with raises(RUN_TIME, "`length` is negative, or more than there is (xs has 3 rows)"):
+    with raises(RUN_TIME, f"`length` ({length}) is negative, or more than there is (xs has 3 rows)"):
         jax.block_until_ready(jit(rows_up_to)(jnp.asarray(length)))
 
 
@@ -64,7 +64,7 @@ def test_without_throw_a_length_beyond_xs_scans_what_there_is_and_says_so(length
 
 
 def test_traced_negative_length_without_xs() -> None:
-    with raises(RUN_TIME, "`length` is negative"):
+    with raises(RUN_TIME, "`length` (-1) is negative"):
         jax.block_until_ready(jax.jit(lambda n: lx.scan(lambda c, _: (c + 1, None), 0, length=n))(-1))
 
 

@@ -135,6 +135,42 @@ def test_leak_from_a_body_names_the_body() -> None:
         jnp.sin(left[0])
 
 
+def lines_where_made(run: Callable[[Callable[..., Any]], Any]) -> set[str]:
+    """What JAX says about values that a function was given and has kept."""
+    kept: list[Any] = []
+
+    def keep(*args: Any, **keywords: Any) -> Any:
+        kept.extend(jax.tree.leaves((args, keywords)))
+        return args[-1] + 1.0
+
+    run(keep)
+    assert kept
+    said: set[str] = set()
+    for tracer in kept:
+        with pytest.raises(jax.errors.UnexpectedTracerError) as error:
+            jax.random.key_data(tracer) if jnp.issubdtype(tracer.dtype, jax.dtypes.prng_key) else tracer + 1
+        said.update(re.findall(r"was created on line (.*)\. ?\n", str(error.value)))
+    return said
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: lx.while_loop(lambda x: x < 3.0, f, 0.0, key=jax.random.key(0)),
+        lambda f: lx.fori_loop(0, 3, f, 0.0, key=jax.random.key(0)),
+        lambda f: lx.scan(lambda c, x: (f(c, x), None), 0.0, jnp.arange(3.0)),
+        lambda f: lx.scan(lambda c, x: (c, f(x, c)), 0.0, jax.random.split(jax.random.key(0), 3)),
+        lambda f: lx.rollout(lambda s: (f(s), s), 0.0, 3),
+        lambda f: lx.cond(True, f, f, 1.0),
+        lambda f: lx.switch(1, [f, f], 1.0),
+        lambda f: lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda i, c: 2 * c, f(x)), jnp.ones(3)),
+        lambda f: jax.jit(jax.grad(lambda x: lx.fori_loop(0, 2, f, x)))(1.0),
+    ],
+)
+def test_a_value_that_a_function_has_kept_was_made_in_the_call(run: Any) -> None:
+    assert {line.partition(":")[0] for line in lines_where_made(run)} == {__file__}
+
+
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x]))])
 def test_loops_leak_no_tracers(transform: Any) -> None:
     def loss(x: Any) -> Any:

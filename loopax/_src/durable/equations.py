@@ -21,6 +21,7 @@ from loopax._src.core.jaxpr.varying_axes import retyped_p
 from loopax._src.core.masking.all_active import ActiveLanes, active_p
 from loopax._src.core.masking.substitute import always, fill_inactive_p, filled
 from loopax._src.core.row_buffers.primitives import add_p, get_p, lanes_of, put_p, take_p, view_p
+from loopax._src.frontend.raising import written_out
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
@@ -65,7 +66,7 @@ def program_of(eqn: Any) -> Program | None:
     """The program that an equation evaluates on its operands, if it does nothing else."""
     if eqn.primitive is fill_inactive_p:
         return jax.make_jaxpr(partial(filled, **always(eqn.params)))(*(x.aval for x in eqn.invars))
-    return called(eqn)
+    return written_out(eqn) or called(eqn)
 
 
 def meaning(eqn: Any) -> Meaning:

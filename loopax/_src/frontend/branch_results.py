@@ -13,11 +13,14 @@ from jax.core import Tracer
 from loopax._src.core.jaxpr.util import merge_lists, reject
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.runtime_checks import collecting
+from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.function_names import Called, parameters_of
 from loopax._src.jax_internals import (
     Literal,
+    made_at,
     memory_space,
+    source_here,
     to_weak,
     trace_context,
     varying_axes,
@@ -26,7 +29,7 @@ from loopax._src.jax_internals import (
 )
 from loopax._src.nnx.functional import freeze, keeps_closures, thaw
 from loopax._src.pytrees.diff import differences, same_structure
-from loopax._src.pytrees.leaves import Dynamic, Spec, Static, conversion, describe, pack
+from loopax._src.pytrees.leaves import NO_RETURN, Dynamic, Spec, Static, conversion, describe, pack
 
 
 class Branch(NamedTuple):
@@ -89,12 +92,21 @@ def common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, .
     first = found[0]
     avals, given = first.spec.avals, first.given
     for branch, other in zip(branches[1:], found[1:], strict=True):
+        _refuse_one_none(name, {branches[0].name: first.tree, branch.name: other.tree})
         problems = _problems(first, avals, other)
         if problems:
             raise TypeError(_message(name, branches[0].name, branch.name, problems))
         avals = [_joined(a, b) for a, b in zip(avals, other.spec.avals, strict=True)]
         given = [a if a is b else _COMPUTED for a, b in zip(given, other.given, strict=True)]
     return Results(first.spec, avals, [_only_value(aval, x) for aval, x in zip(avals, given, strict=True)])
+
+
+def _refuse_one_none(name: str, results: dict[str, Any]) -> None:
+    """An error where one of two branches returns None."""
+    forgetful = [branch for branch, result in results.items() if result is None]
+    if len(forgetful) == 1:
+        (other,) = results.keys() - forgetful
+        raise TypeError(f"{forgetful[0]} of {name} must return what {other} does. Got None. {NO_RETURN}")
 
 
 def _only_value(aval: Any, given: Any) -> Any:
@@ -125,10 +137,13 @@ def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> 
 def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[Callable[..., _Found], list[Any]]:
     """A function from operands of these types to what a branch returns, and the values that the branch closes over."""
     found: list[Spec] = []
+    here = source_here()
 
     def call(arrays: Sequence[Any]) -> list[Any]:
         with collecting():
-            result = freeze(branch.function(*thaw(spec.unpack(arrays))))
+            operands = thaw(made_at(here, spec.unpack(arrays)))
+            names = [f"operands[{i}]" for i in range(len(operands))]
+            result = freeze(call_user(f"{branch.name} of {name}", branch.function, names, *operands))
         refuse_references_in(f"{branch.name} of {name} returned", result)
         out, out_spec = pack(without_flags(result))
         found.append(out_spec)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.limits import Limits, known_int
 from loopax._src.frontend.options import Words, is_traced_int
+from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.runtime_checks import Check
 from loopax._src.pytrees.static_args import int_within
 
@@ -117,7 +118,7 @@ def _traced_scan(
     beyond = most > top and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
-        checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows))]
+        checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows), length)]
     length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
     if beyond is not False and rows is None and throw:
         length = jnp.where(beyond, 0, length)  # it is going to raise, and should not take 2**31 steps first
@@ -146,6 +147,6 @@ def _traced_scan(
 def _length_problem(words: Words, rows: int | None) -> str:
     most = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
     return (
-        f"`length` is negative, or more than there is ({most}). Give a length within the data, or throw=False to take "
-        "what there is."
+        f"`length`{AMOUNT} is negative, or more than there is ({most}). Give a length within the data, or throw=False "
+        "to take what there is."
     )

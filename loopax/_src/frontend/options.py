@@ -12,10 +12,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.references import refuse_references_in
+from loopax._src.jax_internals import made_with
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
-from loopax._src.pytrees.leaves import describe, is_static, stays
+from loopax._src.pytrees.leaves import NO_RETURN, describe, describe_node, is_static, stays
 from loopax._src.pytrees.static_args import (
     Why,
     an_int,
@@ -100,7 +101,7 @@ class Options:
         key = extras[-1]
         if self.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=self.key_impl)
-        return {"key": jax.random.fold_in(key, number)}
+        return {"key": made_with(extras[-1], jax.random.fold_in(key, number))}
 
     def with_info(self, result: Any, numbers: LoopInfo) -> Any:
         """What the user gets."""
@@ -169,6 +170,8 @@ def is_traced_int(what: str, value: Any) -> bool:
 def one_bool(what: str, value: Any) -> Any:
     """The result of a condition."""
     problem = f"{what} must return one bool (a scalar of dtype bool). Got "
+    if value is None:
+        raise TypeError(f"{problem}None. {NO_RETURN}")
     if isinstance(value, bool):
         return jnp.asarray(value)
     leaves = jax.tree.leaves(value)
@@ -204,14 +207,9 @@ SCAN = Words("scan", "f", "xs", "ys")
 def pair(words: Words, result: Any) -> tuple[Any, Any]:
     """What the body of a scan returned."""
     if not isinstance(result, tuple | list) or len(result) != 2:
-        got = (
-            f"a {type(result).__name__} of {len(result)}"
-            if isinstance(result, tuple | list)
-            else f"{type(result).__name__}"
-        )
+        advice = NO_RETURN if result is None else f"Return ({words.carry}, None) for no outputs."
         raise TypeError(
-            f"{words.where} must return a pair ({words.carry}, {words.y}). Got {got}. Return "
-            f"({words.carry}, None) for no outputs."
+            f"{words.where} must return a pair ({words.carry}, {words.y}). Got {describe_node(result)}. {advice}"
         )
     carry, y = result
     return carry, y

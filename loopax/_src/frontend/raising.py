@@ -7,7 +7,8 @@ user's line, and nothing behind its text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from traceback import FrameSummary, format_list
@@ -20,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from equinox import _errors, _jit
-from jax import core, lax
-from jax.core import Tracer
+from jax import lax
+from jax.core import ShapedArray
 
 from loopax._src.frontend.export_check import Said, unexported
 from loopax._src.frontend.user_lines import Line, of_user
 from loopax._src.jax_internals import (
+    ClosedJaxpr,
     Primitive,
     calling_lines,
     register,
@@ -38,7 +40,6 @@ from loopax._src.jax_internals import (
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
 AMOUNT = "{amount}"  # in a message: where a number goes that is known only when the check fails
 _UNKNOWN = Line("unknown", 1, "unknown")
-_MOST_MAPS = 8  # of which a lane is told: `jax.vmap`s around a check
 
 
 def call_at(call: str) -> str:
@@ -52,28 +53,103 @@ def calls(lines: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
     return tuple(of_user(takewhile(lambda line: line[0] != _jit.__file__, lines)))
 
 
-def with_amount(message: str, amount: Any, lane: Sequence[int] = ()) -> str:
-    """The message with this number, and the lane that has it, in the place of `AMOUNT`, or with none."""
-    in_lane = f" in lane {lane[0] if len(lane) == 1 else tuple(lane)}" if lane else ""
-    return message.replace(AMOUNT, "" if amount is None else f" ({float(amount):.3g}{in_lane})")
+def with_amount(message: str, amount: Any, lane: Any = ()) -> str:
+    """The message with this number in the place of `AMOUNT`, or with none, and the place of a lane in its batch."""
+    place = ", ".join(map(str, np.asarray(lane, int).tolist()))
+    place = f"({place})" if "," in place else place
+    return message.replace(AMOUNT, _shown(amount)) + (f" First at index {place} of the batch." if place else "")
+
+
+def _shown(amount: Any) -> str:
+    if amount is None:
+        return ""
+    amount = np.asarray(amount)
+    return f" ({int(amount)})" if np.issubdtype(amount.dtype, np.integer) else f" ({float(amount):.3g})"
+
+
+@dataclass(frozen=True)
+class _Error:
+    """What a check says, and from which lines."""
+
+    message: str
+    stack: tuple[Line, ...]
+
+    def __repr__(self) -> str:
+        """Short, and without lines, for it stands in printed jaxprs."""
+        return "check"
 
 
 def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = None) -> Any:
     """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
-    details: list[Any] = []
-    if amount is not None:
-        amount = jnp.where(failed, lax.stop_gradient(amount), -jnp.inf)
-        details = [eqxi.unvmap_max(amount), worst_lane_p.bind(amount)]
-    failed = eqxi.unvmap_any(failed)
     if _is_for_equinox():
+        failed = eqxi.unvmap_any(failed)
         with without_folding():
             return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
-    if not isinstance(failed, Tracer):
-        if failed:
-            raise eqx.EquinoxRuntimeError(_detailed(message, details))
-        return failed
+    amounts = [] if amount is None else [lax.stop_gradient(jnp.asarray(amount))]
     with without_folding():
-        return _program(message, stack)(failed, details)
+        return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, error=_Error(message, stack))
+
+
+def _raise_now(failed: Any, *amounts: Any, error: _Error) -> Any:
+    failed, lane, *found = jax.jit(_first_failure)(failed, *amounts)
+    if failed:
+        raise eqx.EquinoxRuntimeError(with_amount(error.message, next(iter(found), None), lane))
+    return failed
+
+
+def _raise_later(failed: Any, *amounts: Any, error: _Error) -> Any:
+    return _program(error)(*_first_failure(failed, *amounts))
+
+
+def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
+    """Of a batch of any shape: whether one failed; of the first that did, its indices in the batch, and the amount."""
+    if not failed.size:
+        return [jnp.zeros((), bool), jnp.zeros(failed.ndim, int), *(jnp.zeros((), x.dtype) for x in amounts)]
+    first = jnp.argmax(failed.reshape(-1))
+    lane = jnp.stack(jnp.unravel_index(first, failed.shape)) if failed.ndim else jnp.zeros(0, int)
+    return [jnp.any(failed), lane, *(x.reshape(-1)[first] for x in amounts)]
+
+
+def _batch(operands: Any, dims: Any, *, error: _Error) -> Any:
+    """One check for all lanes, whose axis stands first."""
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    moved = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    return raise_by_callback_p.bind(*moved, error=error), None
+
+
+def _abstract(*avals: Any, error: _Error) -> Any:
+    """The type of the flag, which varies over the axes of a `shard_map` over which an operand does."""
+    del error
+    return with_varying_axes(ShapedArray((), avals[0].dtype), frozenset().union(*map(varying_axes, avals)))
+
+
+# False (bool[]), which no `jax.vmap` batches, or an error if one of a batch failed.
+raise_by_callback_p = Primitive("raise_by_callback")
+register(
+    raise_by_callback_p,
+    impl=_raise_now,
+    meaning=_raise_later,
+    abstract_eval=_abstract,
+    batch_without_axis=_batch,
+)
+
+
+def written_out(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a check, as runs are stored with it; None for other equations."""
+    if eqn.primitive is not raise_by_callback_p:
+        return None
+
+    def program(failed: Any, *amounts: Any) -> Any:
+        # The largest amount, which checks of kinds have; others had none when the first runs were stored.
+        largest = [
+            eqxi.unvmap_max(jnp.where(failed, x, -jnp.inf)) for x in amounts if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        return _program(eqn.params["error"])(eqxi.unvmap_any(failed), *largest)
+
+    return jax.make_jaxpr(program)(*(x.aval for x in eqn.invars))
 
 
 def text_of_check(error: Exception) -> str:
@@ -91,58 +167,22 @@ def _is_for_equinox() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _program(message: str, stack: tuple[Line, ...]) -> Callable[[Any, Any], Any]:
+def _program(error: _Error) -> Callable[..., Any]:
     """Raise where a flag is True; compiled once for as many calls from the same lines."""
 
-    def fail(details: Sequence[Any]) -> NoReturn:
-        text = _detailed(message, details)
+    def fail(lane: Any = (), amount: Any = None) -> NoReturn:
+        text, stack = with_amount(error.message, amount, lane), error.stack
         shown = format_list([FrameSummary(*line) for line in reversed(stack)])
         _jit.last_error_info = text, shown[::-1]  # from where `equinox.filter_jit` takes its text
         frame = _frame(stack[0] if stack else _UNKNOWN)
         # The class by which `equinox.filter_jit` knows an error that it has to show.
         raise _errors._EquinoxRuntimeError(text).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
-    def check(failed: Any, details: Sequence[Any]) -> Any:
-        failed = unexported(failed, Said(with_amount(message, None)))
-        return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), details), lambda: False)
+    def check(failed: Any, *found: Any) -> Any:
+        failed = unexported(failed, Said(with_amount(error.message, None)))
+        return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), *found), lambda: False)
 
     return jax.jit(check)
-
-
-def _detailed(message: str, details: Sequence[Any]) -> str:
-    """The message, with an amount and a lane if these are its details."""
-    if not details:
-        return with_amount(message, None)
-    amount, lane = details
-    return with_amount(message, amount, [int(i) for i in np.asarray(lane) if i >= 0])
-
-
-def _worst_lane(amounts: Any) -> Any:
-    """Which of all lanes has the largest amount, or NaN: int32[_MOST_MAPS], a number for each map from the outermost.
-
-    -1 stands where there is no map. The amounts are those of one lane, or of all under `jax.vmap`s.
-    """
-    lane, numbers = jnp.argmax(amounts).astype(jnp.int32), []
-    for size in reversed(amounts.shape):
-        lane, number = lane // size, lane % size
-        numbers.insert(0, number)
-    none = jnp.full_like(lane, -1)
-    return jnp.stack([*numbers[:_MOST_MAPS], *[none] * (_MOST_MAPS - len(numbers))])
-
-
-def _worst_of_mapped(operands: Sequence[Any], axes: Sequence[int]) -> tuple[Any, None]:
-    return worst_lane_p.bind(jnp.moveaxis(operands[0], axes[0], 0)), None
-
-
-worst_lane_p = Primitive("worst_lane")
-register(
-    worst_lane_p,
-    meaning=_worst_lane,
-    abstract_eval=lambda amounts: with_varying_axes(
-        core.ShapedArray((_MOST_MAPS,), jnp.dtype("int32")), varying_axes(amounts)
-    ),
-    batch_without_axis=_worst_of_mapped,
-)
 
 
 def _frame(line: Line) -> FrameType:

@@ -31,10 +31,11 @@ from loopax._src.pytrees.types import RowByRow
 
 @dataclass(frozen=True)
 class Check:
-    """`message` is an error where `failed` (bool[]) is True.
+    """`message` is an error where `failed` (bool[], or one for each item) is True.
 
-    AMOUNT in it becomes the number `amount` where the check is raised at once, and nothing where a loop hands it on.
-    `stack` are the lines from which it comes; None: those that lead to where it is raised.
+    Where the check is raised at once, AMOUNT in it becomes the number `amount`, and the error says where in a batch it
+    failed first. Where a loop hands it on, neither is known. `stack` are the lines from which it comes; None: those
+    that lead to where it is raised.
     """
 
     failed: Any
@@ -43,9 +44,9 @@ class Check:
     stack: tuple[Line, ...] | None = None
 
     @classmethod
-    def of(cls, call: str, failed: Any, problem: str) -> "Check":
+    def of(cls, call: str, failed: Any, problem: str, amount: Any = None) -> "Check":
         """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
-        return cls(failed, f"{call_at(call)}: {problem}")
+        return cls(failed, f"{call_at(call)}: {problem}", amount)
 
     @property
     def text(self) -> str:
@@ -119,7 +120,7 @@ def failures(checks: Sequence[Check]) -> dict[str, Any]:
     """Where any of them fails, by message."""
     failed: dict[str, Any] = {}
     for check in checks:
-        failed[check.text] = failed[check.text] | check.failed if check.text in failed else check.failed
+        failed[check.text] = jnp.any(check.failed) | failed.get(check.text, False)
     return failed
 
 

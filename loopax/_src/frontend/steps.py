@@ -3,6 +3,7 @@
 `Options.step_key` gives each step its key.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +22,10 @@ from loopax._src.frontend.options import (
     rows_of,
 )
 from loopax._src.frontend.trace import StepBack
-from loopax._src.jax_internals import to_weak
+from loopax._src.jax_internals import made_with, to_weak
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import take_back
-from loopax._src.pytrees.leaves import Spec, match_carry
+from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none
 
 # (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
 Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
@@ -36,11 +37,14 @@ def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable
     check_callable(f"body_fun of {options.name}", body_fun)
 
     def goes_on(val: Any) -> Any:
-        return one_bool(f"cond_fun of {options.name}", cond_fun(val))
+        where = f"cond_fun of {options.name}"
+        return one_bool(where, call_user(where, cond_fun, ["val"], val))
 
     def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
-        val = body_fun(val, **options.step_key(row, extras))
-        return val, None, goes_on(val)
+        where = f"body_fun of {options.name}"
+        new = call_user(where, body_fun, ["val"], val, **options.step_key(row, extras))
+        refuse_none(where, val, new)
+        return new, None, goes_on(new)
 
     return goes_on, call
 
@@ -51,7 +55,10 @@ def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
 
     def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
         i = fori_index(row, extras, is_weak)
-        return body_fun(i, val, **options.step_key(i, extras)), None, None
+        where = f"body_fun of {options.name}"
+        new = call_user(where, body_fun, ["i", "val"], i, val, **options.step_key(i, extras))
+        refuse_none(where, val, new)
+        return new, None, None
 
     return call
 
@@ -59,7 +66,7 @@ def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
 def fori_index(row: Any, extras: Sequence[Any], is_weak: bool) -> Any:
     """The index of a step, from that of the first, which is the first of `extras`."""
     i = extras[0] + row.astype(extras[0].dtype)
-    return to_weak(i) if is_weak else i
+    return made_with(extras[0], to_weak(i) if is_weak else i)
 
 
 def step_back(
@@ -78,12 +85,19 @@ def step_back(
     def call(function: Any, row: Any, extras: Sequence[Any], carries: Sequence[Any], x: Any, *recorded: Any) -> Any:
         i = [] if index is None else [index(row, extras)]
         xs = [x] if has_rows else []
-        return function(*i, *carries, *xs, *recorded, **options.step_key(i[0] if i else row, extras))
+        key = options.step_key(i[0] if i else row, extras)
+        names = [*["i"] * len(i), *_CARRIES[len(carries)], *["x"] * len(xs), *["recorded"] * len(recorded)]
+        where = f"{'inverse' if function is inverse else 'record'} {kind}"
+        return call_user(where, function, names, *i, *carries, *xs, *recorded, **key)
 
     if record is None:
         return StepBack(partial(call, inverse))
     check_callable(f"record {kind}", record)
     return StepBack(partial(call, inverse), partial(call, record))
+
+
+# What functions of a kind are given: the carry after a step, or those before and after it.
+_CARRIES = {1: ["after"], 2: ["before", "after"]}
 
 
 def functions_of_step(options: Options, *functions: Any) -> tuple[Any, ...]:
@@ -96,12 +110,51 @@ def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool)
     """A step of a scan, which may have rows of outputs or not."""
 
     def call(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        carry, y = pair(words, f(carry, x, **options.step_key(row, extras)))
+        key = options.step_key(row, extras)
+        carry, y = pair(words, call_user(words.where, f, ["carry", "x"], carry, x, **key))
         if not has_rows:
             no_rows(words, freeze(y))
-        return carry, y, None if stop is None else ~one_bool(f"stop of {words.name}", stop(carry, y))
+        if stop is None:
+            return carry, y, None
+        where = f"stop of {words.name}"
+        return carry, y, ~one_bool(where, call_user(where, stop, ["carry", "y"], carry, y))
 
     return call
+
+
+def call_user(where: str, function: Any, names: Sequence[str], *arguments: Any, **keywords: Any) -> Any:
+    """What a user's function returns; an error that says how it is called, if it takes other arguments.
+
+    `names` are those of the positional arguments.
+    """
+    try:
+        return function(*arguments, **keywords)
+    except TypeError:
+        if (problem := _does_not_fit(function, arguments, keywords)) is None:
+            raise
+        called = ", ".join([*names, *(f"{name}={name}" for name in keywords)])
+        hint = _ABOUT_KEYS["key" in keywords] if "'key'" in problem else ""
+        name = where.partition(" of ")[0]
+        raise TypeError(f"{where} is called as `{name}({called})`, and does not take that: {problem}.{hint}") from None
+
+
+_ABOUT_KEYS = {
+    True: " With key=, each step gets a key of its own: give the function a parameter `key`, or leave key= out.",
+    False: " Steps get keys where the loop is given one, such as key=jax.random.key(0).",
+}
+
+
+def _does_not_fit(function: Any, arguments: Any, keywords: Any) -> str | None:
+    """Why a function does not take these arguments; None if it does, or if Python does not know."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def within_length(call: Call, reverse: bool) -> Call:

@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,10 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     dce,
     is_reference,
+    made_at,
     open_constants,
     replace_jaxpr,
+    source_here,
     trace_context,
     uses_references,
     with_values,
@@ -219,14 +222,18 @@ def take(
     spec: Spec,
     x_arrays: list[Any],
     x_rows: Spec,
+    placed: Callable[[Any], Any] = lambda tree: tree,
 ) -> Taken:
-    """Call a step on the user's pytrees: `arrays` are those of the carry, `init` is a carry as errors describe it."""
-    start = spec.unpack(arrays)
+    """Call a step on the user's pytrees: `arrays` are those of the carry, `init` is a carry as errors describe it.
+
+    `placed` is told what the step is given, and may say of tracers where they were made.
+    """
+    start = placed(spec.unpack(arrays))
     leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
-    x_start = x_rows.unpack(x_arrays)
+    x_start = placed(x_rows.unpack(x_arrays))
     (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
     x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
-    carry, y, goes_on = step.call(row, extras, carry, x)
+    carry, y, goes_on = step.call(row, placed(extras), carry, x)
     carry, changes = take_back(step.where, start, objects, carry)
     refuse_references_in(f"{step.where} returned carry", carry)
     matched = match_carry(step.where, init, spec, carry)
@@ -242,11 +249,12 @@ def take(
 def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
     found: dict[str, Any] = {}
     row_of_tape_spec: list[Spec] = []  # one, if the kind records a tape
+    placed = partial(made_at, source_here())
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
         with collecting() as checks:
-            taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows)
+            taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags = failures(checks)
         found["found"] = taken.found
         found["carry_avals"] = list(map(jax.typeof, taken.carry))
@@ -268,7 +276,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
         return recorded
 
     def flat_inverse(inverse: Any, row: Any, given: list[Any], after: list[Any], x: list[Any]) -> list[Any]:
-        where, start = f"the inverse of {step.where}", spec.unpack(after)
+        where, start = f"the inverse of {step.where}", placed(spec.unpack(after))
         (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x))
         of_tape = [row_spec.unpack(row_of_tape(row_spec.avals)) for row_spec in row_of_tape_spec]
         with collecting():  # the body has the checks

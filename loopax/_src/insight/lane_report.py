@@ -189,13 +189,18 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
 
 
 def _counts(name: str, value: Any) -> np.ndarray:
+    if type(value) in (tuple, list) and any(isinstance(part, LoopInfo) for part in value):
+        raise TypeError(
+            f"lane_report({name}=...): got a {type(value).__name__} that holds a `LoopInfo`, expected the `LoopInfo` "
+            "alone. A loop with `info=True` returns a pair: `result, info = ...`, and `lane_report(info)`."
+        )
     counts = value.num_steps if isinstance(value, LoopInfo) else value
     if isinstance(counts, Tracer):
         raise TypeError(
             f"lane_report({name}=...): got a traced value ({describe(counts)}). A report is made outside of `jit` and "
             "`vmap`: return the `LoopInfo` from there, and report on it."
         )
-    if not isinstance(counts, jax.Array | np.ndarray | list | tuple) or np.asarray(counts).dtype.kind not in "iu":
+    if not _are_integers(counts):
         raise TypeError(
             f"lane_report({name}=...): got {describe(value)}, expected a `LoopInfo` or an array of numbers of steps. "
             "A loop returns one with `info=True`."
@@ -209,6 +214,13 @@ def _refuse_negative(name: str, counts: np.ndarray, wrong: np.ndarray) -> None:
     first = tuple(np.argwhere(wrong)[0].tolist())
     place = f"[{', '.join(map(str, first))}]" if first else ""
     raise ValueError(f"lane_report({name}=...): {name}{place} is {counts[first]}, expected 0 or more steps.")
+
+
+def _are_integers(counts: Any) -> bool:
+    try:
+        return isinstance(counts, jax.Array | np.ndarray | list | tuple) and np.asarray(counts).dtype.kind in "iu"
+    except ValueError:  # lists of different lengths
+        return False
 
 
 def _rows_of_lanes(steps: np.ndarray, inner: np.ndarray) -> list[np.ndarray]:

@@ -103,7 +103,10 @@ from loopax._src.jax_internals.source import (
     calling_lines,
     equation_context,
     is_of_jax,
+    made_at,
+    made_with,
     name_in_errors,
+    source_here,
     user_lines,
 )
 from loopax._src.jax_internals.tracing import (
@@ -205,6 +208,8 @@ __all__ = [
     "known_value",
     "lax_loop",
     "linear_transpose",
+    "made_at",
+    "made_with",
     "mapped_aval",
     "marked_varying",
     "meaningful_params",
@@ -226,6 +231,7 @@ __all__ = [
     "renames",
     "replace_jaxpr",
     "runs_in_python",
+    "source_here",
     "stage_unknown",
     "stands_alone",
     "stops_gradient",

@@ -66,7 +66,7 @@ def register(
     params
         The names of the primitive's parameters, for `jax.jit`.
     impl, lowering
-        How the primitive is run, and compiled, where it has no `meaning`.
+        How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise.
     abstract_eval
         `(*types, **p) -> types of results`.
     effectful_abstract_eval
@@ -102,7 +102,7 @@ def register(
 
     """
     if meaning is not None:
-        impl = jax.jit(meaning, static_argnames=params)
+        impl = impl or jax.jit(meaning, static_argnames=params)
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
         jvp, linearize = partial(_linear_jvp, primitive, linear_in), partial(_linear_linearize, primitive, linear_in)

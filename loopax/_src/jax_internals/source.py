@@ -11,6 +11,7 @@ from jax._src import api_util as _api_util
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import traceback_util as _traceback
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,6 +64,27 @@ def calling_lines() -> Iterator[tuple[str, int, str]]:
 def _lines(source_info: Any) -> Iterator[tuple[str, int, str]]:
     for frame in _source_info.user_frames(source_info.traceback):
         yield frame.file_name, frame.start_line, frame.function_name
+
+
+def source_here() -> Any:
+    """The calls that led here, for `made_at`."""
+    return _source_info.current()
+
+
+def made_at(where: Any, tree: Any) -> Any:
+    """The same pytree, of whose tracers JAX's error about one that has left its function says that they were made here.
+
+    JAX makes the arguments of a function where no frame is the user's, and then says nothing.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer):
+            leaf._line_info = where
+    return tree
+
+
+def made_with(given: Any, x: Any) -> Any:
+    """The same value, as if it had been made where another one was."""
+    return made_at(given._line_info, x) if isinstance(given, Tracer) and hasattr(given, "_line_info") else x
 
 
 def argument_names(closed: ClosedJaxpr) -> tuple[str, ...]:

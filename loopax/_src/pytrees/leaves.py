@@ -211,6 +211,17 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 
 
+NO_RETURN = "A function without a `return` returns None."
+
+
+def refuse_none(where: str, carry: Any, out: Any) -> None:
+    """An error where a body that is given a carry returns none."""
+    if out is None and carry is not None:
+        raise TypeError(
+            f"{where} must return the next carry, as it is given {describe_node(carry)}. Got None. {NO_RETURN}"
+        )
+
+
 def _line(name: str, old: Any, new: Any) -> str:
     return f"  {name}: got {describe(new)}, expected {describe(old)}"
 
@@ -279,6 +290,15 @@ def describe(leaf: Any) -> str:
         where = "<host>" if is_on_host(leaf) else ""
         return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}"
     return f"{type(leaf).__name__} {leaf!r}"
+
+
+def describe_node(node: Any) -> str:
+    """A pytree in the words of an error message."""
+    if node is None:
+        return "None"
+    if isinstance(node, tuple | list):
+        return f"a {type(node).__name__} of {len(node)}"
+    return describe(node) if jax.tree_util.all_leaves([node]) else f"a {type(node).__name__}"
 
 
 def _structure_message(where: str, init: Any, out: Any) -> str:

@@ -9,7 +9,7 @@ from loopax._src.core import mixing_primitive
 from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.frontend.runtime_checks import collecting
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import ClosedJaxpr, open_constants
+from loopax._src.jax_internals import ClosedJaxpr, made_at, open_constants, source_here
 from loopax._src.messages import mixed_items_message
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
@@ -32,11 +32,12 @@ def item_program(caller: str, f: Callable[[Any], Any], item: Spec, function: Spe
     """
     found: dict[str, Any] = {}
     of_function = function.avals if function else []
+    here = source_here()
 
     def flat(*arrays: Any) -> list[Any]:
         own = function.unpack(arrays[: len(of_function)]) if function else None
         call, own_objects = thaw_numbered(own) if function else (f, [])
-        given = item.unpack(arrays[len(of_function) :])
+        given = made_at(here, item.unpack(arrays[len(of_function) :]))
         live, objects = thaw_numbered(given)
         with collecting() as checks:
             results, found["spec"] = pack(freeze(call(live)))

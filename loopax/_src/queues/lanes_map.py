@@ -84,7 +84,7 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     else:
         outputs = core.run_queue(made.program, made.shared, arrays, items, lanes)
     failed, ys = split_list(outputs, [len(made.messages)])
-    checks = [Check(jnp.any(flags), message) for flags, message in zip(failed, made.messages, strict=True)]
+    checks = [Check(flags, message) for flags, message in zip(failed, made.messages, strict=True)]
     ys = restore_weak(ys, made.results.avals)
     return thaw(settle(made.results.unpack(ys), checks))
 

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.limits import known_int
 from loopax._src.frontend.options import is_traced_int
+from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.runtime_checks import Check
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import Why, positive_int, refuse_tracers
@@ -112,11 +113,11 @@ def _limit(estimator: Estimator, num_matvecs: Any, most: int) -> tuple[Any, list
     number = jnp.asarray(num_matvecs)
     wrong = (number < least) | (number > most)
     problem = (
-        f"num_matvecs is less than {least}, which {type(estimator).__name__} needs, or more than max_matvecs, which is "
-        f"{most}."
+        f"num_matvecs{AMOUNT} is less than {least}, which {type(estimator).__name__} needs, or more than max_matvecs, "
+        f"which is {most}."
     )
     limit = jnp.clip(number, least, min(most, int(jnp.iinfo(number.dtype).max))).astype(jnp.int32) // least
-    return limit, [Check.of("loopax.stochtrace.estimate_trace", wrong, problem)]
+    return limit, [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, number)]
 
 
 _COUNT_OR_TOLERANCE = (
