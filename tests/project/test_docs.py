@@ -1,5 +1,6 @@
 """The code of the README and of the pages runs as written, and prints what they show."""
 
+import ast
 import importlib.util
 import re
 import tomllib
@@ -8,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import loopax
@@ -79,10 +82,42 @@ def test_the_first_example_of_the_readme():
     names = {}
     with default_settings():
         python(readme)[0].run(readme, names)
-        of_lanes = jax.jit(jax.vmap(jax.value_and_grad(names["newton"], 1)))
-        roots, slopes = of_lanes(names["targets"], names["targets"])
+        of_lanes = jax.jit(jax.vmap(jax.value_and_grad(names["newton"])))
+        roots, slopes = of_lanes(names["targets"])
     assert roots.tolist() == pytest.approx([2**0.5, 3.0, 1000.0], rel=1e-5)
     assert slopes.tolist() == pytest.approx([0.5 / 2**0.5, 1 / 6, 1 / 2000], rel=1e-3)
+
+
+def functions(page: Path, *chosen: str) -> dict[str, Any]:
+    """Functions that a page defines, alone."""
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "lax": jax.lax, "lx": loopax}
+    for block in reversed(python(page)):
+        for node in ast.parse(block.code).body:
+            if isinstance(node, ast.FunctionDef) and node.name in chosen:
+                exec(ast.unparse(node), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("README.md", "newton"),
+        ("docs/start.md", "root"),
+        ("docs/from-lax.md", "root"),
+        ("docs/from-pytorch.md", "root"),
+        ("docs/lanes.md", "newton_root"),
+    ],
+)
+def test_a_square_root_is_right_for_every_number_that_a_reader_writes(page: str, name: str):
+    """In float32, and with both derivatives; the second of the last two numbers is beyond float32."""
+    x = np.concatenate([np.arange(1, 1001), np.logspace(-18, 15, 331), [1e-30, 1e30]]).astype(np.float32)
+    exact = x.astype(float)
+    with default_settings():
+        root = functions(ROOT / page, name, "far", "newton")[name]
+        found = [np.asarray(jax.jit(jax.vmap(f))(x)) for f in (root, jax.grad(root), jax.hessian(root))]
+    np.testing.assert_allclose(found[0], exact**0.5, rtol=1e-4)
+    np.testing.assert_allclose(found[1], 0.5 * exact**-0.5, rtol=1e-3)
+    np.testing.assert_allclose(found[2][:-2], -0.25 * exact[:-2] ** -1.5, rtol=1e-2)
 
 
 def test_code_that_is_shown_but_not_run_is_python():

@@ -49,6 +49,13 @@ def test_an_index_finds_all_links_of_the_readme(wheel: Path) -> None:
     assert f"Project-URL: Documentation, {ADDRESSES['documentation']}\n" in fields
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
+def test_the_first_way_to_install_is_there_before_the_first_release(page: str) -> None:
+    """An index has nothing yet: `docs/contributing.md` says when these pages change, and this test with them."""
+    first = re.findall(r"^pip install .*$", (ROOT / page).read_text(), re.MULTILINE)[0]
+    assert first.split()[:3] == ["pip", "install", "."]
+
+
 def test_the_addresses_stand_in_one_place() -> None:
     tracked = subprocess.run(
         ["git", "grep", "-l", "OWNER/loopax"], cwd=ROOT, capture_output=True, text=True, check=False
