@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from loopax._src.core.ir.call import LoopCall
 from loopax._src.core.ir.facts import Cost, LoopFacts
+from loopax._src.core.ir.inverse import num_recorded
 from loopax._src.core.ir.loop import Outcome, result_avals
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.messages import (
@@ -133,10 +134,11 @@ def run_by(kind: Kind, call: LoopCall) -> Outcome:
         raise TypeError(no_outcome(kind, out))
     wanted, names = result_avals(call.loop), call.loop.names
     carry = ("whether to go on", *names.carry[1:]) if call.loop.predicated else names.carry
+    num_ys = len(wanted.ys) - num_recorded(call.loop.body, call.loop.inverse)  # rows of a tape are no results
     lines = [
         *_misfits("results", [out.num_steps], [wanted.num_steps], ["num_steps"]),
         *_misfits("carry", out.carry, wanted.carry, carry),
-        *_misfits("ys", out.ys, wanted.ys, names.ys),
+        *_misfits("ys", out.ys, wanted.ys[:num_ys], names.ys[:num_ys]),
     ]
     if lines:
         raise TypeError(other_outcome(kind, lines))
