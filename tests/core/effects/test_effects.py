@@ -64,6 +64,20 @@ def test_inside_other_constructs(inner):
     assert log.of(jax.jit(jax.vmap(f)), starts, counts) == [0.0, 1.0, 10.0, 11.0, 12.0]
 
 
+@pytest.mark.parametrize("inner", [*INNER, "checkpoint"])
+def test_once_where_tangents_alone_are_batched(inner):
+    """No result depends on what an effect gets, so a batch of tangents leaves values without lanes."""
+    log, silent = Log(), lambda x: x
+    of = INNER | {"checkpoint": lambda f, x: jax.checkpoint(f)(x)}
+
+    def loop_of(f):
+        return lambda x: lx.fori_loop(0, 3, lambda i, c: of[inner](lambda c: jnp.sin(f(c)) + 1.0, c), x.sum())
+
+    x = jnp.array([0.3, 0.4])
+    assert log.of(jax.jit(jax.jacfwd(loop_of(log))), x) == log.of(jax.jit(loop_of(log)), x)
+    assert np.allclose(jax.jit(jax.jacfwd(loop_of(log)))(x), jax.jit(jax.jacfwd(loop_of(silent)))(x))
+
+
 def test_two_vmaps():
     log = Log()
     f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9)

@@ -122,7 +122,7 @@ def _handing_over_states(loop: Loop, plan: Plan, parts: PartialEval) -> PartialE
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
     """Which leaves of the carry and which ys depend on unknown inputs, at the fixed point."""
     inputs = (False, *flatten(unknown))
-    flags = dependence_fixpoint(without_effects(loop.body), inputs, loop.carry_range, inverse=loop.inverse)
+    flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, inverse=loop.inverse)
     return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
 

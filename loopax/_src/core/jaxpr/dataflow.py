@@ -9,6 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from loopax._src.core.jaxpr.silent import silent_equation
 from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -53,8 +54,8 @@ def of_equation(eqn: Any) -> list[int]:
         return list(dependence(program))
     if is_while(eqn):
         return _while(While.of(eqn))
-    if happens(eqn.effects):
-        return everything
+    if happens(eqn.effects):  # no output depends on what they get
+        eqn = silent_equation(eqn)
     outputs = range(len(eqn.outvars))
     used = [used_inputs(eqn, [k == chosen for k in outputs]) for chosen in outputs]
     return [to_bits(mask) for mask in used if mask is not None] or everything

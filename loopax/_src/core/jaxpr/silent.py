@@ -1,0 +1,31 @@
+"""Programs without effects."""
+
+from typing import Any
+
+from loopax._src.core.jaxpr.util import inner_programs, map_programs
+from loopax._src.jax_internals import ClosedJaxpr, branches, happens, is_cond, with_branches
+
+
+def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Drop effectful equations without results (debug prints)."""
+    if not closed.effects:
+        return closed
+    jaxpr, eqns = closed.jaxpr, []
+    for eqn in jaxpr.eqns:
+        if not eqn.effects:
+            eqns.append(eqn)
+        elif eqn.outvars:
+            eqns.append(silent_equation(eqn))
+    effects = set().union(*(eqn.effects for eqn in eqns))
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)  # type: ignore[attr-defined]
+
+
+def silent_equation(eqn: Any) -> Any:
+    """The equation with `silent` programs inside it."""
+    if is_cond(eqn):
+        return with_branches(eqn, list(map(silent, branches(eqn))))
+    pruned = map_programs(eqn, silent)
+    programs = list(inner_programs(pruned))
+    if not programs:  # an `io_callback`, say, which goes if nothing needs its results
+        return eqn.replace(effects=frozenset()) if happens(eqn.effects) else eqn
+    return pruned.replace(effects=set().union(*(program.effects for program in programs)))
