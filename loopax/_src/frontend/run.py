@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
+from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps, take_steps
@@ -262,7 +262,7 @@ def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
 def _pad(y: jax.Array, rows: int) -> jax.Array:
     """Zero rows for those beyond a static bound below the capacity."""
     missing = rows - y.shape[0]
-    return jnp.pad(y, [(0, missing), *[(0, 0)] * (y.ndim - 1)]) if missing else y
+    return padded(y, missing) if missing else y
 
 
 def loop_spec_of(

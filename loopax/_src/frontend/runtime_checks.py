@@ -25,7 +25,16 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.frontend.export_check import Said
 from loopax._src.frontend.raising import call_at, calls, raise_if, with_amount
 from loopax._src.frontend.user_lines import Line
-from loopax._src.jax_internals import Primitive, calling_lines, on_device, register, to_weak, trace_state
+from loopax._src.jax_internals import (
+    Primitive,
+    calling_lines,
+    is_number,
+    on_device,
+    register,
+    to_weak,
+    trace_state,
+    zero,
+)
 from loopax._src.pytrees.types import RowByRow
 
 
@@ -211,6 +220,8 @@ def _selected(failed: Any, array: jax.Array) -> jax.Array:
     is_weak = array.weak_type
     if jnp.issubdtype(array.dtype, jnp.inexact):
         selected = nan_if(failed, array)
+    elif not is_number(array.dtype):
+        selected = jnp.where(failed, zero(array.dtype), array)
     else:
         invalid = jnp.full_like(array, True if array.dtype == jnp.bool_ else jnp.iinfo(array.dtype).max)
         selected = jnp.where(failed, invalid, array)

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.insight.find_loops import FoundLoop, source_of
@@ -15,6 +13,7 @@ from loopax._src.insight.unfold import without_calls
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
+    has_tangents,
     is_cast,
     is_select,
     keeps_values,
@@ -200,7 +199,7 @@ def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice
     loop = found.seen.loop
     if stored is None or stored.what != "residuals" or stored.reason:  # what `Auto` takes has its reason
         return
-    carry = num_bytes(aval for aval in loop.input_avals[1] if jnp.issubdtype(aval.dtype, jnp.inexact))
+    carry = num_bytes(aval for aval in loop.input_avals[1] if has_tangents(aval))
     if stored.carries * stored.size < _MUCH or stored.size < _TIMES * carry:
         return
     way = "`loopax.scan` with " if found.seen.library == "lax" else ""

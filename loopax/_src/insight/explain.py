@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import render as showing
 from loopax._src.insight.advice import Advice, advice_for
@@ -15,7 +13,7 @@ from loopax._src.insight.memory import temporary_bytes
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored, stored_by
 from loopax._src.insight.subject import Subject, gradient_of, subject
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, has_tangents
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -169,7 +167,7 @@ def explanation_of(eqn: Any) -> LoopExplanation:
     """A loop that is an equation, where all its operands are differentiated that can be."""
     seen = see(eqn)
     assert seen is not None
-    real = [Value(perturbed=jnp.issubdtype(atom.aval.dtype, jnp.inexact)) for atom in seen.operands]
+    real = [Value(perturbed=has_tangents(atom.aval)) for atom in seen.operands]
     return _explained(found_at(eqn, seen, real))
 
 
@@ -238,5 +236,5 @@ def _is_data(atom: Any) -> bool:
 
 def _leaf(value: Value, role: str, atom: Any, is_stored: bool, has_own_derivative: bool = False) -> Leaf:
     aval = atom.aval
-    is_differentiated = value.perturbed or (has_own_derivative and jnp.issubdtype(aval.dtype, jnp.inexact))
+    is_differentiated = value.perturbed or (has_own_derivative and has_tangents(aval))
     return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, is_differentiated)

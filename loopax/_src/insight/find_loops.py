@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact.loop import is_one_batch
@@ -21,6 +19,7 @@ from loopax._src.jax_internals import (
     Scan,
     While,
     argument_names,
+    has_tangents,
     is_kernel,
     jaxpr_as_fun,
     lax_loop,
@@ -86,7 +85,7 @@ def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
     if not any(flags) or stops_gradient(eqn):
         return
     for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
-        if jnp.issubdtype(variable.aval.dtype, jnp.inexact) and any(flags[i] for i in members(needed)):
+        if has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
             yield variable
 
 

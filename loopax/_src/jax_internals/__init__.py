@@ -26,7 +26,6 @@ from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
 from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
 from loopax._src.jax_internals.memory import (
     is_on_host,
-    linear_transpose,
     memory_space,
     moved_like,
     on_device,
@@ -63,6 +62,7 @@ from loopax._src.jax_internals.partial_eval import (
     is_known,
     known_now,
     known_value,
+    linear_transpose,
     partial_eval_jaxpr,
     stage_unknown,
 )
@@ -120,9 +120,12 @@ from loopax._src.jax_internals.tracing import (
 )
 from loopax._src.jax_internals.types import (
     AbstractValue,
+    added,
     fits,
     has_tangents,
     is_nonzero,
+    is_number,
+    item_bytes,
     of_weak_type,
     on_mesh,
     strong,
@@ -132,6 +135,7 @@ from loopax._src.jax_internals.types import (
     vary_like,
     varying_axes,
     with_varying_axes,
+    zero,
     zeros,
 )
 
@@ -146,6 +150,7 @@ __all__ = [
     "Scan",
     "While",
     "ad",
+    "added",
     "api_boundary",
     "argument_names",
     "axis_after",
@@ -191,6 +196,7 @@ __all__ = [
     "is_lax_loop",
     "is_less_than",
     "is_nonzero",
+    "is_number",
     "is_of_jax",
     "is_on_host",
     "is_product",
@@ -202,6 +208,7 @@ __all__ = [
     "is_sum",
     "is_tracing",
     "is_while",
+    "item_bytes",
     "jaxpr_as_fun",
     "keeps_values",
     "known_now",
@@ -259,5 +266,6 @@ __all__ = [
     "with_values",
     "with_varying_axes",
     "without_folding",
+    "zero",
     "zeros",
 ]

@@ -50,12 +50,6 @@ def where(pred: Any, a: Any, b: Any) -> jax.Array:
     return on_device(lambda a, b: jnp.where(pred, a, b), a, b)
 
 
-def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any], Any]:
-    """`jax.linear_transpose`, with cotangents in the memory of the operands. JAX's zeros are on the device."""
-    transposed = jax.linear_transpose(function, *types)
-    return lambda cts: jax.tree.map(moved_like, types, transposed(cts))
-
-
 def zero_on_host(dtype: Any) -> jax.Array | None:
     """A zero that a program has on the host from the start, as `lax.scan` begins rows there; None outside of programs.
 

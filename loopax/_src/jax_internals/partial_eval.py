@@ -1,11 +1,18 @@
 """Partial evaluation: which values are known, and what is left for later."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax._src import api_util as _api_util
 from jax._src import core as _core
+from jax._src import linear_util as _lu
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad
+
+from loopax._src.jax_internals.types import zeros
 
 
 def is_known(tracer: Any) -> bool:
@@ -19,7 +26,7 @@ def known_value(tracer: Any) -> Any:
 
 
 def known_now(x: Any) -> Any:
-    """What partial evaluation knows of a value in a function that `jax.linear_transpose` traces; None: nothing.
+    """What partial evaluation knows of a value in a function that `linear_transpose` traces; None: nothing.
 
     JAX evaluates such a function partially, and hands what needs no linear operand through as it is; but the results of
     an equation of which some are linear are tracers, which hold the known ones.
@@ -58,3 +65,24 @@ def partial_eval_jaxpr(
     """
     known, later, out_unknown, _ = _pe.partial_eval_jaxpr_nounits(closed, list(unknown), list(instantiate))
     return known, later, list(out_unknown)
+
+
+def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any], Any]:
+    """`jax.linear_transpose`, also for extended dtypes, which that refuses.
+
+    Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device.
+    """
+    avals, structure = jax.tree.flatten(types)
+    debug_info = _api_util.debug_info("linear_transpose", function, types, {})
+    flat = _lu.wrap_init(
+        lambda *xs: jax.tree.leaves(function(*structure.unflatten(xs))), debug_info=debug_info.with_unknown_names()
+    )
+    jaxpr, _, consts = _pe.trace_to_jaxpr_nounits(flat, list(map(_pe.PartialVal.unknown, avals)), instantiate=True)
+    jaxpr, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    linear = [ad.UndefinedPrimal(aval.to_ct_aval()) for aval in avals]
+
+    def transposed(cts: Any) -> Any:
+        found = _ad.backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts))
+        return structure.unflatten([zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in found])
+
+    return transposed

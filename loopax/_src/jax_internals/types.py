@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import core, lax
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
@@ -31,16 +32,45 @@ def zeros(aval: AbstractValue) -> jax.Array:
 
     `aval.mat` holds the varying axes (JAX calls the concept "manual axis types"); no public name.
     """
-    array = lax.full(aval.shape, 0, aval.dtype, sharding=_explicit_sharding(aval))
+    if is_number(aval.dtype):
+        array = lax.full(aval.shape, 0, aval.dtype, sharding=_explicit_sharding(aval))
+    else:
+        array = lax.broadcast(zero(aval.dtype), aval.shape, out_sharding=_explicit_sharding(aval))
     return vary(moved_like(aval, array), varying_axes(aval))
 
 
 def unwritten(aval: AbstractValue) -> jax.Array:
     """Zeros of this type for rows that a loop of the same program writes: those on the host are never on the device."""
-    zero = zero_on_host(aval.dtype) if is_on_host(aval) and aval.size else None
-    if zero is None:
+    start = zero_on_host(aval.dtype) if is_on_host(aval) and aval.size and is_number(aval.dtype) else None
+    if start is None:
         return zeros(aval)
-    return vary(lax.broadcast(zero, aval.shape, out_sharding=_explicit_sharding(aval)), varying_axes(aval))
+    return vary(lax.broadcast(start, aval.shape, out_sharding=_explicit_sharding(aval)), varying_axes(aval))
+
+
+# ---- extended dtypes, but for those of PRNG keys: zero, and how cotangents are added, are rules of theirs, not public
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether this is the dtype of numbers, bools or PRNG keys, and no other extended dtype."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def zero(dtype: Any) -> jax.Array:
+    """What adds nothing to a number of this dtype."""
+    return lax.full((), 0, dtype) if is_number(dtype) else dtype._rules.zero(dtype)
+
+
+def added(a: Any, b: Any) -> jax.Array:
+    """The sum of two cotangents."""
+    return a + b if is_number(a.dtype) else ad.add_jaxvals(a, b)
+
+
+def item_bytes(dtype: Any) -> int:
+    """The size of a number of this dtype, or of what stands for it."""
+    if is_number(dtype):
+        return dtype.itemsize
+    element = dtype._rules.physical_element_aval(dtype)
+    return element.size * element.dtype.itemsize
 
 
 def _explicit_sharding(aval: AbstractValue) -> Any:
@@ -97,5 +127,6 @@ def is_nonzero(tangent: Any) -> bool:
 
 
 def has_tangents(x: Any) -> bool:
-    """Whether there can be a tangent of an array that is more than a symbolic zero."""
-    return jax.typeof(x).to_tangent_aval().dtype != _dtypes.float0
+    """Whether there can be a tangent of an array, or of one of this type, that is more than a symbolic zero."""
+    aval: AbstractValue = x if isinstance(x, core.AbstractValue) else jax.typeof(x)
+    return aval.to_tangent_aval().dtype != _dtypes.float0

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import has_tangents, zeros
 
 
 def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
@@ -29,4 +28,4 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
 
 def zero_tangent(x: Any) -> Any:
     """The tangent of a constant."""
-    return zeros(jax.typeof(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+    return zeros(jax.typeof(x)) if has_tangents(x) else np.zeros(x.shape, jax.dtypes.float0)

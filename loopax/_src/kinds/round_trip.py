@@ -13,7 +13,7 @@ from loopax._src.core.ir.inverse import needed_by_inverse, num_recorded
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
 from loopax._src.core.row_buffers.versions import buffers, keep_rows
-from loopax._src.jax_internals import dce, jaxpr_as_fun
+from loopax._src.jax_internals import dce, has_tangents, jaxpr_as_fun
 from loopax._src.kinds.rounding import Difference, largest_difference
 
 
@@ -117,7 +117,7 @@ def _read_by_derivative(loop: Loop) -> Sequence[bool]:
     """Which leaves of the carry the derivative of a step reads, or the inverse for those that it reads."""
     assert loop.inverse is not None
     body, avals = jaxpr_as_fun(without_effects(loop.body)), loop.body.in_avals
-    is_real = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    is_real = list(map(has_tangents, avals))
 
     def dots(*inputs: Any) -> list[Any]:
         primals, tangents = split_list(inputs, [len(avals)])

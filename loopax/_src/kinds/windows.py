@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Asked, Kind, LoopOperands, Outcome, run
-from loopax._src.core.jaxpr.util import INDEX, split_list, trace
+from loopax._src.core.jaxpr.util import INDEX, padded, split_list, trace
 from loopax._src.jax_internals import mapped_aval, where
 from loopax._src.kinds.steps import Steps
 
@@ -53,4 +53,4 @@ def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut
 def _in_windows(x: Any, size: int) -> Any:
     """Rows as rows of windows, with zeros behind the last."""
     missing = -x.shape[0] % size
-    return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, size, *x.shape[1:])
+    return padded(x, missing).reshape(-1, size, *x.shape[1:])

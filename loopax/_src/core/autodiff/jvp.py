@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
@@ -12,7 +11,15 @@ from loopax._src.core.jaxpr.nan import nan_if
 from loopax._src.core.jaxpr.operand_groups import append_each, fill_each, flatten, map_leaves
 from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
 from loopax._src.core.masking.substitute import filled_in_derivatives
-from loopax._src.jax_internals import ClosedJaxpr, ad, is_nonzero, jaxpr_as_fun, undifferentiable_effects, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    has_tangents,
+    is_nonzero,
+    jaxpr_as_fun,
+    undifferentiable_effects,
+    zeros,
+)
 from loopax._src.messages import effects_message
 
 
@@ -29,8 +36,8 @@ def fill_tangents(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequen
 
 
 def inexact(avals: Sequence[Any]) -> Mask:
-    """Which types have tangents: floating-point and complex ones."""
-    return tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in avals)
+    """Which types have tangents: floating-point and complex ones, and extended ones that say so."""
+    return tuple(map(has_tangents, avals))
 
 
 def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Sequence[Sequence[bool]]) -> ClosedJaxpr:

@@ -52,6 +52,7 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
+    added,
     dce,
     jaxpr_as_fun,
     linear_transpose,
@@ -309,7 +310,7 @@ def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         new_p = jaxpr_as_fun(of_p)(row, *consts, *state, *carry_rows, *xs, *p, *ct_ys)
         new = known.whole.step_outputs(known_step(row, *consts, *carry, *state, *xs))
         cts = unflatten(linear, transposed(row, *consts, *state, *carry, *xs, *m, *p, *ct_ys))
-        sums = (old + new for old, new in zip(ct_consts, cts.consts, strict=True))
+        sums = (added(old, new) for old, new in zip(ct_consts, cts.consts, strict=True))
         return [*new.carry, *cts.state, *sums, *new.state, *new_p, *cts.xs]
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])

@@ -40,6 +40,7 @@ from loopax._src.core.row_buffers.versions import chained, read_only
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
+    added,
     dce,
     jaxpr_as_fun,
     known_now,
@@ -115,7 +116,7 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
         if any(x is None for x in known_carry):  # an equation is evaluated later as a whole
             known_carry = jaxpr_as_fun(known_recurrence(linear))(row, *flatten(known))
         sums = zip(by_row, given.ct_consts, found.consts, strict=True)
-        ct_consts = [new if is_sum else old + new for is_sum, old, new in sums]
+        ct_consts = [new if is_sum else added(old, new) for is_sum, old, new in sums]
         return [*found.carry, *ct_consts, *known_carry, *found.xs]
 
     return trace(step, [linear.body.in_avals[0], *flatten(avals)])

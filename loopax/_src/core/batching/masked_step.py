@@ -22,7 +22,7 @@ from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacke
 from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
 from loopax._src.core.masking.substitute import When, fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
-from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zeros
+from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zero, zeros
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
@@ -73,7 +73,7 @@ def step_lanes(
     leaves = zip(in_place, new_carry, carry, strict=True)
     return [
         *(new if changed else pick(active, new, old) for changed, new, old in leaves),
-        *(pick(active, y, jnp.zeros((), y.dtype)) for y in ys),
+        *(pick(active, y, zero(y.dtype)) for y in ys),
     ]
 
 

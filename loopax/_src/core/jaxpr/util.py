@@ -27,6 +27,9 @@ from loopax._src.jax_internals import (
     inlinable,
     is_axis_index,
     is_custom_vjp,
+    is_number,
+    item_bytes,
+    mapped_aval,
     on_mesh,
     replace_jaxpr,
     strong,
@@ -91,12 +94,19 @@ def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None
     return unmapped_aval(rows, axis, aval if mesh_axis is None else on_mesh(aval), mesh_axis)
 
 
+def padded(x: Any, rows: int) -> Any:
+    """The array with rows of zeros behind its own."""
+    if not is_number(x.dtype):  # of which `jnp.pad` has no zeros
+        return jnp.concatenate([x, zeros(stacked(mapped_aval(x.shape[0], 0, jax.typeof(x)), rows))])
+    return jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)])
+
+
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
     """The size of these arrays together; one with a symbolic dimension (of `jax.export`) counts as large.
 
     What is chosen by size, a schedule say, is chosen when a loop is traced.
     """
-    size = sum(prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    size = sum(prod(aval.shape) * item_bytes(aval.dtype) for aval in avals)
     return size if isinstance(size, int) else maxsize
 
 

@@ -19,13 +19,30 @@ import jax.numpy as jnp
 from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs, weakly_cached
 from loopax._src.core.masking.all_active import an_active
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, is_nonzero, on_device, register, replace_jaxpr, where
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Primitive,
+    ad,
+    is_nonzero,
+    is_number,
+    on_device,
+    register,
+    replace_jaxpr,
+    where,
+    zero,
+)
 
 When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
+    if not is_number(a.dtype):
+        # JAX's transpose of a choice has zeros that are numbers. Those of this primitive are of the dtype.
+        a, b = (
+            fill_inactive_p.bind(chosen, jnp.int32(0), jnp.broadcast_to(x, a.shape), batch_axes=0, when="never")
+            for chosen, x in ((active, a), (~active, b))
+        )
     return where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
@@ -113,7 +130,7 @@ def _of_active(active: Any, x: Any) -> Any:
     What a finished lane computes is thrown away, so nothing depends on what it was given: there is no derivative from
     one lane to another, and a NaN in one lane's derivative reaches no other lane.
     """
-    return pick(active, x, jnp.zeros((), x.dtype))
+    return pick(active, x, zero(x.dtype))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:

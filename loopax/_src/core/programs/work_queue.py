@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.compact.gather import active_first, take
 from loopax._src.core.ir.plan import Checkpoints
-from loopax._src.core.jaxpr.util import split_list
+from loopax._src.core.jaxpr.util import padded, split_list
 from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, run_function, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, on_device, where, zeros
 from loopax._src.messages import lanes_map_message
@@ -112,7 +112,7 @@ def run_queue(
 def _rows(x: Any, part: int, rounds: int) -> Any:
     """Rows of items, one for each round."""
     missing = rounds * part - len(x)
-    return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]).reshape(rounds, part, *x.shape[1:])
+    return padded(x, missing).reshape(rounds, part, *x.shape[1:])
 
 
 def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:

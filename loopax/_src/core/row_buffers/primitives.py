@@ -33,7 +33,18 @@ from loopax._src.core.jaxpr.mapped_axis import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.own_primitives import computed, jointly_linear
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking.substitute import fill_inactive
-from loopax._src.jax_internals import Primitive, ad, is_on_host, new_primitive, on_device, register, where
+from loopax._src.jax_internals import (
+    Primitive,
+    ad,
+    added,
+    is_number,
+    is_on_host,
+    new_primitive,
+    on_device,
+    register,
+    where,
+    zero,
+)
 
 # Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
 # perhaps more: so many rows are read from one array, or written to it. Places at which rows are put or taken differ.
@@ -90,9 +101,9 @@ def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 def _read(rows: Any, place: Any) -> Any:
     inside = place < rows.shape[0]
     if rows.shape[0] == 0:
-        return jnp.zeros((*place.shape, *rows.shape[1:]), rows.dtype)
+        return jnp.broadcast_to(zero(rows.dtype), (*place.shape, *rows.shape[1:]))
     row = rows.at[place].get(mode="clip") if place.ndim else lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
-    return where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, jnp.zeros((), rows.dtype))
+    return where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, zero(rows.dtype))
 
 
 def _read_alone(rows: Any, place: Any) -> Any:
@@ -134,11 +145,18 @@ def _put(rows: Any, place: Any, row: Any, is_alone: bool, appends: bool) -> list
 
 @_over_lanes
 def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
+    if not is_number(rows.dtype) and place.ndim:
+        add_one = lambda i, rows: _add_one(rows, place[i], row[i], is_alone)  # noqa: E731
+        return [lax.fori_loop(0, place.size, add_one, rows)]
+    if is_on_host(rows) or not is_number(rows.dtype):
+        return [_add_one(rows, place, row, is_alone)]
     if place.ndim or not is_alone:
         return [rows.at[place].add(row, mode="drop")]
-    if is_on_host(rows):
-        return [_write(rows, place, on_device(jnp.add, _read(rows, place), row), is_alone)]
     return [rows.at[_and_another(place, rows.shape[0])].add(jnp.stack([row, jnp.zeros_like(row)]), mode="drop")]
+
+
+def _add_one(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
+    return _write(rows, place, on_device(added, _read(rows, place), row), is_alone)
 
 
 @_over_lanes
@@ -147,15 +165,15 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
         return [_read(rows, place), rows]
     # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
     is_alone = is_alone and not place.ndim
-    inside, zero = place < rows.shape[0], jnp.zeros((), rows.dtype)
+    inside, none = place < rows.shape[0], zero(rows.dtype)
     inside = inside.reshape(*place.shape, *(1,) * (rows.ndim - 1))
     if is_alone and is_on_host(rows):
         row = _read(rows, place)
     else:
         row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
         row = row[0] if is_alone else row
-    left = _write(rows, place, where(~inside, row, zero), is_alone)
-    return [where(inside, row, zero), left]
+    left = _write(rows, place, where(~inside, row, none), is_alone)
+    return [where(inside, row, none), left]
 
 
 def _get_where_active(rows: Any, place: Any, active: Any, lanes: int) -> list[Any]:
@@ -258,8 +276,7 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
-    ct = where(active, ct_view, jnp.zeros((), ct_view.dtype))
-    return [on_device(jnp.add, written_out(ct_rows), ct), None]
+    return [on_device(added, written_out(ct_rows), where(active, ct_view, zero(ct_view.dtype))), None]
 
 
 # ---- batches
