@@ -9,7 +9,7 @@ user's line, and nothing behind its text.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from traceback import FrameSummary, format_list
 from types import FrameType, FunctionType, TracebackType
@@ -141,15 +141,14 @@ def written_out(eqn: Any) -> ClosedJaxpr | None:
     """The program of a check, as runs are stored with it; None for other equations."""
     if eqn.primitive is not raise_by_callback_p:
         return None
+    return jax.make_jaxpr(partial(_as_stored, **eqn.params))(*(x.aval for x in eqn.invars))
 
-    def program(failed: Any, *amounts: Any) -> Any:
-        # The largest amount, which checks of kinds have; others had none when the first runs were stored.
-        largest = [
-            eqxi.unvmap_max(jnp.where(failed, x, -jnp.inf)) for x in amounts if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        return _program(eqn.params["error"])(eqxi.unvmap_any(failed), *largest)
 
-    return jax.make_jaxpr(program)(*(x.aval for x in eqn.invars))
+def _as_stored(failed: Any, *amounts: Any, error: _Error) -> Any:
+    """A check as the first stored runs have it: with the largest amount, where a kind gives one, and without lanes."""
+    of_kinds = [x for x in amounts if jnp.issubdtype(x.dtype, jnp.inexact)]
+    largest = [eqxi.unvmap_max(jnp.where(failed, x, -jnp.inf)) for x in of_kinds]
+    return _program(error)(eqxi.unvmap_any(failed), *largest)
 
 
 def text_of_check(error: Exception) -> str:
