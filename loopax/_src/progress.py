@@ -128,14 +128,17 @@ class Reporter:
         """The reporter of a loop of this function."""
         return cls(progress, name, code_of(function) or type(function).__qualname__, unit)
 
-    def begin(self, total: int, runs: int, lanes: int, size: int) -> tuple[int, int]:
-        """A run begins; returns its number, and how many steps to take until it reports."""
+    def begin(self, total: int, runs: int, lanes: int, size: int, before: int = 0) -> tuple[int, int]:
+        """A run begins; returns its number, and how many steps to take until it reports.
+
+        So many steps were taken `before`, in another process.
+        """
 
         def begin() -> tuple[int, int]:
             if jax.process_index():
                 return 0, MOST_STEPS
             label, every, style = self.progress.label or self.name, self.progress.every, self.progress.style
-            groups = {"parts": runs, "lanes": lanes, "size": size}
+            groups = {"parts": runs, "lanes": lanes, "size": size, "before": before}
             number = DISPLAYS.begin(self, label, every, style, total=total, unit=self.unit, **groups)
             return number, 1
 

@@ -47,6 +47,11 @@ def test_words(facts, words):
     assert facts.running == words
 
 
+def test_a_loop_without_steps_ends_without_a_rate(capsys):
+    lx.fori_loop(0, 0, lambda i, x: x + 1.0, 0.0, progress=lx.Progress("none"))
+    assert capsys.readouterr().err == "none: 0 steps in 0:00:00\n"
+
+
 def test_clock():
     assert [clock(s) for s in (0, 59.6, 3600, 90000)] == ["0:00:00", "0:01:00", "1:00:00", "25:00:00"]
 

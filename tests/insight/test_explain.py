@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -163,6 +164,46 @@ def test_lanes():
     assert (packed.waiting, packed.lanes) == (1, lx.Compact())
     assert packed.stored is not None
     assert packed.stored_bytes == 100 * packed.stored.carries * packed.stored.size > 0
+
+
+WEIGHTS, STARTS, COUNTS = jnp.ones((4, 4)), jnp.ones((64, 4)), jnp.arange(64)
+
+
+def of_lanes(lanes: Any, kind: Any = "auto", steps: int = 40) -> Any:
+    one = lambda w, x, n: lx.fori_loop(0, n, lambda i, x: jnp.tanh(w @ x), x, max_steps=steps, lanes=lanes, kind=kind)
+    return lx.explain(lambda w: jax.vmap(lambda x, n: one(w, x, n).sum())(STARTS, COUNTS).sum(), WEIGHTS)
+
+
+def test_what_lanes_store_is_multiplied_by_them():
+    found = of_lanes("compact", "bounded")
+    assert only(found).stored_bytes == 40 * 32 * 64
+    assert "gradient stores 40 carries x 32 B x 64 lanes = 80 KiB" in str(found)
+    assert "gradient stores 40 carries x 2 KiB = 80 KiB" in str(of_lanes("lockstep", "bounded"))
+
+
+def test_a_choice_for_one_of_many_lanes_says_so():
+    assert "takes Bounded() (for one of 64 lanes: at most 4194304 bytes for 40 steps" in " ".join(
+        str(of_lanes("compact")).split()
+    )
+    found = of_lanes("compact", lx.Auto(memory=80 * 1024 // 2))  # of all lanes, half of their carries
+    assert "takes Checkpointed" in str(found)
+    assert only(found).stored_bytes <= 40 * 1024
+
+
+def cheap(x):
+    return lx.while_loop(lambda x: x < 9, lambda x: x + 1, x, lanes="auto")
+
+
+def costly(x):
+    return lx.while_loop(lambda x: x.sum() < 9, lambda x: jnp.linalg.inv(x) + 1, x * jnp.eye(30), lanes="auto")
+
+
+@pytest.mark.parametrize(("function", "taken"), [(cheap, lx.Lockstep()), (costly, lx.Sequential())])
+def test_the_choice_of_lanes_is_said(function, taken):
+    found = lx.explain(jax.vmap(function), jnp.ones(64))
+    (loop,) = (loop for loop in found.walk() if loop.lanes == lx.AutoLanes())
+    assert loop.lanes_taken == taken
+    assert f"AutoLanes(), which takes {taken!r}" in str(found)
 
 
 def test_models():

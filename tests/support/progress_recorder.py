@@ -22,7 +22,7 @@ class Recorder:
         """All runs so far."""
         self.begun, self.reports, self.ended, self.closed = [], [], [], []
 
-    def begin(self, key, label, every, style, *, total, parts, lanes, size, unit):
+    def begin(self, key, label, every, style, *, total, parts, lanes, size, unit, before=0):
         self.begun.append((label, total, parts, lanes))
         return len(self.begun)
 

@@ -65,6 +65,7 @@ class Display:
     touched: float = 0.0  # when a part last ended
     left: int = 0  # lanes that were in them
     unit: str = "step"  # what is counted, one of it
+    before: int = 0  # steps that were taken in another process
 
     def live(self, now: float, intervals: float) -> list[Run]:
         """The runs that have reported within so many intervals."""
@@ -83,7 +84,9 @@ class Display:
         if self.lanes and active is not None:
             active = max(self.lanes - self.left - sum(r.size - (r.active or 0) for r in runs), 0)
         total = run.total if self.parts == 1 else None
-        return Facts(self.label, self.base + run.steps, total, now - self.began, active, self.unit, run.inner)
+        return Facts(
+            self.label, self.base + run.steps, total, now - self.began, active, self.unit, run.inner, self.before
+        )
 
 
 class Displays:
@@ -111,6 +114,7 @@ class Displays:
         lanes: int,
         size: int,
         unit: str = "step",
+        before: int = 0,
     ) -> int:
         """A run begins; returns its number."""
         with self._lock:
@@ -121,7 +125,9 @@ class Displays:
                 display = None
             if display is None:
                 depth = len(self._open)
-                display = Display(label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit)
+                display = Display(
+                    label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit, before=before
+                )
                 self._open[key] = display
                 self._watch()
             self._numbers = self._numbers % MOST_STEPS + 1

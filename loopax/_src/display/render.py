@@ -24,6 +24,7 @@ class Facts:
     active: int | None  # lanes; None: there are none to count
     unit: str = "step"  # what is counted, one of it
     inner: int | None = None  # steps, where something else is counted
+    before: int = 0  # steps that were taken in another process
 
     @property
     def rate(self) -> float:
@@ -67,7 +68,9 @@ class Facts:
     def closed(self, finished: bool) -> str:
         """In words, at the end."""
         if finished:
-            return f"{self.label}: {self.steps} {self.unit}s in {clock(self.seconds)}, {self.speed}"
+            speed = f", {self.speed}" if self.rate else ""
+            before = f", after {self.before} that were saved" if self.before else ""
+            return f"{self.label}: {self.steps} {self.unit}s in {clock(self.seconds)}{speed}{before}"
         return f"{self.label}: last seen after {self.count}, in {clock(self.seconds)}"
 
 

@@ -16,7 +16,7 @@ def shown(reporter: Reporter | None, steps: int, total: int | None) -> Iterator[
     if reporter is None:
         yield lambda _: None
         return
-    run, _ = reporter.begin(-1 if total is None else total - steps, 1, 0, 0)
+    run, _ = reporter.begin(-1 if total is None else total - steps, 1, 0, 0, before=steps)
     taken, reported = 0, time.monotonic()
 
     def show(now: int) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loopax._src.core import Loop
+from loopax._src.core.ir.lane_stages import Choice, OneByOne
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import render as showing
 from loopax._src.insight.advice import Advice, advice_for
@@ -14,6 +16,7 @@ from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored, stored_by
 from loopax._src.insight.subject import Subject, gradient_of, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
+from loopax._src.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -196,7 +199,15 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         tuple(map(_explained, found.inner)),
         debug_info.branch if debug_info else "",
         debug_info.mixed_by if debug_info else "",
+        None if is_lax or debug_info is None else _lanes_taken(loop, debug_info.lanes),
     )
+
+
+def _lanes_taken(loop: Loop, lanes: Lanes) -> Lanes:
+    """How a batch runs, where it was chosen: the choice stands in the loop."""
+    if not isinstance(lanes, AutoLanes) or isinstance(loop.stages, Choice):
+        return lanes
+    return Lockstep() if loop.stages is None else Sequential() if isinstance(loop.stages, OneByOne) else Compact()
 
 
 def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
@@ -204,8 +215,9 @@ def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
     perturbed = tuple(value.perturbed for value in found.operands)
     if not any(perturbed):
         return None, ""
+    seen = found.seen
     try:
-        return stored_by(found.seen.loop, perturbed), ""
+        return stored_by(seen.loop._replace(storage=seen.loop.storage.part(1 / max(seen.lanes, 1))), perturbed), ""
     except REFUSALS as error:
         return None, str(error)
 

@@ -57,6 +57,8 @@ class LoopExplanation:
         The line of the call, `"file.py:12 (function)"`.
     kind, lanes
         The argument of the loop, as given. None for loops of `jax.lax`.
+    lanes_taken
+        What `AutoLanes()` chose for the batch; otherwise as `lanes`.
     most_steps
         The static bound on the number of steps. None: no bound.
     is_fixed
@@ -105,6 +107,7 @@ class LoopExplanation:
     inner: tuple["LoopExplanation", ...]
     branch: str = ""
     mixed_by: str = ""
+    lanes_taken: Any = None
 
     def walk(self) -> Iterator["LoopExplanation"]:
         """Iterate over this loop and the loops in its body."""

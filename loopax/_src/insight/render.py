@@ -8,7 +8,7 @@ from typing import Any
 from loopax._src.insight.explanation import Leaf, LoopExplanation
 from loopax._src.insight.sizes import in_bytes
 from loopax._src.insight.stored import Stored
-from loopax._src.lanes import Lockstep, Sequential
+from loopax._src.lanes import AutoLanes, Lockstep, Sequential
 
 MOST_CONSTANTS = 8  # shown one by one
 WIDTH = 88  # of a text
@@ -83,7 +83,8 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
     yield f"steps: {_steps(loop)}{_lanes(loop)}"
     stored = loop.stored
     if loop.kind is not None and stored is not None:
-        taken = f", takes {stored.kind} ({stored.reason})" if stored.reason else ""
+        of_lane = f"for one of {_batch(loop)} lanes: " if _batch(loop) > 1 else ""
+        taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored.reason else ""
         yield f"kind: {loop.kind!r}{taken}"
     elif loop.kind is not None:
         yield f"kind: {loop.kind!r}"
@@ -102,7 +103,14 @@ def _stores(loop: LoopExplanation, stored: Stored) -> str:
     if not stored.size:
         return "nothing"
     records = ", or residuals in their place" if stored.records else ""
-    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)} = {in_bytes(loop.stored_bytes)}{records}"
+    lanes = f" x {_batch(loop)} lanes" if _batch(loop) > 1 else ""
+    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{lanes} = {in_bytes(loop.stored_bytes)}{records}"
+
+
+def _batch(loop: LoopExplanation) -> int:
+    """Of how many lanes a gradient stores as much; one, where the loop itself is of all lanes."""
+    stored = loop.stored
+    return loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
 
 
 def _steps(loop: LoopExplanation) -> str:
@@ -115,6 +123,8 @@ def _lanes(loop: LoopExplanation) -> str:
     given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
     if loop.mixed_by:
         given += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
+    elif loop.lanes_taken != loop.lanes:
+        given += f", which takes {loop.lanes_taken!r}"
     return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
 
 
@@ -122,10 +132,11 @@ def _runs(loop: LoopExplanation) -> str:
     """When a branch is evaluated, and for whom."""
     if loop.waiting > 1:
         return f"for all {loop.waiting} lanes, if one of them takes it"
-    if loop.lanes == Sequential():
+    how = loop.lanes_taken
+    if how == Sequential():
         return "if it is taken, for one lane after another"
-    if loop.lanes is not None and loop.lanes != Lockstep():
-        return f"if it is taken, in a batch for the lanes that take it ({loop.lanes!r}); once more for a gradient"
+    if how is not None and how not in (Lockstep(), AutoLanes()):
+        return f"if it is taken, in a batch for the lanes that take it ({how!r}); once more for a gradient"
     return "if it is taken"
 
 

@@ -23,7 +23,7 @@ class Shown:
         """The first item is about to begin, after so many that were finished before."""
         if self._reporter is not None and self._run is None:
             total = -1 if self._total is None else max(self._total - before, 0)
-            self._run, _ = self._reporter.begin(total, 1, 0, 0)
+            self._run, _ = self._reporter.begin(total, 1, 0, 0, before)
 
     def update(self, lanes: WorkingLanes) -> None:
         """Some time has passed."""
