@@ -89,6 +89,7 @@ test-dist:
 # last, so that an interrupted installation is done again.
 define install
 	@test -n "$(1)"
+	@echo "Installing what $(3) lists into $(2): about three minutes for the first time, and pip is silent meanwhile."
 	$(1) -m venv $(2)
 	$(2)/bin/python -m pip install --quiet --requirement $(3)
 	$(2)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

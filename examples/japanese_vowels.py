@@ -4,10 +4,11 @@ Every utterance is scanned for exactly its own number of frames: `loopax.scan` i
 known only at run time and differs between the utterances of a batch. The rows that fill a batch up do not
 enter the result, and nobody has to mask them; dropout and noise draw from the key of the step; the gradient
 stores checkpoints in place of everything that happened. At the end, one gradient is set against that of the
-padded and masked `jax.lax.scan`, which computes the same.
+padded and masked `jax.lax.scan`, which computes the same, and against the one that `loopax.scan` takes by default,
+which is faster and stores more.
 
 `python examples/japanese_vowels.py` trains, prints the accuracy on utterances that were not used in
-training, and draws `examples/japanese_vowels.png`. It fails if the accuracy is below 0.95, or if the two
+training, and draws `examples/japanese_vowels.png`. It fails if the accuracy is below 0.95, or if the
 gradients differ.
 
 The data are the Japanese Vowels of the UCI Machine Learning Repository (CC BY 4.0): M. Kudo, J. Toyama and
@@ -87,15 +88,21 @@ def load(path: Path = DATA) -> tuple[Utterances, Utterances]:
     return utterances.take(is_train), utterances.take(~is_train)
 
 
-# Two ways to scan the frames of one utterance -------------------------------------------------------------
+# Ways to scan the frames of one utterance -----------------------------------------------------------------
 
 Scan = Callable[[Callable[..., Any], Any, Array, Any, bool, PRNGKeyArray], Any]
 
 
 def ragged_scan(step: Callable[..., Any], init: Any, frames: Array, length: Any, reverse: bool, key: Any) -> Any:
-    """The carry after `length` frames: what loopax is for."""
+    """The carry after `length` frames: what loopax is for. Its gradient recomputes steps, and draws again for them."""
     kind = lx.Checkpointed()
     carry, _ = lx.scan(step, init, frames, length=length, reverse=reverse, kind=kind, key=key)
+    return carry
+
+
+def stored_scan(step: Callable[..., Any], init: Any, frames: Array, length: Any, reverse: bool, key: Any) -> Any:
+    """The same with the kind that loopax takes by default, which stores what the gradient needs of each step here."""
+    carry, _ = lx.scan(step, init, frames, length=length, reverse=reverse, key=key)
     return carry
 
 
@@ -258,10 +265,16 @@ def print_epoch(number: int, epoch: Epoch) -> None:
 
 # The cost of a gradient ----------------------------------------------------------------------------------
 
-OURS = "loopax.scan, each its own length"
+OURS = "loopax.scan, Checkpointed()"
+FASTEST = "loopax.scan, Auto()"
 THEIRS = "jax.lax.scan, padded and masked"
-SCANS: dict[str, Scan] = {OURS: ragged_scan, THEIRS: masked_scan}
-COLORS = {OURS: "#1b7f8c", THEIRS: "#b9b3a8"}
+SCANS: dict[str, Scan] = {OURS: ragged_scan, FASTEST: stored_scan, THEIRS: masked_scan}
+COLORS = {OURS: "#1b7f8c", FASTEST: "#7fc4cc", THEIRS: "#b9b3a8"}
+WHY = (
+    "`Checkpointed()` stores least, and recomputes steps: with dropout and noise it also draws again for them,\n"
+    "which is most of its time there. `Auto()`, the default, stores what the gradient needs of each step while\n"
+    "there is room."
+)
 TEST_COLOR = "#d1603d"
 
 
@@ -295,7 +308,7 @@ def compile_gradient(scan: Scan, model: Classifier, data: Utterances) -> Gradien
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same gradient by both scans; what each takes is found under the scan's name."""
+    """The same gradient by all scans; what each takes is found under the scan's name."""
 
     title: str
     milliseconds: dict[str, float]  # the median of some evaluations
@@ -305,8 +318,8 @@ class Comparison:
 
 def compare(title: str, model: Classifier, data: Utterances) -> Comparison:
     gradients = {name: compile_gradient(scan, model, data) for name, scan in SCANS.items()}
-    apart = distance(*(gradient() for gradient in gradients.values()))
-    # In turn, so that whatever else the machine does disturbs both.
+    apart = max(distance(gradients[name](), gradients[THEIRS]()) for name in (OURS, FASTEST))
+    # In turn, so that whatever else the machine does disturbs all.
     rounds = [[gradient.seconds() for gradient in gradients.values()] for _ in range(TIMINGS)]
     milliseconds = dict(zip(gradients, 1e3 * np.median(rounds, axis=0), strict=True))
     megabytes = {name: gradient.temporary_bytes() / 1e6 for name, gradient in gradients.items()}
@@ -364,13 +377,13 @@ def draw_learning(axes: Axes, history: list[Epoch], test_accuracy: float) -> Non
 
 def draw_costs(axes: Axes, costs: dict[str, dict[str, float]], title: str, form: str) -> None:
     """Bars: a group for each comparison, a bar for each scan."""
-    width, places = 0.36, np.arange(len(costs))
+    width, places = 0.27, np.arange(len(costs))
     for i, name in enumerate(SCANS):
-        bars = axes.bar(places + (i - 0.5) * width, [c[name] for c in costs.values()], width, color=COLORS[name])
+        bars = axes.bar(places + (i - 1) * width, [c[name] for c in costs.values()], width, color=COLORS[name])
         bars.set_label(name)
         axes.bar_label(bars, fmt=form, padding=2)
     axes.set_xticks(places, list(costs))
-    axes.margins(y=0.35)
+    axes.margins(y=0.5)
     axes.set_title(title)
 
 
@@ -387,12 +400,13 @@ def main() -> None:
     ]
     for comparison in comparisons:
         print_comparison(comparison)
+    print(f"\n{WHY}")
     draw(train, history, test_accuracy, comparisons).savefig(FIGURE)
     print(f"\nFigure: {FIGURE.relative_to(HERE.parent)}")
     if test_accuracy < NEEDED_ACCURACY:
         raise SystemExit(f"the test accuracy {test_accuracy:.4f} is below {NEEDED_ACCURACY}")
     if not all(comparison.apart < TOLERANCE for comparison in comparisons):
-        raise SystemExit(f"the gradients of the two scans differ by more than {TOLERANCE}")
+        raise SystemExit(f"the gradients of the scans differ by more than {TOLERANCE}")
 
 
 if __name__ == "__main__":
