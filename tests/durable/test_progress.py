@@ -35,7 +35,7 @@ def test_a_resumed_run_counts_from_where_it_goes_on(tmp_path, capfd):
 
 def test_a_resumed_run_says_after_how_many_it_goes_on_also_where_it_is_finished(tmp_path, capfd):
     run(tmp_path / "run", 100, None)
-    run(tmp_path / "run", 150, lx.Progress(style="text"))
+    run(tmp_path / "run", 150, lx.Progress("resumed", style="text"))
     assert re.search(r"50 steps in \S+, .* steps/s, after 100 that were saved$", capfd.readouterr().err, re.MULTILINE)
     run(tmp_path / "run", 150, lx.Progress("again", style="text"))
     assert capfd.readouterr().err == "again: 0 steps in 0:00:00, after 150 that were saved\n"
