@@ -13,16 +13,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
 from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.limits import width_of
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.function_names import Called
-from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now
+from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now, zero
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
@@ -160,7 +162,8 @@ def switch(
     how = to_lanes(lanes)
     if len(functions) == 1:
         return functions[0](*given)
-    number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
+    with width_of(number):
+        number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
     if runs_in_python() and (value := value_now(number)) is not None:
         return functions[int(value)](*given)
     named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
@@ -194,7 +197,8 @@ def _predicate(pred: Any) -> Any:
     is_one = isinstance(pred, bool | int | float | np.generic | np.ndarray | jax.Array) and np.ndim(pred) == 0
     if not is_one or jnp.result_type(pred).kind not in "biuf":
         raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
-    return jnp.asarray(pred) != 0 if jnp.result_type(pred) != jnp.bool_ else jnp.asarray(pred)
+    pred = jnp.asarray(pred)
+    return pred if pred.dtype == jnp.bool_ else lax.ne(pred, zero(pred.dtype))
 
 
 def _index(index: Any) -> Any:

@@ -13,7 +13,7 @@ from loopax._src.frontend.options import one_bool
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary, where, zeros
+from loopax._src.jax_internals import api_boundary, where, zero, zeros
 from loopax._src.pytrees.static_args import Why, positive_int
 from loopax._src.pytrees.types import RowByRow
 
@@ -128,13 +128,13 @@ class Buffer(RowByRow):
             The row has not been appended. The error comes at run time, after the outermost loop; the row is zero.
 
         """
-        index = one_index("buffer", index, self.capacity)
+        given, index = index, one_index("buffer", index, self.capacity)
         place = jnp.where(index < 0, index + self.count, index)
         # A count that is not valid (`EQX_ON_ERROR=nan`) is larger than any other.
         is_missing = (place < 0) | (place >= jnp.minimum(self.count, self.capacity))
         place = jnp.where(is_missing, self.capacity, place)
         row = jax.tree.map(lambda rows: rows_of.get(rows, place)[0], self._rows)
-        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING, index)])
+        return settle(row, [Check.of("loopax.Buffer[index]", is_missing, _MISSING, given)])
 
     @api_boundary
     def __iter__(self) -> NoReturn:
@@ -156,7 +156,7 @@ class Buffer(RowByRow):
 
         def written(rows: Any) -> Any:
             seen, _ = rows_of.view(rows)
-            return where(self.mask.reshape(-1, *(1,) * (rows.ndim - 1)), seen, jnp.zeros((), rows.dtype))
+            return where(self.mask.reshape(-1, *(1,) * (rows.ndim - 1)), seen, zero(rows.dtype))
 
         return jax.tree.map(written, self._rows)
 

@@ -14,7 +14,7 @@ from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary, on_device, zeros
+from loopax._src.jax_internals import api_boundary, on_device, zero, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static_args import Why, positive_int
 
@@ -168,13 +168,13 @@ class History(eqx.Module):
     def _place(self, index: Any) -> tuple[Any, list[Check]]:
         """The place of a row, counted from the oldest, and what may be wrong with it."""
         size = self._size
-        index = one_index("history", index, size)
+        given, index = index, one_index("history", index, size)
         if isinstance(index, int):
             return jnp.int32(index % size), []
         is_missing = (index < -size) | (index >= size)
         place = jnp.where(index < 0, index + size, index)
         return jnp.where(is_missing, size, place), [
-            Check.of("loopax.History[index]", is_missing, _missing_problem(size), index)
+            Check.of("loopax.History[index]", is_missing, _missing_problem(size), given)
         ]
 
 
@@ -183,7 +183,7 @@ def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
     empty = jax.tree.map(lambda x: zeros(stacked(x, k)), types)
     if fill is None:
         return empty
-    numbers = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), types)
+    numbers = jax.tree.map(lambda x: zero(x.dtype)[None], types)
     numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
     return jax.tree.map(partial(on_device, jnp.full_like), empty, numbers)
 

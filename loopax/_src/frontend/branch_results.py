@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import merge_lists, reject
@@ -18,6 +17,7 @@ from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.function_names import Called, parameters_of
 from loopax._src.jax_internals import (
     Literal,
+    convert,
     made_at,
     memory_space,
     source_here,
@@ -82,7 +82,7 @@ def as_arrays(results: Results, result: Any) -> list[Any]:
     """The arrays that a branch computes, of the types of all."""
     arrays, _ = pack(without_flags(freeze(result)))
     pairs = zip(reject(results.is_given, arrays), reject(results.is_given, results.avals), strict=True)
-    return [lax.convert_element_type(x, aval.dtype) for x, aval in pairs]
+    return [convert(x, aval.dtype) for x, aval in pairs]
 
 
 def common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> Results:
@@ -202,7 +202,7 @@ def _fit(a: Static | Dynamic, b: Static | Dynamic, aval: Any) -> bool:
 def _joined(a: Any, b: Any) -> Any:
     """The type of both; None if there is none. A weakly typed result takes the dtype of the other one."""
     with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(a, b)
+        dtype = a.dtype if a.dtype == b.dtype else jnp.result_type(a, b)
     if memory_space(a) is not memory_space(b) or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
         return None
     joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)

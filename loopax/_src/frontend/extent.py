@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.frontend.limits import Limits, known_int
+from loopax._src.frontend.limits import Limits, known_int, width_of
 from loopax._src.frontend.options import Words, is_traced_int
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.runtime_checks import Check
@@ -73,7 +73,8 @@ def scan_extent(
         _check_known_length(words, known, rows)
         if not is_array or (rows is None and max_steps is None):
             return _static_scan(known, rows, max_steps, reverse)
-    return _traced_scan(words, length, rows, max_steps, reverse, throw)
+    with width_of(length):
+        return _traced_scan(words, length, rows, max_steps, reverse, throw)
 
 
 def _check_known_length(words: Words, length: int, rows: int | None) -> None:

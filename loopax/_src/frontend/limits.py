@@ -1,5 +1,6 @@
 """The limits of a `fori_loop`: of which dtype its index is, whether it can hold them, and how far apart they are."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,14 @@ from jax.core import Tracer
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.options import is_traced_int
 from loopax._src.frontend.runtime_checks import Check
+from loopax._src.jax_internals import convert
 from loopax._src.pytrees.leaves import describe
+
+
+def width_of(*limits: Any) -> AbstractContextManager[None]:
+    """In which arrays of 64 bits keep them, where `jax_enable_x64` is off: JAX would cut them."""
+    are_wide = (isinstance(x, jax.Array) and x.dtype.itemsize == 8 for x in limits)
+    return jax.enable_x64(True) if any(are_wide) else nullcontext()
 
 
 def known_int(value: Any) -> int | None:
@@ -46,7 +54,8 @@ class Limits:
         dtypes = [jnp.result_type(x) for x in (lower, upper) if not _is_weak(x)]
         if "uint64" in {dtype.name for dtype in dtypes} and any(map(_is_signed, dtypes)):  # JAX takes a float for both
             raise TypeError(f"{caller}: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
-        jnp.result_type(lower, upper)  # refuses others, under strict promotion
+        with width_of(lower, upper):
+            jnp.result_type(lower, upper)  # refuses others, under strict promotion
         return limits
 
     @property
@@ -63,14 +72,17 @@ class Limits:
     @property
     def dtype(self) -> np.dtype[Any]:
         """That of the index. Where both limits are known it is Python's, as in `jax.lax`, arrays or not."""
-        return jnp.asarray(0).dtype if self.known else jnp.result_type(self.lower, self.upper)
+        if self.known:
+            return jnp.asarray(0).dtype
+        with width_of(self.lower, self.upper):
+            return jnp.result_type(self.lower, self.upper)
 
     def first_index(self) -> tuple[jax.Array, bool]:
         """`lower` as an index, and whether that is weakly typed, as Python numbers are."""
         if known := self.known:
             return jnp.asarray(known[0] if known[0] < known[1] else 0, self.dtype), True
         is_weak = _is_weak(self.lower) and jnp.result_type(self.lower) == self.dtype
-        return _converted(self.lower, self.dtype), is_weak
+        return convert(self.lower, self.dtype), is_weak
 
     def known_distance(self) -> int:
         """How far apart they are, where both are known."""
@@ -82,6 +94,10 @@ class Limits:
 
     def distance(self) -> Distance:
         """How far apart they are, exactly, whatever their dtypes."""
+        with width_of(self.lower, self.upper):
+            return self._distance()
+
+    def _distance(self) -> Distance:
         for name, limit in self.by_name.items():
             if (known := known_int(limit)) is not None:
                 self._refuse_beyond(name, known)
@@ -89,7 +105,7 @@ class Limits:
         beyond = _is_beyond(self.lower, dtype) | _is_beyond(self.upper, dtype)
         longest = _range(self.upper, dtype)[1] - _range(self.lower, dtype)[0]
         wide = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-        gap = _gap(_converted(self.lower, wide), _converted(self.upper, wide))
+        gap = _gap(convert(self.lower, wide), convert(self.upper, wide))
         if beyond is not False:
             gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
         checks = [] if beyond is False else [Check.of(f"loopax.{self.caller}", beyond, self._beyond())]
@@ -140,11 +156,6 @@ def _is_beyond(limit: Any, dtype: np.dtype[Any]) -> Any:
     own, holds = jnp.iinfo(limit.dtype), jnp.iinfo(dtype)
     below = int(own.min) < int(holds.min) and limit < int(holds.min)
     return below | (int(own.max) > int(holds.max) and limit > int(holds.max))
-
-
-def _converted(limit: Any, dtype: np.dtype[Any]) -> jax.Array:
-    known = known_int(limit)
-    return lax.convert_element_type(limit, dtype) if known is None else jnp.asarray(known, dtype)
 
 
 def _gap(lower: jax.Array, upper: jax.Array) -> jax.Array:

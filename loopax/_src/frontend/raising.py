@@ -30,6 +30,7 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
     calling_lines,
+    convert,
     register,
     varying_axes,
     with_varying_axes,
@@ -85,9 +86,15 @@ def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = N
         failed = eqxi.unvmap_any(failed)
         with without_folding():
             return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
-    amounts = [] if amount is None else [lax.stop_gradient(jnp.asarray(amount))]
+    amounts = [] if amount is None else [_to_show(lax.stop_gradient(amount))]
     with without_folding():
         return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, error=_Error(message, stack))
+
+
+def _to_show(amount: Any) -> Any:
+    """A number as a callback can be given it: JAX cuts one of 64 bits where `jax_enable_x64` is off."""
+    is_cut = jnp.asarray(amount).dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype("int64") == "int32"
+    return convert(amount, jnp.dtype("float32")) if is_cut else jnp.asarray(amount)
 
 
 def _raise_now(failed: Any, *amounts: Any, error: _Error) -> Any:

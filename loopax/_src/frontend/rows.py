@@ -11,7 +11,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.row_buffers.versions import strays
-from loopax._src.jax_internals import ClosedJaxpr, is_on_host, mapped_aval, memory_space
+from loopax._src.frontend.limits import width_of
+from loopax._src.jax_internals import ClosedJaxpr, convert, is_on_host, mapped_aval, memory_space
 from loopax._src.pytrees.diff import same_structure
 from loopax._src.pytrees.leaves import describe, stays
 from loopax._src.pytrees.types import RowByRow
@@ -53,7 +54,7 @@ def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Arr
             + "\n".join(_misfit(*misfit) for misfit in misfits)
             + "".join(sorted({_advice(leaf, aval) for _, leaf, aval in misfits}))
         )
-    return jax.tree.map(lambda x, aval: jnp.asarray(x, aval.dtype), row, wanted)
+    return jax.tree.map(lambda x, aval: convert(x, aval.dtype), row, wanted)
 
 
 def _misfit(path: Any, leaf: Any, aval: Any) -> str:
@@ -117,7 +118,8 @@ def one_index(name: str, index: Any, size: int) -> int | Array:
     if isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer):
         own, narrow = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
         if int(own.max) > int(narrow.max):
-            index = jnp.clip(index, max(int(own.min), int(narrow.min)), int(narrow.max))
+            with width_of(index):
+                index = jnp.clip(index, max(int(own.min), int(narrow.min)), int(narrow.max))
         return index.astype(jnp.int32)
     try:
         if not isinstance(index, bool):

@@ -22,7 +22,7 @@ from loopax._src.frontend.options import (
     rows_of,
 )
 from loopax._src.frontend.trace import StepBack
-from loopax._src.jax_internals import made_with, to_weak
+from loopax._src.jax_internals import convert, made_with, to_weak
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import take_back
 from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none
@@ -65,7 +65,7 @@ def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
 
 def fori_index(row: Any, extras: Sequence[Any], is_weak: bool) -> Any:
     """The index of a step, from that of the first, which is the first of `extras`."""
-    i = extras[0] + row.astype(extras[0].dtype)
+    i = extras[0] + convert(row, extras[0].dtype)
     return made_with(extras[0], to_weak(i) if is_weak else i)
 
 

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
 from loopax._src import core
@@ -28,6 +27,7 @@ from loopax._src.frontend.tape import row_of_tape, take_out_row_of_tape
 from loopax._src.function_names import Called
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    convert,
     dce,
     is_reference,
     made_at,
@@ -401,7 +401,7 @@ def _as_body(
 def strongly_typed(x: Any) -> jax.Array:
     """An array, also from a constant of a jaxpr, without the weak types that only a user's results have."""
     x = jnp.asarray(x)
-    return lax.convert_element_type(x, x.dtype)
+    return convert(x, x.dtype)
 
 
 def without_flags(y: Any) -> Any:

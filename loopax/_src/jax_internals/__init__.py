@@ -121,6 +121,7 @@ from loopax._src.jax_internals.tracing import (
 from loopax._src.jax_internals.types import (
     AbstractValue,
     added,
+    convert,
     fits,
     has_tangents,
     is_nonzero,
@@ -166,6 +167,7 @@ __all__ = [
     "collective_name",
     "communicates_over",
     "contracted_size",
+    "convert",
     "convolved_size",
     "custom_vmap_rule",
     "dce",

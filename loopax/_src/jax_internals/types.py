@@ -27,15 +27,19 @@ def to_weak(x: jax.Array) -> jax.Array:
     return _lax._convert_element_type(x, x.dtype, weak_type=True)  # pyright: ignore[reportReturnType]
 
 
-def zeros(aval: AbstractValue) -> jax.Array:
-    """Zeros of exactly this type: in the same memory, sharded as it is, and varying over the same `shard_map` axes.
+def convert(x: Any, dtype: Any) -> jax.Array:
+    """A strongly typed array of this dtype. Public JAX makes 32 bits of 64 where `jax_enable_x64` is off."""
+    return _lax._convert_element_type(x, dtype, weak_type=False)  # pyright: ignore[reportReturnType]
 
-    `aval.mat` holds the varying axes (JAX calls the concept "manual axis types"); no public name.
+
+def zeros(aval: AbstractValue) -> jax.Array:
+    """Zeros of exactly this type.
+
+    They are in the same memory, sharded as it is, vary over the same `shard_map` axes, and have 64 bits if it has.
     """
     if is_number(aval.dtype):
-        array = lax.full(aval.shape, 0, aval.dtype, sharding=_explicit_sharding(aval))
-    else:
-        array = lax.broadcast(zero(aval.dtype), aval.shape, out_sharding=_explicit_sharding(aval))
+        return moved_like(aval, ad.instantiate_zeros(ad.Zero(strong(aval))))
+    array = lax.broadcast(zero(aval.dtype), aval.shape, out_sharding=_explicit_sharding(aval))
     return vary(moved_like(aval, array), varying_axes(aval))
 
 
@@ -57,7 +61,7 @@ def is_number(dtype: Any) -> bool:
 
 def zero(dtype: Any) -> jax.Array:
     """What adds nothing to a number of this dtype."""
-    return lax.full((), 0, dtype) if is_number(dtype) else dtype._rules.zero(dtype)
+    return zeros(core.ShapedArray((), dtype)) if is_number(dtype) else dtype._rules.zero(dtype)
 
 
 def added(a: Any, b: Any) -> jax.Array:
@@ -88,7 +92,7 @@ def of_weak_type(x: jax.Array, aval: AbstractValue) -> jax.Array:
     weak = getattr(aval, "weak_type", False)
     if getattr(jax.typeof(x), "weak_type", False) == weak:
         return x
-    return to_weak(x) if weak else lax.convert_element_type(x, x.dtype)
+    return to_weak(x) if weak else convert(x, x.dtype)
 
 
 def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:

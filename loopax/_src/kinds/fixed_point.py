@@ -12,6 +12,7 @@ from loopax._src.core import BoundLoop, LoopCall, LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    convert,
     jaxpr_as_fun,
     moved_like,
     on_device,
@@ -77,7 +78,7 @@ class FixedPoint:
 
 def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
     """The arrays as one vector of the widest of their dtypes, and the function that makes arrays of such a vector."""
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
         dtype = jnp.result_type(*arrays)
     ends = list(accumulate(x.size for x in arrays))
 
@@ -85,11 +86,11 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
         pieces = jnp.split(vector, ends[:-1])
         return [moved_like(x, _cast(piece, x.dtype).reshape(x.shape)) for piece, x in zip(pieces, arrays, strict=True)]
 
-    return jnp.concatenate([to_device(x).astype(dtype).ravel() for x in arrays]), unravel
+    return jnp.concatenate([convert(to_device(x), dtype).ravel() for x in arrays]), unravel
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return (x if jnp.issubdtype(dtype, jnp.complexfloating) else x.real).astype(dtype)
+    return convert(x if jnp.issubdtype(dtype, jnp.complexfloating) else x.real, dtype)
 
 
 def _has_derivative(aval: Any) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 
 from loopax._src.core import Cost, Derivative, Kind, LoopCall, LoopFacts, NoReverseMode, Outcome
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, to_device
 from loopax._src.kinds.fixed_point import FixedPoint, raveled
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.perturbed import jvp
@@ -191,7 +191,7 @@ class Implicit(Kind):
         self, call: LoopCall, start: list[Any], unknowns: list[Any], residual: list[Any], b: list[Any]
     ) -> tuple[list[Any], Any]:
         """`b`, or an error where the loop ended far from a fixed point; and how far, relative to the fixed point."""
-        far = [jnp.where(_norm(r) <= self._absolute(s), 0, r) for r, s in zip(residual, start, strict=True)]
+        far = [jnp.where(_norm(r) <= self._absolute(s), 0, to_device(r)) for r, s in zip(residual, start, strict=True)]
         size, distance = _norm(*unknowns), _norm(*far)
         divisor = jnp.where(size == 0, 1, size)
         message = (

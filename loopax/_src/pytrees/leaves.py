@@ -9,10 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._src.jax_internals import AbstractValue, is_on_host, mapped_aval, memory_space, to_weak, vary_like
+from loopax._src.jax_internals import AbstractValue, convert, is_on_host, mapped_aval, memory_space, to_weak, vary_like
 from loopax._src.pytrees.diff import differences, same_structure, same_value
 
 
@@ -150,7 +149,7 @@ def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
 def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) -> list[jax.Array]:
     """Give results the weak types that the body's results had, and no others."""
     return [
-        to_weak(x) if getattr(a, "weak_type", False) else lax.convert_element_type(x, x.dtype)
+        to_weak(x) if getattr(a, "weak_type", False) else convert(x, x.dtype)
         for x, a in zip(arrays, avals, strict=True)
     ]
 
@@ -264,7 +263,7 @@ def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
     """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
     if getattr(a, "weak_type", False):
         dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
-        return _Restart(lambda leaf: lax.convert_element_type(leaf, dtype)) if dtype != a.dtype else None
+        return _Restart(lambda leaf: convert(leaf, dtype)) if dtype != a.dtype else None
     return None
 
 

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import split_list
+from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, zeros
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.pytrees.leaves import pack, restore_weak
 from loopax._src.pytrees.static_args import Why, positive_int
@@ -80,7 +79,7 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     items = _items(arrays)
     made = item_program("lanes_map", f, spec.rows())
     if not items:
-        outputs = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in made.program.out_avals]
+        outputs = [zeros(stacked(aval, 0)) for aval in made.program.out_avals]
     else:
         outputs = core.run_queue(made.program, made.shared, arrays, items, lanes)
     failed, ys = split_list(outputs, [len(made.messages)])

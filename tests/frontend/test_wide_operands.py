@@ -1,0 +1,222 @@
+"""Operands of 64 bits where `jax_enable_x64` is off: they keep their bits, as in `jax.lax`."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopax as lx
+from tests.support.problem import name_of
+from tests.support.reference import assert_close
+
+X, XS = jnp.float64(1.1), jnp.array([0.3, 0.7, 1.9])
+LIMIT, LIMITS = jnp.int64(3), jnp.array([1, 3, 2])
+NEAR, FAR = jnp.int64(2**32), jnp.int64(2**32 + 2)  # 0 and 2, if they are cut
+TINY = jnp.float64(1e-300)  # 0, if it is cut
+
+
+def grow(c: Any, x: Any) -> Any:
+    """Without Python numbers, with which JAX would make 32 bits."""
+    return jnp.sin(c * x) + x
+
+
+# Of float64[], float64[3], int64[], int64[3].
+LOOPS: dict[str, Callable[..., Any]] = {
+    "fori_loop": lambda x, xs, n, ns: lx.fori_loop(0, 3, lambda i, c: grow(c, x), x),
+    "fori_loop, traced": lambda x, xs, n, ns: lx.fori_loop(n - n, n, lambda i, c: (i, grow(c[1], x)), (n, x)),
+    "while_loop": lambda x, xs, n, ns: lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, grow(c[1], x)), (0, x)),
+    "scan": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n),
+    "scan in reverse": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, reverse=True),
+    "stop": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), x), x, xs, stop=lambda c, y: c > x),
+    "key": lambda x, xs, n, ns: lx.fori_loop(0, 2, lambda i, c, key: grow(c, x), x, key=jax.random.key(0)),
+    "rollout": lambda x, xs, n, ns: lx.rollout(lambda s, row: (grow(s, row), s), x, inputs=xs),
+    "rollout, every second": lambda x, xs, n, ns: lx.rollout(lambda s: (grow(s, x), s), x, 4, save_every=2),
+    "History": lambda x, xs, n, ns: lx.fori_loop(
+        0, 3, lambda i, h: h.push(grow(h[0], h[i % 2])), lx.History(3, like=x).push(x).push(x)
+    ).rows,
+    "a large History": lambda x, xs, n, ns: lx.fori_loop(
+        0, 3, lambda i, h: h.push(grow(h[-1], x)), lx.History(5000, like=x).push(x)
+    ).rows[-3:],
+    "Buffer": lambda x, xs, n, ns: lx.fori_loop(
+        0, 3, lambda i, b: b.append(grow(b[i], x)), lx.Buffer(4, like=x).append(x)
+    ).rows,
+    "free": lambda x, xs, n, ns: lx.fori_loop(
+        0, 2, lambda i, c: lx.fori_loop(0, 2, lambda j, c: grow(c, x), c), x, lanes="free"
+    ),
+    "cond": lambda x, xs, n, ns: lx.cond(x > xs[0], jnp.sin, lambda x: x, x),
+    "switch": lambda x, xs, n, ns: lx.switch(n - n, [jnp.sin, lambda x: x], x),
+    "lanes_map": lambda x, xs, n, ns: lx.lanes_map(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x), ns),
+    "lanes_map of rows": lambda x, xs, n, ns: lx.lanes_map(
+        lambda x: lx.fori_loop(0, 2, lambda i, c: grow(c, x), x), xs
+    ),
+    "lockstep": lambda x, xs, n, ns: jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x))(ns),
+    "compact": lambda x, xs, n, ns: jax.vmap(
+        lambda x, n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n, lanes=lx.Compact(min_lanes=1))
+    )(xs, ns),
+    "sequential": lambda x, xs, n, ns: jax.vmap(
+        lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x, lanes="sequential")
+    )(ns),
+    "costly branches of lanes": lambda x, xs, n, ns: jax.vmap(
+        lambda y: lx.cond(y > x, lambda y: lx.fori_loop(0, 3, lambda i, c: grow(c, x), y), jnp.sin, y)
+    )(xs),
+    "reference": lambda x, xs, n, ns: with_reference(x, xs),
+}  # fmt: skip
+
+
+def with_reference(x: Any, xs: Any) -> Any:
+    total = jax.new_ref(x)
+
+    def f(c: Any, row: Any) -> Any:
+        total[...] = grow(total[...], row)
+        return c, None
+
+    lx.scan(f, x, xs)
+    return total[...]
+
+
+def wide(result: Any) -> list[Any]:
+    """The arrays that have 64 bits with the flag."""
+    return [x for x in jax.tree.leaves(result) if x.dtype == jnp.float64]
+
+
+def same(f: Callable[[], Any]) -> None:
+    """With the flag and without."""
+    expected = f()
+    with jax.enable_x64(False):
+        found = f()
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+    assert_close(found, expected)
+
+
+def of_loop(name: str) -> Callable[[Any, Any], Any]:
+    return lambda x, xs: wide(LOOPS[name](x, xs, LIMIT, LIMITS))
+
+
+def squares(name: str) -> Callable[[Any, Any], Any]:
+    """A sum without Python numbers."""
+    return lambda x, xs: reduce(lax.add, [lax.dot(y.ravel(), y.ravel()) for y in of_loop(name)(x, xs)])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_values(name: str) -> None:
+    same(lambda: jax.jit(of_loop(name))(X, XS))
+
+
+@pytest.mark.parametrize("name", ["fori_loop", "scan", "rollout, every second", "Buffer", "cond", "lockstep"])
+def test_values_outside_of_jit_and_in_python(name: str) -> None:
+    same(lambda: of_loop(name)(X, XS))
+    with jax.disable_jit():
+        same(lambda: of_loop(name)(X, XS))
+
+
+# JAX's own derivative of `x[i]` cuts 64 bits, so lanes that are gathered have no derivatives then.
+DIFFERENTIABLE = sorted({*LOOPS} - {"a large History", "lanes_map", "lanes_map of rows", "compact"})
+FAST = ["scan", "Buffer", "reference", "lockstep", "free"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in DIFFERENTIABLE])
+def test_derivatives(name: str) -> None:
+    f = squares(name)
+    second = lambda x, xs: jax.jvp(jax.grad(f, (0, 1)), (x, xs), (x, xs))
+    same(lambda: jax.jit(second)(X, XS))
+
+
+KINDS = ["checkpointed", "bounded", "residuals", lx.Truncated(last=2)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_kinds(kind: Any) -> None:
+    f = lambda x: lx.fori_loop(0, 9, lambda i, c: grow(c, x), x, kind=kind)
+    same(lambda: jax.jit(jax.grad(f))(X))
+
+
+def test_no_bound() -> None:
+    f = lambda x, n: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, grow(c[1], x)), (0, x))[1]
+    same(lambda: jax.jit(jax.grad(f))(X, jnp.int32(9)))
+
+
+# What only decides whether to raise may have 32 bits, of which JAX warns.
+CHECKS_ARE_CUT = pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+
+
+@CHECKS_ARE_CUT
+def test_reversible() -> None:
+    """Its inverse is compared with the step."""
+    f = lambda x: lx.fori_loop(0, 9, lambda i, c: c + x, x, kind=lx.Reversible(lambda i, c: c - x, rtol=1e-3))
+    same(lambda: jax.jit(jax.grad(f))(X))
+
+
+@CHECKS_ARE_CUT
+def test_implicit() -> None:
+    def f(x: Any) -> Any:
+        return lx.fori_loop(0, 80, lambda i, c: jnp.cos(c * x), x, kind=lx.Implicit(rtol=1e-6))
+
+    with jax.enable_x64(False):
+        found = jax.jit(jax.grad(f))(jnp.sin(X))
+    assert found.dtype == jnp.float64
+    np.testing.assert_allclose(found, jax.grad(f)(jnp.sin(X)), rtol=1e-5)
+
+
+@CHECKS_ARE_CUT
+def test_failed_loops() -> None:
+    """NaN is of the dtype, too."""
+    f = lambda x: lx.fori_loop(0, 9, lambda i, c: c + x, x, kind=lx.Reversible(lambda i, c: c, rtol=1e-3), throw=False)
+    same(lambda: jax.jit(jax.grad(f))(X))
+
+
+# ---- numbers of steps
+
+
+def counted(lower: Any, upper: Any) -> Any:
+    return lx.fori_loop(lower, upper, lambda i, c: c + 1, 0, throw=False, info=True)
+
+
+@pytest.mark.parametrize("limits", [(0, FAR), (NEAR, FAR), (LIMIT, FAR), (FAR, LIMIT), (-FAR, 2 - FAR)])
+def test_limits(limits: Any) -> None:
+    """They are not cut, and too many steps are none."""
+    with jax.enable_x64(False):
+        count, info = jax.jit(counted)(*limits)
+    distance = max(int(limits[1]) - int(limits[0]), 0)
+    if distance < 2**31:
+        assert (count, info.num_steps, info.limit_reached) == (distance, distance, False)
+    else:
+        assert info.limit_reached
+
+
+def test_an_index_beyond_32_bits() -> None:
+    with jax.enable_x64(False):
+        last = jax.jit(lambda n: lx.fori_loop(n - n, n, lambda i, c: i, n))(LIMIT)
+        far = jax.jit(lambda a, b: lx.fori_loop(a, b, lambda i, c: i, b))(NEAR, FAR)
+    assert (last, last.dtype) == (2, jnp.int64)
+    assert (far, far.dtype) == (int(FAR) - 1, jnp.int64)
+
+
+def test_lengths() -> None:
+    with jax.enable_x64(False):
+        f = jax.jit(lambda n: lx.scan(lambda c, x: (c + 1, x), 0, XS, length=n, throw=False, info=True))
+        (steps, _), info = f(LIMIT)
+        (all_steps, _), beyond = f(FAR)
+    assert (steps, info.limit_reached) == (3, False)
+    assert (all_steps, beyond.limit_reached) == (3, True)
+
+
+def test_indices_of_rows() -> None:
+    """2**32 + 2 is no row."""
+    history = lx.History(3, XS)
+    with jax.enable_x64(False):
+        assert_close(jax.jit(lambda i: history[i])(-LIMIT), XS[0])
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"the index \(4.29e\+09\) is none of them"):
+            jax.block_until_ready(eqx.filter_jit(lambda i: history[i])(FAR))
+
+
+def test_predicates_and_numbers_of_branches() -> None:
+    with jax.enable_x64(False):
+        assert lx.cond(TINY, lambda: True, lambda: False)
+        assert jax.jit(lambda p: lx.cond(p, lambda: True, lambda: False))(TINY)
+        assert jax.jit(lambda i: lx.switch(i, [lambda: 0, lambda: 1, lambda: 2, lambda: 3]))(FAR) == 3
