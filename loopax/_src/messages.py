@@ -15,6 +15,15 @@ def effects_message(effects: Sequence[Any]) -> str:
     )
 
 
+def ordered_lanes_message(primitive: Any) -> str:
+    """A batched loop whose lanes stop at different steps has an ordered effect with results."""
+    return (
+        f"the body of a loop calls an ordered `{primitive}` with results, and its lanes take different numbers of "
+        "steps. JAX has no order between lanes. Leave out `ordered=True`, or let one lane run after another: "
+        '`lanes="sequential"`.'
+    )
+
+
 def collective_message(axis_name: Any) -> str:
     """A batched loop whose lanes stop at different steps communicates over the batch."""
     return _collective_message(

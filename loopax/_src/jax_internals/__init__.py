@@ -19,8 +19,8 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad
 
-from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis
-from loopax._src.jax_internals.effects import happens, undifferentiable_effects
+from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
+from loopax._src.jax_internals.effects import are_ordered, happens, undifferentiable_effects
 from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
 from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
@@ -71,6 +71,7 @@ from loopax._src.jax_internals.primitives import (
     Scan,
     While,
     axis_of_index,
+    bind_linear_solve,
     bind_while,
     branches,
     called,
@@ -81,10 +82,12 @@ from loopax._src.jax_internals.primitives import (
     inlinable,
     is_axis_index,
     is_cond,
+    is_custom,
     is_custom_vjp,
     is_jit,
     is_kernel,
     is_lax_loop,
+    is_linear_solve,
     is_scan,
     is_while,
     lax_loop,
@@ -93,7 +96,9 @@ from loopax._src.jax_internals.primitives import (
     one_of,
     open_call,
     stops_gradient,
+    told_what_is_perturbed,
     with_branches,
+    with_solve,
 )
 from loopax._src.jax_internals.references import is_reference, uses_references, with_values
 from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
@@ -153,11 +158,13 @@ __all__ = [
     "ad",
     "added",
     "api_boundary",
+    "are_ordered",
     "argument_names",
     "axis_after",
     "axis_arguments",
     "axis_of_index",
     "batched_outputs",
+    "bind_linear_solve",
     "bind_while",
     "branches",
     "called",
@@ -186,6 +193,7 @@ __all__ = [
     "is_cond",
     "is_convolution",
     "is_costly",
+    "is_custom",
     "is_custom_vjp",
     "is_elementwise_operation",
     "is_for_export",
@@ -197,6 +205,7 @@ __all__ = [
     "is_known",
     "is_lax_loop",
     "is_less_than",
+    "is_linear_solve",
     "is_nonzero",
     "is_number",
     "is_of_jax",
@@ -248,6 +257,7 @@ __all__ = [
     "takes_fused",
     "to_device",
     "to_weak",
+    "told_what_is_perturbed",
     "trace_context",
     "trace_state",
     "undifferentiable_effects",
@@ -265,6 +275,7 @@ __all__ = [
     "where",
     "with_branches",
     "with_held_program",
+    "with_solve",
     "with_values",
     "with_varying_axes",
     "without_folding",

@@ -13,6 +13,11 @@ def happens(effects: Iterable[Any]) -> bool:
     return any(not isinstance(e, _core.NamedAxisEffect) for e in effects)
 
 
+def are_ordered(effects: Iterable[Any]) -> bool:
+    """Whether one of these effects has an order."""
+    return any(map(_effects.ordered_effects.contains, effects))
+
+
 def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
     """Effects that a derivative may neither drop nor repeat: ordered ones, and `io_callback`'s."""
     return [

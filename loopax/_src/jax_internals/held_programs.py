@@ -1,18 +1,21 @@
 """Programs in objects: what JAX's flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3` make of equations.
 
 With these flags, `jax.checkpoint` and a function with derivatives of its own are equations of one primitive for all,
-which holds an object; and the object holds the program, and the rules. Classes and fields are not public.
+which holds an object; and the object holds the program, and the rules. From JAX 0.12 on, so is `lax.custom_root`,
+without a flag. Classes and fields are not public.
 """
 
 from copy import copy
+from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 _CHECKPOINT = "RematTraced"
 _CUSTOM_VJP = "CustomVJPTraced"
 _CUSTOM_RULES = ("CustomJVPTraced", _CUSTOM_VJP)
+_ROOT = "CustomRoot"
 
 
 def function_object(eqn: Any) -> Any:
@@ -28,6 +31,8 @@ def held_program(value: Any) -> ClosedJaxpr | None:
     name = type(value).__name__
     if name == _CHECKPOINT:
         return value.jaxpr
+    if name == _ROOT:
+        return value.solve_jaxpr
     return value.traced.jaxpr if name in _CUSTOM_RULES else None
 
 
@@ -36,6 +41,9 @@ def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
     new = copy(value)
     if type(value).__name__ == _CHECKPOINT:
         new.params = {**value.params, "jaxpr": program}
+    elif type(value).__name__ == _ROOT:
+        solve = partial(_evaluated, program, value.out_tree)
+        new.params = {**value.params, "solve": solve, "solve_jaxpr": program}
     else:
         traced = copy(value.traced)
         traced._params = {**traced._params, "jaxpr": program}
@@ -48,9 +56,19 @@ def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
     return new
 
 
+def _evaluated(program: ClosedJaxpr, out_tree: Any, *arguments: Any) -> Any:
+    """A program of leaves on pytrees."""
+    return jax.tree.unflatten(out_tree, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+
+
 def is_held_checkpoint(eqn: Any) -> bool:
     """Whether an equation is a `jax.checkpoint` that is such an object."""
     return type(function_object(eqn)).__name__ == _CHECKPOINT
+
+
+def is_held_custom(value: Any) -> bool:
+    """Whether this is a function with derivatives of its own as such an object."""
+    return type(value).__name__ in (*_CUSTOM_RULES, _ROOT)
 
 
 def is_held_custom_vjp(value: Any) -> bool:

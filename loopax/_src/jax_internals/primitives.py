@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
 
 from loopax._src.jax_internals.held_programs import (
     called_program,
     function_object,
     is_held_checkpoint,
+    is_held_custom,
     is_held_custom_vjp,
 )
 
@@ -55,6 +57,17 @@ def is_custom_vjp(eqn: Any) -> bool:
     return _is_custom_vjp_call(eqn) or is_held_custom_vjp(function_object(eqn))
 
 
+def is_custom(eqn: Any) -> bool:
+    """Whether an equation calls a function with derivatives of its own."""
+    return _is_custom_call(eqn) or is_held_custom(function_object(eqn))
+
+
+def told_what_is_perturbed(eqn: Any) -> bool:
+    """Whether the rule of a `jax.custom_vjp` asks for this (`symbolic_zeros`)."""
+    value = function_object(eqn)
+    return eqn.params["symbolic_zeros"] if value is None else value.symbolic_zeros
+
+
 def inlinable(eqn: Any) -> ClosedJaxpr | None:
     """The program of a call that can be evaluated in its place, derivatives included; None if there is none.
 
@@ -85,12 +98,15 @@ def open_call(eqn: Any) -> OpenCall | None:
 
 
 def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
-    """A `shard_map` as in this equation, of another function. The name of its axes changed before 0.10."""
+    """A `shard_map` as in this equation, of another function. The name of its axes changed before 0.10.
+
+    The function may take more operands, in front of the others, which devices share.
+    """
     params = eqn.params
     mapped = jax.shard_map(
         lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
+        in_specs=(*(PartitionSpec() for _ in operands[len(params["in_specs"]) :]), *params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
         check_vma=params["check_vma"],
@@ -206,6 +222,36 @@ def with_branches(eqn: Any, programs: Sequence[ClosedJaxpr]) -> Any:
     """A `lax.cond` or `lax.switch` with other programs, and their effects."""
     effects = set().union(*(program.effects for program in programs))
     return eqn.replace(params={**eqn.params, "branches": tuple(programs)}, effects=effects)
+
+
+is_linear_solve = one_of("custom_linear_solve")
+
+
+def bind_linear_solve(
+    eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr], extra: Sequence[Any], operands: Sequence[Any]
+) -> Sequence[Any]:
+    """A `lax.custom_linear_solve` with `function` of each of its programs, which take some more operands in front.
+
+    Operands are the constants of each program, and the right-hand side. A program that is not given has no constants.
+    """
+    jaxprs, lengths, rest = eqn.params["jaxprs"], eqn.params["const_lengths"], list(operands)
+    constants = []
+    for program, length in zip(jaxprs, lengths, strict=True):
+        constants.append([*([] if program is None else extra), *rest[:length]])
+        rest = rest[length:]
+    return eqn.primitive.bind(
+        *(x for group in constants for x in group),
+        *rest,
+        const_lengths=type(lengths)(*map(len, constants)),
+        jaxprs=type(jaxprs)(*(None if program is None else function(program) for program in jaxprs)),
+    )
+
+
+def with_solve(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    """A `lax.custom_linear_solve` with `function` of its own programs, and not of those of its transpose."""
+    old = eqn.params["jaxprs"]
+    new = old._replace(matvec=function(old.matvec), solve=function(old.solve))
+    return eqn.replace(params={**eqn.params, "jaxprs": new}, effects=new.solve.effects)
 
 
 # ---- axes

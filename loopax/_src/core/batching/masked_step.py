@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.effects.guard import guarded
+from loopax._src.core.effects.guard import acts, guarded
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs
 from loopax._src.core.jaxpr.operand_groups import flatten
@@ -21,13 +21,13 @@ from loopax._src.core.jaxpr.properties import is_arithmetic
 from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
 from loopax._src.core.masking.substitute import When, fill_inactive, pick
-from loopax._src.core.row_buffers.versions import buffers, read_only, uses_buffers
+from loopax._src.core.row_buffers.versions import buffers, read_only
 from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zero, zeros
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
     """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
-    if body.effects or uses_buffers(body):
+    if acts(body):
         function = guarded(body)
         in_axes = (0, None, *(0 if b else None for b in batched))
         return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)

@@ -1,4 +1,4 @@
 """Effects in bodies: not caused by finished lanes.
 
-May import: core/ir, core/jaxpr, core/row_buffers, jax_internals.
+May import: core/ir, core/jaxpr, core/masking, core/row_buffers, jax_internals, messages.
 """

@@ -3,7 +3,15 @@
 from typing import Any
 
 from loopax._src.core.jaxpr.util import inner_programs, map_programs
-from loopax._src.jax_internals import ClosedJaxpr, branches, happens, is_cond, with_branches
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    branches,
+    happens,
+    is_cond,
+    is_linear_solve,
+    with_branches,
+    with_solve,
+)
 
 
 def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -22,6 +30,8 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def silent_equation(eqn: Any) -> Any:
     """The equation with `silent` programs inside it."""
+    if is_linear_solve(eqn):
+        return with_solve(eqn, silent)
     if is_cond(eqn):
         return with_branches(eqn, list(map(silent, branches(eqn))))
     pruned = map_programs(eqn, silent)
