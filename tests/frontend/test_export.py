@@ -252,3 +252,37 @@ def test_a_check_that_cannot_fail_does_not_prevent_an_export() -> None:
     rows = np.asarray(XS)[:, 0]
     gradient = jax.grad(lambda x: mixed(lx.scan(lambda c, row: (jnp.sin(c * row), c), x, rows)))
     assert_same(through_bytes(gradient, 0.5).call(0.5), jax.jit(gradient)(0.5))
+
+
+def over_rows(xs: Any) -> Any:
+    return lx.fori_loop(0, xs.shape[0], lambda i, c: jnp.sin(c + xs[i]), xs.dtype.type(0))
+
+
+SIZES: dict[str, Any] = {
+    "fori_loop": over_rows,
+    "fori_loop, part of them": lambda xs: lx.fori_loop(1, xs.shape[0] - 1, lambda i, c: c + xs[i], xs.dtype.type(0)),
+    "fori_loop to a number": lambda xs: lx.fori_loop(xs.shape[0], 7, lambda i, c: c + i, 0, info=True)[1].num_steps,
+    "fori_loop, a bound": lambda xs: lx.fori_loop(0, xs.shape[0], lambda i, c: c + i, 0, max_steps=3, throw=False),
+    "scan": lambda xs: lx.scan(lambda c, _: (jnp.sin(c + 1), None), xs.dtype.type(0), length=xs.shape[0])[0],
+    "scan of rows": lambda xs: lx.scan(lambda c, x: (c + x, c), 0, np.arange(6), length=xs.shape[0], throw=False),
+    "rollout": lambda xs: lx.rollout(lambda s: (s + 1, s), 0, xs.shape[0], max_steps=6, throw=False).state,
+    "a gradient": jax.grad(over_rows),
+}
+
+
+@pytest.mark.parametrize("x64", [True, False])
+@pytest.mark.parametrize("name", SIZES)
+def test_symbolic_numbers_of_steps(name: str, x64: bool) -> None:
+    """The size of an array is a traced limit, which needs no check."""
+    with jax.enable_x64(x64):
+        row = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.float32)
+        read = through_bytes(SIZES[name], row)
+        for rows in (1, 5):
+            xs = jnp.linspace(0.1, 0.7, rows, dtype=jnp.float32)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), read.call(xs), SIZES[name](xs))
+
+
+def test_a_symbolic_length_beyond_the_rows_is_checked() -> None:
+    row = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.float32)
+    with raises(NotImplementedError, "jax.export", "xs has 5 rows"):
+        export.export(jax.jit(lambda xs: lx.scan(lambda c, x: (c + x, None), 0, np.arange(5), xs.shape[0])))(row)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.frontend.limits import Limits, known_int, width_of
+from loopax._src.frontend.limits import Limits, is_size, known_int, width_of
 from loopax._src.frontend.options import Words, is_traced_int
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.runtime_checks import Check
@@ -67,6 +67,8 @@ def scan_extent(
     """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
     if length is None:
         return _scan_without_length(words, rows, max_steps, reverse, stops)
+    of_array = is_size(length)
+    length = jnp.asarray(length) if of_array else length
     is_array = is_traced_int(f"{words.name}(length=...)", length)
     known = known_int(length)
     if known is not None:
@@ -74,7 +76,7 @@ def scan_extent(
         if not is_array or (rows is None and max_steps is None):
             return _static_scan(known, rows, max_steps, reverse)
     with width_of(length):
-        return _traced_scan(words, length, rows, max_steps, reverse, throw)
+        return _traced_scan(words, length, rows, max_steps, reverse, throw, of_array)
 
 
 def _check_known_length(words: Words, length: int, rows: int | None) -> None:
@@ -111,12 +113,15 @@ def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: 
 
 
 def _traced_scan(
-    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, throw: bool
+    words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, throw: bool, of_array: bool
 ) -> Extent:
-    """A length known at run time: it may not be negative, nor beyond the rows of xs, nor beyond what can be counted."""
+    """A length known at run time: it may not be negative, nor beyond the rows of xs, nor beyond what can be counted.
+
+    The size of an array can only be beyond the rows.
+    """
     most, top = int(jnp.iinfo(length.dtype).max), MOST_STEPS if rows is None else rows
-    negative = jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
-    beyond = most > top and length > top
+    negative = not of_array and jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
+    beyond = most > top and not (of_array and rows is None) and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
         checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows), length)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,6 +22,11 @@ def width_of(*limits: Any) -> AbstractContextManager[None]:
     """In which arrays of 64 bits keep them, where `jax_enable_x64` is off: JAX would cut them."""
     are_wide = (isinstance(x, jax.Array) and x.dtype.itemsize == 8 for x in limits)
     return jax.enable_x64(True) if any(are_wide) else nullcontext()
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a symbolic dimension of an array (of `jax.export`), which is known when the program runs."""
+    return jax.export.is_symbolic_dim(value)
 
 
 def known_int(value: Any) -> int | None:
@@ -44,11 +50,14 @@ class Limits:
     lower: Any
     upper: Any
     caller: str  # as the user calls it
+    are_sizes: bool = False  # one is the size of an array: they are not too far apart to count
 
     @classmethod
     def of(cls, lower: Any, upper: Any, caller: str) -> "Limits":
         """The limits, or an error where one is not an integer, or they do not go together."""
-        limits = cls(lower, upper, caller)
+        sizes = [is_size(lower), is_size(upper)]
+        lower, upper = (jnp.asarray(x) if size else x for x, size in zip((lower, upper), sizes, strict=True))
+        limits = cls(lower, upper, caller, any(sizes))
         for name, value in limits.by_name.items():
             is_traced_int(f"{caller}({name}=...)", value)
         dtypes = [jnp.result_type(x) for x in (lower, upper) if not _is_weak(x)]
@@ -109,7 +118,7 @@ class Limits:
         if beyond is not False:
             gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
         checks = [] if beyond is False else [Check.of(f"loopax.{self.caller}", beyond, self._beyond())]
-        if longest <= MOST_STEPS:
+        if longest <= MOST_STEPS or self.are_sizes:
             return Distance(gap.astype(jnp.int32), False, longest, checks)
         return Distance(jnp.minimum(gap, MOST_STEPS).astype(jnp.int32), gap > MOST_STEPS, longest, checks)
 
