@@ -143,6 +143,19 @@ FREE_NEEDS_BOUNDS = (
 )
 
 
+SPARSE_CARRY = (
+    "jax.experimental.sparse.sparsify: a sparse matrix is in the carry, the rows or the results of a loop, which hold "
+    "dense arrays. Let the body close over the matrix, or return it as it came; or convert it before the loop, or in "
+    "the body: `jax.experimental.sparse.todense(x)`."
+)
+
+
+SPARSE_IN_COMPACT_LANES = (
+    "jax.experimental.sparse.sparsify: the body of a loop with compact lanes closes over a sparse matrix, and the loop "
+    "is batched already. Take `jax.vmap` outside: `jax.vmap(sparsify(f))`, or leave lanes='lockstep'."
+)
+
+
 REVERSE_TWICE_NEEDS_BOUND = (
     "reverse mode is taken twice through a loop that has no bound, and whose body calls a `jax.custom_vjp` function. "
     "Its backward function is not linear in the cotangent (it clips it, say). So the second derivative needs the "

@@ -45,6 +45,7 @@ from loopax._src.core.ir.reverse_sweep import (
     sweep_dependence,
     sweep_mixed_operands,
 )
+from loopax._src.core.ir.sparse_consts import loop_of_sparse, refuse_sparse, sweep_of_sparse
 from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
@@ -52,7 +53,7 @@ from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands
 from loopax._src.core.jaxpr.own_primitives import step_limits
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
-from loopax._src.jax_internals import register
+from loopax._src.jax_internals import register, register_sparse
 
 register(
     loop_p,
@@ -72,6 +73,7 @@ register(
 dependence_rules[loop_p] = loop_dependence
 mixed_operands[loop_p] = loop_mixed_operands
 guards[loop_p] = guard_loop
+register_sparse(loop_p, loop_of_sparse)
 step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
 register(
@@ -92,6 +94,7 @@ register(
 dependence_rules[reverse_sweep_p] = sweep_dependence
 mixed_operands[reverse_sweep_p] = sweep_mixed_operands
 guards[reverse_sweep_p] = guard_sweep
+register_sparse(reverse_sweep_p, sweep_of_sparse)
 step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
 register(
@@ -111,3 +114,4 @@ register(
 dependence_rules[compact_vmap_p] = compact_vmap_dependence
 mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = guard_compact_vmap
+register_sparse(compact_vmap_p, refuse_sparse)

@@ -42,7 +42,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
-from loopax._src.jax_internals import ClosedJaxpr, new_primitive, replace_jaxpr, with_varying_axes
+from loopax._src.jax_internals import ClosedJaxpr, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
@@ -189,6 +189,7 @@ loop_p = new_primitive("loop")
 
 def run(loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Outcome:
     """Bind the primitive, with the loop as it is best bound (`BoundLoop`)."""
+    know_sparse()
     inputs = LoopInputs(consts, carry, xs)
     bound = BoundLoop.of(loop, low, high, inputs)
     operands = flatten(bound.inputs(inputs))
