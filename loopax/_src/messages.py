@@ -62,13 +62,13 @@ def devices_message(collective: str, axis: Any) -> str:
 
 
 def sharded_lanes_message(mesh_axis: Any) -> str:
-    """The lanes of a `jax.vmap` are spread over devices in JAX's types, and take different numbers of steps."""
+    """Lanes that leave their batch are spread over devices in JAX's types, and take different numbers of steps."""
     name = mesh_axis[0] if isinstance(mesh_axis, tuple) and len(mesh_axis) == 1 else mesh_axis
     return (
-        f"the lanes of a loop under `jax.vmap` take different numbers of steps, and are spread over the devices along "
-        f"the `Explicit` mesh axis {name!r}. One loop of all of them would have to ask all devices in every step. Use "
+        "the lanes of a loop with lanes='compact' or 'sequential' take different numbers of steps, and are spread over "
+        f"the devices along the `Explicit` mesh axis {name!r}. Gathering them would move them between devices. Use "
         f"`loopax.sharded_lanes(f, mesh, {name!r})` in place of `jax.vmap(f)`: each device then runs a loop of its "
-        "own. Or make the axis `Auto` (`jax.make_mesh(..., axis_types=...)`), where JAX decides on the communication."
+        "own. Or leave lanes='lockstep', which asks all devices in every step whether a lane goes on."
     )
 
 

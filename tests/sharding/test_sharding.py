@@ -195,14 +195,49 @@ def test_checks_of_lanes_along_an_explicit_axis():
             jax.block_until_ready(over(7))
 
 
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-def test_lanes_along_an_explicit_axis_that_differ_are_refused(lanes):
+# Of a start, with as many steps as it asks for. A square root leaves its domain in a lane that goes on.
+OWN_STEPS = {
+    "while": lambda x, **options: lx.while_loop(lambda c: c < 2.0, lambda c: jnp.sqrt(c) * 0.3 + c, x, **options),
+    "while, several leaves": lambda x, **options: lx.while_loop(
+        lambda c: c[0] < 2.0, lambda c: (c[0] * 1.3, c[1] + jnp.sqrt(2.0 - c[0]), c[2]), (x, jnp.ones(3), x), **options
+    ),
+    "fori": lambda x, **options: lx.fori_loop(0, (x * 4).astype(int), lambda i, c: jnp.sin(c * x), x, **options),
+    "scan": lambda x, **options: lx.scan(
+        lambda c, r: (c * r * x, c), x, jnp.linspace(0.5, 1.5, 9), (x * 4).astype(int), reverse=True, **options
+    ),
+    "nested": lambda x, **options: lx.while_loop(
+        lambda c: c < 2.0, lambda c: lx.while_loop(lambda d: d < c + 0.3, lambda d: d * 1.2, c), x, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STEPS)
+def test_lanes_along_an_explicit_axis_that_differ(name):
+    """Values, derivatives inside and outside of the lanes, and the types of `jax.lax`."""
+    devices, f = mesh(AxisType.Explicit), OWN_STEPS[name]
+    total = lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(f(x)))
+
+    def program(xs):
+        inside = jax.vmap(jax.value_and_grad(total))
+        return jax.vmap(f)(xs), inside(xs), jax.grad(lambda xs: inside(xs)[0].sum())(xs), jax.jvp(inside, (xs,), (xs,))
+
+    expected = jax.jit(program)(SPREAD)
+    with jax.set_mesh(devices):
+        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
+        found = jax.jit(program)(starts)
+        assert jax.typeof(found[1][1]) == jax.typeof(found[2]) == jax.typeof(starts)
+        if name == "while":
+            plain = jax.vmap(lambda x: jax.lax.while_loop(lambda c: c < 2.0, lambda c: jnp.sqrt(c) * 0.3 + c, x))
+            assert jax.typeof(found[0]) == jax.typeof(jax.jit(plain)(starts))
+            assert_close(jax.device_get(jax.vmap(f)(starts)), jax.device_get(expected[0]))
+    assert_close(jax.device_get(found), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("lanes", ["compact", "sequential"])
+def test_lanes_along_an_explicit_axis_that_would_be_gathered_are_refused(lanes):
     devices = mesh(AxisType.Explicit)
-    own_steps = {
-        "while": lambda x: lx.while_loop(lambda c: c < 2.0, lambda c: c * 1.1, x, lanes=lanes),
-        "fori": lambda x: lx.fori_loop(0, (x * 4).astype(int), lambda i, c: c * 1.1, x, lanes=lanes),
-        "scan": lambda x: lx.scan(lambda c, r: (c * r, c), x, jnp.ones(9), (x * 4).astype(int), lanes=lanes),
-    }
+    lanes = lx.Compact(min_lanes=1) if lanes == "compact" else lanes
+    own_steps = {name: partial(f, lanes=lanes) for name, f in OWN_STEPS.items() if name in ("while", "fori", "scan")}
     with jax.set_mesh(devices):
         starts = jax.device_put(np.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
         for f in own_steps.values():
@@ -211,6 +246,37 @@ def test_lanes_along_an_explicit_axis_that_differ_are_refused(lanes):
         alone = own_steps["fori"](jnp.asarray(0.9))
         spread = lx.sharded_lanes(own_steps["fori"], devices, "d")
         assert_close(jax.device_get(jax.jit(spread)(starts))[10], jax.device_get(alone))
+
+
+@pytest.mark.parametrize(
+    ("where", "loop"),
+    [
+        ("f of scan", lambda step, c: lx.scan(lambda c, _: (step(c), None), c, length=3)),
+        ("body_fun of fori_loop", lambda step, c: lx.fori_loop(0, 3, lambda i, c: step(c), c)),
+        ("body_fun of while_loop", lambda step, c: lx.while_loop(lambda c: c["a"].sum() < 3, step, c)),
+        ("step of rollout", lambda step, c: lx.rollout(lambda c: (step(c), None), c, 3)),
+    ],
+)
+def test_a_carry_that_changes_its_sharding(where, loop):
+    """The error names the user's function and the leaf, and not `while_loop ... state.carry[0]`."""
+    devices = mesh(AxisType.Explicit)
+    with jax.set_mesh(devices):
+        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
+        step = lambda c: {"a": c["a"] + starts, "b": c["b"]}
+        leaf = r"\['a'\]: got float64\[16\] sharded as P.*, expected float64\[16\]\n.*reshard"
+        with pytest.raises(TypeError, match=rf"(?s){where} must return .*{leaf}"):
+            jax.jit(lambda x: loop(step, {"a": x, "b": x}))(jnp.asarray(SPREAD))
+
+
+def test_branches_along_an_explicit_axis():
+    devices = mesh(AxisType.Explicit)
+    with jax.set_mesh(devices):
+        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
+        f = lambda p, x: lx.cond(p, lambda x: x + starts, lambda x: x * starts, x)
+        assert jax.typeof(jax.jit(f)(True, jnp.asarray(SPREAD))) == jax.typeof(starts)
+        assert_close(jax.device_get(jax.jit(f)(False, jnp.asarray(SPREAD))), SPREAD**2)
+        with pytest.raises(TypeError, match=r"float64\[16\] and float64\[16@d\]"):
+            jax.jit(lambda p, x: lx.cond(p, lambda x: x + starts, lambda x: x, x))(True, jnp.asarray(SPREAD))
 
 
 def recurrent(kind):

@@ -21,6 +21,7 @@ from loopax._src.jax_internals import (
     made_at,
     memory_space,
     source_here,
+    spec_of,
     to_weak,
     trace_context,
     varying_axes,
@@ -203,7 +204,8 @@ def _joined(a: Any, b: Any) -> Any:
     """The type of both; None if there is none. A weakly typed result takes the dtype of the other one."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = a.dtype if a.dtype == b.dtype else jnp.result_type(a, b)
-    if memory_space(a) is not memory_space(b) or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
+    other_place = memory_space(a) is not memory_space(b) or spec_of(a) != spec_of(b)
+    if other_place or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
         return None
     joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)
     return with_varying_axes(joined, varying_axes(a) | varying_axes(b))

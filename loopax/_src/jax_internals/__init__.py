@@ -19,7 +19,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad
 
-from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis, names_axis
+from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis
 from loopax._src.jax_internals.effects import are_ordered, happens, undifferentiable_effects
 from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
@@ -135,6 +135,7 @@ from loopax._src.jax_internals.types import (
     item_bytes,
     of_weak_type,
     on_mesh,
+    spec_of,
     strong,
     to_weak,
     unwritten,
@@ -255,6 +256,7 @@ __all__ = [
     "replace_jaxpr",
     "runs_in_python",
     "source_here",
+    "spec_of",
     "stage_unknown",
     "stands_alone",
     "stops_gradient",

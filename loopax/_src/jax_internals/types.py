@@ -100,6 +100,11 @@ def vary_like(x: jax.Array, aval: AbstractValue) -> jax.Array:
     return vary(x, varying_axes(aval) - varying_axes(x))
 
 
+def spec_of(aval: AbstractValue) -> tuple[Any, ...]:
+    """Along which `Explicit` mesh axes each axis of an array of this type is spread; None: along none."""
+    return tuple(aval.sharding.spec)
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The `shard_map` axes over which an array varies, or one of this type. `mat` has no public name."""
     aval: AbstractValue = x if isinstance(x, core.AbstractValue) else jax.typeof(x)

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._src.jax_internals import AbstractValue, convert, is_on_host, mapped_aval, memory_space, to_weak, vary_like
+from loopax._src.jax_internals import (
+    AbstractValue,
+    convert,
+    is_on_host,
+    mapped_aval,
+    memory_space,
+    spec_of,
+    to_weak,
+    vary_like,
+)
 from loopax._src.pytrees.diff import differences, same_structure, same_value
 
 
@@ -244,7 +253,7 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     if described.key_impl != spec.key_impl:
         return None
     a, b = spec.aval, described.aval
-    if a.shape != b.shape or memory_space(a) is not memory_space(b):
+    if a.shape != b.shape or memory_space(a) is not memory_space(b) or spec_of(a) != spec_of(b):
         return None
     if a.dtype != b.dtype:
         return _promoted(a, b, old)
@@ -277,7 +286,9 @@ def _paths(tree: Any) -> list[str]:
 
 def conversion(problems: Sequence[str]) -> str:
     """How to convert an array whose type is wrong; the problems describe it."""
-    return "`jax.device_put(x, ...)`" if any("<host>" in problem for problem in problems) else "`x.astype(...)`"
+    if any("<host>" in problem for problem in problems):
+        return "`jax.device_put(x, ...)`"
+    return "`x.astype(...)`" + ", `jax.reshard(x, ...)`" * any(" sharded as " in problem for problem in problems)
 
 
 def describe(leaf: Any) -> str:
@@ -287,7 +298,9 @@ def describe(leaf: Any) -> str:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
         where = "<host>" if is_on_host(leaf) else ""
-        return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}"
+        spec = spec_of(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else ()
+        spread = f" sharded as {jax.P(*spec)}" if any(spec) else ""
+        return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}{spread}"
     return f"{type(leaf).__name__} {leaf!r}"
 
 

@@ -200,7 +200,7 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
         ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)
         extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
-        extra.append(vary_like(jnp.zeros(axis.size, jnp.int32), jax.typeof(extra[0])))
+        extra.append(fill_axis(axis, vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.windows, avals, leave)
     consts, carry, xs = lanes.inputs

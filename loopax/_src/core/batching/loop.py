@@ -62,7 +62,6 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
     given = _with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
     if differ:
-        refuse_sharded_lanes(axis)
         return _batch_lanes(
             loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
         )
@@ -114,6 +113,7 @@ def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperand
     if isinstance(loop.stages, Stages) and not takes_any_step(loop):  # a select costs less than to gather the lanes
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
+        refuse_sharded_lanes(axis)
         operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))
         return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
     out, num_steps = run_lanes(loop, axis, *_rows(loop, low, high), lanes)

@@ -87,8 +87,8 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     if not any(windows):
         lanes = _uniform_sweep(sweep, axis, batched, ys)
     else:
-        refuse_sharded_lanes(axis)
         if in_groups:
+            refuse_sharded_lanes(axis)
             return _batch_in_groups(sweep, axis, (*windows, *flatten(batched)), [low, high], given)
         lanes = lockstep_sweep(
             sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))

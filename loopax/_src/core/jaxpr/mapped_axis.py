@@ -40,11 +40,7 @@ class Axis:
 
 
 def refuse_sharded_lanes(axis: Axis) -> None:
-    """Raise where lanes that take different numbers of steps are on several devices of an `Explicit` mesh.
-
-    A step asks whether any lane is active, and fills inactive lanes from an active one. JAX does neither across
-    devices.
-    """
+    """Raise where lanes would be gathered that are on several devices of an `Explicit` mesh."""
     if axis.mesh_axis is not None:
         raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from loopax._src.core.jaxpr.expand import batch_expanded
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate
-from loopax._src.jax_internals import ClosedJaxpr, new_primitive, register, vary_like
+from loopax._src.jax_internals import ClosedJaxpr, new_primitive, register, spec_of, vary_like
 
 active_p = new_primitive("active_lanes")
 
@@ -68,7 +68,7 @@ def an_active(active: Any) -> Any:
     them takes fifteen times as long.
     """
     lanes = active.shape[0]
-    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS or any(spec_of(jax.typeof(active))):
         return jnp.argmax(active)
     rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
     column = jnp.argmax(rows.any(0))

@@ -28,8 +28,10 @@ from loopax._src.jax_internals import (
     on_device,
     register,
     replace_jaxpr,
+    spec_of,
     where,
     zero,
+    zero_of,
 )
 
 When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
@@ -113,11 +115,19 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
         return x
 
     def fill(active: Any, first: Any, x: Any) -> Any:
-        return pick(active, x, x[first][None])
+        return pick(active, x, _lane(x, first))
 
     for _ in range(batch_axes):
         fill = jax.vmap(fill)
     return on_device(lambda x: fill(active, first, x), x)
+
+
+def _lane(x: Any, number: Any) -> Any:
+    """One lane of x, with the axis of lanes; JAX does not slice an axis that is spread over an `Explicit` mesh."""
+    if not spec_of(jax.typeof(x))[0]:
+        return x[number][None]
+    is_it = jnp.arange(x.shape[0], dtype=number.dtype) == number
+    return pick(is_it, x, zero_of(x.dtype)).sum(0, dtype=x.dtype, keepdims=True)
 
 
 def _abstract(*avals: Any, **params: Any) -> Any:
