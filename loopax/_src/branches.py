@@ -227,8 +227,9 @@ def _run_one(
     branches, operands = _with_references(branches, operands)
     call = _Call(name, operands, common_results(name, branches, operands), how)
     result = call.results.zeros()
+    used_keys: list[Any] = []
     for branch, taken in zip(branches, is_taken, strict=True):
-        result = _run_if(call, branch, taken, result)
+        result = _run_if(call, branch, taken, result, used_keys)
     return call.results.as_returned(result)
 
 
@@ -263,7 +264,7 @@ def _is_reference(leaf: Any) -> bool:
     return is_reference(leaf) and not is_object(leaf)
 
 
-def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any]) -> list[Any]:
+def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_keys: list[Any]) -> list[Any]:
     """The result of a branch if it is taken; else `result`."""
 
     def step(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
@@ -272,9 +273,9 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any]) -> li
         return (operands, as_arrays(call.results, branch.function(*operands))), None, None
 
     called = Called(call.name, (branch.function,), ())
-    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called)
+    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called, once=True)
     extent = Extent(jnp.int32(0), is_taken.astype(jnp.int32), 1, fixed=False)
     kind = Auto() if call.lanes.stages is None else Bounded()
-    loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name)
+    loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name, used_keys=used_keys)
     done = run(traced, loop_spec, [], (call.operands, result), None, None)
     return done.hand_over(settle(done.carry, done.checks))[1]

@@ -1,7 +1,7 @@
 """Running a loop on a user's pytrees: the traced step becomes a loop of the core, and its results pytrees again."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps, take_steps
+from loopax._src.frontend.key_reuse import note_key_use
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
@@ -50,6 +51,7 @@ class LoopSpec:
     throw: bool = True  # whether what goes wrong when it runs is an error
     reporter: Reporter | None = None  # to whom it tells how far it is
     branch: str = ""  # which function of a `cond` or a `switch` it is; empty for loops
+    used_keys: list[Any] = field(default_factory=list)  # that other branches have consumed
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class _Call:
         """Trace the step, and run the loop from a carry (frozen) on."""
         step, loop_spec, extras = self.step, self.loop_spec, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on is not None)
+        note_key_use(traced.key_use, (init, spec), (self.xs, self.x_spec), loop_spec.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
         _refuse_other_derivative(step, loop_spec, bool(traced.references))

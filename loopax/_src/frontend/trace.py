@@ -16,6 +16,7 @@ from loopax._src import core
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.core.row_buffers.versions import chained
+from loopax._src.frontend.key_reuse import KeyUse, key_use
 from loopax._src.frontend.references import (
     refuse_closed_over,
     refuse_other_types,
@@ -78,6 +79,7 @@ class Step:
     options: Hashable  # what else `call` depends on
     called: Called  # what JAX's errors name
     back: StepBack | None = None  # what the kind brings to walk back
+    once: bool = False  # it is a branch, which is taken at most once
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Traced:
     found: Found
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
+    key_use: KeyUse | None
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
@@ -288,6 +291,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     _name_in_errors(flat, step.called, len(extras), spec, x_rows, step.back is not None)
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
+    uses = key_use(step.where, raw, len(extras), spec, x_rows, int(predicated), step.once)
     open_body, closed_over = open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
@@ -309,7 +313,7 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
     names = _names(body, spec, x_rows, found["found"], predicated, num_flags + len(references))
-    return Traced(body, inverse, constants, references, **found, names=names)
+    return Traced(body, inverse, constants, references, **found, names=names, key_use=uses)
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:

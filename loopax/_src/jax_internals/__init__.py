@@ -23,6 +23,7 @@ from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, comm
 from loopax._src.jax_internals.effects import are_ordered, happens, undifferentiable_effects
 from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
 from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
+from loopax._src.jax_internals.key_reuse import checks_keys, consume_keys, keys_of
 from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
 from loopax._src.jax_internals.memory import (
     is_on_host,
@@ -172,9 +173,11 @@ __all__ = [
     "called",
     "calling_lines",
     "can_transpose",
+    "checks_keys",
     "chooses_platform",
     "collective_name",
     "communicates_over",
+    "consume_keys",
     "contracted_size",
     "convert",
     "convolved_size",
@@ -225,6 +228,7 @@ __all__ = [
     "item_bytes",
     "jaxpr_as_fun",
     "keeps_values",
+    "keys_of",
     "know_sparse",
     "known_now",
     "known_value",

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprTypeError, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from loopax._src.jax_internals.key_reuse import own_primitives, without_check
 from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
 
 
@@ -101,8 +102,9 @@ def register(
         `(operands, dimensions, **p) -> (results, their dimensions)`, in its place.
 
     """
+    own_primitives.append(primitive)
     if meaning is not None:
-        impl = impl or jax.jit(meaning, static_argnames=params)
+        impl = without_check(impl or jax.jit(meaning, static_argnames=params))
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
         jvp, linearize = partial(_linear_jvp, primitive, linear_in), partial(_linear_linearize, primitive, linear_in)

@@ -52,7 +52,7 @@ def as_constant(scan: Any, **options: Any) -> Callable[..., Any]:
 
 def as_rows(scan: Any, **options: Any) -> Callable[..., Any]:
     step = lambda x, scale: (jnp.sin(observed(x, scale)), None)
-    return lambda x, scale: scan(step, x, jnp.stack([scale] * 3), **options)[0].sum()
+    return lambda x, scale: scan(step, x, jnp.concatenate([scale.reshape(1)] * 3), **options)[0].sum()
 
 
 def in_carry(scan: Any, **options: Any) -> Callable[..., Any]:

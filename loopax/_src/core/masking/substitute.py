@@ -31,7 +31,6 @@ from loopax._src.jax_internals import (
     spec_of,
     where,
     zero,
-    zero_of,
 )
 
 When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
@@ -127,7 +126,7 @@ def _lane(x: Any, number: Any) -> Any:
     if not spec_of(jax.typeof(x))[0]:
         return x[number][None]
     is_it = jnp.arange(x.shape[0], dtype=number.dtype) == number
-    return pick(is_it, x, zero_of(x.dtype)).sum(0, dtype=x.dtype, keepdims=True)
+    return pick(is_it, x, zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True)
 
 
 def _abstract(*avals: Any, **params: Any) -> Any:
