@@ -10,7 +10,7 @@ import jax
 from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne, Stages
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static_args import Why, positive_int, refuse_arrays, refuse_tracers
+from loopax._src.pytrees.static_args import Why, no_choice, positive_int, refuse_arrays, refuse_tracers
 
 # Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.
@@ -269,5 +269,4 @@ def to_lanes(lanes: LanesLike) -> Lanes:
         return lanes
     if isinstance(lanes, str) and lanes in _BY_NAME:
         return _BY_NAME[lanes]()
-    choices = ", ".join(f"{name!r} ({cls.__name__}())" for name, cls in _BY_NAME.items())
-    raise ValueError(f"lanes={lanes!r} is not a way to run lanes. Choose one of {choices}.")
+    raise ValueError(no_choice("lanes", lanes, "a way to run lanes", _BY_NAME, {}))

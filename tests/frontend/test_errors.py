@@ -19,10 +19,42 @@ from tests.support.limited_loops import (
 
 
 @EACH_LOOP
-@pytest.mark.parametrize("kind", ["banana", "Auto", None, 3, lx.Lax])
+@pytest.mark.parametrize("kind", ["banana", "Auto", None, 3])
 def test_unknown_kind_lists_the_choices(loop: Any, kind: Any) -> None:
     with raises(ValueError, f"kind={kind!r}", "'auto'", "'lax'", "'checkpointed'", "'bounded'", "'residuals'"):
         loop(3, kind=kind)
+
+
+class Own(lx.Bounded):
+    """A kind of a user's."""
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"kind": "reversible"}, "needs arguments: write kind=lx.Reversible(inverse)."),
+        ({"kind": "Truncated"}, "needs arguments: write kind=lx.Truncated(last=5)."),
+        ({"kind": "checkpoint"}, "Did you mean 'checkpointed'? Choose one of"),
+        ({"kind": "Bounded"}, "Did you mean 'bounded'?"),
+        (
+            {"kind": lx.Checkpointed},
+            "kind=Checkpointed is a class, and an object is expected: write kind=lx.Checkpointed().",
+        ),
+        ({"kind": lx.Reversible}, "is a class, and an object is expected: write kind=lx.Reversible(inverse)."),
+        ({"kind": Own}, "is a class, and an object is expected: write kind=Own(...)."),
+        ({"lanes": "compacted"}, "Did you mean 'compact'?"),
+        ({"lanes": lx.Compact}, "is a class, and an object is expected: write lanes=lx.Compact()."),
+    ],
+    ids=str,
+)
+def test_what_is_nearly_a_kind_or_lanes(options: Any, advice: str) -> None:
+    with raises(ValueError, advice):
+        fori_loop(3, **options)
+
+
+def test_implicit_has_a_name() -> None:
+    loop = lambda a: lx.fori_loop(0, 30, lambda i, z: z / 2 + a, 0.0, kind="implicit")
+    assert float(jax.grad(loop)(1.0)) == pytest.approx(2.0)
 
 
 @EACH_LOOP

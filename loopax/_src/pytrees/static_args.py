@@ -1,5 +1,7 @@
 """Arguments that have to be known when a program is traced, and the errors that say why and what to do."""
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from operator import index
 from typing import Any, NamedTuple
 
@@ -43,6 +45,24 @@ def positive_float(what: str, value: Any, or_zero: bool = False) -> float:
     if not value > 0 and not (or_zero and value == 0):
         raise ValueError(f"{what}: got {value}, expected a positive number{' or zero' if or_zero else ''}.")
     return float(value)
+
+
+def no_choice(what: str, value: Any, is_no: str, by_name: Mapping[str, type], with_arguments: Mapping[str, str]) -> str:
+    """What to say of a value that is neither an object nor its name: `kind=5 is not a kind of loop. Choose ...`.
+
+    `by_name` are the classes of objects that have a name. `with_arguments` are lower-case names of others, which have
+    none because they need arguments, and how to write these.
+    """
+    if isinstance(value, type):
+        name, has_name = value.__name__, value in by_name.values()
+        written = with_arguments.get(name.lower(), f"lx.{name}()" if has_name else f"{name}(...)")
+        return f"{what}={name} is a class, and an object is expected: write {what}={written}."
+    near = get_close_matches(value.lower(), [*by_name, *with_arguments], 1) if isinstance(value, str) else []
+    choices = ", ".join(f"{name!r} ({cls.__name__}())" for name, cls in by_name.items())
+    if near and near[0] in with_arguments:
+        return f"{what}={value!r} has to be an object, for it needs arguments: write {what}={with_arguments[near[0]]}."
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{what}={value!r} is not {is_no}.{meant} Choose one of {choices}."
 
 
 def static_bool(what: str, value: Any, why: Why) -> bool:
