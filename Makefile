@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
+.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 clients clients-lowest clients-newest faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -36,6 +36,12 @@ test-lowest test-newest test-python3.13 test-python3.14: test-%: .envs/%/.instal
 # All versions of Python and JAX, and JAX's flags that are to become defaults: three hours.
 test-all: $(VENV)/.installed
 	.ci/test-all
+
+# Programs on other people's packages, on the lowest JAX that these have and on the newest: at most twelve minutes each.
+# In full size: make clients SIZE=whole. Warnings of other people's packages are theirs.
+clients: clients-lowest clients-newest
+clients-lowest clients-newest: %: .envs/%/.installed
+	LOOPAX_CLIENTS=$(or $(SIZE),small) .envs/$*/bin/python -m pytest -n 2 --dist worksteal -W ignore tests/clients
 
 # Fifty small wrong edits of the core, one after another: which test notices each? It takes an hour.
 faults: $(VENV)/.installed
@@ -105,6 +111,12 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 
 .envs/newest/.installed: requirements-newest.lock pyproject.toml
 	$(call install,$(PYTHON312),.envs/newest,$<)
+
+.envs/clients-lowest/.installed: requirements-clients-lowest.lock pyproject.toml
+	$(call install,$(PYTHON311),.envs/clients-lowest,$<)
+
+.envs/clients-newest/.installed: requirements-clients-newest.lock pyproject.toml
+	$(call install,$(PYTHON312),.envs/clients-newest,$<)
 
 .envs/python3.13/.installed: requirements-newest.lock pyproject.toml
 	$(call install,$(PYTHON313),.envs/python3.13,$<)
