@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from loopax._src.core import Asked, BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, run
 from loopax._src.core.ir.inverse import num_recorded
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import INDEX, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers.primitives import put
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
@@ -43,8 +44,8 @@ class Steps:
         return out._replace(ys=[_turned(y, self.whole.operands.high) for y in out.ys])
 
     def unconditional(self) -> "Steps":
-        """The same without its condition, for steps that were taken."""
-        return replace(self, loop=self.loop._replace(predicated=False))
+        """The same without its condition and its effects, for steps that were taken."""
+        return replace(self, loop=self.loop._replace(body=without_effects(self.loop.body), predicated=False))
 
     def part(
         self,

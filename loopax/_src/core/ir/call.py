@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.jax_internals import jaxpr_as_fun
 
 
@@ -74,8 +75,12 @@ class LoopCall:
         return self.run_loop(self.loop, self.operands)
 
     def step(self, row: Any, carry: Sequence[Any], x: Sequence[Any] = ()) -> LoopOutputs:
-        """Evaluate the body once, and return the next carry and a row of `ys` as the pair `(carry, ys)`."""
-        return self.loop.outputs(jaxpr_as_fun(self.loop.body)(row, *self.operands.consts, *carry, *x))
+        """Evaluate the body once, and return the next carry and a row of `ys` as the pair `(carry, ys)`.
+
+        Prints and callbacks of the body belong to the steps of the loop, and do not happen here.
+        """
+        body = without_effects(self.loop.body)
+        return self.loop.outputs(jaxpr_as_fun(body)(row, *self.operands.consts, *carry, *x))
 
     def at(self, operands: LoopOperands) -> "LoopCall":
         """Return the same loop with other operands."""
