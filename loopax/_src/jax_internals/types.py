@@ -9,6 +9,7 @@ from jax import core, lax
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.lax import lax as _lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -133,6 +134,11 @@ def vary(x: jax.Array, axes: Any) -> jax.Array:
 def is_nonzero(tangent: Any) -> bool:
     """Whether a tangent is more than a symbolic zero (integers have tangents of dtype float0)."""
     return not isinstance(tangent, ad.Zero) and jax.typeof(tangent).dtype != _dtypes.float0
+
+
+def no_tangent(x: Any) -> SymbolicZero:
+    """The tangent of an array that has none, in the rule of a `jax.custom_jvp`; it varies as the array does."""
+    return SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
 def has_tangents(x: Any) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 
 from loopax._src.core import Cost, Derivative, Kind, LoopCall, LoopFacts, NoReverseMode, Outcome
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import api_boundary, to_device
+from loopax._src.jax_internals import api_boundary, to_device, vary_like
 from loopax._src.kinds.fixed_point import FixedPoint, raveled
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.perturbed import jvp
@@ -177,6 +177,8 @@ class Implicit(Kind):
         b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)
         # One vector: JAX's rule cannot transpose a system some of whose right-hand sides have no tangent.
         vector, unravel = raveled(b)
+        # Typed as the system is under `jax.shard_map`, for so they come to be typed where they are residuals.
+        num_steps, reached = (vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
         solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
         x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
         of_unknowns = [-dot for dot in unravel(x)]

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core import Loop, LoopCall, NoReverseMode, run
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS
-from loopax._src.jax_internals import jaxpr_as_fun, open_constants
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list
+from loopax._src.core.jaxpr.varying_axes import settled
+from loopax._src.jax_internals import open_constants, replace_jaxpr, vary_like
 
 # The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.
 _STEPS = 10
@@ -75,12 +76,12 @@ def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any
 
 def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any]:
     """Run a loop with a condition, whose lanes leave as those of the user's loop do."""
-    raw, consts = open_constants(jax.make_jaxpr(step)(INDEX, *map(jax.typeof, carry)))
-    num_consts, function = len(consts), jaxpr_as_fun(raw)
-    ordered = jax.make_jaxpr(lambda row, *inputs: function(*inputs[:num_consts], row, *inputs[num_consts:]))
+    opened, consts = open_constants(settled(step, INDEX, list(map(jax.typeof, carry)), []))
+    given, (row, *leaves) = split_list(opened.jaxpr.invars, [len(consts)])
+    carry = list(map(vary_like, carry, opened.out_avals))
     loop = Loop(
-        ordered(INDEX, *map(jax.typeof, consts), *map(jax.typeof, carry)),
-        num_consts=num_consts,
+        replace_jaxpr(opened, [row, *given, *leaves], opened.jaxpr.outvars),
+        num_consts=len(consts),
         num_carry=len(carry),
         bound=None,
         reverse=False,

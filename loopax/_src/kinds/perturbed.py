@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import has_tangents, zeros
+from loopax._src.jax_internals import has_tangents, no_tangent, zeros
 
 
 def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
@@ -28,4 +27,4 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
 
 def zero_tangent(x: Any) -> Any:
     """The tangent of a constant."""
-    return zeros(jax.typeof(x)) if has_tangents(x) else np.zeros(x.shape, jax.dtypes.float0)
+    return zeros(jax.typeof(x)) if has_tangents(x) else no_tangent(x)

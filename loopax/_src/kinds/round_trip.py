@@ -12,8 +12,9 @@ from loopax._src.core import Loop, LoopCall, LoopOperands, run
 from loopax._src.core.ir.inverse import needed_by_inverse, num_recorded
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
+from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.core.row_buffers.versions import buffers, keep_rows
-from loopax._src.jax_internals import dce, has_tangents, jaxpr_as_fun
+from loopax._src.jax_internals import dce, has_tangents, jaxpr_as_fun, replace_jaxpr, vary_like
 from loopax._src.kinds.rounding import Difference, largest_difference
 
 
@@ -55,7 +56,7 @@ def _first_step(call: LoopCall) -> Difference:
     num_rows = num_recorded(loop.body, loop.inverse)
 
     def there_and_back(row: Any, *inputs: Any) -> list[Any]:
-        consts, carry, _, x = split_list(inputs, [loop.num_consts, loop.num_carry, 2])
+        carry, _, consts, x = split_list(inputs, [loop.num_carry, 2, loop.num_consts])
         out = body(row, *consts, *carry, *x)
         after, recorded = loop.outputs(out).carry, out[len(out) - num_rows :]
         before = inverse(row, *consts, *after, *x, *recorded)
@@ -63,19 +64,20 @@ def _first_step(call: LoopCall) -> Difference:
         found = largest_difference(*([leaves[i] for i in compared] for leaves in (carry, before, after)))
         return [*go_on, *after[len(go_on) :], *found]
 
-    numbers = Difference(jnp.float32(0), jnp.float32(0))
-    types = loop.input_avals
+    numbers, types = Difference(jnp.float32(0), jnp.float32(0)), loop.input_avals
+    leaves = [*types.carry, *map(jax.typeof, numbers)]
+    in_order = settled(there_and_back, loop.body.in_avals[0], leaves, [*types.consts, *types.xs])
+    row, changing, consts_of_it, rows = split_list(in_order.jaxpr.invars, [1, len(leaves), len(types.consts)])
+    carry = list(map(vary_like, [*carry, *numbers], in_order.out_avals))
     once = loop._replace(
-        body=trace(
-            there_and_back, [loop.body.in_avals[0], *types.consts, *types.carry, *map(jax.typeof, numbers), *types.xs]
-        ),
+        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], in_order.jaxpr.outvars),
         num_carry=loop.num_carry + 2,
         inverse=None,
         reporting=None,
         debug_info=None,
         unroll=1,
     )
-    return Difference(*run(once, low, high, consts, [*carry, *numbers], xs).carry[-2:])
+    return Difference(*run(once, low, high, consts, carry, xs).carry[-2:])
 
 
 def _returned(loop: Loop) -> Mask:

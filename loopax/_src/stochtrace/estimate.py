@@ -2,9 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree
 
+from loopax._src.core.jaxpr.varying_axes import differing
 from loopax._src.frontend.options import prng_key
 from loopax._src.frontend.runtime_checks import settle
 from loopax._src.jax_internals import api_boundary
@@ -198,7 +200,7 @@ def estimate_trace(
     square = to_operator(operator, size)
     estimator.check(square)
     budget, checks = to_budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
-    products = Products(square, budget.batch)
+    products = Products(square, budget.batch, differing(jax.tree.leaves((key, budget.stop))))
     found, converged = estimator.run(products, key, budget), jnp.ones((), bool)
     if (tolerance := budget.stop.tolerance) is not None:
         found, converged = tolerance.raised(found), tolerance.allows(found)

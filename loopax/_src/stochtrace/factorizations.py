@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
+from loopax._src.core.jaxpr.varying_axes import differing, retyped
+
 # Singular values are raised to this part of the rounding error of the largest. As measured for XNysTrace, eigenvalues
 # 0.7^i, 48 products and float32: the estimate is 200 times the rounding error of one number too large. With 1 in place
 # of 0.01 it is 1700 times, with 0.001 it is 600 times.
@@ -139,10 +141,15 @@ def lane_by_lane(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A call of LAPACK for a batch takes a thread of XLA's pool, and waits in it for parts that need threads too. Where a
     program has two such calls that do not depend on each other, both can wait for ever (jaxlib 0.10 on two cores).
+
+    `jax.custom_batching` forgets that operands vary over the devices of a `jax.shard_map`: so they are typed as if they
+    did not, and nothing here communicates.
     """
     in_turn = sequential_vmap(function)
 
     def on_any_platform(*operands: Any) -> Any:
-        return jax.lax.platform_dependent(*operands, cpu=in_turn, default=function)
+        axes, operands = differing(operands), tuple(retyped(x, frozenset()) for x in operands)
+        result = jax.lax.platform_dependent(*operands, cpu=in_turn, default=function)
+        return jax.tree.map(lambda x: retyped(x, axes), result)
 
     return on_any_platform

@@ -5,11 +5,12 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import core
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Inexact, Int
 
-from loopax._src.jax_internals import jaxpr_as_fun, open_constants
+from loopax._src.core.jaxpr.varying_axes import differing
+from loopax._src.jax_internals import jaxpr_as_fun, no_tangent, open_constants, vary, varying_axes, with_varying_axes
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import scan
 from loopax._src.pytrees.leaves import describe
@@ -22,13 +23,19 @@ Probes = Literal["rademacher", "normal", "sphere"]
 class Products:
     """Products as a function of `parameters`, the arrays that the operator has: so that they can be differentiated.
 
-    `batch` of them are evaluated together.
+    `batch` of them are evaluated together. In a `jax.shard_map`, probes vary over `axes`; where images vary over more,
+    so do the vectors that estimators make of them.
     """
 
-    def __init__(self, operator: Operator, batch: int):
-        vector = jax.ShapeDtypeStruct((operator.size,), operator.dtype)
-        open_jaxpr, parameters = open_constants(jax.make_jaxpr(operator.matvec)(vector))
-        self._matvec = jaxpr_as_fun(open_jaxpr)
+    def __init__(self, operator: Operator, batch: int, axes: frozenset[Any] = frozenset()):
+        vector = core.ShapedArray((operator.size,), operator.dtype)
+        while True:
+            traced = jax.make_jaxpr(operator.matvec)(with_varying_axes(vector, axes))
+            if (of_images := differing(traced.out_avals)) <= axes:
+                break
+            axes |= of_images
+        open_jaxpr, parameters = open_constants(traced)
+        self._matvec, self._axes = jaxpr_as_fun(open_jaxpr), axes
         self._dtype = operator.dtype
         self.parameters = [jnp.asarray(x) for x in parameters]
         self.size = operator.size
@@ -37,7 +44,8 @@ class Products:
 
     def __call__(self, parameters: Parameters, vectors: Inexact[Array, "b n"]) -> Inexact[Array, "b n"]:
         """A v for each row v."""
-        (images,) = jax.vmap(lambda v: self._matvec(*parameters, v))(vectors.astype(self._dtype))
+        vectors = vary(vectors.astype(self._dtype), self._axes - varying_axes(vectors))
+        (images,) = jax.vmap(lambda v: self._matvec(*parameters, v))(vectors)
         return images.astype(self.dtype)
 
     def of_rows(
@@ -92,14 +100,10 @@ def with_derivative(
 
             return jax.jvp(of_moving, (moving_of(parameters), *values), (moving_of(directions), *rates))
 
-        return out, (derivative(others, out, along), jax.tree.map(_no_tangent, out[1]))
+        return out, (derivative(others, out, along), jax.tree.map(no_tangent, out[1]))
 
     function.defjvp(rule, symbolic_zeros=True)
     return function
-
-
-def _no_tangent(integer: Array) -> Any:
-    return np.zeros(integer.shape, jax.dtypes.float0)
 
 
 # ---- probes: random vectors with the identity as their second moment, E[w w^H] = I
