@@ -87,8 +87,7 @@ def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = N
         with without_folding():
             return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
     amounts = [] if amount is None else [_to_show(lax.stop_gradient(amount))]
-    with without_folding():
-        return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, error=_Error(message, stack))
+    return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, error=_Error(message, stack))
 
 
 def _to_show(amount: Any) -> Any:
@@ -105,7 +104,8 @@ def _raise_now(failed: Any, *amounts: Any, error: _Error) -> Any:
 
 
 def _raise_later(failed: Any, *amounts: Any, error: _Error) -> Any:
-    return _program(error)(*_first_failure(failed, *amounts))
+    with without_folding():
+        return _program(error)(*_first_failure(failed, *amounts))
 
 
 def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
