@@ -15,7 +15,7 @@ SHARES: dict[str, Callable[[Program], object]] = {
     "a batch": lambda p: BATCHES & {*p.transformations},
     "a batch and a derivative": lambda p: BATCHES & {*p.transformations} and DERIVATIVES & {*p.transformations},
     "counted calls": lambda p: {*p.features} & {*"eio"},
-    "keys of rbg": lambda p: "g" in p.features or ("y" in p.features and p.seed % 3 < 2 and not p.reverse),
+    "keys of rbg": lambda p: "g" in p.features or ("y" in p.features and p.seed % 3 < 2),
     "jax.checkpoint": lambda p: p.policy or {*WITH_CHECKPOINTS, "checkpoint"} & {*p.body, *p.transformations},
     "a policy around the step": lambda p: p.policy,
     "rows in host memory": lambda p: "p" in p.features,

@@ -132,6 +132,30 @@ def inner_solves(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": loops.inner(c["n"] % 3, improved, c["v"]), "n": c["n"] + 1}
 
 
+def inner_stages(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Steps of a Runge-Kutta method, which loopax compiles once where a step with a derivative is as large."""
+
+    def stages(v: Any) -> Any:
+        slope = lambda v: jnp.tanh(w @ v + x) - 0.2 * v
+        k1 = slope(v)
+        k2 = slope(v + 0.1 * k1)
+        k3 = slope(v + 0.1 * k2)
+        return v + 0.2 / 6.0 * (k1 + 2.0 * k2 + 2.0 * k3 + slope(v + 0.2 * k3))
+
+    return c | {"v": loops.inner(2, stages, c["v"])}
+
+
+def wide(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """On as many numbers as make room for what a derivative stores of a step."""
+    a = jnp.sin(c["a"] + c["s"]) * 0.9
+    return c | {"a": a, "s": 0.5 * c["s"] + a.mean()}
+
+
+def wide_products(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    a = jnp.tanh(c["a"].reshape(-1, 3) @ w + c["v"][None])
+    return c | {"a": a.reshape(-1), "v": 0.6 * c["v"] + a.mean(0) * 0.4}
+
+
 def loop_in_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
     shrunk = lambda s: loops.inner_while(lambda s: jnp.abs(s) > 0.4, lambda s: 0.7 * s * jnp.cos(x), s)
     return c | {"s": loops.inner(2, lambda s: shrunk(jnp.sin(2.0 * s) + 0.5), c["s"])}

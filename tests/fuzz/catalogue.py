@@ -11,29 +11,23 @@ def of_any_lanes(*branches: Operation) -> list[Operation]:
 
 _o, _a, _f, _e = operations, algebra, flags, effects
 ALWAYS: list[Operation] = [
-    *(
-        _o.product,
-        _o.elementwise,
-        _o.total,
-        _o.count,
-        _o.swap,
-        _o.overwrite,
-        _o.sort,
-        _o.largest,
-        _o.gather,
-        _o.scatter,
-    ),
-    *(_o.cumulative, _o.where, _o.square_root, _o.cond, _o.switch, _o.lax_scan, _o.lax_fori, _o.inner_loop),
-    *(_o.inner_loop_of_any_length, _o.inner_while, _o.checkpoint, _o.loop_in_checkpoint, _o.custom_jvp, _o.custom_vjp),
-    *(_o.squash, _o.stop_gradient, _o.jit, _o.batch, _o.slope),
+    *(_o.product, _o.elementwise, _o.total, _o.count, _o.swap, _o.overwrite, _o.sort, _o.largest, _o.gather),
+    *(_o.scatter, _o.cumulative, _o.where, _o.square_root, _o.cond, _o.switch, _o.lax_scan, _o.lax_fori),
+    *(_o.inner_loop, _o.inner_loop_of_any_length, _o.inner_while, _o.checkpoint, _o.loop_in_checkpoint),
+    *(_o.custom_jvp, _o.custom_vjp, _o.squash, _o.stop_gradient, _o.jit, _o.batch, _o.slope),
     *(_a.solve, _a.cholesky, _a.eigenvalues, _a.linear_solve, _a.root, _a.convolution, _a.spectrum, _a.soft_choice),
     *(_a.outer_product, _a.length, _a.cumulative_product, _a.running_sums, _a.sort_by, _a.order, _a.best_two),
     *(_a.place_of_largest, _a.take_along, _a.slice_of_weights, _a.update_slice, _a.sums_by_place, _a.place_among),
-    *(_a.rows_of_map, _a.inner_rows, _a.inner_solves, _a.loop_in_loop, _a.pure_callback, _a.rule_for_lanes),
-    *(_a.rule_that_mixes_lanes, _f.chosen_by_a_constant, _f.chosen_by_constants, _f.one_of_constants, _f.constant),
-    *(_f.clipped, _f.guarded_domain, _f.chosen_scan, _f.chosen_inner_loop, _f.scan_with_constants, _f.flag_of_scan),
-    *(_f.flag_of_loop, _f.flag_of_numbers_outside, _f.flags_of_rows, _f.named, _f.checkpoint_with_policy),
-    *(_f.checkpoint_of_scan,),
+    *(
+        _a.rows_of_map,
+        _a.inner_rows,
+        _a.inner_solves,
+        _a.inner_stages,
+        _a.loop_in_loop,
+        _a.pure_callback,
+        _a.rule_for_lanes,
+    ),
+    *(_a.rule_that_mixes_lanes, _f.clipped, _f.guarded_domain, _f.named, _f.checkpoint_with_policy),
     *of_any_lanes(_o.branch, _o.branch_with_a_product, _o.branch_with_a_domain, _o.one_of_three, _o.loop_in_branch),
     *of_any_lanes(_o.branch_in_branch, _f.chosen_in_branch, _f.checkpoint_of_branch),
 ]
@@ -49,6 +43,12 @@ OF_FEATURES: dict[str, list[Operation]] = {
     "b": [_o.append, _o.newest_of_buffer],
     "h": [_o.push, _o.window, *of_any_lanes(_o.push_in_branch)],
     "r": [_o.write, _o.read, *of_any_lanes(_o.write_in_branch)],
+    "a": [_a.wide, _a.wide_products],
+    "c": [  # choices by constants, and flags
+        *(_f.chosen_by_a_constant, _f.chosen_by_constants, _f.one_of_constants, _f.constant, _f.chosen_scan),
+        *(_f.chosen_inner_loop, _f.chosen_result, _f.scan_with_constants, _f.flag_of_scan, _f.flag_of_loop),
+        *(_f.flag_of_numbers_outside, _f.flags_of_rows, _f.checkpoint_of_scan),
+    ],
     "t": [_f.turn_if, _f.set_flag, *of_any_lanes(_f.branch_on_flag)],
     # Effects that a derivative keeps, that only a program without a derivative has, and in order, also without a batch.
     "e": [
@@ -60,6 +60,7 @@ OF_FEATURES: dict[str, list[Operation]] = {
     "o": [_e.say_in_order, _e.say_in_order_in_branch],
     "p": [_e.row_from_host, _e.there_and_back, _e.branch_on_host],  # rows in host memory
 }
+ALWAYS += OF_FEATURES["c"]
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation for group in (ALWAYS, *OF_FEATURES.values()) for operation in group
 }

@@ -12,11 +12,11 @@ FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while", "in
 OTHER_INNER_LOOPS = (
     *("batch", "slope", "loop_in_checkpoint", "inner_rows", "loop_in_loop", "chosen_inner_loop", "flag_of_loop"),
     *("flag_of_numbers_outside", "flags_of_rows", "turn_if", "say_in_loop_that_changes_nothing", "ask_in_inner_loop"),
-    *("doubles_in_inner_loop", "checkpoint_of_scan", *TAKES_BRANCHES),  # a branch is a loop
+    *("inner_stages", "doubles_in_inner_loop", "checkpoint_of_scan", *TAKES_BRANCHES),  # a branch is a loop
 )
 # Results of an inner loop, which is then dead code.
 DROPS_RESULTS = ("overwrite", "window", "eigenvalues", "constant", "spectrum", "soft_choice", "length")
-LETTERS = "zfkmbhrtgyeeeiopd"  # of features; of effects that a derivative keeps, more often
+LETTERS = "zfkmbhrtgyeeeccccciopd"  # of features; of some, more often
 NOT_OF_LAX = "bhry"  # what is no argument of its loops, or loopax's own
 LARGE = 4  # operations: more derivatives of more of them take long to compile
 
@@ -39,15 +39,16 @@ def program(number: int) -> Program:
     max_steps = None if kind == "lax" else random.choice([None, None, *bounds])
     if max_steps is None and kind in STORES_EVERY_STEP and (rewritten or loop != "scan"):
         max_steps = MOST_INNER_STEPS + 1  # these kinds need a static bound
-    # JAX has no `jax.checkpoint` of a function that writes to mutable arrays, or has effects in order.
-    policy = random.choice([*POLICIES]) if random.random() < 0.25 and not {*features} & {*"ro"} else ""
+    # There is no `jax.checkpoint` of a function that writes to a mutable array or a buffer, or has effects in order.
+    policy = random.choice([*POLICIES]) if random.random() < 0.16 and not {*features} & {*"bro"} else ""
     bounded = loop == "scan" or counted or max_steps is not None
     return Program(
         loop,
         body,
         features,
         steps,
-        reverse=loop == "scan" and random.random() < 0.5,
+        # In reverse, lanes with fewer steps begin later, so they meet other steps of other lanes.
+        reverse=loop == "scan" and not _mixes_lanes(body, features) and random.random() < 0.5,
         unroll=random.randint(1, 3) if has_lax and max_steps is None else 1,
         stop=stop,
         max_steps=max_steps,
@@ -62,15 +63,20 @@ def program(number: int) -> Program:
 
 def _features(random: Random, rewritten: bool) -> str:
     letters = [letter for letter in LETTERS if not (rewritten and letter in NOT_OF_LAX)]
-    return "".join(sorted({random.choice(letters) for _ in range(random.choice([0, 1, 1, 2]))}))
+    found = {random.choice(letters) for _ in range(random.choice([0, 1, 1, 2]))}
+    return "".join(sorted(found | {"a"} if random.random() < 0.5 else found))
 
 
 def _body(random: Random, features: str) -> tuple[str, ...]:
-    """Small or large; where there are features, a third of the operations are for them."""
-    special = [operation for letter in features for operation in OF_FEATURES[letter]]
+    """Small or large, with an operation for each feature and more of them."""
     size = random.choice([random.randint(1, 3), random.randint(3, 9)])
-    groups = [special if special and random.random() < 0.35 else ALWAYS for _ in range(size)]
-    return tuple(random.choice(group).__name__ for group in groups)
+    special = [OF_FEATURES[letter] for letter in features]
+    groups = [
+        random.choice(special) if special and random.random() < 0.2 else ALWAYS for _ in range(size - len(special))
+    ]
+    body = [random.choice(group).__name__ for group in (*special, *groups)]
+    random.shuffle(body)
+    return tuple(body)
 
 
 def _lanes(random: Random, body: tuple[str, ...], features: str, can_be_free: bool) -> str:
@@ -79,9 +85,13 @@ def _lanes(random: Random, body: tuple[str, ...], features: str, can_be_free: bo
     What a lane draws from some keys depends on the other lanes, which have to take the same step.
     """
     one = sum(name in FREE_INNER_LOOPS for name in body) == 1 and not {*body} & {*OTHER_INNER_LOOPS, *DROPS_RESULTS}
-    if {*features} & {*"gy"} or "rule_that_mixes_lanes" in body:
+    if _mixes_lanes(body, features):
         return random.choice(["lockstep", "compact", "auto"])
     return random.choice(["free"] * 4 * (can_be_free and one) + [name for name in LANES if name != "free"])
+
+
+def _mixes_lanes(body: tuple[str, ...], features: str) -> bool:
+    return bool({*features} & {*"gy"}) or "rule_that_mixes_lanes" in body
 
 
 def _transformations(

@@ -17,7 +17,7 @@ from tests.fuzz.program import ROWS, Program
 from tests.fuzz.transformations import AROUND, DERIVATIVES, TRANSFORMATIONS, Function
 
 SHAPES = {"v": (3,), "s": (), "w": (3, 3), "xs": (ROWS,), "re": (2,), "im": (2,), "weight": (3, 3)}
-CARRIED = "zfdkgmbhrt"  # features that are leaves
+CARRIED = "zfdkgmbhrat"  # features that are leaves
 IMPLEMENTATIONS = ("rbg", "unsafe_rbg", "threefry2x32")  # of keys
 
 
@@ -42,7 +42,7 @@ def function(program: Program, loops: Any) -> Function:
                 values = OPERATIONS[name](values, x["x"], number["w"], loops)
             return {name: value for name, value in values.items() if name in start}
 
-        key = key_of_loop(program, number) if "y" in program.features else None
+        key = key_of(IMPLEMENTATIONS[program.seed % 3], program.seed, number) if "y" in program.features else None
         found = loops.run(program, Given(start, rows_of(program, number, loops), step, steps, key))
         return found | {"last": loops.plain(found["last"] | closed_over)}
 
@@ -70,12 +70,6 @@ def key_of(implementation: str, seed: int, number: Values) -> Any:
     return jax.random.fold_in(jax.random.key(seed, impl=implementation), number["lane"])
 
 
-def key_of_loop(program: Program, number: Values) -> Any:
-    """In reverse, no row is that of a lane which has finished: others may not depend on what it draws."""
-    implementation = "threefry2x32" if program.reverse else IMPLEMENTATIONS[program.seed % 3]
-    return key_of(implementation, program.seed, number)
-
-
 # A leaf of the carry from numbers, a seed, and the loops.
 LEAVES: dict[str, Callable[[Any, int, Any], Any]] = {
     "z": lambda number, seed, loops: lax.complex(number["re"], number["im"]),
@@ -87,6 +81,7 @@ LEAVES: dict[str, Callable[[Any, int, Any], Any]] = {
     "b": lambda number, seed, loops: loops.append(loops.buffer(), number["s"], jnp.bool_(True)),
     "h": lambda number, seed, loops: loops.history(0.7 * number["v"]),
     "r": lambda number, seed, loops: loops.mutable(number["re"]),
+    "a": lambda number, seed, loops: jnp.outer(jnp.linspace(-1.0, 1.0, 40), number["v"]).reshape(-1),
     "t": lambda number, seed, loops: number["s"] > 0.0,
 }
 

@@ -2,10 +2,10 @@
 
 Values are a dictionary: `v` float64[3], `s` float64[], `n` int32[], and perhaps `z` complex128[2], `f` float32[2], `d`
 float64[2] in 32-bit mode, `k` a PRNG key, `g` one of another implementation, `m` an Equinox module, `b` a buffer, `h` a
-history, `t` a bool and `r` a mutable array that is closed over; also `lane`, an int32[] that differs from lane to lane,
-and of the row, with some features, `x64`, `x on host` and `key`. `x` is the row, a float64[]; `w` a float64[3, 3] that
-is closed over. Inner loops, branches, buffers, histories and mutable arrays are those of `loops` (`loops.py`): loopax's
-and JAX's, or unrolled ones and plain arrays.
+history, `a` float64[120], `t` a bool and `r` a mutable array that is closed over; also `lane`, an int32[] that differs
+from lane to lane, and of the row, with some features, `x64`, `x on host` and `key`. `x` is the row, a float64[]; `w` a
+float64[3, 3] that is closed over. Inner loops, branches, buffers, histories and mutable arrays are those of `loops`
+(`loops.py`): loopax's and JAX's, or unrolled ones and plain arrays.
 """
 
 from collections.abc import Callable
