@@ -217,8 +217,14 @@ def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     loop = While.of(eqn)
     cond_consts, rest = split_list(operands, [loop.num_cond_consts])
-    loop = loop._replace(body=_with_flag(loop.body, 0), num_consts=loop.num_consts + 1)
-    return bind_while(eqn, loop, [*cond_consts, active, *rest])
+    loop = While(
+        cond=_with_flag(loop.cond, 0),
+        body=_with_flag(loop.body, 0),
+        num_cond_consts=loop.num_cond_consts + 1,
+        num_consts=loop.num_consts + 1,
+        num_carry=loop.num_carry,
+    )
+    return bind_while(eqn, loop, [active, *cond_consts, active, *rest])
 
 
 def _guard_open_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
