@@ -11,6 +11,7 @@ from jax import Array, lax
 import loopax as lx
 from loopax import Truncated
 from tests.support.compiled import temporary as temporary_bytes
+from tests.support.counted import counting, evaluations
 from tests.support.problem import BOUND, XS, H, Program, W, mixed, scan_step
 from tests.support.reference import assert_close
 
@@ -189,35 +190,27 @@ def test_inside_a_loop_whose_gradient_is_taken() -> None:
 
 
 class TestCosts:
-    def evaluations(self, run: Callable[..., Any], *args: Any) -> int:
-        calls: list[int] = []
-        run(lambda: calls.append(1), *args)
-        jax.effects_barrier()
-        return len(calls)
-
     @pytest.mark.parametrize(("is_static", "expected"), [(True, 20), (False, 20 + 5)])
     def test_steps_are_evaluated(self, is_static: bool, expected: int) -> None:
         """The last five once more where the length is known only when the loop runs."""
 
         def gradient(count: Callable[[], None], n: Any) -> Any:
             def body(h: Array, x: Array) -> Any:
-                jax.debug.callback(count)
-                return jnp.tanh(W @ h + x), None
+                return jnp.tanh(W @ counting(count, h) + x), None
 
             xs = jnp.zeros((20, 3))
             return jax.grad(lambda h: lx.scan(body, h, xs, length=n, kind=Truncated(last=5))[0].sum())(H)
 
-        assert self.evaluations(gradient, None if is_static else jnp.int32(20)) == expected
+        assert evaluations(gradient, None if is_static else jnp.int32(20)) == expected
 
     def test_a_value_alone_costs_nothing_more(self) -> None:
         def value(count: Callable[[], None]) -> Any:
             def body(h: Array) -> Any:
-                jax.debug.callback(count)
-                return h + 1
+                return counting(count, h) + 1
 
             return lx.while_loop(lambda h: h.sum() < 20, body, jnp.zeros(2), kind=Truncated(last=5))
 
-        assert self.evaluations(value) == 10
+        assert evaluations(value) == 10
 
     @pytest.mark.parametrize("is_static", [True, False])
     def test_memory_is_that_of_the_last_steps(self, is_static: bool) -> None:

@@ -218,7 +218,7 @@ def test_streams_under_other_settings_are_compiled_again():
         return lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
 
     first = dict(lx.lanes_stream(draw, items(3), lanes=2))
-    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+    with jax.enable_x64(False):
         second = lx.lanes_stream(draw, items(3), lanes=2)
     second = dict(second)  # the settings are those where it was made
     assert all(second[i] != first[i] for i in range(3))

@@ -32,8 +32,6 @@ from loopax._src.jax_internals import (
     calling_lines,
     convert,
     register,
-    varying_axes,
-    with_varying_axes,
     without_folding,
 )
 
@@ -87,7 +85,7 @@ def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = N
         with without_folding():
             return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
     amounts = [] if amount is None else [_to_show(lax.stop_gradient(amount))]
-    return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, error=_Error(message, stack))
+    return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, what=_Error(message, stack))
 
 
 def _to_show(amount: Any) -> Any:
@@ -96,20 +94,21 @@ def _to_show(amount: Any) -> Any:
     return convert(amount, jnp.dtype("float32")) if is_cut else jnp.asarray(amount)
 
 
-def _raise_now(failed: Any, *amounts: Any, error: _Error) -> Any:
+def _raise_now(failed: Any, *amounts: Any, what: _Error) -> Any:
     failed, lane, *found = jax.jit(_first_failure)(failed, *amounts)
     if failed:
-        raise eqx.EquinoxRuntimeError(with_amount(error.message, next(iter(found), None), lane))
+        raise eqx.EquinoxRuntimeError(with_amount(what.message, next(iter(found), None), lane))
     return failed
 
 
-def _raise_later(failed: Any, *amounts: Any, error: _Error) -> Any:
+def _raise_later(failed: Any, *amounts: Any, what: _Error) -> Any:
     with without_folding():
-        return _program(error)(*_first_failure(failed, *amounts))
+        return _program(what)(*_first_failure(failed, *amounts))
 
 
 def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
     """Of a batch of any shape: whether one failed; of the first that did, its indices in the batch, and the amount."""
+    failed, *amounts = map(jnp.asarray, (failed, *amounts))
     if not failed.size:
         return [jnp.zeros((), bool), jnp.zeros(failed.ndim, int), *(jnp.zeros((), x.dtype) for x in amounts)]
     first = jnp.argmax(failed.reshape(-1))
@@ -117,20 +116,14 @@ def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
     return [jnp.any(failed), lane, *(x.reshape(-1)[first] for x in amounts)]
 
 
-def _batch(operands: Any, dims: Any, *, error: _Error) -> Any:
+def _batch(operands: Any, dims: Any, *, what: _Error) -> Any:
     """One check for all lanes, whose axis stands first."""
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     moved = [
         jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
-    return raise_by_callback_p.bind(*moved, error=error), None
-
-
-def _abstract(*avals: Any, error: _Error) -> Any:
-    """The type of the flag, which varies over the axes of a `shard_map` over which an operand does."""
-    del error
-    return with_varying_axes(ShapedArray((), avals[0].dtype), frozenset().union(*map(varying_axes, avals)))
+    return raise_by_callback_p.bind(*moved, what=what), None
 
 
 # False (bool[]), which no `jax.vmap` batches, or an error if one of a batch failed.
@@ -139,7 +132,7 @@ register(
     raise_by_callback_p,
     impl=_raise_now,
     meaning=_raise_later,
-    abstract_eval=_abstract,
+    abstract_eval=lambda failed, *_, what: ShapedArray((), failed.dtype),  # noqa: ARG005
     batch_without_axis=_batch,
 )
 
@@ -151,11 +144,11 @@ def written_out(eqn: Any) -> ClosedJaxpr | None:
     return jax.make_jaxpr(partial(_as_stored, **eqn.params))(*(x.aval for x in eqn.invars))
 
 
-def _as_stored(failed: Any, *amounts: Any, error: _Error) -> Any:
+def _as_stored(failed: Any, *amounts: Any, what: _Error) -> Any:
     """A check as the first stored runs have it: with the largest amount, where a kind gives one, and without lanes."""
     of_kinds = [x for x in amounts if jnp.issubdtype(x.dtype, jnp.inexact)]
     largest = [eqxi.unvmap_max(jnp.where(failed, x, -jnp.inf)) for x in of_kinds]
-    return _program(error)(eqxi.unvmap_any(failed), *largest)
+    return _program(what)(eqxi.unvmap_any(failed), *largest)
 
 
 def text_of_check(error: Exception) -> str:
@@ -173,11 +166,11 @@ def _is_for_equinox() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _program(error: _Error) -> Callable[..., Any]:
+def _program(what: _Error) -> Callable[..., Any]:
     """Raise where a flag is True; compiled once for as many calls from the same lines."""
 
     def fail(lane: Any = (), amount: Any = None) -> NoReturn:
-        text, stack = with_amount(error.message, amount, lane), error.stack
+        text, stack = with_amount(what.message, amount, lane), what.stack
         shown = format_list([FrameSummary(*line) for line in reversed(stack)])
         _jit.last_error_info = text, shown[::-1]  # from where `equinox.filter_jit` takes its text
         frame = _frame(stack[0] if stack else _UNKNOWN)
@@ -185,7 +178,7 @@ def _program(error: _Error) -> Callable[..., Any]:
         raise _errors._EquinoxRuntimeError(text).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
     def check(failed: Any, *found: Any) -> Any:
-        failed = unexported(failed, Said(with_amount(error.message, None)))
+        failed = unexported(failed, Said(with_amount(what.message, None)))
         return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), *found), lambda: False)
 
     return jax.jit(check)

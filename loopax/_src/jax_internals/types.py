@@ -38,8 +38,8 @@ def zeros(aval: AbstractValue) -> jax.Array:
 
     They are in the same memory, sharded as it is, vary over the same `shard_map` axes, and have 64 bits if it has.
     """
-    if is_number(aval.dtype):
-        return moved_like(aval, ad.instantiate_zeros(ad.Zero(strong(aval))))
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return moved_like(aval, ad.instantiate_zeros(ad.Zero(on_mesh(strong(aval)))))
     array = lax.broadcast(zero(aval.dtype), aval.shape, out_sharding=_explicit_sharding(aval))
     return vary(moved_like(aval, array), varying_axes(aval))
 
@@ -62,7 +62,10 @@ def is_number(dtype: Any) -> bool:
 
 def zero(dtype: Any) -> jax.Array:
     """What adds nothing to a number of this dtype."""
-    return zeros(core.ShapedArray((), dtype)) if is_number(dtype) else dtype._rules.zero(dtype)
+    if not is_number(dtype):
+        return dtype._rules.zero(dtype)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)  # JAX's zero of a key is the tangent of one
+    return lax.full((), 0, dtype) if is_key else zeros(core.ShapedArray((), dtype))
 
 
 def added(a: Any, b: Any) -> jax.Array:
