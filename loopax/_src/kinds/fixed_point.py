@@ -79,7 +79,7 @@ class FixedPoint:
 def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
     """The arrays as one vector of the widest of their dtypes, and the function that makes arrays of such a vector."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
-        dtype = jnp.result_type(*arrays)
+        dtype = jnp.result_type(*(x.dtype for x in arrays))
     ends = list(accumulate(x.size for x in arrays))
 
     def unravel(vector: Any) -> list[Any]:
