@@ -108,12 +108,12 @@ def _raise_later(failed: Any, *amounts: Any, what: _Error) -> Any:
 
 def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
     """Of a batch of any shape: whether one failed; of the first that did, its indices in the batch, and the amount."""
-    failed, *amounts = map(jnp.asarray, (failed, *amounts))
+    failed, *found = map(jnp.asarray, (failed, *amounts))
     if not failed.size:
-        return [jnp.zeros((), bool), jnp.zeros(failed.ndim, int), *(jnp.zeros((), x.dtype) for x in amounts)]
+        return [jnp.zeros((), bool), jnp.zeros(failed.ndim, int), *(jnp.zeros((), x.dtype) for x in found)]
     first = jnp.argmax(failed.reshape(-1))
     lane = jnp.stack(jnp.unravel_index(first, failed.shape)) if failed.ndim else jnp.zeros(0, int)
-    return [jnp.any(failed), lane, *(x.reshape(-1)[first] for x in amounts)]
+    return [jnp.any(failed), lane, *(x.reshape(-1)[first] for x in found)]
 
 
 def _batch(operands: Any, dims: Any, *, what: _Error) -> Any:
