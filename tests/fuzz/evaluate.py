@@ -56,7 +56,7 @@ def rows_of(program: Program, number: Values, loops: Any) -> Values:
     """What a loop reads row by row."""
     xs = {"x": number["xs"]}
     if "d" in program.features:
-        a, b = number["t"]
+        a, b = lax.stop_gradient(number["t"])  # JAX transposes no choice of a row that keeps 64 bits
         xs["x64"] = jnp.stack([jnp.sin(a), b, -a, jnp.cos(b)])
     if "p" in program.features:
         rows = lax.stop_gradient(number["weight"])[jnp.array([0, 1, 2, 0])]
