@@ -1,9 +1,11 @@
 """JAX's flags that are to become defaults: `jax.checkpoint` and custom rules are equations that hold an object.
 
-`make test-all` runs all tests with each of them. Here is one of each kind, with those flags that this JAX has.
+`make test-all` runs all tests with each of them. Here is one of each kind, with those flags that this JAX has. Others
+have their tests at the end.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import inner_jaxprs, inner_programs, map_programs
@@ -137,3 +140,143 @@ def test_another_program_in_an_object() -> None:
     np.testing.assert_allclose(jax.value_and_grad(results)(X), (2 * np.sin(X), 3 * np.cos(X)))
     assert isinstance(other, ClosedJaxpr)
     np.testing.assert_allclose(jax.jit(results)(X), 7.0 * X)
+
+
+NEWEST = jax.__version_info__ >= (0, 12)
+
+
+@contextmanager
+def flag(name: str, value: bool) -> Iterator[None]:
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+# ---- arrays that a body closes over are no constants of its jaxpr
+
+
+@pytest.mark.parametrize("kind", ["bounded", "residuals", "checkpointed"])
+def test_simplified_constants(kind: Any) -> None:
+    table = jnp.sin(jnp.arange(4.0))
+
+    def loop(x: Any, n: Any) -> Any:
+        return lx.fori_loop(0, n, lambda i, y: jnp.sin(y) * x + table[i] + (table * y).sum(), x, max_steps=4, kind=kind)
+
+    def alone(x: Any, n: int) -> Any:
+        y = x
+        for i in range(n):
+            y = jnp.sin(y) * x + table[i] + (table * y).sum()
+        return y
+
+    xs, counts = jnp.array([X, 0.2]), [3, 1]
+    with flag("jax_use_simplified_jaxpr_constants", True):
+        both = lambda x, n: (jax.value_and_grad(loop)(x, n), jax.grad(jax.grad(loop))(x, n))
+        (values, slopes), curvatures = jax.jit(jax.vmap(both))(xs, jnp.array(counts))
+    for i, (x, n) in enumerate(zip(xs, counts, strict=True)):
+        expected = alone(x, n), jax.grad(alone)(x, n), jax.grad(jax.grad(alone))(x, n)
+        np.testing.assert_allclose((values[i], slopes[i], curvatures[i]), expected, rtol=1e-12)
+
+
+# ---- JAX does not mark arrays as varying over a `shard_map` by itself: a body marks its own, loops mark theirs
+
+
+def _vary(x: Any) -> Any:
+    return lax.pcast(jnp.float64(x), "d", to="varying")
+
+
+def _scanned(kind: Any) -> Any:
+    def f(w: Any, x: Any, n: Any) -> Any:
+        step = lambda c, row: (jnp.sin(c * _vary(w) + row), c * _vary(2.0))
+        rows = jnp.broadcast_to(x * _vary(0.1), (5,))
+        c, ys = lx.scan(step, x, rows, length=n, kind=kind, throw=False)
+        return c + ys.sum()
+
+    return f
+
+
+def _in_lanes(lanes: Any) -> Any:
+    def f(w: Any, x: Any, n: Any) -> Any:
+        counts = lax.pcast(jnp.array([3, 1, 0], jnp.int32), "d", to="varying") + n
+        step = lambda _, c: jnp.sin(c * _vary(w))
+        of_lane = lambda n: lx.fori_loop(0, n, step, x, max_steps=8, lanes=lanes, kind="bounded", throw=False)
+        return jax.vmap(of_lane)(counts).sum()
+
+    return f
+
+
+def _branched(w: Any, x: Any, n: Any) -> Any:
+    del n
+    return lx.cond(x > _vary(0.4), lambda x: x * _vary(w), lambda x: x, x)
+
+
+def _conditional(w: Any, x: Any, n: Any) -> Any:
+    del n
+    return lx.while_loop(lambda c: c > _vary(0.1), lambda c: c * _vary(w), x, max_steps=20, throw=False)
+
+
+@pytest.mark.skipif(not NEWEST, reason="lax.scan itself cannot do without it before")
+@pytest.mark.parametrize(
+    "f",
+    [
+        *map(_scanned, ["bounded", "residuals", lx.Checkpointed(2)]),
+        *map(_in_lanes, ["lockstep", "compact", "sequential"]),
+        *(_branched, _conditional),
+    ],
+)
+def test_bodies_that_mark_what_varies(f: Any) -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+    def on_devices(w: Any, x: Any) -> Any:
+        of_one = lambda w, x, n: f(w, x[0], n[0])[None]
+        specs = PartitionSpec(), PartitionSpec("d"), PartitionSpec("d")
+        mapped = jax.shard_map(of_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d"))
+        return mapped(w, x, jnp.array([5, 2], jnp.int32)).sum()
+
+    def run() -> Any:
+        slopes = jax.value_and_grad(on_devices, argnums=(0, 1))
+        return jax.jit(slopes)(jnp.float64(0.7), jnp.array([0.3, 0.5]))
+
+    with flag("jax_auto_pcast", False):
+        found = run()
+    with flag("jax_auto_pcast", True):
+        expected = run()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+
+
+# ---- a scan of `jax.lax` is an equation that holds an object, and changes arrays in place. It has no derivatives yet.
+
+
+@pytest.mark.skipif(not NEWEST, reason="the flag is too young")
+@pytest.mark.parametrize("run", [lambda f: f, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])[0]])
+@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="JAX 0.12: Scan3 has no rule for discharge")
+def test_scan3_in_a_body(run: Any) -> None:
+    with flag("jax_scan3", True):
+        inner = lambda y: lax.scan(lambda c, _: (jnp.sin(c), None), y, length=2)[0]
+        run(lambda x: lx.fori_loop(0, 2, lambda _, y: inner(y) * x, x))(jnp.float64(X))
+
+
+@pytest.mark.skipif(not NEWEST, reason="the flag is too young")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="JAX 0.12: Scan3 is no scan that can be replaced")
+def test_rewrite_loops_finds_scan3() -> None:
+    with flag("jax_scan3", True):
+        f = lx.rewrite_loops(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)[0])
+        assert "loop" in [eqn.primitive.name for eqn in _all(jax.make_jaxpr(f)(jnp.float64(X)).jaxpr)]
+
+
+# ---- backward rules that log
+
+
+@pytest.mark.skipif(not NEWEST, reason="they do not log before")
+@pytest.mark.parametrize("kind", ["lax", "auto", "residuals", "checkpointed"])
+def test_logs_of_a_backward_rule_are_refused_by_name(kind: Any) -> None:
+    logging: Any = jax.custom_vjp(jnp.sin)
+    logging.defvjp_with_logs(lambda x: (jnp.sin(x), x), lambda x, ct: ((jnp.cos(x) * ct,), {"of the sine": ct}))
+    loop = lambda x: lx.fori_loop(0, 3, lambda _, y: logging(y) * x, x, kind=kind)
+    np.testing.assert_allclose(loop(X), lx.fori_loop(0, 3, lambda _, y: jnp.sin(y) * X, X))
+    with pytest.raises(NotImplementedError, match="logs 'of the sine', and loops of loopax do not hand logs on"):
+        jax.grad(loop)(X)
+    with pytest.raises(NotImplementedError, match="of the sine"):
+        jax.vjp(lambda x: lx.cond(x > 0, logging, lambda x: x, x), X)[1](1.0)

@@ -33,6 +33,7 @@ from loopax._src.jax_internals import (
     register,
     to_weak,
     trace_state,
+    varying_as_needed,
     zero,
 )
 from loopax._src.pytrees.types import RowByRow
@@ -133,6 +134,7 @@ def failures(checks: Sequence[Check]) -> dict[str, Any]:
     return failed
 
 
+@varying_as_needed
 def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
     """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
     checks = [check for check in checks if check.can_fail]

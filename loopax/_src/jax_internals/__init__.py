@@ -123,6 +123,12 @@ from loopax._src.jax_internals.tracing import (
     trace_context,
     trace_state,
     value_now,
+from loopax._src.jax_internals.tracing import (
+    is_for_export,
+    is_tracing,
+    trace_context,
+    trace_state,
+    varying_as_needed,
     without_folding,
 )
 from loopax._src.jax_internals.types import (
@@ -284,6 +290,7 @@ __all__ = [
     "value_now",
     "vary",
     "vary_like",
+    "varying_as_needed",
     "varying_axes",
     "where",
     "with_branches",

@@ -82,7 +82,21 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
     linear = [ad.UndefinedPrimal(aval.to_ct_aval()) for aval in avals]
 
     def transposed(cts: Any) -> Any:
-        found = _ad.backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts))
+        found = _backward_pass(jaxpr, consts, linear, jax.tree.leaves(cts))
         return structure.unflatten([zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in found])
 
     return transposed
+
+
+def _backward_pass(jaxpr: Any, consts: Sequence[Any], linear: list[Any], cts: list[Any]) -> list[Any]:
+    """The cotangents. From JAX 0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`)."""
+    if jax.__version_info__ < (0, 12):
+        return _ad.backward_pass(jaxpr, True, consts, linear, cts)
+    found, logs = _ad.backward_pass(jaxpr, True, consts, linear, cts, return_logs=True)  # pyright: ignore[reportCallIssue]
+    if logs:
+        raise NotImplementedError(
+            f"the backward rule of a function in the body of a loop logs {', '.join(map(repr, logs))}, and loops of "
+            "loopax do not hand logs on. Use `jax.lax.scan` there, log with `jax.debug.callback`, or define the rule "
+            "with `defvjp`, without logs."
+        )
+    return found

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from loopax._src.jax_internals.key_reuse import own_primitives, without_check
+from loopax._src.jax_internals.tracing import varying_as_needed
 from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
 
 
@@ -104,6 +105,7 @@ def register(
     """
     own_primitives.append(primitive)
     if meaning is not None:
+        meaning = varying_as_needed(meaning)
         impl = without_check(impl or jax.jit(meaning, static_argnames=params))
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
@@ -130,7 +132,7 @@ def register(
     ]
     for table, rule in tables:
         if rule is not None:
-            table[primitive] = rule
+            table[primitive] = varying_as_needed(rule)
 
 
 def _check_types(rule: Callable[..., Any], _: Any, /, *atoms: Any, **params: Any) -> Any:
@@ -152,6 +154,7 @@ def _linearize(rule: Callable[..., Any], _: bool, nonzero: Sequence[bool], *oper
     """The rule as JAX calls it, which also wants residuals. `linear` holds them, for JAX calls it at once."""
     nonzero = [flag and has_tangents(x) for flag, x in zip(nonzero, operands, strict=True)]
     results, nonzero_results, linear = rule(nonzero, *operands, **p)
+    linear = varying_as_needed(linear)
     if jax.__version_info__ >= (0, 11, 1):
         return results, nonzero_results, (), None, lambda _residuals, _structured, *tangents: linear(*tangents)
     return results, nonzero_results, (), lambda _residuals, *tangents: linear(*tangents)

@@ -1,9 +1,11 @@
 """The state of JAX while a program is traced or lowered."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
+import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
@@ -43,6 +45,22 @@ def without_folding() -> Iterator[None]:
     """
     with _config.eager_constant_folding(False):
         yield
+
+
+def varying_as_needed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in which JAX marks arrays as varying over the axes of a `shard_map` where others in an operation vary.
+
+    That is JAX's default, until `jax_auto_pcast` becomes False. Users are to mark theirs then, and ours are many.
+    """
+
+    @wraps(function)
+    def marking(*arguments: Any, **params: Any) -> Any:
+        if getattr(jax.config, "jax_auto_pcast", True):
+            return function(*arguments, **params)
+        with _config.auto_pcast(True):
+            return function(*arguments, **params)
+
+    return marking
 
 
 def trace_context() -> Any:
