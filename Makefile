@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 clients clients-lowest clients-newest faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
+.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 clients clients-lowest clients-newest peers-quick faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -42,6 +42,11 @@ test-all: $(VENV)/.installed
 clients: clients-lowest clients-newest
 clients-lowest clients-newest: %: .envs/%/.installed
 	LOOPAX_CLIENTS=$(or $(SIZE),small) .envs/$*/bin/python -m pytest -n 2 --dist worksteal -W ignore tests/clients
+
+# The peers' own tests on loopax's loops, of Diffrax's the 40 of tests/peers/quick.toml: at most 25 minutes. LOOPAX_PEERS
+# names a folder with checkouts (tests/peers/README.md).
+peers-quick: $(VENV)/.installed
+	$(BIN)/python tests/peers/run.py "$(LOOPAX_PEERS)" --some quick -n 2
 
 # Fifty small wrong edits of the core, one after another: which test notices each? It takes an hour.
 faults: $(VENV)/.installed

@@ -7,6 +7,7 @@ import functools as ft
 import inspect
 import re
 import sys
+import time
 import tomllib
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -23,6 +24,7 @@ import pytest
 import loopax as lx
 
 EXCLUDED = Path(__file__).parent / "excluded.toml"
+QUICK = Path(__file__).parent / "quick.toml"
 RULE = pytest.StashKey[dict[str, Any]]()
 
 # How a loop looks in a peer's tests, where it is more than the name. What Diffrax's tests call has loops within.
@@ -31,6 +33,9 @@ LOOPS = {
     "flax": r"\bnnx\.(while_loop|fori_loop|scan)\b",
     "diffrax": "",
 }
+
+# What makes a test of Diffrax one of many or one to choose (`choose.py`): how its source looks.
+REACHES = {"gradient": r"grad|jvp|vjp|jacfwd|jacrev", "event": r"[eE]vent", "batch": r"vmap"}
 
 
 # ---- loopax's loops with a peer's arguments
@@ -100,6 +105,11 @@ def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
 # ---- in the peer's tests
 
 
+def pytest_addoption(parser: Any) -> None:
+    """Which of a peer's tests run."""
+    parser.addoption("--some", choices=["quick", "candidates"], help="those that `quick.toml` lists, or may list")
+
+
 def pytest_configure(config: Any) -> None:
     """Equinox's and Flax's tests look their loops up when they are called; Diffrax when it is imported, after this."""
     equinox.internal.while_loop = equinox_while_loop
@@ -125,7 +135,7 @@ def pytest_make_collect_report(collector: Any) -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leave out tests without loops; those on the list must fail, for the reason that it gives."""
     loops = LOOPS.get(config.rootpath.name, r"\b(while_loop|fori_loop|scan)\b")
-    with_loops = [item for item in items if re.search(loops, _source(item))]
+    with_loops = [item for item in items if re.search(loops, _source(item)) and _is_chosen(config, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in with_loops])
     items[:] = with_loops
     for item in items:
@@ -133,6 +143,24 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
             item.stash[RULE] = rule
             mark = pytest.mark.skip if rule.get("skip") else ft.partial(pytest.mark.xfail, strict=True)
             item.add_marker(mark(reason=rule["reason"]))
+
+
+def _is_chosen(config: Any, item: Any) -> bool:
+    some = config.getoption("--some")
+    if some is None or config.rootpath.name != "diffrax":
+        return True
+    return bool(reached(item)) if some == "candidates" else item.name in quick().get(item.path.stem, ())
+
+
+def reached(item: Any) -> list[str]:
+    """What a test of Diffrax reaches, of a gradient, an event and a batch."""
+    return [name for name, pattern in REACHES.items() if re.search(pattern, _source(item))]
+
+
+@ft.cache
+def quick() -> dict[str, Sequence[str]]:
+    """The chosen tests of each file."""
+    return tomllib.loads(QUICK.read_text())
 
 
 def _source(item: Any) -> str:
@@ -148,6 +176,19 @@ def rules() -> dict[str, Sequence[dict[str, Any]]]:
 def find_rule(file: str, test: str) -> dict[str, Any] | None:
     """Why a test is excluded, if it is."""
     return next((rule for rule in rules().get(file, ()) if any(fnmatchcase(test, p) for p in rule["tests"])), None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
+    """Note for `choose.py` what a test takes, in seconds of processors, which a busy machine does not change."""
+    start = time.process_time()
+    try:
+        return (yield)
+    finally:
+        item.user_properties += [
+            ("seconds", f"{time.process_time() - start:.1f}"),
+            ("reaches", " ".join(reached(item))),
+        ]
 
 
 @pytest.hookimpl(wrapper=True)

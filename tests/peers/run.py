@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+DIFFRAX = ("integrate", "adjoint", "saveat_solution", "event")
+DIFFRAX += ("adaptive_stepsize_controller", "vmap", "step_to", "solver")
 PEERS = {
     "equinox": ["tests/test_while_loop.py", "tests/test_scan.py"],
     "jax": ["tests/lax_control_flow_test.py"],
     "flax": ["tests/nnx/transforms_test.py"],
-    "diffrax": ["test/test_integrate.py", "test/test_adjoint.py", "test/test_saveat_solution.py"],
+    "diffrax": [f"test/test_{name}.py" for name in DIFFRAX],
 }
 
 

@@ -12,7 +12,8 @@ from flax import nnx
 from flax.nnx.transforms import iteration
 
 import loopax as lx
-from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, rules
+from tests.peers.choose import NUMBER, Case, chosen
+from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, quick, rules
 from tests.peers.nnx_scan import nnx_scan
 from tests.peers.run import PEERS, available, run
 from tests.support.reference import assert_close
@@ -35,6 +36,21 @@ def test_every_exclusion_has_a_reason() -> None:
         assert rule.keys() <= {"tests", "reason", "skip", "from_line"}
         assert rule["tests"]
         assert rule["reason"]
+
+
+def test_the_quick_tests_are_of_files_that_are_run() -> None:
+    assert {f"{file}.py" for file in quick()} <= {Path(file).name for file in PEERS["diffrax"]}
+    assert sum(map(len, quick().values())) == NUMBER
+
+
+def test_what_is_chosen() -> None:
+    """Gradients first, each function before a second case of another; none that compiles nothing or takes too long."""
+    case = lambda name, reaches, seconds: Case("test_file", name, reaches, seconds)
+    slow, fast = case("test_a[2]", "gradient", 9.0), case("test_a[1]", "gradient", 8.0)
+    others = [case("test_b", "event", 1.0), case("test_c", "batch", 0.0), case("test_d", "gradient", 1000.0)]
+    assert chosen([slow, fast, *others]) == [fast, slow, others[0]]
+    many = [case(f"test_{i}", "event", 1.0 + i) for i in range(NUMBER)]
+    assert chosen([slow, fast, *many]) == sorted([fast, *many[:-1]])
 
 
 @pytest.mark.slow
