@@ -123,11 +123,6 @@ from loopax._src.jax_internals.tracing import (
     trace_context,
     trace_state,
     value_now,
-from loopax._src.jax_internals.tracing import (
-    is_for_export,
-    is_tracing,
-    trace_context,
-    trace_state,
     varying_as_needed,
     without_folding,
 )
