@@ -237,3 +237,12 @@ def test_the_step_at_a_fixed_point():
     assert len(forward) == 5
     assert log.of(jax.jit(jax.grad(f)), 0.5) == forward
     assert log.of(jax.jit(lambda a: jax.jvp(f, (a,), (1.0,))), 0.5) == forward
+
+
+def test_once_where_tangents_alone_are_batched_and_lanes_run_one_after_another():
+    log = Log()
+    f = lambda x: lx.fori_loop(0, 2, lambda i, x: jnp.sin(log(x.sum())) * x, x, lanes="sequential")
+    x = np.array([0.3, 0.5])
+    forward = log.of(jax.jit(f), x)
+    assert len(forward) == 2
+    assert log.of(jax.jit(jax.jacfwd(f)), x) == forward

@@ -17,7 +17,7 @@ from loopax._src.core.batching.masked_step import any_row, hull
 from loopax._src.core.batching.sequential import run_sequentially
 from loopax._src.core.ir.lane_stages import OneByOne, Stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
-from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
+from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
 from loopax._src.core.jaxpr.mapped_axis import (
     Axis,
     fill_axis,
@@ -28,7 +28,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
 )
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import collective_over, either, weakly_cached
-from loopax._src.jax_internals import axis_arguments, batched_outputs
+from loopax._src.jax_internals import axis_arguments, batched_outputs, happens
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -57,7 +57,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(windows) or (loop.predicated and outputs.carry[0])
     loop = _as_chosen(loop, axis) if differ else loop
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
-    if isinstance(loop.stages, OneByOne) and axis.size:
+    if isinstance(loop.stages, OneByOne) and axis.size and (differ or not _acts_for_all(loop, batched)):
         axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
         return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
     given = _with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
@@ -67,6 +67,15 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         )
     out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
     return out.leaves, result_axes(loop, None, None, outputs).leaves
+
+
+def _acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
+    """Whether the body has effects, and they are the same for all lanes: those of a value whose tangents are mapped."""
+    if not happens(loop.body.effects):
+        return False
+    nothing = [False] * len(loop.body.out_avals)
+    used = needed_inputs(loop.body, loop.carry_range, nothing)[1:]  # effects stay, and so does what they get
+    return not any(is_used and has_lanes for is_used, has_lanes in zip(used, flatten(batched), strict=True))
 
 
 def _as_chosen(loop: Loop, axis: Axis) -> Loop:
