@@ -92,7 +92,7 @@ class Found:
     rows: WrittenRows  # whose written arrays are the first ys
 
     def after(self, before: "Found") -> "Found":
-        """The same of this step and of those before it."""
+        """What this step and those before it do together."""
         changes, row_changes = self.changes.after(before.changes), self.row_changes.after(before.row_changes)
         return replace(self, changes=changes, row_changes=row_changes)
 

@@ -44,7 +44,7 @@ class Steps:
         return out._replace(ys=[_turned(y, self.whole.operands.high) for y in out.ys])
 
     def unconditional(self) -> "Steps":
-        """The same without its condition and its effects, for steps that were taken."""
+        """The steps without their condition and effects: they have been taken, and are only evaluated again."""
         return replace(self, loop=self.loop._replace(body=without_effects(self.loop.body), predicated=False))
 
     def part(

@@ -10,7 +10,7 @@ from typing import Any
 
 from loopax._src.core.jaxpr.dataflow import dependence, members, of_equation, to_bits
 from loopax._src.core.jaxpr.lanewise import keeps_lanes_apart
-from loopax._src.core.jaxpr.util import Mask, either, inner_programs, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -40,9 +40,8 @@ def _mixing_primitive(jaxpr: Any) -> str | None:
     for eqn in jaxpr.eqns:
         if mixes_lanes(eqn):
             return eqn.primitive.name
-        for inner in inner_programs(eqn):
-            if name := _mixing_primitive(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner):
-                return name
+        if name := next(filter(None, map(_mixing_primitive, inner_jaxprs(eqn))), None):
+            return name
     return None
 
 
@@ -79,7 +78,7 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
         return everything
     if eqn.primitive in mixed_operands:
         return mixed_operands[eqn.primitive](eqn)
-    if all(_mixing_primitive(i.jaxpr if isinstance(i, ClosedJaxpr) else i) is None for i in inner_programs(eqn)):
+    if not any(map(_mixing_primitive, inner_jaxprs(eqn))):
         return [False] * len(eqn.invars)
     if is_scan(eqn):
         return mixed_inputs_of_steps(Scan.of(eqn).body, range(Scan.of(eqn).num_consts, sum(Scan.of(eqn).sizes)))
