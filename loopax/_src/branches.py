@@ -274,7 +274,7 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_
 
     called = Called(call.name, (branch.function,), ())
     traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called, once=True)
-    extent = Extent(jnp.int32(0), is_taken.astype(jnp.int32), 1, fixed=False)
+    extent = Extent(0, is_taken.astype(jnp.int32), 1, fixed=False)
     kind = Auto() if call.lanes.stages is None else Bounded()
     loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name, used_keys=used_keys)
     done = run(traced, loop_spec, [], (call.operands, result), None, None)

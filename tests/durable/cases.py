@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +72,6 @@ def stopped(run: Callable[[], Any]) -> None:
     """Call what stops with an error of its body."""
     with pytest.raises(Exception, match="at step"):
         run()
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The programs that are compiled meanwhile."""
-    found: list[str] = []
-
-    def count(event: str, duration_secs: float, **_: str | int) -> None:
-        if "backend_compile" in event:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def saves(directory: Path) -> list[int]:

@@ -12,7 +12,8 @@ import pytest
 
 import loopax as lx
 from loopax import durable
-from tests.durable.cases import compilations, read_rows, same_bits, saves
+from tests.durable.cases import read_rows, same_bits, saves
+from tests.support.compiled import compilations
 from tests.support.reference import assert_close
 
 X = jnp.array([1.0, -0.5, 2.0])

@@ -10,7 +10,8 @@ import pytest
 from jax import NamedSharding, P
 
 from loopax import durable
-from tests.durable.cases import SELDOM, compilations, read_rows
+from tests.durable.cases import SELDOM, read_rows
+from tests.support.compiled import compilations
 from tests.support.reference import assert_close
 
 X = np.arange(32.0).reshape(8, 4) / 7

@@ -1,9 +1,29 @@
-"""Read compiled programs: which collectives stand in loops, and how much memory a device needs."""
+"""Compiled programs: when there are new ones, which collectives stand in loops, and how much memory a device needs."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The programs that are compiled meanwhile."""
+    found: list[str] = []
+
+    def count(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def temporary(compiled: Any) -> int:

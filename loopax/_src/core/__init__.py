@@ -8,7 +8,7 @@ from loopax._src.core import rules
 from loopax._src.core.ir.call import LoopCall, LoopOperands
 from loopax._src.core.ir.debug_info import UNNAMED, DebugInfo, Names
 from loopax._src.core.ir.facts import Cost, LoopFacts, StepFacts
-from loopax._src.core.ir.kind import Asked, Derivative, Kind, run_by
+from loopax._src.core.ir.kind import Asked, Derivative, Kind, run_by, runs_plainly
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
 from loopax._src.core.ir.progress import Reporting
@@ -53,4 +53,5 @@ __all__ = [
     "run_free",
     "run_queue",
     "run_with_tape",
+    "runs_plainly",
 ]

@@ -52,7 +52,7 @@ class Job:
     total: int | None  # steps at most
     cut: bool = False  # `max_steps` makes them fewer
     stops: bool = False  # `call` says whether to go on
-    condition: Callable[[Any], Any] | None = None  # whether to take the first step
+    condition: tracing.FirstCondition | None = None  # whether to take the first step
     unroll: int = 1
     rows: RowPlan | None = None
     settings: dict[str, str] = field(default_factory=dict)  # what else makes it another program
@@ -126,7 +126,7 @@ def _settle_program(
 ) -> None:
     """Whether the run that is stored, if there is one, is the one that is asked for."""
     name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
-    step = tracing.trace_step(_step(job), start, one.init, job.stops)
+    step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
     described = describe(name, step, one, first, named, job.options.key_data, job.settings)
     in_first_format = partial(as_first, described, one.closed, named)
     settle_program(name, checked.directory, described, in_first_format, checked.anyway)
@@ -141,7 +141,7 @@ def _walk(job: Job) -> chunks.TakeSteps:
 
     def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.StepsTaken:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
-        extent = Extent(jnp.int32(0), most, bound, fixed=False, capacity=rows)
+        extent = Extent(0, most, bound, fixed=False, capacity=rows)
         step = _step(job)
         name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
         how = LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
@@ -158,7 +158,7 @@ def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
     """The state before the first step."""
     if job.condition is None:
         return SavedState(0, True, chunk.first)
-    goes_on, arrays = first_condition(job.where, job.condition, chunk.traced.spec, chunk.first)
+    goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
     return SavedState(0, bool(goes_on), chunks.placed(arrays))
 
 

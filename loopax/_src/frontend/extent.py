@@ -17,8 +17,8 @@ from loopax._src.pytrees.static_args import int_within
 class Extent:
     """The rows of a loop and the limits on its steps."""
 
-    low: Any
-    high: Any
+    low: Any  # an int where it is known when traced, else int32[]
+    high: Any  # likewise
     bound: int | None  # static: rows are below it
     fixed: bool  # always the same number of steps, known when traced
     over_limit: Any = False  # bool or bool[]: max_steps is less than the length
@@ -30,7 +30,7 @@ class Extent:
 def while_extent(max_steps: int | None) -> Extent:
     """The steps of a `while_loop`, whose condition may end it before."""
     high, over = MOST_STEPS if max_steps is None else max_steps, max_steps is not None
-    return Extent(jnp.int32(0), jnp.int32(high), max_steps, fixed=False, over_limit=over, bound_is_loose=True)
+    return Extent(0, high, max_steps, fixed=False, over_limit=over, bound_is_loose=True)
 
 
 def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
@@ -41,11 +41,11 @@ def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
     if max_steps is not None:
         over = longest > max_steps and (is_more | (steps > max_steps))
         high = jnp.minimum(steps, max_steps)
-        return Extent(jnp.int32(0), high, max_steps, False, over_limit=over, checks=checks, bound_is_loose=True)
+        return Extent(0, high, max_steps, False, over_limit=over, checks=checks, bound_is_loose=True)
     if is_more is not False:
         steps = jnp.where(is_more, 0, steps) if throw else steps
         checks = [*checks, Check.of(f"loopax.{limits.caller}", is_more, f"{limits}. {_TOO_FAR}")]
-    return Extent(jnp.int32(0), steps, None, fixed=False, checks=checks)
+    return Extent(0, steps, None, fixed=False, checks=checks)
 
 
 _TOO_FAR = (
@@ -58,7 +58,7 @@ def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
     if length > MOST_STEPS and max_steps is None:
         raise ValueError(f"{name}: {length} steps are more than {MOST_STEPS}, to which step counts go.")
     steps = length if max_steps is None else min(length, max_steps)
-    return Extent(jnp.int32(0), jnp.int32(steps), steps, fixed=steps == length, over_limit=steps < length)
+    return Extent(0, steps, steps, fixed=steps == length, over_limit=steps < length)
 
 
 def scan_extent(
@@ -98,18 +98,16 @@ def _scan_without_length(words: Words, rows: int | None, max_steps: int | None, 
         )
     if reverse:
         raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
-    high = jnp.int32(MOST_STEPS if max_steps is None else max_steps)
+    high = MOST_STEPS if max_steps is None else max_steps
     over = max_steps is not None
-    return Extent(jnp.int32(0), high, max_steps, fixed=False, over_limit=over, capacity=max_steps, bound_is_loose=True)
+    return Extent(0, high, max_steps, fixed=False, over_limit=over, capacity=max_steps, bound_is_loose=True)
 
 
 def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
     capacity = length if rows is None else rows
     steps = length if max_steps is None else min(length, max_steps)
     low, high = (length - steps, length) if reverse else (0, steps)
-    return Extent(
-        jnp.int32(low), jnp.int32(high), high, fixed=steps == length, over_limit=steps < length, capacity=capacity
-    )
+    return Extent(low, high, high, fixed=steps == length, over_limit=steps < length, capacity=capacity)
 
 
 def _traced_scan(
@@ -130,13 +128,13 @@ def _traced_scan(
         length = jnp.where(beyond, 0, length)  # it is going to raise, and should not take 2**31 steps first
     over = max_steps is not None and min(top, most) > max_steps and length > max_steps
     if max_steps is None:
-        low, high, bound = jnp.int32(0), length, rows
+        low, high, bound = 0, length, rows
     elif not reverse:
-        low, high, bound = jnp.int32(0), jnp.minimum(length, max_steps), min(top, max_steps)
+        low, high, bound = 0, jnp.minimum(length, max_steps), min(top, max_steps)
     elif rows is not None:
         low, high, bound = jnp.maximum(length - max_steps, 0), length, rows
     else:  # without rows of xs, max_steps is the capacity: the last row that there can be is the first walked
-        low, high, bound = jnp.int32(0), jnp.minimum(length, max_steps), max_steps
+        low, high, bound = 0, jnp.minimum(length, max_steps), max_steps
     capacity = rows if rows is not None else max_steps
     return Extent(
         low,

@@ -15,7 +15,7 @@ from loopax._src.core.ir.progress import UNKNOWN
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.steps import first_condition
-from loopax._src.frontend.trace import Found, Step, Taken, promoting, take
+from loopax._src.frontend.trace import FirstCondition, Found, Step, Taken, promoting, take
 from loopax._src.jax_internals import of_weak_type, value_now, zeros
 from loopax._src.nnx.writeback import clear_errors
 from loopax._src.progress import Reporter
@@ -49,7 +49,7 @@ class PythonSteps:
     def written(self, ys: Sequence[Any] | None = None) -> list[Any]:
         """The rows of all steps, given those of the others; None: there are no others."""
         if ys is None:
-            ys = [zeros(stacked(jax.typeof(y), self.extent.bound or 0)) for y in self.ys[-1]]
+            ys = [zeros(stacked(jax.typeof(y), self.extent.capacity or 0)) for y in self.ys[-1]]
         first = self.rest.high if self.reverse else self.extent.low
         own = [jnp.stack(rows[::-1] if self.reverse else rows) for rows in zip(*self.ys, strict=True)]
         return [lax.dynamic_update_slice_in_dim(y, rows, first, 0) for y, rows in zip(ys, own, strict=True)]
@@ -71,13 +71,13 @@ def take_steps(
     init: Any,
     xs: Sequence[Any],
     x_rows: Spec,
-    goes_on: Callable[[Any], Any] | None,
+    goes_on: FirstCondition | None,
     reporter: Reporter | None,
 ) -> PythonSteps:
-    """Take the steps of which is known whether to take them; `goes_on(init)` says so of the first one."""
+    """Take the steps of which is known whether to take them; `goes_on(extras, init)` says so of the first one."""
     steps = PythonSteps(extent, reverse, *pack(init))
     if goes_on is not None:
-        steps.goes_on, steps.carry = first_condition(step.where, goes_on, steps.spec, steps.carry)
+        steps.goes_on, steps.carry = first_condition(step.where, goes_on, extras, steps.spec, steps.carry)
     low, high = value_now(extent.low), value_now(extent.high)
     if low is None or high is None:
         return steps

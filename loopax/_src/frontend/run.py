@@ -2,23 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core as core_types
 
 from loopax._src import core
-from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
+from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps, take_steps
 from loopax._src.frontend.key_reuse import note_key_use
 from loopax._src.frontend.options import SCAN, no_capacity
+from loopax._src.frontend.program import Given, Program, Results, compiled
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import first_condition
-from loopax._src.frontend.trace import Found, Step, trace_promoting
-from loopax._src.jax_internals import runs_in_python, vary_like, zeros
+from loopax._src.frontend.trace import FirstCondition, Found, Step, trace_promoting
+from loopax._src.jax_internals import runs_eagerly, runs_in_python, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
 from loopax._src.messages import derivative_and_references_message, derivative_message
@@ -28,6 +31,7 @@ from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import Spec, pack, restore_weak
 from loopax._src.pytrees.types import LoopInfo
 
+_BOOL = core_types.ShapedArray((), jnp.bool_)
 # The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
 _INITIAL = {"scan": "scan(init=...)", "rollout": "rollout"}
 # A body that asks a value for what only a number has.
@@ -85,10 +89,10 @@ def run(
     extras: Sequence[Any],
     init: Any,
     xs: Any,
-    goes_on: Callable[[Any], Any] | None,
+    goes_on: FirstCondition | None,
     references: ReferenceRows = NO_REFERENCES,
 ) -> Finished:
-    """Run a loop; `goes_on(init)` says whether to take the first step (None: the loop has no condition).
+    """Run a loop; `goes_on(extras, init)` says whether to take the first step (None: the loop has no condition).
 
     `references` are those whose values are among xs.
     """
@@ -116,35 +120,30 @@ class _Call:
     references: ReferenceRows
     storage: core.Asked
 
-    @property
-    def rows(self) -> list[Any]:
-        """Those of xs that a step may read."""
-        return [x[: self.loop_spec.extent.bound] for x in self.x_arrays]
-
     def check(self, found: Found) -> None:
         """Refuse what a step does and a loop cannot."""
         refuse_lost_changes(self.step.where, self.init, found.changes, self.xs, found.row_changes)
         if self.loop_spec.extent.capacity is None and any(found.rows.written):
             raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
 
-    def traced(self, init: Any, extent: Extent, goes_on: Callable[[Any], Any] | None) -> _Ended:
+    def traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _Ended:
         """Trace the step, and run the loop from a carry (frozen) on."""
         step, loop_spec, extras = self.step, self.loop_spec, self.extras
-        traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on is not None)
+        traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
         note_key_use(traced.key_use, (init, spec), (self.xs, self.x_spec), loop_spec.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
         _refuse_other_derivative(step, loop_spec, bool(traced.references))
-        first_flag = int(goes_on is not None) + len(arrays)
-        flags = [zeros(aval) for aval in traced.body.out_avals[first_flag:][: len(traced.messages)]]
-        start = []
-        if goes_on is not None:
-            first, arrays = first_condition(step.where, goes_on, spec, arrays)
-            start = [vary_like(first, traced.body.out_avals[0])]
+        first, first_consts = traced.first or (None, [])
+        if goes_on is not None and first is None:
+            is_first, arrays = first_condition(step.where, goes_on, extras, spec, arrays)
+            first_consts = [is_first]
+        values = [reference[...] for reference in traced.references]
+        kind, num_flags = loop_spec.kind, len(traced.messages)
         loop = core.Loop(
             traced.body,
             num_consts=len(traced.closed_over) + len(extras),
-            num_carry=len(start) + len(arrays) + len(flags) + len(traced.references),
+            num_carry=int(goes_on is not None) + len(arrays) + num_flags + len(values),
             bound=extent.bound,
             reverse=loop_spec.reverse,
             predicated=goes_on is not None,
@@ -155,7 +154,7 @@ class _Call:
             reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
             debug_info=core.DebugInfo(
                 loop_spec.name,
-                loop_spec.kind.without_functions(),
+                kind.without_functions(),
                 loop_spec.lanes,
                 self.storage.is_fixed,
                 extent.bound_is_loose,
@@ -164,33 +163,37 @@ class _Call:
                 branch=loop_spec.branch,
             ),
         )
-        consts = [*traced.closed_over, *extras]
-        carry = [*start, *arrays, *flags, *(reference[...] for reference in traced.references)]
-        operands = core.LoopOperands(extent.low, extent.high, consts, carry, self.rows)
+        (low, first_row), (high, end_row) = map(_known, (extent.low, extent.high))
+        given = Given(first_row, end_row, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays)
+        is_free, capacity = loop_spec.lanes.is_free, extent.capacity
+        program = Program(loop, is_free, low, high, first, len(extras), len(arrays), num_flags, capacity)
 
         def user_carry(leaves: Sequence[Any]) -> Any:
-            return thaw(spec.unpack(leaves[len(start) :][: len(arrays)]))
+            return thaw(spec.unpack(leaves[int(loop.predicated) :][: len(arrays)]))
 
-        checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
-        call = core.LoopCall(loop, operands, self.storage.is_fixed, step.where, user_carry, checked, core.run_with_tape)
-
-        def run_now() -> core.Outcome:
-            return core.run_free(loop, *operands) if loop_spec.lanes.is_free else core.run_by(loop_spec.kind, call)
+        def run_now() -> Results:
+            if core.runs_plainly(kind) and runs_eagerly():
+                return compiled(program, given)
+            operands = program.operands(given)
+            if is_free:
+                return program.results(core.run_free(loop, *operands))
+            checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
+            run_loop, is_fixed = core.run_with_tape, self.storage.is_fixed
+            call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
+            return program.results(core.run_by(kind, call))
 
         out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-        last, carry, flags, values = split_list(out.carry, [len(start), len(arrays), len(flags)])
-        for reference, value in zip(traced.references, values, strict=True):
+        for reference, value in zip(traced.references, out.references, strict=True):
             overwrite(reference, value)
-        checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
-        carry, condition = restore_weak(carry, traced.carry_avals), last[0] if last else None
-        return _Ended(out.num_steps, condition, carry, spec, out.ys, traced.found, checks)
+        checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
+        carry = restore_weak(out.carry, traced.carry_avals)
+        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks)
 
     def finished(self, ended: _Ended) -> Finished:
         """The results as pytrees."""
         extent, found, step = self.loop_spec.extent, ended.found, self.step
-        ys = [_pad(y, extent.capacity or 0) for y in ended.ys]
-        rows, ys = split_list(ys, [sum(found.rows.written)])
-        walked = _walked(extent, self.loop_spec.reverse, ended.num_steps)
+        rows, ys = split_list(ended.ys, [sum(found.rows.written)])
+        walked: Any = _walked(extent, self.loop_spec.reverse, ended.num_steps) if rows or self.references else None
         xs_after = found.rows.xs_after(self.x_arrays, rows, walked)
         ys = found.y_spec.unpack(restore_weak(ys, found.y_spec.avals))
 
@@ -208,20 +211,21 @@ class _Call:
         )
 
 
-def _run_in_python(call: _Call, init: Any, goes_on: Callable[[Any], Any] | None) -> Finished:
+def _run_in_python(call: _Call, init: Any, goes_on: FirstCondition | None) -> Finished:
     """Take steps in Python; a traced loop takes those that Python cannot, or says what one without steps returns."""
     loop_spec, rows, reporter = call.loop_spec, call.x_spec.rows(), call.loop_spec.reporter
     extent = loop_spec.extent
+    x_rows = [x[: extent.bound] for x in call.x_arrays]
 
     def take() -> PythonSteps:
-        return take_steps(call.step, extent, loop_spec.reverse, call.extras, init, call.rows, rows, goes_on, reporter)
+        return take_steps(call.step, extent, loop_spec.reverse, call.extras, init, x_rows, rows, goes_on, reporter)
 
     steps = reporter.watch(take) if reporter else take()
     if steps.found is not None and steps.is_over:
         call.check(steps.found)
         number, ys = jnp.int32(steps.number), steps.written()
         return call.finished(_Ended(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
-    condition = None if goes_on is None else lambda _: steps.goes_on
+    condition = None if goes_on is None else lambda *_: steps.goes_on
     try:
         rest = call.traced(steps.spec.unpack(steps.carry), steps.rest, condition)
     except _NOT_TRACEABLE as error:
@@ -262,10 +266,9 @@ def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
     return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
 
 
-def _pad(y: jax.Array, rows: int) -> jax.Array:
-    """Zero rows for those beyond a static bound below the capacity."""
-    missing = rows - y.shape[0]
-    return padded(y, missing) if missing else y
+def _known(limit: Any) -> tuple[int | None, Any]:
+    """A limit where it is known now, and where it is an array."""
+    return (limit, None) if isinstance(limit, int) else (None, limit)
 
 
 def loop_spec_of(
@@ -276,12 +279,18 @@ def loop_spec_of(
     return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, options.throw, reporter)
 
 
+@partial(jax.jit, inline=True)
+def _has_no_keys(num_steps: Any) -> jax.Array:
+    """Whether step counts have come to their end."""
+    return num_steps >= MOST_STEPS
+
+
 def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[Any, Any, LoopInfo]:
     """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
     over, goes_on = extent.over_limit, done.goes_on
     if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
-    reached = over if goes_on is None or over is False else over & goes_on
+    reached = over if goes_on is None or over is False else goes_on if over is True else over & goes_on
     checks, call = list(done.checks), f"loopax.{options.name}"
     if not options.throw:
         for check in extent.checks:
@@ -291,7 +300,9 @@ def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[
         if reached is not False:
             checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
         if options.key_data is not None and extent.bound is None:
-            checks.append(Check.of(call, done.num_steps >= MOST_STEPS, arguments.OUT_OF_KEYS))
-    result = done.carry, done.ys, LoopInfo(done.num_steps, jnp.asarray(reached))
+            checks.append(Check.of(call, _has_no_keys(done.num_steps), arguments.OUT_OF_KEYS))
+    if isinstance(reached, bool):
+        reached = ~zeros(_BOOL) if reached else zeros(_BOOL)
+    result = done.carry, done.ys, LoopInfo(done.num_steps, reached)
     carry, ys, loop_info = settle(result, checks)
     return done.hand_over(carry), thaw(ys), loop_info

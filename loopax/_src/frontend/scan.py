@@ -64,7 +64,7 @@ def run_scan(
         call, extras, goes_on = (
             within_length(call, loop_spec.reverse),
             [extent.high, *extras],
-            lambda _: extent.high > 0,
+            lambda extras, _: extras[0] > 0,
         )
         called = called._replace(extras=("length", "key"))
     step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, body.back)

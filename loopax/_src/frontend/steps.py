@@ -21,7 +21,7 @@ from loopax._src.frontend.options import (
     pair,
     rows_of,
 )
-from loopax._src.frontend.trace import StepBack
+from loopax._src.frontend.trace import FirstCondition, StepBack
 from loopax._src.jax_internals import convert, made_with, to_weak
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import take_back
@@ -31,12 +31,12 @@ from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none
 Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
 
 
-def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable[[Any], Any], Call]:
+def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[FirstCondition, Call]:
     """Whether to take a step from a carry, and a step of a `while_loop`."""
     check_callable(f"cond_fun of {options.name}", cond_fun)
     check_callable(f"body_fun of {options.name}", body_fun)
 
-    def goes_on(val: Any) -> Any:
+    def goes_on(_: Sequence[Any], val: Any) -> Any:
         where = f"cond_fun of {options.name}"
         return one_bool(where, call_user(where, cond_fun, ["val"], val))
 
@@ -44,7 +44,7 @@ def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[Callable
         where = f"body_fun of {options.name}"
         new = call_user(where, body_fun, ["val"], val, **options.step_key(row, extras))
         refuse_none(where, val, new)
-        return new, None, goes_on(new)
+        return new, None, goes_on(extras, new)
 
     return goes_on, call
 
@@ -180,16 +180,18 @@ def scan_rows(
     return extent, reverse
 
 
-def always(_: Any) -> Any:
+def always(*_: Any) -> Any:
     """Whether to take the first step, where only steps say whether to go on."""
     return jnp.ones((), bool)
 
 
-def first_condition(where: str, goes_on: Callable[[Any], Any], spec: Spec, arrays: list[Any]) -> tuple[Any, list[Any]]:
+def first_condition(
+    where: str, goes_on: FirstCondition, extras: Sequence[Any], spec: Spec, arrays: list[Any]
+) -> tuple[Any, list[Any]]:
     """Whether to take the first step, and the carry after asking: a condition may change NNX objects in it."""
     given = spec.unpack(arrays)
     carry, objects = thaw_numbered(given)
-    first = goes_on(carry)
+    first = goes_on(extras, carry)
     if not objects:
         return first, arrays
     where = f"cond_fun, which is called before {where},"

@@ -34,6 +34,7 @@ from loopax._src.jax_internals import (
     made_at,
     open_constants,
     replace_jaxpr,
+    runs_eagerly,
     source_here,
     trace_context,
     uses_references,
@@ -106,6 +107,17 @@ class Taken(NamedTuple):
     found: Found
 
 
+# Whether to take the first step: (extras, carry) -> bool[]. The functions and the options of a `Step` determine it.
+FirstCondition = Callable[[Sequence[Any], Any], Any]
+
+
+class First(NamedTuple):
+    """A traced first condition."""
+
+    closed: ClosedJaxpr  # (*closed over, *extras, *carry) -> bool[]
+    closed_over: list[Any]
+
+
 @dataclass(frozen=True)
 class Traced:
     """A traced step."""
@@ -122,22 +134,23 @@ class Traced:
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
     key_use: KeyUse | None
+    first: First | None  # None also where it is to be called as it is
 
 
-def trace_step(step: Step, extras: Sequence[Any], init: Any, predicated: bool) -> Traced:
+def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:
     """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
-    traced = trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), predicated)[0]
+    traced = trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), goes_on)[0]
     refuse_closed_over(step.where, traced.references, "Pass its value through the carry")
     return traced
 
 
 def trace_promoting(
-    step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, predicated: bool
+    step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, goes_on: FirstCondition | None
 ) -> tuple[Traced, list[Any], Spec]:
     """Trace a step, and return with it the arrays of the first carry, of the types that they have in the loop."""
 
     def trace(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
-        return _trace(step, extras, init, spec, x_rows, predicated), arrays, spec
+        return _trace(step, extras, init, spec, x_rows, goes_on), arrays, spec
 
     return promoting(step.where, init, trace)
 
@@ -186,23 +199,26 @@ def _changed_note(where: str, changed: Sequence[str]) -> str:
 _cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
 
 
-def _trace(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
+def _trace(
+    step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, goes_on: FirstCondition | None
+) -> Traced:
     """Trace a step, once for the same functions and types, as `jax.lax` does.
 
     Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
     changed since.
     """
     if not all(map(is_only_itself, step.functions)):
-        return _trace_now(step, extras, init, spec, x_rows, predicated)
-    key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, predicated, trace_context())
+        return _trace_now(step, extras, init, spec, x_rows, goes_on)
+    context = goes_on is not None, runs_eagerly(), trace_context()
+    key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, *context)
     entries = _cache.setdefault(step.functions[0], {})
     try:
         if key in entries:
             return entries[key]
     except TypeError:  # a leaf that is not an array cannot be hashed
-        return _trace_now(step, extras, init, spec, x_rows, predicated)
-    traced = _trace_now(step, extras, init, spec, x_rows, predicated)
-    closed_over = [*traced.closed_over, *traced.references]
+        return _trace_now(step, extras, init, spec, x_rows, goes_on)
+    traced = _trace_now(step, extras, init, spec, x_rows, goes_on)
+    closed_over = [*traced.closed_over, *traced.references, *(traced.first.closed_over if traced.first else [])]
     if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
         entries[key] = traced
     return traced
@@ -249,7 +265,10 @@ def take(
     return Taken(goes_on, carry, [*rows, *ys], Found(y_spec, changes, row_changes, written))
 
 
-def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, predicated: bool) -> Traced:
+def _trace_now(
+    step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, goes_on: FirstCondition | None
+) -> Traced:
+    predicated = goes_on is not None
     found: dict[str, Any] = {}
     row_of_tape_spec: list[Spec] = []  # one, if the kind records a tape
     placed = partial(made_at, source_here())
@@ -313,7 +332,26 @@ def _trace_now(step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows:
     constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
     names = _names(body, spec, x_rows, found["found"], predicated, num_flags + len(references))
-    return Traced(body, inverse, constants, references, **found, names=names, key_use=uses)
+    first = _trace_first(goes_on, extras, spec) if goes_on is not None and runs_eagerly() else None
+    return Traced(body, inverse, constants, references, **found, names=names, key_use=uses, first=first)
+
+
+def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> First | None:
+    """The first condition; None where it may change objects or mutable arrays, or where loops in it hand on checks."""
+    is_pure = False
+
+    def flat(*operands: Any) -> Any:
+        nonlocal is_pure
+        given, arrays = split_list(operands, [len(extras)])
+        carry, objects = thaw_numbered(spec.unpack(arrays))
+        with collecting() as checks:
+            go = goes_on(given, carry)
+        is_pure = not objects and not checks
+        return go
+
+    raw = jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals)
+    first = First(*open_constants(raw))
+    return first if is_pure and not any(map(is_reference, first.closed_over)) else None
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 
 
@@ -30,6 +32,17 @@ def runs_in_python() -> bool:
     while trace is not None and not isinstance(trace, _pe.DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is None and _config.disable_jit.value
+
+
+def runs_eagerly() -> bool:
+    """Whether operations are run as they are called, be it on batches or with tangents: no program is written down.
+
+    What other traces do is not known here: those of `shard_map`, of sparse arrays, of other libraries.
+    """
+    trace = _core.trace_ctx.trace
+    while isinstance(trace, _ad.JVPTrace | _ad.LinearizeTrace | _batching.BatchTrace):
+        trace = trace.parent_trace
+    return isinstance(trace, _core.EvalTrace) and not _config.disable_jit.value
 
 
 def value_now(x: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from loopax._src.jax_internals.memory import is_on_host, moved_like, zero_on_host
+from loopax._src.jax_internals.tracing import runs_eagerly
 
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
 
@@ -37,11 +38,19 @@ def zeros(aval: AbstractValue) -> jax.Array:
     """Zeros of exactly this type.
 
     They are in the same memory, sharded as it is, vary over the same `shard_map` axes, and have 64 bits if it has.
+    Outside of `jax.jit` they are compiled, for JAX would move a zero to the device.
     """
+    return (_compiled_zeros if runs_eagerly() else _zeros)(aval)
+
+
+def _zeros(aval: AbstractValue) -> jax.Array:
     if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return moved_like(aval, ad.instantiate_zeros(ad.Zero(on_mesh(strong(aval)))))
     array = lax.broadcast(zero(aval.dtype), aval.shape, out_sharding=_explicit_sharding(aval))
     return vary(moved_like(aval, array), varying_axes(aval))
+
+
+_compiled_zeros = jax.jit(_zeros, static_argnums=0)
 
 
 def unwritten(aval: AbstractValue) -> jax.Array:

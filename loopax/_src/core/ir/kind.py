@@ -145,6 +145,11 @@ def run_by(kind: Kind, call: LoopCall) -> Outcome:
     return out
 
 
+def runs_plainly(kind: Kind) -> bool:
+    """Whether a kind runs a loop as it is, so that its derivative is that of the steps."""
+    return type(kind).run is Kind.run
+
+
 def _misfits(group: str, got: Any, wanted: Sequence[Any], names: Sequence[str]) -> list[str]:
     """A line for each array that is not of the type that it should have; `names` are paths in the user's pytrees."""
     if not isinstance(got, list | tuple) or len(got) != len(wanted):

@@ -1,0 +1,126 @@
+"""Loops outside of `jax.jit` move no constants to the device: JAX's guard against transfers lets them pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopax as lx
+from tests.support.compiled import compilations
+
+ROWS = jnp.arange(4, dtype=jnp.float32) + 1
+ONE, NUMBER, HOLDS, TEN = jnp.float32(1.5), jnp.int32(3), jnp.bool_(True), jnp.float32(10.0)
+LANES = jnp.array([True, False, True, False])
+KEY = jax.random.key(0)
+
+
+def doubled(x, loops, **options):
+    return loops.while_loop(lambda c: c < 10, lambda c: 2 * c, x, **options)
+
+
+def summed(x, loops, **options):
+    return loops.scan(lambda c, row: (c + row, c * row), x, ROWS, **options)
+
+
+def chosen(x, loops, holds=HOLDS):
+    return loops.cond(holds, lambda x: x + 1, lambda x: 2 * x, x)
+
+
+# Programs that move nothing with the loops of `jax.lax`
+AS_IN_LAX = {
+    "while_loop": lambda loops: doubled(ONE, loops),
+    "a condition that closes over an array": lambda loops: loops.while_loop(lambda c: c < TEN, lambda c: ONE * c, ONE),
+    "a pytree": lambda loops: loops.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, jnp.sin(c[1])), (NUMBER, ONE)),
+    "scan": lambda loops: summed(ONE, loops),
+    "scan, from the last row": lambda loops: summed(ONE, loops, reverse=True),
+    "scan, two rows at once": lambda loops: summed(ONE, loops, unroll=2),
+    "scan without rows": lambda loops: loops.scan(lambda c, _: (c + 1, c), ONE, None, length=5),
+    "cond": lambda loops: chosen(ONE, loops),
+    "a batch of while_loop": lambda loops: jax.vmap(lambda x: doubled(x, loops))(ROWS),
+    "a batch of scan": lambda loops: jax.vmap(lambda x: summed(x, loops))(ROWS),
+    "jvp of while_loop": lambda loops: jax.jvp(lambda x: doubled(x, loops), (ONE,), (ONE,)),
+    "jvp of scan": lambda loops: jax.jvp(lambda x: summed(x, loops), (ONE,), (ONE,)),
+    "linearize": lambda loops: jax.linearize(lambda x: summed(x, loops), ONE)[0],
+    "vjp of scan": lambda loops: jax.vjp(lambda x: summed(x, loops)[0], ONE)[1](ONE),
+    "vjp of cond": lambda loops: jax.vjp(lambda x: chosen(x, loops), ONE)[1](ONE),
+}
+
+
+@pytest.mark.parametrize("name", AS_IN_LAX)
+def test_an_eager_loop_moves_nothing_where_lax_does_not(name):
+    with jax.transfer_guard("disallow"):
+        expected = AS_IN_LAX[name](lax)
+        got = AS_IN_LAX[name](lx)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+OWN = {
+    "max_steps": lambda: doubled(ONE, lx, max_steps=50),
+    "info": lambda: doubled(ONE, lx, max_steps=1, info=True, throw=False),
+    "info, without a limit": lambda: doubled(ONE, lx, info=True),
+    "keys": lambda: lx.while_loop(lambda c: c < 10, lambda c, key: 2 * c, ONE, key=KEY),
+    "keys of rows": lambda: lx.scan(lambda c, row, key: (c + row, None), ONE, ROWS, key=KEY),
+    "stop": lambda: summed(ONE, lx, stop=lambda c, y: c > 3),
+    "fewer rows": lambda: summed(ONE, lx, max_steps=2, throw=False),
+    "rollout": lambda: lx.rollout(lambda state: (2 * state, state), ONE, 5),
+    "a loop in a loop": lambda: lx.scan(lambda c, row: (doubled(c, lx), row), ONE, ROWS),
+    "vjp of while_loop": lambda: jax.vjp(lambda x: doubled(x, lx), ONE)[1](ONE),
+    "a batch of cond": lambda: jax.vmap(lambda holds, x: chosen(x, lx, holds))(LANES, ROWS),
+    **{f"{kind} kind": lambda kind=kind: summed(ONE, lx, kind=kind) for kind in ("lax", "residuals", "checkpointed")},
+    **{
+        f"{lanes} lanes": lambda lanes=lanes: jax.vmap(lambda x: doubled(x, lx, lanes=lanes))(ROWS)
+        for lanes in ("compact", "sequential", "auto")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_eager_loop_moves_nothing_for_what_lax_has_not(name):
+    expected = OWN[name]()
+    with jax.transfer_guard("disallow"):
+        got = OWN[name]()
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_an_eager_batch_is_compiled_once():
+    """Rules of transformations are traced and compiled for the first call; the second finds their program."""
+    goes_on, step = lambda c: c < 10, lambda c: 3 * c
+
+    def batch(x):
+        return jax.vmap(lambda x: lx.while_loop(goes_on, step, x))(x)
+
+    rows = ROWS + 1
+    with compilations() as first:
+        batch(ROWS)
+    with compilations() as second:
+        np.testing.assert_array_equal(batch(rows), [18, 27, 12, 15])
+    assert first
+    assert not second
+
+
+def test_the_first_condition_tells_once():
+    told = []
+
+    def goes_on(c):
+        jax.debug.callback(told.append, c)
+        return c < 10
+
+    lx.while_loop(goes_on, lambda c: 4 * c, ONE)
+    jax.effects_barrier()
+    assert [float(c) for c in told] == [1.5, 6.0, 24.0]
+
+
+def test_the_first_condition_reads_a_mutable_array():
+    most = jax.new_ref(jnp.float32(10.0))
+    assert lx.while_loop(lambda c: c < most[...], lambda c: 2 * c, ONE) == 12
+    most[...] = 1.0
+    assert lx.while_loop(lambda c: c < most[...], lambda c: 2 * c, ONE) == 1.5
+
+
+def test_a_check_of_a_loop_in_the_first_condition_is_raised_at_once():
+    def goes_on(c):
+        return lx.while_loop(lambda x: x < 100, lambda x: x + 1, c, max_steps=5) < 50
+
+    with pytest.raises(Exception, match="max_steps=5"):
+        lx.while_loop(goes_on, lambda c: c, ONE)
