@@ -18,6 +18,7 @@ from loopax._src.core.autodiff.sweep_jvp import sweep_jvp
 from loopax._src.core.autodiff.sweep_linearize import sweep_linearize
 from loopax._src.core.autodiff.sweep_partial_eval import sweep_partial_eval, sweep_transpose
 from loopax._src.core.batching.compact.autodiff import (
+    compact_vmap_dce,
     compact_vmap_jvp,
     compact_vmap_linearize,
     compact_vmap_partial_eval,
@@ -109,6 +110,7 @@ register(
     partial_eval=compact_vmap_partial_eval,
     partial_eval_custom=compact_vmap_partial_eval_custom,
     rematerialize=evaluate_again(compact_vmap_p),
+    dce=compact_vmap_dce,
     batch=batch_if_mapped(compact_vmap_p, join_batches),
 )
 dependence_rules[compact_vmap_p] = compact_vmap_dependence

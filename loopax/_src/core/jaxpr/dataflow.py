@@ -18,7 +18,6 @@ from loopax._src.jax_internals import (
     dce,
     happens,
     inlinable,
-    is_jit,
     is_while,
     used_inputs,
 )
@@ -50,7 +49,7 @@ def of_equation(eqn: Any) -> list[int]:
         return everything
     if eqn.primitive in dependence_rules:
         return dependence_rules[eqn.primitive](eqn)
-    if is_jit(eqn) and (program := inlinable(eqn)):
+    if program := inlinable(eqn):
         return list(dependence(program))
     if is_while(eqn):
         return _while(While.of(eqn))

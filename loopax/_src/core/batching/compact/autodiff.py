@@ -14,7 +14,7 @@ import jax
 from loopax._src.core.autodiff.jvp import jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
-from loopax._src.core.autodiff.remat_dce import stage_all
+from loopax._src.core.autodiff.remat_dce import loop_dce, stage_all, sweep_dce
 from loopax._src.core.autodiff.transpose import type_of_linear
 from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
 from loopax._src.core.batching.compact.primitive import (
@@ -282,3 +282,19 @@ def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiat
         effects=known.program.effects,
     )
     return stage_all(eqn, instantiated, part, unknown_out)
+
+
+def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
+    """Remove from a batch what its used results do not need: the batch of what is left of its loop or sweep.
+
+    `used` has a flag for each result. The answer has the parts of that of `loop_dce`.
+    """
+    eqn = rest[-1]
+    inner = CompactVmap(**eqn.params)
+    dce = loop_dce if isinstance(inner.static, Loop) else sweep_dce
+    used_in, slim = dce(used, eqn.replace(params=inner.static._asdict()))
+    if slim is None:
+        return used_in, None
+    mapped, avals = tuple(select(used_in, inner.mapped)), [v.aval for v in slim.invars]
+    batch = compact_vmap_of(inner.rules, type(inner.static)(**slim.params), inner.axis, mapped, avals)
+    return used_in, slim.replace(params=batch._asdict(), effects=batch.program.effects)
