@@ -70,6 +70,16 @@ def test_with_a_gradient_for_each_lane(kind, reads):
     assert log.of(jax.jit(jax.vmap(jax.grad(f))), starts, counts) == expected
 
 
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential"])
+@pytest.mark.parametrize("kind", each_kind(CHECKPOINTED), ids=name_of)
+def test_once_where_cotangents_alone_are_batched(kind, lanes):
+    """What a rule reads of the step is the same for all cotangents."""
+    step = lambda log: marked(lambda x: log(x.sum()), "carry")
+    loop = lambda log: lambda x: lx.fori_loop(0, 2, lambda i, x: step(log)(x) * 2.0, x, kind=kind, lanes=lanes)
+    log, x = Log(), np.array([1.0, 3.0])
+    assert log.of(jax.jit(jax.jacrev(loop(log))), x) == [4.0, 8.0]
+
+
 @pytest.mark.parametrize("effect", ["ordered callback", "io_callback"])
 @pytest.mark.parametrize("kind", each_kind(SLOTS), ids=name_of)
 def test_a_gradient_inside_of_a_loop_or_a_checkpoint(kind, effect):

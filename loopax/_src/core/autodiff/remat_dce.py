@@ -88,15 +88,13 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     needed: it decides on the number of steps. The answer says which of `low, high, *consts, *carry, *xs` are needed
     (the first two always are), and has the new equation.
 
-    If no result is used, and the loop has no effect that must happen, the loop is removed. A loop whose body has such
-    effects stays as it is. From JAX 0.12 on, JAX also passes the live inputs to this rule, which ignores them.
+    Effects that must happen stay, with all that they need. If there are none, and no result is used, the loop is
+    removed. From JAX 0.12 on, JAX also passes the live inputs to this rule, which ignores them.
     """
     eqn = rest[-1]
     loop = Loop(**eqn.params)
     if not any(used) and not happens(eqn.effects):
         return [False] * len(eqn.invars), None
-    if happens(loop.body.effects):
-        return [True] * len(eqn.invars), eqn
     _, carry, ys, saved, checkpoint_rows = loop.results(used)
     saved_mask = _used_of_saved(loop, saved)
     wanted = either(carry, saved_mask)
@@ -135,13 +133,11 @@ def sweep_dce(used: list[bool], *rest: Any) -> Any:
     `used` has a flag for each result: `*carry, *ys`. A leaf of the carry or of the state is needed if it is used, or if
     a needed one depends on it after some number of steps (`needs`). The answer says which of `low, high,
     checkpoint_rows, *consts, *init, *saved, *carry, *xs` are needed (the first three always are), and has the new
-    equation. A sweep whose step has effects that must happen stays as it is.
+    equation. Effects that must happen stay, as in `loop_dce`.
     """
     eqn = rest[-1]
     sweep = ReverseSweep(**eqn.params)
-    if happens(eqn.effects):
-        return [True] * len(eqn.invars), eqn
-    if not any(used):
+    if not any(used) and not happens(eqn.effects):
         return [False] * len(eqn.invars), None
     carry, ys = sweep.outputs(used)
     keep = needs(sweep, carry, ys)

@@ -5,6 +5,7 @@ Where all lanes take the same steps, the batch is one loop on larger arrays. Els
 """
 
 from collections.abc import Callable, Sequence
+from operator import and_
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def _acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
         return False
     nothing = [False] * len(loop.body.out_avals)
     used = needed_inputs(loop.body, loop.carry_range, nothing)[1:]  # effects stay, and so does what they get
-    return not any(is_used and has_lanes for is_used, has_lanes in zip(used, flatten(batched), strict=True))
+    return not any(map(and_, used, flatten(batched)))
 
 
 def _as_chosen(loop: Loop, axis: Axis) -> Loop:

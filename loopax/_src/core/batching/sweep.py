@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
+from operator import and_
 from typing import Any
 
 import jax
 
 from loopax._src.core.autodiff.sweep_jvp import sweep_fixpoint
+from loopax._src.core.autodiff.sweep_partial_eval import needs
 from loopax._src.core.batching.choice import chosen
 from loopax._src.core.batching.compact.primitive import compact_vmap
 from loopax._src.core.batching.compact.sweep import SWEEPS
@@ -35,6 +37,7 @@ from loopax._src.core.jaxpr.mapped_axis import (
 )
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
 from loopax._src.core.jaxpr.util import Mask, collective_over, either, weakly_cached
+from loopax._src.jax_internals import happens
 from loopax._src.messages import symbolic_lanes_message
 
 
@@ -76,7 +79,7 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     batched, ys = _batched(sweep, axis, map_leaves(lambda d: d is not None, mapped), any(windows))
     if any(windows):
         sweep = sweep._replace(stages=chosen(sweep.stages, sweep.forward, sweep.num_consts, axis.size))
-    if isinstance(sweep.stages, OneByOne) and axis.size:
+    if isinstance(sweep.stages, OneByOne) and axis.size and (any(windows) or not _acts_for_all(sweep, batched)):
         alone = partial(reverse_sweep_p.bind, **sweep._asdict())
         return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
     in_groups = isinstance(sweep.stages, Stages) and any(windows)
@@ -96,6 +99,17 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         low, high = hull(low, high)
     out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
     return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
+
+
+def _acts_for_all(sweep: ReverseSweep, batched: SweepInputs) -> bool:
+    """Whether the step has effects, and they are the same for all lanes: those of a value whose cotangents are mapped.
+
+    As for a loop (`batch_loop`).
+    """
+    if not happens(sweep.step.effects):
+        return False
+    used = needs(sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))
+    return not any(map(and_, flatten(used), flatten(batched)))
 
 
 def _batched(sweep: ReverseSweep, axis: Axis, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
