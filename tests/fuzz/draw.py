@@ -137,8 +137,9 @@ def _refused(body: set[str], features: str) -> set[str]:
         ("o" in features, DERIVATIVES | BATCHES | {"checkpoint"}),
         # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array.
         ("r" in features, {"jacfwd"}),
-        # Its gradient is not the sum of those of lanes, where a value is the same in all lanes.
-        ("squash" in body, {"vmap of n"}),
+        # Where a value is the same in all lanes, what its backward rule gets is a sum over lanes or of one lane, as JAX
+        # maps the value or not: an effect tells them apart, and so does a rule that is not linear.
+        ({"squash", *WITH_BACKWARD_EFFECTS} & body, {"vmap of n"}),
     ]
     return {name for applies, names in reasons if applies for name in names}
 
