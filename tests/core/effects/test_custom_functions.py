@@ -7,6 +7,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -157,6 +158,60 @@ def test_gradients(kind, function, gradient):
     assert called == ([] if function in PRINTS_ONCE else CALLED)
     assert sorted(in_rule.values) == IN_RULE.get(function, [])
     assert f(X, N).tolist() == [2.0, 8.0, 1.0]
+
+
+def in_stages(double):
+    """How many steps a lane takes is not known at the start."""
+
+    def loop(x, n):
+        body = lambda c: (c[0] + 1, double(c[1]))
+        return lx.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=4, lanes=lx.Compact(2, 1))[1]
+
+    return loop
+
+
+@maps_custom_vjp
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_in_stages(function):
+    """Stages have the effects, and the groups in which their steps are evaluated again have those of steps back."""
+    log, in_rule = Log(), Log()
+    f = jax.jit(GRADIENTS["of the batch"](in_stages(function(log, in_rule))))
+    assert log.of(f, X, N) == ([] if function in PRINTS_ONCE else CALLED)
+    assert sorted(in_rule.values) == IN_RULE.get(function, [])
+    assert f(X, N).tolist() == [2.0, 8.0, 1.0]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("kind", each_kind(KINDS[0]), ids=name_of)
+def test_a_second_derivative_for_what_the_first_reads(kind, function):
+    """The first derivative leaves the function as it is, and the second one asks for its rule."""
+    log, in_rule = Log(), Log()
+    double = function(log, in_rule)
+
+    def f(x, y):
+        return lx.fori_loop(0, 3, lambda i, c: (double(c[0]), c[1] * c[0]), (x, y), max_steps=4, kind=kind)[1]
+
+    mixed = jax.jit(jax.grad(jax.grad(f, 1)))  # of 8 x**3 y
+    values = [1.0, 2.0, 4.0]
+    assert log.of(mixed, 1.0, 5.0) == ([] if function in PRINTS_ONCE else values)
+    expected = values if function in PRINTS_ONCE else [0.0, 2.0, 8.0]  # cotangents
+    assert sorted(in_rule.values) == (expected if function in IN_RULE else [])
+    assert mixed(1.0, 5.0) == 24.0
+
+
+@pytest.mark.parametrize("function", [custom_jvp, custom_vjp, custom_root])
+def test_steps_that_a_derivative_takes_again(function):
+    """Those have the effects of steps back alone."""
+    log, in_rule = Log(), Log()
+    double, truncated, implicit = function(log, in_rule), lx.Truncated(last=2), lx.Implicit()
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: double(x), x, max_steps=9, kind=truncated)
+    assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == [1.0, 2.0, 4.0, 8.0]
+    assert sorted(in_rule.values) == ([1.0, 2.0] if function in NO_FORWARD_MODE else [])
+    goes_on = lambda a: lambda x: jnp.abs(x / 2.0 + a - x) > 1e-3
+    f = lambda a: lx.while_loop(goes_on(a), lambda x: double(x / 4.0) + a, 0.0, kind=implicit)
+    forward = log.of(jax.jit(f), 1.0)
+    assert len(forward) > 9
+    assert log.of(jax.jit(jax.grad(f)), 1.0) == forward
 
 
 @pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in NO_FORWARD_MODE])

@@ -34,6 +34,7 @@ from loopax._src.core.ir.reverse_sweep import (
     run_sweep,
 )
 from loopax._src.core.ir.typecheck import check_count, check_sweep
+from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
@@ -260,7 +261,10 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
 
 @weakly_cached
 def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJaxpr, bool]:
-    """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l."""
+    """One step of p: (row, *known consts, *states, [*carry], *x, *p, *ct y) -> p, and whether it reads l.
+
+    Effects are those of the step that goes back.
+    """
     avals, cts = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
     nothing = map_leaves(lambda _: False, avals)
     wanted = flatten(map_leaves(lambda _: False, cts)._replace(carry=[True] * len(cts.carry)))
@@ -274,7 +278,7 @@ def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJa
         step = _transposed_carry(sweep, nonzero_ys)
     reads = reads_carry(step)
     keep = map_leaves(lambda _: True, avals)._replace(carry=[reads] * len(avals.carry), ct_state=nothing.ct_state)
-    return dce(step, wanted, [True, *flatten(keep)])[0], reads
+    return dce(without_effects(step), wanted, [True, *flatten(keep)])[0], reads
 
 
 class _PairInputs(NamedTuple):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.effects.custom_rules import evaluated_by, rule_of
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.jaxpr.custom_rules import Interpreter, evaluated_by, rule_of
 from loopax._src.core.jaxpr.expand import jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.util import (
     bind_again,
@@ -234,7 +234,7 @@ def _guard_open_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any
 
 
 def _guard_custom(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    return evaluated_by(guarded, eqn)(active, *operands)
+    return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
 
 
 def _guard_linear_solve(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.autodiff.jvp import jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
+from loopax._src.core.autodiff.jvp import jvp_loop, jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
 from loopax._src.core.autodiff.remat_dce import loop_dce, stage_all, sweep_dce
@@ -31,10 +31,14 @@ from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import append_each, flatten, map_leaves, reject_each, select_each
-from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
+from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, inner_programs, merge_lists, reject, select
 from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
     ad,
     evaluate_partially,
+    happens,
+    is_custom,
     is_known,
     is_nonzero,
     known_value,
@@ -75,8 +79,9 @@ def _jvp_again(inner: CompactVmap, primals: Sequence[Any], tangents: Sequence[An
     where reverse mode is to follow, for there is no forward mode through a `jax.custom_vjp`.
     """
     refuse_effects(inner.static.body)
-    out = inner.static.results(compact_vmap_p.bind(*primals, **inner._asdict()))
-    again = _Again.of(inner, list(map(is_nonzero, tangents)), primals, out)
+    nonzero = list(map(is_nonzero, tangents))
+    out = _run_in_stages(inner, nonzero, primals)
+    again = _Again.of(inner, nonzero, primals, out)
     windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
     _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
     return out.leaves, again.tangents(primals[0], out, found)
@@ -180,7 +185,7 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     if not _runs_in_stages(inner):
         return linearize_program(nonzero, *operands, **params)
     refuse_effects(inner.static.body)
-    out = inner.static.results(compact_vmap_p.bind(*operands, **params))
+    out = _run_in_stages(inner, nonzero, operands)
     again = _Again.of(inner, nonzero, operands, out)
     _, mask, linear = linearize_program(again.inputs(nonzero), *again.operands, **again.batch._asdict())
 
@@ -188,6 +193,27 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
         return again.tangents(operands[0], out, linear(*again.inputs(tangents)))
 
     return out.leaves, again.results(mask, [False] * len(out.leaves)).leaves, tangents_later
+
+
+def _run_in_stages(inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any]) -> Outcome:
+    """The results of the lanes, with the effects that they have in a derivative for tangents of these operands.
+
+    They are those of the rules of functions with derivatives of their own; what runs in groups has none.
+    """
+    loop = inner.static
+    if not _acts_in_custom(loop.body):
+        return loop.results(compact_vmap_p.bind(*operands, **inner._asdict()))
+    inputs = loop.inputs(operands[2:])
+    pair, perturbed, _ = jvp_loop(loop, map_leaves(bool, loop.inputs(nonzero[2:])))
+    unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, perturbed))
+    known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
+    return _bind(known, inner.axis, inner.mapped, operands)
+
+
+def _acts_in_custom(program: ClosedJaxpr | Jaxpr) -> bool:
+    """Whether a function with derivatives of its own has effects."""
+    acting = [eqn for eqn in program.eqns if happens(eqn.effects)]
+    return any(is_custom(eqn) or any(map(_acts_in_custom, inner_programs(eqn))) for eqn in acting)
 
 
 class _Again(NamedTuple):

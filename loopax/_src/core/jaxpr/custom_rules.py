@@ -2,27 +2,34 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from loopax._src.core.jaxpr.util import Mask, bind_again, merge_lists, of_selected, reject, select
+from loopax._src.core.jaxpr.util import Mask, bind_again, merge_lists, of_selected, reject, select, split_list
 from loopax._src.jax_internals import ClosedJaxpr, called, is_custom_vjp, told_what_is_perturbed, zeros
 
 Function = Callable[..., Any]
-Interpreter = Callable[[ClosedJaxpr], Function]  # a program -> f(flag, *inputs)
+
+
+class Interpreter(NamedTuple):
+    """How a function and its rules are evaluated: each a program -> f(*flags, *inputs)."""
+
+    forward: Callable[[ClosedJaxpr], Function]
+    back: Callable[[ClosedJaxpr], Function]  # what a `jax.custom_vjp` does with cotangents
+    num_flags: int
 
 
 def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
-    """The function that an equation calls as f(flag, *operands), whose values and rules are those of an interpreter.
+    """The function that an equation calls as f(*flags, *operands), whose values and rules are those of an interpreter.
 
     It keeps its derivatives: its rules are traced as programs where JAX asks for them.
     """
     program = called(eqn)
     assert program is not None
-    evaluate = interpreter(program)
+    evaluate = interpreter.forward(program)
     return (_with_vjp if is_custom_vjp(eqn) else _with_jvp)(interpreter, eqn, lambda *xs: tuple(evaluate(*xs)))
 
 
@@ -42,9 +49,9 @@ def _with_jvp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
     function = jax.custom_jvp(values)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        (flag, *xs), (_, *dots) = primals, tangents
+        (flags, xs), (_, dots) = (split_list(values, [interpreter.num_flags]) for values in (primals, tangents))
         mask = [not isinstance(dot, SymbolicZero) for dot in dots]
-        out, found = _traced_by(interpreter, partial(_on_pairs, eqn, mask), flag, xs, select(mask, dots))
+        out, found = _traced_by(interpreter.forward, partial(_on_pairs, eqn, mask), flags, xs, select(mask, dots))
         return tuple(out), tuple(_with_float0(eqn, found))
 
     function.defjvp(rule, symbolic_zeros=True)
@@ -55,28 +62,31 @@ def _with_vjp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
     function, is_told = jax.custom_vjp(values), told_what_is_perturbed(eqn)
 
     def forward(*operands: Any) -> Any:
-        flag, *xs = [x.value for x in operands] if is_told else operands
-        mask = [x.perturbed for x in operands[1:]] if is_told else _have_tangents(eqn.invars)
-        out, pull = _traced_by(interpreter, partial(_forward, eqn, mask), flag, xs)
-        return out, (flag, pull, [() if perturbed else None for perturbed in mask])
+        flags, given = split_list(operands, [interpreter.num_flags])
+        flags, xs = ([x.value for x in values] if is_told else values for values in (flags, given))
+        mask = [x.perturbed for x in given] if is_told else _have_tangents(eqn.invars)
+        out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, mask), flags, xs)
+        return out, (flags, pull, [() if perturbed else None for perturbed in mask])
 
     def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
-        flag, pull, perturbed = residuals
+        flags, pull, perturbed = residuals
         given = select(_have_tangents(eqn.outvars), cts)
         given = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in given]
-        found = _traced_by(interpreter, partial(_pull_back, eqn), flag, pull, given)
+        found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
         mask = [mark is not None for mark in perturbed]
-        return None, *merge_lists(mask, [None] * mask.count(False), found)
+        return *(None for _ in flags), *merge_lists(mask, [None] * mask.count(False), found)
 
     function.defvjp(forward, back, symbolic_zeros=is_told)
     return function
 
 
-def _traced_by(interpreter: Interpreter, function: Function, flag: Any, *arguments: Any) -> Any:
+def _traced_by(
+    interpreter: Callable[[ClosedJaxpr], Function], function: Function, flags: Sequence[Any], *arguments: Any
+) -> Any:
     """`function(*arguments)`, which takes and returns pytrees of arrays, as an interpreter evaluates it."""
     leaves, tree = jax.tree.flatten(arguments)
     closed, results = jax.make_jaxpr(lambda *leaves: function(*tree.unflatten(leaves)), return_shape=True)(*leaves)
-    return jax.tree.structure(results).unflatten(interpreter(closed)(flag, *leaves))
+    return jax.tree.structure(results).unflatten(interpreter(closed)(*flags, *leaves))
 
 
 # ---- the rules of an equation: `mask` says which operands are perturbed
