@@ -67,4 +67,5 @@ OPERATIONS: dict[str, Operation] = {
 WITH_BACKWARD_EFFECTS = {name for name in OPERATIONS if "backward" in name}
 WITHOUT_FORWARD_MODE = {"custom_vjp", "squash", "say_in_custom_vjp", *WITH_BACKWARD_EFFECTS}
 WITH_CHECKPOINTS = {name for name in OPERATIONS if "checkpoint" in name}
-TAKES_BRANCHES = [name for name in OPERATIONS if "branch" in name or "one_of_three" in name]
+BRANCHES = ("branch", "one_of_three", "say_and_change_nothing")
+TAKES_BRANCHES = [name for name in OPERATIONS if any(branch in name for branch in BRANCHES)]

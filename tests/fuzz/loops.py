@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax.experimental import io_callback
 
 import loopax as lx
 from tests.fuzz.program import KINDS, LANES, POLICIES, ROWS, Program
+from tests.fuzz.transformations import BATCHES, DERIVATIVES
 
 MOST_INNER_STEPS = 8
 MOST_ROWS = 37  # of a buffer: nine operations of a body append in four steps
@@ -62,6 +64,14 @@ def where_floats(flag: Any, tree: Any) -> Any:
     """The pytree, with ones in the place of its numbers where the flag is False."""
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jax.tree.map(lambda leaf: jnp.where(flag, leaf, jnp.exp(leaf - leaf)) if is_float(leaf) else leaf, tree)
+
+
+def kind_of(program: Program) -> Any:
+    """The kind; a little memory has room for one carry at least, of all lanes and with its tangents."""
+    if program.kind != "little memory" or "a" not in program.features:
+        return KINDS[program.kind]
+    larger = sum(name in BATCHES | DERIVATIVES for name in program.transformations)
+    return replace(KINDS[program.kind], memory=4096 * 3**larger)
 
 
 class Calls:
@@ -190,7 +200,7 @@ class WithLoopax(Loops):
         if program.policy:
             step = POLICIES[program.policy](step)
         options: dict[str, Any] = {
-            "kind": KINDS[program.kind],
+            "kind": kind_of(program),
             "lanes": LANES[program.lanes],
             "max_steps": program.max_steps,
             "key": key,
@@ -263,7 +273,7 @@ class Rewritten(WithLoopax):
         return results(last, ys, jnp.asarray(taken, jnp.int32), jnp.bool_(False))
 
     def prepared(self, program: Program, f: Any) -> Any:
-        options: Any = {"kind": KINDS[program.kind], "lanes": LANES[program.lanes], "max_steps": program.max_steps}
+        options: Any = {"kind": kind_of(program), "lanes": LANES[program.lanes], "max_steps": program.max_steps}
         return lx.rewrite_loops(f, scans=True, conds=True, **options)
 
     def around(self) -> Any:

@@ -201,8 +201,8 @@ def branch_with_a_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
 
 
 def branch_with_a_domain(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """Outside of it the function is NaN, or its derivative infinite."""
-    far = lambda s, v: (0.3 * jnp.log(s), jnp.sqrt(jnp.abs(v).sum() * s) * v)
+    """Outside of it the function is NaN, or its derivative infinite; inside, also where `v` is zero, neither is."""
+    far = lambda s, v: (0.3 * jnp.log(s), jnp.sqrt((0.1 + jnp.abs(v).sum()) * s) * v)
     s, v = loops.cond(c["s"] > 0.1, far, lambda s, v: (0.7 * s + 0.2, 0.8 * v), c["s"], c["v"])
     return c | {"s": s, "v": jnp.tanh(v)}
 
