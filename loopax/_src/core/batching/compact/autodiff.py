@@ -14,7 +14,8 @@ import jax
 from loopax._src.core.autodiff.jvp import jvp_loop, jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.partial_eval_rule import window_walked
-from loopax._src.core.autodiff.remat_dce import loop_dce, stage_all, sweep_dce
+from loopax._src.core.autodiff.remat_dce import loop_dce, stage_all
+from loopax._src.core.autodiff.sweep_partial_eval import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
 from loopax._src.core.batching.compact.loop import LOOPS, nothing_saved
 from loopax._src.core.batching.compact.primitive import (
@@ -317,10 +318,16 @@ def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
     """
     eqn = rest[-1]
     inner = CompactVmap(**eqn.params)
-    dce = loop_dce if isinstance(inner.static, Loop) else sweep_dce
-    used_in, slim = dce(used, eqn.replace(params=inner.static._asdict()))
-    if slim is None:
-        return used_in, None
-    mapped, avals = tuple(select(used_in, inner.mapped)), [v.aval for v in slim.invars]
-    batch = compact_vmap_of(inner.rules, type(inner.static)(**slim.params), inner.axis, mapped, avals)
-    return used_in, slim.replace(params=batch._asdict(), effects=batch.program.effects)
+    if not any(used) and not happens(eqn.effects):
+        return [False] * len(eqn.invars), None
+    if isinstance(inner.static, Loop):
+        used_in, slim = loop_dce(used, eqn.replace(params=inner.static._asdict()))
+        static, outvars = Loop(**slim.params), slim.outvars
+    else:
+        carry, ys = inner.static.outputs(used)
+        keep = needs(inner.static, carry, ys)
+        static, used_in = with_inputs(inner.static, keep, ys), [True, True, *flatten(keep)]
+        outvars = select([*keep.carry, *ys], eqn.outvars)
+    invars, mapped = select(used_in, eqn.invars), tuple(select(used_in, inner.mapped))
+    batch = compact_vmap_of(inner.rules, static, inner.axis, mapped, [v.aval for v in invars])
+    return used_in, eqn.replace(invars=invars, outvars=outvars, params=batch._asdict(), effects=batch.program.effects)
