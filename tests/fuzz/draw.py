@@ -137,8 +137,9 @@ def _refused(body: set[str], features: str) -> set[str]:
         ("i" in features, DERIVATIVES),
         # There is no order of effects of lanes, or of those in `jax.checkpoint`.
         ("o" in features, DERIVATIVES | BATCHES | {"checkpoint"}),
-        # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array.
-        ("r" in features, {"jacfwd"}),
+        # JAX does not map a derivative whose tangents alone are mapped, where there is a mutable array. Nor does it
+        # differentiate a `jax.checkpoint` with one in reverse mode, if something else differs in its derivative.
+        ("r" in features, {"jacfwd", "checkpoint"}),
         # Where a value is the same in all lanes, what its backward rule gets is a sum over lanes or of one lane, as JAX
         # maps the value or not: an effect tells them apart, and so does a rule that is not linear.
         ({"squash", *WITH_BACKWARD_EFFECTS} & body, {"vmap of n"}),
