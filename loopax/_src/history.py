@@ -14,7 +14,7 @@ from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
 from loopax._src.frontend.runtime_checks import Check, settle
-from loopax._src.jax_internals import api_boundary, on_device, zero, zeros
+from loopax._src.jax_internals import api_boundary, keep_bits, on_device, zero, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static_args import Why, positive_int
 
@@ -112,7 +112,7 @@ class History(eqx.Module):
         row = matching_row("History.push: the row", self._rows, row)
         oldest, count = self._oldest, self._count
         if oldest is None:
-            rows = jax.tree.map(lambda rows, x: jnp.concatenate([rows[1:], x[None]]), self._rows, row)
+            rows = jax.tree.map(partial(keep_bits, _pushed), self._rows, row)
         else:
             rows = jax.tree.map(lambda rows, x: buffers.put(rows, oldest, x), self._rows, row)
             oldest = jnp.where(oldest == self._size - 1, 0, oldest + 1)
@@ -137,7 +137,8 @@ class History(eqx.Module):
         if self._oldest is None:
             return self._rows
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
-        return jax.tree.map(lambda rows: on_device(lambda rows: rows[order], buffers.view(rows)[0]), self._rows)
+        in_order = partial(keep_bits, lambda rows, order: rows[order])
+        return jax.tree.map(lambda rows: on_device(in_order, buffers.view(rows)[0], order), self._rows)
 
     def __len__(self) -> int:
         """Return the number of rows, `k`."""
@@ -196,7 +197,11 @@ def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
         raise TypeError(f"History(rows=...): got {describe(rows)}, expected arrays with at least {k} rows.")
     if number < k:
         raise ValueError(f"History({k}, rows): the window is longer than the data: rows has {number} rows. Give {k}.")
-    return jax.tree.map(lambda x: jnp.asarray(x)[:k], rows)
+    return jax.tree.map(lambda x: keep_bits(lambda x: x[:k], jnp.asarray(x)), rows)
+
+
+def _pushed(rows: Any, row: Any) -> Any:
+    return jnp.concatenate([rows[1:], row[None]])
 
 
 def _missing_problem(size: int) -> str:

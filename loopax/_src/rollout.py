@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import call_user, step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
-from loopax._src.jax_internals import api_boundary, mapped_aval, runs_in_python, zeros
+from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.messages import inverse_message
@@ -168,7 +169,8 @@ def rollout(
     if saves:
         outputs = last.saved
     elif every > 1:
-        outputs = jax.tree.map(lambda rows: strongly_typed(rows)[every - 1 :: every], outputs)
+        of_save_points = partial(keep_bits, lambda rows: rows[every - 1 :: every])
+        outputs = jax.tree.map(lambda rows: of_save_points(strongly_typed(rows)), outputs)
     done = Rollout(last_state, outputs, loop_info.num_steps)
     return options.with_info(done, loop_info)
 

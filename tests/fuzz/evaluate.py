@@ -56,8 +56,7 @@ def rows_of(program: Program, number: Values, loops: Any) -> Values:
     """What a loop reads row by row."""
     xs = {"x": number["xs"]}
     if "d" in program.features:
-        a, b = lax.stop_gradient(number["t"])  # JAX transposes no choice of a row that keeps 64 bits
-        xs["x64"] = jnp.stack([jnp.sin(a), b, -a, jnp.cos(b)])
+        xs["x64"] = jnp.concatenate([jnp.sin(number["t"]), -jnp.cos(number["t"])])
     if "p" in program.features:
         rows = lax.stop_gradient(number["weight"])[jnp.array([0, 1, 2, 0])]
         # A loop without rows takes them by their number, which JAX refuses in host memory.

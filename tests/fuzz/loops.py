@@ -208,7 +208,7 @@ class WithLoopax(Loops):
             "info": True,
         }
         with_key = lambda x, key: x if key is None else x | {"key": key}
-        place = lambda i, key: with_key(jax.tree.map(lambda rows: rows[i % ROWS], xs), key)
+        place = lambda i, key: with_key(at(xs, i % ROWS), key)
         ys = None
         if program.loop == "scan":
             stop = (lambda c, _: stops(c)) if program.stop else None
@@ -257,7 +257,7 @@ class Rewritten(WithLoopax):
         start, xs, step, steps, _ = given
         if program.policy:
             step = POLICIES[program.policy](step)
-        place = lambda i: jax.tree.map(lambda rows: rows[i % ROWS], xs)
+        place = lambda i: at(xs, i % ROWS)
         ys, taken = None, steps
         if program.loop == "scan":
             xs = jax.tree.map(lambda rows: rows[:steps], xs)
@@ -387,7 +387,10 @@ class Unrolled(Loops):
             x = at(xs, i)
             with self.only(happens):
                 new = step(c, x if key is None else x | {"key": jax.random.fold_in(key, i)})
-            written = jax.tree.map(lambda rows, y: rows.at[i].set(y), ys, row(new | x, self))
+            here = jnp.arange(ROWS, dtype=jnp.int32) == i
+            written = jax.tree.map(
+                lambda rows, y: jnp.where(here.reshape(-1, *[1] * y.ndim), y, rows), ys, row(new | x, self)
+            )
             return where(active, new, c), where(active, written, ys)
 
         for k in range(most):
@@ -401,5 +404,7 @@ class Unrolled(Loops):
 
 
 def at(xs: Values, i: Any) -> Values:
-    """The rows at a place."""
-    return jax.tree.map(lambda rows: rows[i], xs)
+    """The rows at a place. One of 64 bits is a sum: in 32-bit mode JAX transposes no choice of such a row."""
+    is_it = jnp.arange(ROWS, dtype=jnp.int32) == i
+    one = lambda rows: lax.reduce_sum(jnp.where(is_it, rows, rows - rows), [0])
+    return {name: one(rows) if name == "x64" else rows[i] for name, rows in xs.items()}

@@ -17,10 +17,11 @@ from loopax._src.core.jaxpr.varying_axes import retyped_p
 from loopax._src.core.masking.all_active import active_p
 from loopax._src.core.masking.substitute import fill_inactive_p
 from loopax._src.core.row_buffers.primitives import VERSION
+from loopax._src.jax_internals import keep_bits_p
 from tests.project.test_how_it_works import PAGE
 
 GROUPS = [[loop_p, reverse_sweep_p], [compact_vmap_p], [linear_loop_p, linear_sweep_p]]
-GROUPS.append([*VERSION, fill_inactive_p, retyped_p])
+GROUPS.append([*VERSION, fill_inactive_p, retyped_p, keep_bits_p])
 WITHOUT_DERIVATIVES = {active_p: {"primitive_jvps", "primitive_linearizations", "primitive_transposes"}}
 WITHOUT_DERIVATIVES[only_if_p] = {"primitive_transposes"}
 

@@ -51,10 +51,10 @@ from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands
-from loopax._src.core.jaxpr.own_primitives import step_limits
+from loopax._src.core.jaxpr.own_primitives import jointly_linear, step_limits
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
-from loopax._src.jax_internals import register, register_sparse
+from loopax._src.jax_internals import keep_bits_p, register, register_sparse
 
 register(
     loop_p,
@@ -117,3 +117,5 @@ dependence_rules[compact_vmap_p] = compact_vmap_dependence
 mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = guard_compact_vmap
 register_sparse(compact_vmap_p, refuse_sparse)
+
+jointly_linear.add(keep_bits_p)

@@ -5,6 +5,7 @@ Where the next step depends on a value that is not known, as in a batch, a trace
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import FirstCondition, Found, Step, Taken, promoting, take
-from loopax._src.jax_internals import of_weak_type, value_now, zeros
+from loopax._src.jax_internals import keep_bits, of_weak_type, value_now, zeros
 from loopax._src.nnx.writeback import clear_errors
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import Spec, pack
@@ -52,7 +53,8 @@ class PythonSteps:
             ys = [zeros(stacked(jax.typeof(y), self.extent.capacity or 0)) for y in self.ys[-1]]
         first = self.rest.high if self.reverse else self.extent.low
         own = [jnp.stack(rows[::-1] if self.reverse else rows) for rows in zip(*self.ys, strict=True)]
-        return [lax.dynamic_update_slice_in_dim(y, rows, first, 0) for y, rows in zip(ys, own, strict=True)]
+        update = partial(keep_bits, partial(lax.dynamic_update_slice_in_dim, axis=0))
+        return [update(y, rows, jnp.int32(first)) for y, rows in zip(ys, own, strict=True)]
 
     def add(self, where: str, taken: Taken, spec: Spec) -> None:
         """Add a step."""
@@ -89,7 +91,7 @@ def take_steps(
             steps.is_over = is_next is not None
             break
         show(steps.number)
-        x = [lax.index_in_dim(x, row, keepdims=False) for x in xs]
+        x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in xs]
 
         def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, Spec]:
             return take(step, jnp.int32(row), extras, init, arrays, spec, x, x_rows), spec  # noqa: B023

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from loopax._src import core
 from loopax._src.core.jaxpr.util import padded, split_list
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, vary_like, zeros
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits, vary_like, zeros
 
 
 class Given(NamedTuple):
@@ -67,7 +67,7 @@ class Program:
             go = [vary_like(go[0], loop.body.out_avals[0])]
         first_flag = len(go) + self.num_arrays
         flags = [zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
-        xs = [x[: loop.bound] for x in given.xs]
+        xs = [keep_bits(lambda x: x[: loop.bound], x) for x in given.xs]
         return core.LoopOperands(low, high, given.consts, [*go, *carry, *flags, *given.references], xs)
 
     def results(self, out: core.Outcome) -> Results:

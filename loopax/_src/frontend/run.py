@@ -21,7 +21,7 @@ from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwr
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import FirstCondition, Found, Step, trace_promoting
-from loopax._src.jax_internals import runs_eagerly, runs_in_python, zeros
+from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
 from loopax._src.messages import derivative_and_references_message, derivative_message
@@ -215,7 +215,7 @@ def _run_in_python(call: _Call, init: Any, goes_on: FirstCondition | None) -> Fi
     """Take steps in Python; a traced loop takes those that Python cannot, or says what one without steps returns."""
     loop_spec, rows, reporter = call.loop_spec, call.x_spec.rows(), call.loop_spec.reporter
     extent = loop_spec.extent
-    x_rows = [x[: extent.bound] for x in call.x_arrays]
+    x_rows = [keep_bits(lambda x: x[: extent.bound], x) for x in call.x_arrays]
 
     def take() -> PythonSteps:
         return take_steps(call.step, extent, loop_spec.reverse, call.extras, init, x_rows, rows, goes_on, reporter)

@@ -150,6 +150,7 @@ from loopax._src.jax_internals.types import (
     zero,
     zeros,
 )
+from loopax._src.jax_internals.wide import keep_bits, keep_bits_p
 
 __all__ = [
     "AbstractValue",
@@ -230,6 +231,8 @@ __all__ = [
     "is_while",
     "item_bytes",
     "jaxpr_as_fun",
+    "keep_bits",
+    "keep_bits_p",
     "keeps_values",
     "keys_of",
     "know_sparse",

@@ -18,6 +18,9 @@ from loopax._src.jax_internals.key_reuse import own_primitives, without_check
 from loopax._src.jax_internals.tracing import varying_as_needed
 from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
 
+Positions = Callable[[Sequence[Any]], Sequence[int]]  # of some of these operands
+LinearIn = Sequence[int] | Positions
+
 
 def new_primitive(name: str) -> Primitive:
     """A primitive of several results. JAX may call its bodies high-level, but never has to lower them by a rule.
@@ -47,7 +50,7 @@ def register(
     typecheck: Callable[..., Any] | None = None,
     jvp: Callable[..., Any] | None = None,
     linearize: Callable[..., Any] | None = None,
-    linear_in: Sequence[int] | None = None,
+    linear_in: LinearIn | None = None,
     transpose: Callable[..., Any] | None = None,
     partial_eval: Callable[..., Any] | None = None,
     partial_eval_custom: Callable[..., Any] | None = None,
@@ -83,8 +86,9 @@ def register(
         the answer, which results have one. `linear(*tangents)` gives the tangents of all results, from those of all
         operands; where there is none, a tangent is an `ad.Zero`.
     linear_in
-        The operands in which the primitive is linear, all its results in all of them, by position. In the place of
-        `jvp` and `linearize`: the primitive is applied to their tangents, and to the other operands as they are.
+        The operands in which the primitive is linear, all its results in all of them, by position, or a function of the
+        operands that gives their positions. In the place of `jvp` and `linearize`: the primitive is applied to their
+        tangents, and to the other operands as they are.
     transpose
         `(cotangents, *operands, **p) -> cotangents of operands`, None for those that are no `UndefinedPrimal`.
     partial_eval
@@ -109,7 +113,8 @@ def register(
         impl = without_check(impl or jax.jit(meaning, static_argnames=params))
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
-        jvp, linearize = partial(_linear_jvp, primitive, linear_in), partial(_linear_linearize, primitive, linear_in)
+        positions = linear_in if callable(linear_in) else lambda _: linear_in
+        jvp, linearize = partial(_linear_jvp, primitive, positions), partial(_linear_linearize, primitive, positions)
     for definition, rule in (
         (primitive.def_impl, impl),
         (primitive.def_abstract_eval, abstract_eval),
@@ -168,17 +173,15 @@ def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *
     return results, lambda *operands: again(*operands, **params)
 
 
-def _linear_jvp(primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, **params: Any) -> Any:
+def _linear_jvp(primitive: Primitive, positions: Positions, primals: Any, tangents: Any, **params: Any) -> Any:
     """The jvp rule of a primitive that is linear in some operands."""
     results = primitive.bind(*primals, **params)
-    return results, _on_tangents(primitive, linear_in, primals, tangents, results, params)
+    return results, _on_tangents(primitive, positions(primals), primals, tangents, results, params)
 
 
-def _linear_linearize(
-    primitive: Primitive, linear_in: Sequence[int], nonzero: Any, *primals: Any, **params: Any
-) -> Any:
+def _linear_linearize(primitive: Primitive, positions: Positions, nonzero: Any, *primals: Any, **params: Any) -> Any:
     """The linearisation rule of a primitive that is linear in some operands."""
-    results = primitive.bind(*primals, **params)
+    results, linear_in = primitive.bind(*primals, **params), positions(primals)
     has_tangent = any(nonzero[i] for i in linear_in)
 
     def linear(*tangents: Any) -> Any:

@@ -1,5 +1,6 @@
 """The derivative of the last steps of a loop alone."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from loopax._src.core import Kind, LoopCall, LoopOperands, Outcome
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.jax_internals import mapped_aval, on_device, zeros
+from loopax._src.jax_internals import keep_bits, mapped_aval, on_device, zeros
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.perturbed import jvp, zero_tangent
 from loopax._src.kinds.steps import Steps
@@ -28,10 +29,10 @@ def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
     constants = lax.stop_gradient(steps.operands)
     # All rows, of which it takes the first: a slice of them would be a copy.
     before = steps.part(jnp.int32(0), constants._replace(high=jnp.int32(first)), steps.loop.bound, Lax())
-    carry, xs = lax.stop_gradient(before.carry), [x[first:] for x in last.xs]
+    carry, xs = lax.stop_gradient(before.carry), [keep_bits(lambda x: x[first:], x) for x in last.xs]
     last = last._replace(high=jnp.int32(size), carry=carry, xs=xs)
     after = steps.part(jnp.int32(first), last, size, kind, is_fixed=True, is_shown=True)
-    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(before.ys, after.ys, strict=True)]
+    ys = [_with_rows(*pair, first) for pair in zip(before.ys, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=before.num_steps + after.num_steps, ys=ys))
 
 
@@ -95,10 +96,16 @@ def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: 
         )
 
     carry = [carry_before(*pair) for pair in zip(ring, operands.carry, strict=True)]
-    xs = [on_device(lambda x: lax.dynamic_slice_in_dim(x, first, size), x) for x in operands.xs]
+    rows_of = partial(lax.dynamic_slice_in_dim, slice_size=size)
+    xs = [on_device(lambda x: keep_bits(rows_of, x, first), x) for x in operands.xs]
     last = operands._replace(high=num_steps - first, carry=carry, xs=xs)
     after = steps.unconditional().part(first, last, size, kind)
     rows = [mapped_aval(size, 0, jax.typeof(y)) for y in after.ys]
     empty = [zeros(stacked(row, steps.loop.bound or 0)) for row in rows]
-    ys = [lax.dynamic_update_slice_in_dim(*pair, first, 0) for pair in zip(empty, after.ys, strict=True)]
+    ys = [_with_rows(*pair, first) for pair in zip(empty, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=num_steps, ys=ys))
+
+
+def _with_rows(ys: Any, rows: Any, first: Any) -> Any:
+    """The rows `ys` with these in the place of those from `first` on."""
+    return keep_bits(partial(lax.dynamic_update_slice_in_dim, axis=0), ys, rows, jnp.int32(first))

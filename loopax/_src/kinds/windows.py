@@ -8,7 +8,7 @@ from jax import lax
 
 from loopax._src.core import Asked, Kind, LoopOperands, Outcome, run
 from loopax._src.core.jaxpr.util import INDEX, padded, split_list, trace
-from loopax._src.jax_internals import mapped_aval, where
+from loopax._src.jax_internals import keep_bits, mapped_aval, where
 from loopax._src.kinds.steps import Steps
 
 
@@ -46,7 +46,7 @@ def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut
     )
     high = operands.high // size + (operands.high % size > 0).astype(jnp.int32)
     out = run(outer, jnp.int32(0), high, consts, carry, xs)
-    ys = [y.reshape(-1, *y.shape[2:])[:bound] for y in out.ys]
+    ys = [keep_bits(lambda y: y.reshape(-1, *y.shape[2:])[:bound], y) for y in out.ys]
     return steps.results(out._replace(num_steps=out.carry[-1], carry=out.carry[:-1], ys=ys))
 
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from loopax._src.jax_internals import keep_bits
 from loopax._src.pytrees.leaves import describe
 
 
@@ -70,11 +71,10 @@ class Devices:
         if at is None:
             return self.spread(x, None)
         sharding = self._sharding_like(x, at, divided=len(order) % self.number == 0)
-        places = (*(slice(None),) * at, order)
         if self._is_explicit:  # `out_sharding` would do, but not in a derivative: JAX's transpose raises
             whole = jax.reshard(x, self._sharding_like(x, at, divided=False))
-            return jax.reshard(whole.at[places].get(mode="promise_in_bounds"), sharding)
-        return lax.with_sharding_constraint(x.at[places].get(mode="promise_in_bounds"), sharding)
+            return jax.reshard(_lanes(whole, order, at), sharding)
+        return lax.with_sharding_constraint(_lanes(x, order, at), sharding)
 
     @property
     def _is_explicit(self) -> bool:
@@ -126,3 +126,9 @@ def check_mesh(mesh: Any, axis: Any) -> None:
     if axis not in mesh.axis_names:
         names = ", ".join(f"{name!r} ({size} devices)" for name, size in mesh.shape.items())
         raise ValueError(f"sharded_lanes(axis=...): got {axis!r}, expected an axis of the mesh. It has {names}.")
+
+
+def _lanes(x: Any, order: Any, axis: int) -> Any:
+    """Lanes of an array in this order."""
+    places = (slice(None),) * axis
+    return keep_bits(lambda x, order: x.at[*places, order].get(mode="promise_in_bounds"), x, order)

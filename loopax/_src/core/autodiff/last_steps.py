@@ -5,6 +5,7 @@ what their derivative needs. The way back begins with these. When it has used th
 the room.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import lax
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import Plan
 from loopax._src.core.jaxpr.util import trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun, keep_bits
 
 
 class Part(NamedTuple):
@@ -36,7 +37,8 @@ class Part(NamedTuple):
         assert self.loop.bound is not None
         if ad.is_undefined_primal(x):
             return ad.UndefinedPrimal(x.aval.update(shape=(self.loop.bound, *x.aval.shape[1:])))
-        return lax.slice_in_dim(x, self.start, self.start + self.loop.bound)
+        rows = partial(lax.slice_in_dim, start_index=self.start, limit_index=self.start + self.loop.bound)
+        return keep_bits(rows, x)
 
 
 def in_two(loop: Loop) -> tuple[Part, Part] | None:
@@ -75,5 +77,9 @@ def joined(loop: Loop, first: Outcome, last: Outcome) -> Outcome:
     rows = zip(last.ys, first.ys, strict=True) if loop.reverse else zip(first.ys, last.ys, strict=True)
     return last._replace(
         num_steps=first.num_steps + last.num_steps,
-        ys=[None if front is None else jnp.concatenate([front, back]) for front, back in rows],
+        ys=[None if front is None else _concatenated(front, back) for front, back in rows],
     )
+
+
+def _concatenated(front: Any, back: Any) -> Any:
+    return keep_bits(lambda *parts: jnp.concatenate(parts), front, back)

@@ -14,7 +14,7 @@ from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import INDEX, Mask, collective_over, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.jax_internals import ClosedJaxpr, keep_bits
 from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
 
@@ -41,7 +41,7 @@ def run_sequentially(
     shared = reject(mapped, operands)
     rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(select(mapped, operands), select(mapped, dims), strict=True)]
     ys = over_rows(lambda shared, own: alone(*merge_lists(mapped, shared, own)), shared, rows, "a loop over lanes")
-    return [y if own else y[0] for own, y in zip(results, ys, strict=True)], axes_of(results)
+    return [y if own else keep_bits(lambda y: y[0], y) for own, y in zip(results, ys, strict=True)], axes_of(results)
 
 
 def over_rows(

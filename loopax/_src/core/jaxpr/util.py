@@ -29,6 +29,7 @@ from loopax._src.jax_internals import (
     is_custom_vjp,
     is_number,
     item_bytes,
+    keep_bits,
     mapped_aval,
     on_mesh,
     replace_jaxpr,
@@ -98,7 +99,7 @@ def padded(x: Any, rows: int) -> Any:
     """The array with rows of zeros behind its own."""
     if not is_number(x.dtype):  # of which `jnp.pad` has no zeros
         return jnp.concatenate([x, zeros(stacked(mapped_aval(x.shape[0], 0, jax.typeof(x)), rows))])
-    return jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)])
+    return keep_bits(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), x)
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:

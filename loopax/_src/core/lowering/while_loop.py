@@ -1,6 +1,7 @@
 """How rows are walked: `lax.while_loop` over the rows of a loop, or of a part of one."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax import lax
 
 from loopax._src.core.ir.progress import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
-from loopax._src.jax_internals import where
+from loopax._src.jax_internals import keep_bits, where
 
 NEVER = -1  # a position that a loop without a limit does not reach
 
@@ -193,9 +194,11 @@ class RowLoop(NamedTuple):
 
 def read(array: Any, row: Any) -> Any:
     """One row; row numbers here are never negative, so JAX need not check."""
-    return lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
+    index = partial(lax.dynamic_index_in_dim, axis=0, keepdims=False, allow_negative_indices=False)
+    return keep_bits(index, array, row)
 
 
 def write(array: Any, row: Any, value: Any) -> Any:
     """The array with one row replaced, in place where it stands in a loop's state."""
-    return lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
+    update = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
+    return keep_bits(update, array, value, row)

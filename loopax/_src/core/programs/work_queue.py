@@ -23,7 +23,7 @@ from loopax._src.core.batching.compact.gather import active_first, take
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list
 from loopax._src.core.programs.split_at_loop import LaneState, Stepper, at_most_once, run_function, split_at_loop
-from loopax._src.jax_internals import ClosedJaxpr, on_device, where, zeros
+from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
 from loopax._src.messages import lanes_map_message
 
 # A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
@@ -170,8 +170,11 @@ def _where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
 
 def _with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
     """The state with these lanes in the places of others."""
-    put = partial(on_device, lambda x, new: x.at[rank].set(new, unique_indices=True))
-    return jax.tree.map(put, state, lanes)
+
+    def put(x: Any, new: Any, rank: Any) -> Any:
+        return x.at[rank].set(new, unique_indices=True)
+
+    return jax.tree.map(lambda x, new: on_device(partial(keep_bits, put), x, new, rank), state, lanes)
 
 
 def _refuse(loops: int) -> Exception:

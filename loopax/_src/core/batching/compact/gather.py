@@ -5,13 +5,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loopax._src.jax_internals import on_device, where
+from loopax._src.jax_internals import keep_bits, on_device, where
 
 
 def take(x: Any, order: Any, axis: int, unique: bool = True) -> Any:
     """These lanes, in this order; none twice, if `unique`."""
-    places = (*(slice(None),) * axis, order)
-    return on_device(lambda x: x.at[places].get(mode="promise_in_bounds", unique_indices=unique), x)
+
+    def lanes(x: Any, order: Any) -> Any:
+        return x.at[(*(slice(None),) * axis, order)].get(mode="promise_in_bounds", unique_indices=unique)
+
+    return on_device(lambda x: keep_bits(lanes, x, order), x)
 
 
 def take_mapped(values: Sequence[Any], mapped: Sequence[bool], order: Any, axis: int) -> list[Any]:

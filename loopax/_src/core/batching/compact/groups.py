@@ -12,6 +12,7 @@ from loopax._src.core.batching.compact.gather import take
 from loopax._src.core.batching.sequential import over_rows
 from loopax._src.core.ir.lane_stages import Stages
 from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
+from loopax._src.jax_internals import keep_bits
 
 
 class GroupProgram(NamedTuple):
@@ -39,16 +40,22 @@ def in_groups(program: GroupProgram, stages: Stages, num_steps: Any, operands: S
     ]
     rows, start, found = [jnp.arange(places) < lanes, *own], 0, []
     for number, size in parts:
-        part = [x[start : start + number * size].reshape(number, size, *x.shape[1:]) for x in rows]
+        part = [_part(x, start, number, size) for x in rows]
         found.append(_map(program, number, size, reject(program.mapped, operands), part))
         start += number * size
     back = jnp.argsort(order).astype(jnp.int32)
-    results = [jnp.concatenate(values)[:lanes] for values in zip(*found, strict=True)]
+    results = [keep_bits(lambda *parts: jnp.concatenate(parts)[:lanes], *parts) for parts in zip(*found, strict=True)]
     return [jnp.moveaxis(take(y, back, 0), 0, at) for y, at in zip(results, program.result_axes, strict=True)]
 
 
 def _lanes_first(x: Any, axis: int, order: Any, unique: bool) -> Any:
     return take(jnp.moveaxis(x, axis, 0), order, 0, unique)
+
+
+def _part(x: Any, start: int, number: int, size: int) -> Any:
+    """Lanes as rows, one for each group."""
+    lanes = keep_bits(lambda x: x[start : start + number * size], x)
+    return lanes.reshape(number, size, *x.shape[1:])
 
 
 def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows: list[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from loopax._src.core.jaxpr.mapped_axis import Axis
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.util import INDEX, collective_over, split_list, stacked, trace
 from loopax._src.core.row_buffers.primitives import get, put
-from loopax._src.jax_internals import zeros
+from loopax._src.jax_internals import keep_bits, zeros
 from loopax._src.messages import collective_message
 
 _MOST_BATCHES = 64
@@ -42,7 +42,7 @@ def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outco
     order = jnp.pad(_taking_first(takes), (0, batches * size - axis.size))
     count = jnp.sum(takes, dtype=jnp.int32)
     consts, carry, xs = lanes.inputs
-    given = LoopInputs(consts, carry, [x[0] for x in xs])
+    given = LoopInputs(consts, carry, [keep_bits(lambda x: x[0], x) for x in xs])
     ys = [zeros(stacked(aval, axis.size)) for aval in loop.output_avals.ys]
     batched = loop._replace(
         body=_body_of_batch(loop, axis, size, lanes.mapped, given, [*carry, *ys]),
