@@ -24,6 +24,15 @@ def ordered_lanes_message(primitive: Any) -> str:
     )
 
 
+def mixed_effect_message(primitive: Any) -> str:
+    """A batched loop whose lanes stop at different steps has a rule that prints and mixes lanes."""
+    return (
+        f"the body of a loop calls a `{primitive}` that prints or calls back, and computes with several lanes at once; "
+        "the lanes of the loop take different numbers of steps. Print outside of it, give all lanes the same number "
+        "of steps, or mask inside the body."
+    )
+
+
 def collective_message(axis_name: Any) -> str:
     """A batched loop whose lanes stop at different steps communicates over the batch."""
     return _collective_message(

@@ -145,3 +145,24 @@ def test_place_of_a_lane_under_counts_per_lane(lanes: Any) -> None:
     actual = jax.vmap(jax.value_and_grad(place, 1), axis_name="lanes")(jnp.array(steps), jnp.array(xs))
     alones = [jax.value_and_grad(alone, 2)(i, n, x) for i, (n, x) in enumerate(zip(steps, xs, strict=True))]
     assert_close(actual, jax.tree.map(lambda *lanes: jnp.stack(lanes), *alones))
+
+
+@jax.custom_batching.custom_vmap
+def centred(x: Any) -> Any:
+    jax.debug.callback(lambda _: None, x)
+    return x
+
+
+@centred.def_vmap
+def centred_together(size: int, mapped: Any, x: Any) -> Any:
+    jax.debug.callback(lambda _: None, x)
+    return x - x.mean(), True
+
+
+def test_effects_of_a_rule_that_mixes_lanes() -> None:
+    """In lanes of the same length, the rule is JAX's; else it is refused, as the effect has to be one of each lane."""
+    starts = jnp.array([1.0, 2.0, 3.0, 6.0])
+    run = lambda x, n: lx.fori_loop(0, n, lambda _, c: centred(c) + 1.0, x)
+    np.testing.assert_array_equal(jax.vmap(lambda x: run(x, 2))(starts), [-1.0, 0.0, 1.0, 4.0])
+    with raises(NotImplementedError, "custom_vmap_call", "several lanes", "different numbers of steps"):
+        jax.vmap(run)(starts, jnp.array([1, 2, 2, 0]))

@@ -12,6 +12,7 @@ from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.custom_rules import Interpreter, evaluated_by, rule_of
 from loopax._src.core.jaxpr.expand import jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.mixed_lanes import mixes_lanes
 from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
@@ -45,7 +46,7 @@ from loopax._src.jax_internals import (
     register,
     zeros,
 )
-from loopax._src.messages import ordered_lanes_message
+from loopax._src.messages import mixed_effect_message, ordered_lanes_message
 
 # An effect that happens where `active` is True. Operands: active, *operands.
 only_if_p = new_primitive("only_if")
@@ -158,6 +159,8 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return bind_again(eqn, operands)
     if guard := _guard_of(eqn):
         return guard(eqn, active, operands)
+    if mixes_lanes(eqn):
+        raise NotImplementedError(mixed_effect_message(eqn.primitive))
     return only_if_p.bind(active, *operands, **OnlyIf.of(eqn)._asdict())
 
 
