@@ -20,7 +20,7 @@ from loopax._src.frontend.program import Given, Program, Results, compiled
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
 from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import first_condition
-from loopax._src.frontend.trace import FirstCondition, Found, Step, trace_promoting
+from loopax._src.frontend.trace import FirstCondition, Found, Step, Traced, trace_promoting
 from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
 from loopax._src.kinds import Kind
 from loopax._src.lanes import Lanes
@@ -139,14 +139,44 @@ class _Call:
             is_first, arrays = first_condition(step.where, goes_on, extras, spec, arrays)
             first_consts = [is_first]
         values = [reference[...] for reference in traced.references]
-        kind, num_flags = loop_spec.kind, len(traced.messages)
-        loop = core.Loop(
+        num_flags, predicated = len(traced.messages), goes_on is not None
+        loop = self._loop(traced, extent, predicated, int(predicated) + len(arrays) + num_flags + len(values))
+        (low, first_row), (high, end_row) = map(_known, (extent.low, extent.high))
+        given = Given(first_row, end_row, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays)
+        is_free, capacity = loop_spec.lanes.is_free, extent.capacity
+        program = Program(loop, is_free, low, high, first, len(extras), len(arrays), num_flags, capacity)
+
+        def user_carry(leaves: Sequence[Any]) -> Any:
+            return thaw(spec.unpack(leaves[int(predicated) :][: len(arrays)]))
+
+        def run_now() -> Results:
+            if core.runs_plainly(loop_spec.kind) and runs_eagerly():
+                return compiled(program, given)
+            operands = program.operands(given)
+            if is_free:
+                return program.results(core.run_free(loop, *operands))
+            checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
+            run_loop, is_fixed = core.run_with_tape, self.storage.is_fixed
+            call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
+            return program.results(core.run_by(loop_spec.kind, call))
+
+        out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
+        for reference, value in zip(traced.references, out.references, strict=True):
+            overwrite(reference, value)
+        checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
+        carry = restore_weak(out.carry, traced.carry_avals)
+        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks)
+
+    def _loop(self, traced: Traced, extent: Extent, predicated: bool, num_carry: int) -> core.Loop:
+        """The loop of a traced step."""
+        loop_spec = self.loop_spec
+        return core.Loop(
             traced.body,
-            num_consts=len(traced.closed_over) + len(extras),
-            num_carry=int(goes_on is not None) + len(arrays) + num_flags + len(values),
+            num_consts=len(traced.closed_over) + len(self.extras),
+            num_carry=num_carry,
             bound=extent.bound,
             reverse=loop_spec.reverse,
-            predicated=goes_on is not None,
+            predicated=predicated,
             unroll=loop_spec.unroll,
             storage=self.storage,
             inverse=traced.inverse,
@@ -154,7 +184,7 @@ class _Call:
             reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
             debug_info=core.DebugInfo(
                 loop_spec.name,
-                kind.without_functions(),
+                loop_spec.kind.without_functions(),
                 loop_spec.lanes,
                 self.storage.is_fixed,
                 extent.bound_is_loose,
@@ -163,31 +193,6 @@ class _Call:
                 branch=loop_spec.branch,
             ),
         )
-        (low, first_row), (high, end_row) = map(_known, (extent.low, extent.high))
-        given = Given(first_row, end_row, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays)
-        is_free, capacity = loop_spec.lanes.is_free, extent.capacity
-        program = Program(loop, is_free, low, high, first, len(extras), len(arrays), num_flags, capacity)
-
-        def user_carry(leaves: Sequence[Any]) -> Any:
-            return thaw(spec.unpack(leaves[int(loop.predicated) :][: len(arrays)]))
-
-        def run_now() -> Results:
-            if core.runs_plainly(kind) and runs_eagerly():
-                return compiled(program, given)
-            operands = program.operands(given)
-            if is_free:
-                return program.results(core.run_free(loop, *operands))
-            checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
-            run_loop, is_fixed = core.run_with_tape, self.storage.is_fixed
-            call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
-            return program.results(core.run_by(kind, call))
-
-        out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-        for reference, value in zip(traced.references, out.references, strict=True):
-            overwrite(reference, value)
-        checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
-        carry = restore_weak(out.carry, traced.carry_avals)
-        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks)
 
     def finished(self, ended: _Ended) -> Finished:
         """The results as pytrees."""
