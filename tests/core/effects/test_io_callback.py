@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import loopax as lx
-from tests.core.effects.log import Log
+from tests.core.effects.log import EFFECTS, Log
 
 X, N = np.array([1.0, 10.0, 100.0]), np.array([2, 0, 3])
 CALLED = [1.0, 2.0, 100.0, 200.0, 400.0]
@@ -92,6 +92,32 @@ def test_other_batches():
     assert f(X[:0], zero[:0], N[:0]).shape == (0,)
     shared = jax.jit(jax.vmap(lambda x: x + lane(1.0, 0, 2)))
     assert log.of(shared, X) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential"])
+@pytest.mark.parametrize("effect", ["callback", "io_callback", "io_callback with a result"])
+def test_rows_in_which_no_lane_is_active(effect, lanes):
+    """They are passed over; of two batches, each has its own."""
+    log = Log()
+
+    def step(x):
+        result = EFFECTS[effect](log, x)
+        return 2.0 * (x if result is None else result)
+
+    own_window = lambda x, low, n: lx.fori_loop(low, low + n, lambda i, x: step(x), x, lanes=lanes)
+    row = lambda x, _: (step(x), x)
+    reverse = lambda x, low, n: lx.scan(row, x, np.arange(4.0), n, True, stop=lambda x, _: x > 7.0, lanes=lanes)
+    x, n = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1, 2], [3, 0]])
+    low = np.array([[0, 9], [7, 0]])
+    called = [1.0, 2.0, 3.0, 4.0, 6.0]
+    f = jax.jit(jax.vmap(jax.vmap(own_window)))
+    assert log.of(f, x, low, n) == [*called, 12.0]
+    assert f(x, low, n).tolist() == [[2.0, 8.0], [24.0, 5.0]]
+    f = jax.jit(jax.vmap(jax.vmap(reverse)))
+    assert log.of(f, x, low, n) == called
+    last, ys = f(x, low, n)
+    assert last.tolist() == [[2.0, 8.0], [12.0, 5.0]]
+    assert ys.tolist() == [[[1.0, 0.0, 0.0, 0.0], [4.0, 2.0, 0.0, 0.0]], [[0.0, 6.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
 
 
 def test_through_a_queue():

@@ -118,10 +118,10 @@ def _lanes_loop(
             consts, xs = _repeated(axis, consts, mapped.consts), _repeated(axis, xs, mapped.xs)
         filled = fill_inactive(active, consts, filled_consts, when)
 
-        def step() -> list[Any]:
+        def step(carry: Sequence[Any]) -> list[Any]:
             return step_lanes(function, active, row, filled, [*carry, *xs], filled_others, carry, in_place, when)
 
-        out = skip_idle_rows(step, active, carry, y_avals) if may_idle else step()
+        out = skip_idle_rows(loop.body, step, active, carry, y_avals) if may_idle else step(carry)
         if not num_extra:
             return out
         ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)

@@ -14,15 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.effects.guard import acts, guarded
+from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.mapped_axis import Axis, lane_avals
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs
 from loopax._src.core.jaxpr.operand_groups import flatten
 from loopax._src.core.jaxpr.properties import is_arithmetic
-from loopax._src.core.jaxpr.util import Mask, either, invert, split_list, stacked, trace
+from loopax._src.core.jaxpr.util import INDEX, Mask, either, invert, split_list, stacked, trace
 from loopax._src.core.masking.all_active import active_lanes, over_lanes, visibly_active
 from loopax._src.core.masking.substitute import When, fill_inactive, pick
 from loopax._src.core.row_buffers.versions import buffers, read_only
-from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, zero, zeros
+from loopax._src.jax_internals import ClosedJaxpr, is_sum, jaxpr_as_fun, undifferentiable_effects, zero, zeros
 
 
 def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
@@ -78,11 +80,38 @@ def step_lanes(
 
 
 def skip_idle_rows(
-    step: Callable[[], list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
+    body: ClosedJaxpr, step: Callable[..., list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
 ) -> list[Any]:
-    """One step where the windows of lanes may leave rows in which no lane is active: those are passed over."""
+    """One step where the windows of lanes may leave rows in which no lane is active: those are passed over.
+
+    `step` is a function of the carry, and evaluates the body of one lane for all.
+    """
+    if undifferentiable_effects(body):
+        return _at_most_one_step(jax.make_jaxpr(step)(carry), jnp.any(active), carry)
     idle = [*carry, *map(zeros, y_avals)]
-    return lax.cond(jnp.any(active), step, lambda: idle)
+    return lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
+
+
+def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> list[Any]:
+    """The step as a loop: JAX maps no `lax.cond` with such effects."""
+
+    def body(_: Any, *values: Any) -> list[Any]:
+        consts, carry = split_list(values, [len(step.consts)])
+        return jaxpr_as_fun(ClosedJaxpr(step.jaxpr, consts))(*carry)
+
+    avals = [INDEX, *map(jax.typeof, (*step.consts, *carry))]
+    loop = Loop(
+        trace(body, avals),
+        num_consts=len(step.consts),
+        num_carry=len(carry),
+        bound=1,
+        reverse=False,
+        predicated=False,
+        unroll=1,
+        storage=EveryResidual(reason="a step that a batch may pass over"),
+    )
+    out = run(loop, jnp.int32(0), taken.astype(jnp.int32), step.consts, carry, [])
+    return [*out.carry, *(y[0] for y in out.ys)]
 
 
 def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
@@ -144,10 +173,10 @@ def lanes_body(
         active = in_window(row, window, windows, axis)
         consts = fill_inactive(active, consts, filled_consts, when)
 
-        def step() -> list[Any]:
+        def step(carry: Sequence[Any]) -> list[Any]:
             return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place, when)
 
-        return skip_idle_rows(step, active, carry, y_avals) if all(windows) else step()
+        return skip_idle_rows(closed, step, active, carry, y_avals) if all(windows) else step(carry)
 
     lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])
