@@ -131,6 +131,8 @@ def _refused(body: set[str], features: str) -> set[str]:
         (WITHOUT_FORWARD_MODE & body, FORWARD),
         # In 32-bit mode, JAX makes no numbers of 64 bits for the other branch.
         ("d" in features, {*AROUND}),
+        # Lanes that do not take a branch are seen by those that do; the unrolled program has ones in their place.
+        ("rule_that_mixes_lanes" in body, {*AROUND}),
         # JAX chooses nothing by lane in host memory.
         ("branch_on_host" in body, BATCHES),
         # loopax refuses these effects in a derivative.
