@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import loopax as lx
 from tests.core.batching.counting import alone, single
@@ -111,13 +112,22 @@ def test_reverse_over_reverse_and_linearized(unknown):
     assert_close(found(A, X), (hessian, slopes[0] * A + slopes[1] * X))
 
 
+AROUND = {
+    "nothing": lambda step: step,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda step: lambda x: lax.scan(lambda x, _: (step(x), None), x, length=1)[0],
+    "cond": lambda step: lambda x: lax.cond(x.sum() > -1.0, step, lambda x: x, x),
+}
+
+
 @EACH_FORM
-def test_a_batch_in_the_body_of_a_loop(unknown):
+@pytest.mark.parametrize("around", AROUND)
+def test_a_batch_in_the_body_of_a_loop(unknown, around):
     """Its steps are known to the outer loop's division, though they stand in an equation with what is not."""
+    step = AROUND[around](lambda x: jnp.tanh(jax.vmap(logistic(COMPACT, unknown=unknown))(A, x, N)))
 
     def total(x):
-        step = lambda _, x: jnp.tanh(jax.vmap(logistic(COMPACT, unknown=unknown))(A, x, N))
-        return lx.fori_loop(0, 2, step, x, kind=lx.Residuals()).sum()
+        return lx.fori_loop(0, 2, lambda _, x: step(x), x, kind=lx.Residuals()).sum()
 
     wanted, x = np.ones(len(X)), X
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_fixpoint, members
@@ -19,9 +20,27 @@ def test_one_step():
     assert depends(lambda a, b, c: [a * b, c, jnp.sin(b)], 3) == [[0, 1], [2], [1]]
 
 
-def test_calls_are_looked_into():
-    inner = jax.jit(lambda a, b: (a + 1, b + 1))
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_calls_are_looked_into(call):
+    inner = call(lambda a, b: (a + 1, b + 1))
     assert depends(lambda a, b: list(inner(a, b)), 2) == [[0], [1]]
+
+
+def test_branches_are_looked_into():
+    """Each result depends on what chooses, and on what any of the branches makes it of."""
+    branches = [lambda a, b: (a + 1, b), lambda a, b: (a, a * b)]
+    assert depends(lambda n, a, b: list(lax.switch(n.astype(int), branches, a, b)), 3) == [[0, 1], [0, 1, 2]]
+
+
+def test_a_scan_of_jax_is_looked_into():
+    """A leaf is handed on to the next, which reaches the rows."""
+
+    def function(const, a, b, x):
+        step = lambda c, x: ((c[0] * const, c[0] + c[1]), (c[1], x))
+        (a, b), (ys, zs) = lax.scan(step, (a, b), x[None])
+        return [a, b, ys, zs]
+
+    assert depends(function, 4) == [[0, 1], [0, 1, 2], [0, 1, 2], [3]]
 
 
 def test_a_loop_of_jax_depends_on_what_decides_on_its_steps():

@@ -14,10 +14,14 @@ from loopax._src.core.jaxpr.util import Mask, either, split_list, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
+    Scan,
     While,
+    branches,
     dce,
     happens,
     inlinable,
+    is_cond,
+    is_scan,
     is_while,
     used_inputs,
 )
@@ -53,6 +57,10 @@ def of_equation(eqn: Any) -> list[int]:
         return list(dependence(program))
     if is_while(eqn):
         return _while(While.of(eqn))
+    if is_scan(eqn):
+        return _scan(Scan.of(eqn), [1 << i for i in range(len(eqn.invars))])
+    if is_cond(eqn):
+        return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, branches(eqn)), strict=True)]
     if happens(eqn.effects):  # no output depends on what they get
         eqn = silent_equation(eqn)
     outputs = range(len(eqn.outvars))
@@ -67,6 +75,13 @@ def _while(loop: While) -> list[int]:
     carry = close_over_carry(dependence(loop.body), range(loop.num_consts, len(operands)), operands)
     goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
     return [bits | goes_on for bits in carry]
+
+
+def _scan(loop: Scan, inputs: list[int]) -> list[int]:
+    """A `scan` of `jax.lax`. JAX's rule would ask the primitives in it, once for each result."""
+    body, carry = dependence(loop.body), range(loop.num_consts, loop.num_consts + loop.num_carry)
+    inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
+    return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
 
 
 def to_bits(mask: Sequence[bool]) -> int:
