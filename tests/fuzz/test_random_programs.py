@@ -56,6 +56,21 @@ KEPT = [
     ),
     # Reverse mode twice, without a bound: the branches of a `cond` share residuals.
     Program("while", ("cond",), steps=3, kind="two slots", transformations=("grad", "grad"), seed=150),
+    # Lanes of 64 bits in 32-bit mode are gathered.
+    Program(
+        "while", ("doubles_in_inner_loop",), "d", steps=2, lanes="compact", transformations=("vmap", "grad"), seed=783
+    ),
+    # An inner loop with compact lanes in `jax.checkpoint`: its results seemed to depend on tangents.
+    Program(
+        "scan",
+        ("loop_in_loop",),
+        steps=3,
+        lanes="compact",
+        policy="everything again",
+        rewritten=True,
+        transformations=("vmap of t", "vjp"),
+        seed=155,
+    ),
 ]
 
 
