@@ -45,7 +45,11 @@ def value(loop, around, lanes):
     return jax.jit(lambda ts: jax.vmap(lane)(ts).sum())
 
 
-@pytest.mark.parametrize("around", AROUND)
+# `test_compact.py` has others in the fast share.
+SLOW = [name for name in AROUND if name != "a policy"]
+
+
+@pytest.mark.parametrize("around", [pytest.param(a, marks=pytest.mark.slow) if a in SLOW else a for a in AROUND])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_derivatives_of_compact_lanes_in_another_program(loop, around):
     got, expected = value(loop, around, "compact"), value(loop, around, "lockstep")
