@@ -107,10 +107,14 @@ def _transformations(
     # JAX has no second reverse mode of mutable arrays, also without a loop. For `squash`, which is not linear, loopax
     # needs the cotangents of all steps then.
     reverse_twice = "r" not in features and ("squash" not in body or bounded)
+    # What JAX draws from some keys in a batch of batches depends on the order of axes; a loop has its lanes in front.
+    most_batches = 1 if {*features} & {*"gy"} else 3
 
     def is_taken(found: tuple[str, ...]) -> bool:
         """Three derivatives in a row take seconds to compile, for JAX's own loops as well: two of them and a batch."""
         in_reverse = sum(name in REVERSE for name in found)
+        if sum(name in BATCHES for name in found) > most_batches:
+            return False
         return sum(name in DERIVATIVES for name in found) <= derivatives and (reverse_twice or in_reverse < 2)
 
     most = 2 if len(body) > LARGE else 3
