@@ -137,6 +137,8 @@ def _refused(body: set[str], features: str) -> set[str]:
         ("d" in features, {*AROUND}),
         # Lanes that do not take a branch are seen by those that do; the unrolled program has ones in their place.
         ("rule_that_mixes_lanes" in body, {*AROUND}),
+        # Nobody is asked for a lane that has finished, so what others see of it is not its own.
+        ("rule_that_mixes_lanes" in body and "i" in features, BATCHES),
         # JAX chooses nothing by lane in host memory.
         ("branch_on_host" in body, BATCHES),
         # loopax refuses these effects in a derivative.

@@ -383,8 +383,8 @@ class Unrolled(Loops):
         ys = jax.tree.map(lambda y: jnp.stack([y - y] * ROWS), row(c | at(xs, 0), self))
 
         @jax.jit
-        def masked(active: Any, happens: Any, i: Any, c: Any, ys: Any) -> Any:
-            x = at(xs, i)
+        def masked(active: Any, happens: Any, i: Any, place: Any, c: Any, ys: Any) -> Any:
+            x = at(xs, place)
             with self.only(happens):
                 new = step(c, x if key is None else x | {"key": jax.random.fold_in(key, i)})
             here = jnp.arange(ROWS, dtype=jnp.int32) == i
@@ -396,7 +396,10 @@ class Unrolled(Loops):
         for k in range(most):
             active = goes_on & (k < steps) & ~(stops_before & stops(c))
             i = jnp.clip(steps - 1 - k, 0) if program.reverse else k
-            c, ys = masked(active, active & outside, jnp.asarray(i, jnp.int32), c, ys)
+            i = jnp.asarray(i, jnp.int32)
+            # The condition of a `while_loop` counts in the carry, which a lane that has finished keeps.
+            place = jnp.where(active, i, num_steps) % ROWS if program.loop == "while" else i
+            c, ys = masked(active, active & outside, i, place, c, ys)
             num_steps = jnp.where(active, k + 1, num_steps)
             goes_on = active & ~(stops_after & stops(c))
         limit = jnp.asarray(steps > most) & goes_on & ~(stops_before & stops(c))
