@@ -285,6 +285,12 @@ def loop_spec_of(
 
 
 @partial(jax.jit, inline=True)
+def _and_true(goes_on: Any) -> jax.Array:
+    """The same, as the programs of stored runs have it (`durable/`)."""
+    return True & goes_on
+
+
+@partial(jax.jit, inline=True)
 def _has_no_keys(num_steps: Any) -> jax.Array:
     """Whether step counts have come to their end."""
     return num_steps >= MOST_STEPS
@@ -295,7 +301,7 @@ def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[
     over, goes_on = extent.over_limit, done.goes_on
     if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
-    reached = over if goes_on is None or over is False else goes_on if over is True else over & goes_on
+    reached = over if goes_on is None or over is False else _and_true(goes_on) if over is True else over & goes_on
     checks, call = list(done.checks), f"loopax.{options.name}"
     if not options.throw:
         for check in extent.checks:

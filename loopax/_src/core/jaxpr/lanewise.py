@@ -52,7 +52,7 @@ def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
 
 
 def _of_equation(eqn: Any, given: Axes) -> Axes:
-    if eqn.effects or draws_for_all_lanes(eqn):
+    if draws_for_all_lanes(eqn):
         raise MayMixLanesError
     if (program := called(eqn)) is not None:
         return _follow(program, given)
@@ -64,7 +64,9 @@ def _of_equation(eqn: Any, given: Axes) -> Axes:
         loop = While.of(eqn)
         _, consts, carry = split_list(given, loop.sizes)
         return _carried(loop.body, consts, carry, [])[0]
-    axis = axis_after(eqn, given)
+    if not eqn.outvars:  # an effect, of which no lane sees anything
+        return []
+    axis = None if eqn.effects else axis_after(eqn, given)
     if axis is None:
         raise MayMixLanesError
     return [axis] * len(eqn.outvars)
