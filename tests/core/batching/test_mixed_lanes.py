@@ -309,3 +309,32 @@ def test_explain_says_that_lanes_stay_together(lanes):
     assert (loop.mixed_by, loop.waiting) == ("random_bits", 3)
     (loop,) = lx.explain(lambda w: lane(w, *jax.tree.map(lambda x: x[0], given)), 0.7).loops
     assert loop.mixed_by == ""
+
+
+def drawn_again(carry):
+    """A step whose derivative needs what it has drawn."""
+    key, v = carry
+    key, use = jax.random.split(key)
+    v = 0.8 * v + 0.3 * jax.random.normal(use, (2,))
+    return key, jnp.sin(v * v)
+
+
+@pytest.mark.parametrize("kind", ["bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)])
+def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind):
+    """A step is evaluated again for all lanes together, also where the first of them has finished."""
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
+    starts, counts = jnp.arange(6.0).reshape(3, 2) / 9, jnp.array([1, 3, 4])
+
+    def masked(v):
+        data = jax.random.key_data(keys)
+        for i in range(4):
+            key, new = jax.vmap(drawn_again)((jax.random.wrap_key_data(data, impl="rbg"), v))
+            takes = (i < counts)[:, None]
+            data, v = jnp.where(takes, jax.random.key_data(key), data), jnp.where(takes, new, v)
+        return v.sum()
+
+    def lane(v, n, key):
+        return lx.fori_loop(0, n, lambda _, c: drawn_again(c), (key, v), max_steps=4, kind=kind)[1].sum()
+
+    got = jax.vmap(jax.grad(lane))(starts, counts, keys)
+    np.testing.assert_allclose(got, jax.grad(masked)(starts), rtol=1e-12)

@@ -15,6 +15,7 @@ from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
 from loopax._src.core.ir.plan import Plan
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
+from loopax._src.core.jaxpr.mixed_lanes import mixing_primitive
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
 from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.util import (
@@ -66,7 +67,7 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     assert isinstance(plan, Plan)
     if plan.stores_residuals:
         return _keep_residuals(loop, plan, unknown)
-    outputs = unknown_outputs(loop, unknown)
+    whole, outputs = loop, unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
     loop, body, uses = _linear_body_and_inverse(loop, plan, unknown, outputs)
@@ -88,7 +89,17 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         inverse=inverse,
         **traversal(loop),
     )
-    return _handing_over_states(loop, plan, PartialEval(known, part, unknown, outputs, uses, last))
+    parts = PartialEval(known, part, unknown, outputs, uses, last)
+    if plan.error or not any(parts.states):
+        return parts
+    saving = _saving(loop, plan, parts)
+    if saving:
+        return _keep_some_carries(parts, saving)
+    if mixing_primitive(
+        part.body
+    ):  # which would read a row of each lane, also of those that have finished and wrote none
+        return _keep_residuals(whole, plan, unknown)
+    return _keep_every_carry(parts)
 
 
 def _frozen_inverse(inverse: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr | None:
@@ -109,14 +120,11 @@ def _linear_body_and_inverse(
     return loop, *prune(loop, without_effects(loop.body), outputs)
 
 
-def _handing_over_states(loop: Loop, plan: Plan, parts: PartialEval) -> PartialEval:
-    """Let the known loop keep the states that the linear part uses, as planned."""
-    if plan.error or not any(parts.states):
-        return parts
+def _saving(loop: Loop, plan: Plan, parts: PartialEval) -> Saving | None:
+    """Which states that the linear part uses the known loop keeps; None: all of them."""
     carry_bytes = num_bytes(select(parts.states, parts.known.output_avals.carry))
     has_inverse = parts.linear.inverse is not None
-    saving = loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated, has_inverse)
-    return _keep_some_carries(parts, saving) if saving else _keep_every_carry(parts)
+    return loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated, has_inverse)
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
