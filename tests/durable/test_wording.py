@@ -18,7 +18,7 @@ from loopax._src.durable import equations
 from loopax._src.durable.callbacks import fingerprint
 from loopax._src.durable.wording import write
 from loopax._src.frontend.runtime_checks import collecting
-from loopax._src.jax_internals import Primitive
+from loopax._src.jax_internals import Primitive, keep_bits_p
 
 X = jnp.array([1.0, -0.5, 2.0])
 TABLE = np.arange(3.0)
@@ -177,7 +177,7 @@ def test_the_text_does_not_depend_on_the_names_of_loopaxs_primitives(monkeypatch
     own = [
         p
         for p in primitives()
-        if p in equations.OWN or p in (equations.retyped_p, equations.fill_inactive_p, equations.keep_bits_p)
+        if p in equations.OWN or p in (equations.retyped_p, equations.fill_inactive_p, keep_bits_p)
     ]
     assert {p.name for p in primitives()} == {p.name for p in own}  # each has a meaning
     for i, primitive in enumerate(own):

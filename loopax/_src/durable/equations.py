@@ -31,9 +31,9 @@ from loopax._src.jax_internals import (
     function_object,
     is_identity,
     is_scan,
-    keep_bits_p,
     meaningful_params,
     only_shows,
+    wide_program,
 )
 
 Program = ClosedJaxpr | Jaxpr
@@ -67,7 +67,7 @@ def program_of(eqn: Any) -> Program | None:
     """The program that an equation evaluates on its operands, if it does nothing else."""
     if eqn.primitive is fill_inactive_p:
         return jax.make_jaxpr(partial(filled, **always(eqn.params)))(*(x.aval for x in eqn.invars))
-    return eqn.params["program"] if eqn.primitive is keep_bits_p else written_out(eqn) or called(eqn)
+    return wide_program(eqn) or written_out(eqn) or called(eqn)
 
 
 def meaning(eqn: Any) -> Meaning:

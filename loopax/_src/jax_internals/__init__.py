@@ -150,7 +150,7 @@ from loopax._src.jax_internals.types import (
     zero,
     zeros,
 )
-from loopax._src.jax_internals.wide import keep_bits, keep_bits_p
+from loopax._src.jax_internals.wide import keep_bits, keep_bits_p, wide_program
 
 __all__ = [
     "AbstractValue",
@@ -293,6 +293,7 @@ __all__ = [
     "varying_as_needed",
     "varying_axes",
     "where",
+    "wide_program",
     "with_branches",
     "with_held_program",
     "with_solve",
