@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.progress import UNKNOWN
-from loopax._src.core.jaxpr.util import stacked
+from loopax._src.core.jaxpr.util import put_rows, stacked
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import FirstCondition, Found, Step, Taken, promoting, take
@@ -53,8 +53,7 @@ class PythonSteps:
             ys = [zeros(stacked(jax.typeof(y), self.extent.capacity or 0)) for y in self.ys[-1]]
         first = self.rest.high if self.reverse else self.extent.low
         own = [jnp.stack(rows[::-1] if self.reverse else rows) for rows in zip(*self.ys, strict=True)]
-        update = partial(keep_bits, partial(lax.dynamic_update_slice_in_dim, axis=0))
-        return [update(y, rows, jnp.int32(first)) for y, rows in zip(ys, own, strict=True)]
+        return [put_rows(*pair, first) for pair in zip(ys, own, strict=True)]
 
     def add(self, where: str, taken: Taken, spec: Spec) -> None:
         """Add a step."""
@@ -76,7 +75,7 @@ def take_steps(
     goes_on: FirstCondition | None,
     reporter: Reporter | None,
 ) -> PythonSteps:
-    """Take the steps of which is known whether to take them; `goes_on(extras, init)` says so of the first one."""
+    """Take steps until a value decides that is not known; `goes_on(extras, init)` decides on the first step."""
     steps = PythonSteps(extent, reverse, *pack(init))
     if goes_on is not None:
         steps.goes_on, steps.carry = first_condition(step.where, goes_on, extras, steps.spec, steps.carry)

@@ -42,7 +42,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A loop, with what is known of its operands."""
+    """A loop, and the static facts about its operands."""
 
     loop: core.Loop
     is_free: bool

@@ -286,7 +286,7 @@ def loop_spec_of(
 
 @partial(jax.jit, inline=True)
 def _and_true(goes_on: Any) -> jax.Array:
-    """The same, as the programs of stored runs have it (`durable/`)."""
+    """Return `goes_on`, by the operation that the texts of stored runs contain (`durable/`)."""
     return True & goes_on
 
 

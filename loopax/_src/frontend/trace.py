@@ -134,7 +134,7 @@ class Traced:
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
     key_use: KeyUse | None
-    first: First | None  # None also where it is to be called as it is
+    first: First | None  # None: no condition, or one that `run` calls itself
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:

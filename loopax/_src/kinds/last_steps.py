@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Kind, LoopCall, LoopOperands, Outcome
-from loopax._src.core.jaxpr.util import stacked
+from loopax._src.core.jaxpr.util import put_rows, stacked
 from loopax._src.jax_internals import keep_bits, mapped_aval, on_device, zeros
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.perturbed import jvp, zero_tangent
@@ -32,7 +32,7 @@ def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
     carry, xs = lax.stop_gradient(before.carry), [keep_bits(lambda x: x[first:], x) for x in last.xs]
     last = last._replace(high=jnp.int32(size), carry=carry, xs=xs)
     after = steps.part(jnp.int32(first), last, size, kind, is_fixed=True, is_shown=True)
-    ys = [_with_rows(*pair, first) for pair in zip(before.ys, after.ys, strict=True)]
+    ys = [put_rows(*pair, first) for pair in zip(before.ys, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=before.num_steps + after.num_steps, ys=ys))
 
 
@@ -102,10 +102,5 @@ def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: 
     after = steps.unconditional().part(first, last, size, kind)
     rows = [mapped_aval(size, 0, jax.typeof(y)) for y in after.ys]
     empty = [zeros(stacked(row, steps.loop.bound or 0)) for row in rows]
-    ys = [_with_rows(*pair, first) for pair in zip(empty, after.ys, strict=True)]
+    ys = [put_rows(*pair, first) for pair in zip(empty, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=num_steps, ys=ys))
-
-
-def _with_rows(ys: Any, rows: Any, first: Any) -> Any:
-    """The rows `ys` with these in the place of those from `first` on."""
-    return keep_bits(partial(lax.dynamic_update_slice_in_dim, axis=0), ys, rows, jnp.int32(first))

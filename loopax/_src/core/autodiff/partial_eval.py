@@ -95,9 +95,7 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     saving = _saving(loop, plan, parts)
     if saving:
         return _keep_some_carries(parts, saving)
-    if mixing_primitive(
-        part.body
-    ):  # which would read a row of each lane, also of those that have finished and wrote none
+    if mixing_primitive(part.body):  # it would read rows of finished lanes, which have written none
         return _keep_residuals(whole, plan, unknown)
     return _keep_every_carry(parts)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from math import prod
 from sys import maxsize
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from loopax._src.jax_internals import (
     AbstractValue,
@@ -100,6 +101,11 @@ def padded(x: Any, rows: int) -> Any:
     if not is_number(x.dtype):  # of which `jnp.pad` has no zeros
         return jnp.concatenate([x, zeros(stacked(mapped_aval(x.shape[0], 0, jax.typeof(x)), rows))])
     return keep_bits(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), x)
+
+
+def put_rows(ys: Any, rows: Any, first: Any) -> Any:
+    """The rows `ys` with these in the place of those from `first` on."""
+    return keep_bits(partial(lax.dynamic_update_slice_in_dim, axis=0), ys, rows, jnp.int32(first))
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
