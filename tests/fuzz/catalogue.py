@@ -60,7 +60,9 @@ OF_FEATURES: dict[str, list[Operation]] = {
     "o": [_e.say_in_order, _e.say_in_order_in_branch],
     "p": [_e.row_from_host, _e.there_and_back, _e.branch_on_host],  # rows in host memory
 }
-ALWAYS += OF_FEATURES["c"]
+# Choices by constants three times: their outputs are literals, which went unseen for long.
+CHOICES = [_f.chosen_by_a_constant, _f.chosen_scan, _f.chosen_inner_loop, _f.chosen_result, _f.scan_with_constants]
+ALWAYS += [*OF_FEATURES["c"], *CHOICES, *CHOICES]
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation for group in (ALWAYS, *OF_FEATURES.values()) for operation in group
 }
