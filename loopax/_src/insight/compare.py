@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from loopax._src.core import Kind
 from loopax._src.frontend.raising import text_of_check
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
@@ -18,7 +19,7 @@ from loopax._src.insight.subject import Subject, gradient_of, subject
 from loopax._src.insight.timing import interleaved
 from loopax._src.insight.with_kind import with_kind
 from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun
-from loopax._src.kinds import Bounded, Checkpointed, Kind, KindLike, Residuals, to_kind
+from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static_args import Why, positive_int
 
 _ROUNDS = Why("how often compiled programs are run", "give the number outside of `jit`")

@@ -19,7 +19,7 @@ from loopax._src.core.autodiff.last_steps import Part, in_two, joined
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.partial_eval_rule import assemble, linear_inputs, run_known
 from loopax._src.core.autodiff.planning import planned
-from loopax._src.core.autodiff.transpose import linear_loop_p
+from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome
 from loopax._src.core.jaxpr.operand_groups import append_each, map_leaves, select_each
 from loopax._src.core.jaxpr.util import select
