@@ -65,7 +65,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
     # Of each group, primals are known; of the tangents behind them, those are unknown that are perturbed at the start.
     unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in zip(inputs, given, strict=True)))
-    plan = plan_of(pair, unknown)
+    plan = plan_of(pair, unknown, partial_eval)
     if plan.error:
         raise plan.error
     pair = pair._replace(storage=plan)

@@ -80,7 +80,7 @@ def _run_in_parts(
     """The results, None for those that are unknown now, and a function from all inputs to all results."""
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
-    loop = planned(bound.loop, unknown)
+    loop = planned(bound.loop, unknown, partial_eval)
     given, two = bound.inputs(inputs), in_two(loop)
     known, finish = _run_two(loop, *two, unknown, given) if two else _run_one(loop, unknown, low, high, given)
     carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]

@@ -101,7 +101,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if low or high or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     masks = map_leaves(bool, loop.inputs(unknown))
-    loop = planned(loop, masks)
+    loop = planned(loop, masks, partial_eval)
     parts = partial_eval(loop, masks)
     nothing_known = all(flatten(parts.unknown_outputs)) and not happens(parts.known.body.effects)
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
@@ -127,7 +127,7 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
         return [None] * (2 + len(operands))
     inputs = loop.inputs(operands)
     unknown = map_leaves(ad.is_undefined_primal, inputs)
-    loop = planned(loop, unknown)
+    loop = planned(loop, unknown, partial_eval)
     parts = partial_eval(loop, unknown)
     _, given = run_known(loop, parts, low, high, inputs)
     ct = loop.results(cts)

@@ -1,12 +1,18 @@
-"""Asking a loop's kind for its plan, where a gradient is taken: here it is known what the derivative needs."""
+"""Asking a loop's kind for its plan, where a gradient is taken: here it is known what the derivative needs.
 
+To know it, a step is evaluated partially. Partial evaluation needs a plan itself, so its function `partial_eval` is
+handed to what stands here, as `split`.
+"""
+
+from collections.abc import Callable
 from functools import partial
 from sys import maxsize
+from typing import Any
 
-from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.transpose import transposed_step
 from loopax._src.core.ir.facts import LoopFacts, StepFacts
 from loopax._src.core.ir.kind import Asked
+from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.ir.plan import EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import tiny
@@ -18,18 +24,21 @@ from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
 from loopax._src.jax_internals import dce
 
 
-def planned(loop: Loop, unknown: LoopInputs) -> Loop:
+Split = Callable[[Loop, LoopInputs], Any]  # a loop, and which inputs are unknown -> a `PartialEval`
+
+
+def planned(loop: Loop, unknown: LoopInputs, split: Split) -> Loop:
     """The loop with a plan as its storage."""
-    return loop._replace(storage=plan_of(loop, unknown))
+    return loop._replace(storage=plan_of(loop, unknown, split))
 
 
 @weakly_cached
-def plan_of(loop: Loop, unknown: LoopInputs) -> Plan:
+def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
     """What a gradient of the loop stores; `unknown` marks consts, carry and xs."""
-    return loop.storage.planned(partial(_facts, loop, unknown))
+    return loop.storage.planned(partial(_facts, loop, unknown, split))
 
 
-def _facts(loop: Loop, unknown: LoopInputs, asked: Asked) -> LoopFacts:
+def _facts(loop: Loop, unknown: LoopInputs, split: Split, asked: Asked) -> LoopFacts:
     return LoopFacts(
         loop.bound,
         asked.is_fixed,
@@ -37,15 +46,15 @@ def _facts(loop: Loop, unknown: LoopInputs, asked: Asked) -> LoopFacts:
         length_is_known=not loop.predicated,
         sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
         share=asked.share,
-        measure=partial(_measure, loop, unknown),
+        measure=partial(_measure, loop, unknown, split),
     )
 
 
-def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
+def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     """Measure one step: evaluate the loop partially with carries stored, and with residuals stored."""
-    by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
+    by_carry = split(loop._replace(storage=EveryCarry()), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
-    by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
+    by_residual = split(loop._replace(storage=EveryResidual()), unknown)
     rows = by_residual.known.output_avals.ys[by_residual.num_known_ys :]
     read = num_bytes(by_carry.known.input_avals.xs)
     again = evaluation(by_carry.known.body) + costs().cached_byte * read
@@ -54,22 +63,22 @@ def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
     if not tiny.is_tiny(by_carry.known.body):
         return facts._replace(step=costs().step, residual_calls=calls_of_rows)
     ahead = tiny.calls(by_residual.known.body, tiny.MOST_STORING, num_bytes(rows))
-    back = _calls_of_derivative(by_residual, tiny.MOST_FROM_RESIDUALS)
+    back = _calls_of_derivative(by_residual.linear, tiny.MOST_FROM_RESIDUALS)
     return facts._replace(
         evaluation=arithmetic(by_carry.known.body),
         step=tiny.STEP,
-        carry_calls=_calls_of_derivative(by_carry, tiny.MOST_FROM_CARRIES),
+        carry_calls=_calls_of_derivative(by_carry.linear, tiny.MOST_FROM_CARRIES),
         residual_calls=ahead + back + (2 * calls_of_rows if ahead or back else tiny.ROW * len(rows)),
     )
 
 
-def _calls_of_derivative(parts: PartialEval, most: int) -> float:
+def _calls_of_derivative(linear: LinearLoop, most: int) -> float:
     """Those of a step that only the last carry's cotangent asks for; none where the step has no transpose.
 
     JAX does not only ask for derivatives: where it looks for what is the same at every step of a `lax.scan`, values are
     unknown, and not tangents, so that what depends on them need not be linear.
     """
-    linear, wanted = parts.linear, [*parts.linear.linear_carry, *(False for _ in parts.linear.output_avals.ys)]
+    wanted = [*linear.linear_carry, *(False for _ in linear.output_avals.ys)]
     needed = dce(linear.body, wanted, True)[0]
     if linear_results(needed.jaxpr, [False, *flatten(linear.masks)]) is None:
         return 0.0
