@@ -23,7 +23,6 @@ from loopax._src.core.jaxpr.properties import linear_results
 from loopax._src.core.jaxpr.util import num_bytes, select, weakly_cached
 from loopax._src.jax_internals import dce
 
-
 Split = Callable[[Loop, LoopInputs], Any]  # a loop, and which inputs are unknown -> a `PartialEval`
 
 
