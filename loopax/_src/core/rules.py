@@ -38,16 +38,23 @@ from loopax._src.core.batching.compact.primitive import (
 from loopax._src.core.batching.loop import batch_loop
 from loopax._src.core.batching.sweep import batch_sweep
 from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
-from loopax._src.core.ir.loop import Loop, loop_abstract_eval, loop_dependence, loop_mixed_operands, loop_p
+from loopax._src.core.ir.loop import (
+    Loop,
+    loop_abstract_eval,
+    loop_dependence,
+    loop_mixed_operands,
+    loop_p,
+    loop_typecheck,
+)
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     reverse_sweep_p,
     sweep_abstract_eval,
     sweep_dependence,
     sweep_mixed_operands,
+    sweep_typecheck,
 )
 from loopax._src.core.ir.sparse_consts import loop_of_sparse, refuse_sparse, sweep_of_sparse
-from loopax._src.core.ir.typecheck import loop_typecheck, sweep_typecheck
 from loopax._src.core.jaxpr.dataflow import dependence_rules
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands

@@ -29,17 +29,18 @@ from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
     SweepOutputs,
+    check_sweep,
     checkpoint_and_sweep,
     checkpointing_loop,
     run_sweep,
 )
-from loopax._src.core.ir.typecheck import check_count, check_sweep
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import dependence, to_bits
 from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
 from loopax._src.core.jaxpr.own_primitives import step_limits
+from loopax._src.core.jaxpr.typecheck import check_count
 from loopax._src.core.jaxpr.util import (
     Mask,
     num_bytes,

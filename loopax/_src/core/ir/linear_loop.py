@@ -10,10 +10,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.lane_stages import HowLanesRun
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, result_avals, run, traversal
+from loopax._src.core.ir.loop import (
+    Loop,
+    LoopInputs,
+    LoopOutputs,
+    check_checkpoints,
+    check_loop,
+    result_avals,
+    run,
+    traversal,
+)
 from loopax._src.core.ir.plan import Plan, Storage
-from loopax._src.core.ir.typecheck import check_checkpoints, check_count, check_loop
 from loopax._src.core.jaxpr.operand_groups import flatten, merge_each, reject_each
+from loopax._src.core.jaxpr.typecheck import check_count
 from loopax._src.core.jaxpr.util import Mask, select, split_list
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 from loopax._src.schedule.saving import Saving

@@ -30,6 +30,7 @@ from loopax._src.core.ir.progress import Reporting
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
 from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
+from loopax._src.core.jaxpr.typecheck import check_numbers, check_rows, check_types
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -323,3 +324,33 @@ def loop_mixed_operands(eqn: Any) -> list[bool]:
     """Which operands flow into what mixes lanes in the body."""
     loop = Loop(**eqn.params)
     return [False, False, *mixed_inputs_of_steps(loop.body, loop.carry_range)[1:]]
+
+
+def loop_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of a loop's results and its effects, if operands and results of the body fit.
+
+    Operands are the types of `low, high, *consts, *carry, *xs`. The body's carry must fit itself: a loop is a fixed
+    point of types.
+    """
+    loop = Loop(**params)
+    low, high, *leaves = avals
+    check_loop("loop", loop, [low, high], loop.inputs(leaves))
+    return loop_abstract_eval(*avals, **params)
+
+
+def check_loop(what: str, loop: Loop, window: Sequence[Any], given: LoopInputs) -> None:
+    """Raise where operands of these types do not fit a loop's body, or the body's carry does not fit itself."""
+    expected = loop.input_avals
+    check_numbers(f"{what}: low and high", window)
+    check_types(f"{what}: consts", expected.consts, given.consts)
+    check_types(f"{what}: carry", expected.carry, given.carry)
+    check_types(f"{what}: carry that the body returns", expected.carry, loop.output_avals.carry)
+    check_rows(f"{what}: xs", expected.xs, given.xs, loop.bound)
+
+
+def check_checkpoints(
+    what: str, expected: Sequence[Any], given: Sequence[Any], numbers: Any, saving: Saving, bound: int | None
+) -> None:
+    """Raise where these are not the states that were saved, and the numbers of their rows."""
+    check_rows(f"{what}: saved", expected, given, saving.rows(bound))
+    check_numbers(f"{what}: checkpoint_rows", [numbers], (saving.num_checkpoint_rows(),))

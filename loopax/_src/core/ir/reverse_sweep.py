@@ -25,12 +25,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.lane_stages import HowLanesRun
-from loopax._src.core.ir.loop import Loop, LoopOutputs, run, traversal
+from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, traversal
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
 from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
 from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.typecheck import check_numbers, check_rows, check_types
 from loopax._src.core.jaxpr.util import Mask, split_list, stacked, weakly_cached
 from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
@@ -273,3 +274,28 @@ def sweep_mixed_operands(eqn: Any) -> list[bool]:
     carried = range(sweep.carry_range.start, sweep.carry_range.stop + sweep.num_state)
     inputs = sweep.of_backward(mixed_inputs_of_steps(sweep.step, carried)[1:])
     return [False, False, False, *flatten(SweepOperands.of(inputs))]
+
+
+def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    """The types of a reverse sweep's results and its effects, if operands and results of both bodies fit.
+
+    Operands are the types of `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
+    """
+    sweep = ReverseSweep(**params)
+    low, high, rows, *leaves = avals
+    given, states = sweep.operands(leaves), sweep.forward_avals.state
+    check_sweep("reverse_sweep", sweep, [low, high], given.inputs(given.init))
+    check_checkpoints("reverse_sweep", states, given.saved, rows, sweep.saving, sweep.bound)
+    return sweep_abstract_eval(*avals, **params)
+
+
+def check_sweep(what: str, sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> None:
+    """Raise where operands of these types do not fit the step of a sweep, or its results do not."""
+    expected, returned = sweep.backward_avals, sweep.step_outputs(sweep.step.out_avals)
+    check_numbers(f"{what}: low and high", window)
+    check_types(f"{what}: consts", expected.consts, given.consts)
+    check_types(f"{what}: init", expected.state, given.state)
+    check_types(f"{what}: states that the step returns", expected.state, returned.state)
+    check_types(f"{what}: carry", expected.carry, given.carry)
+    check_types(f"{what}: carry that the step returns", expected.carry, returned.carry)
+    check_rows(f"{what}: xs", expected.xs, given.xs, sweep.bound)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from loopax._src.core.effects.guard import guarded
 from loopax._src.core.ir.strip_progress import strip_progress
-from loopax._src.core.ir.typecheck import check_count, check_types
 from loopax._src.core.jaxpr.dataflow import dependence
 from loopax._src.core.jaxpr.expand import jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.mapped_axis import Axis, axes_of, is_batched, refuse_sharded_lanes
+from loopax._src.core.jaxpr.typecheck import check_count, check_types
 from loopax._src.core.jaxpr.util import (
     Mask,
     collective_over,
