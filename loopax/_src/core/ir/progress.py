@@ -1,10 +1,10 @@
 """A loop that tells, while it runs, how far it is.
 
-Whoever wants to know is a *reporter*, any hashable object with three methods that are called on the host::
+Whoever wants to know is a *reporter*, any hashable object with three methods that are called on the host:
 
-    begin(total, runs, lanes, size) -> (run, steps)   # a number for this run, and steps until the first report
-    report(run, steps, active) -> steps               # after so many steps; steps until the next report
-    end(run, steps)
+- `begin(total, runs, lanes, size)` returns a number for this run, and the number of steps until the first report;
+- `report(run, steps, active)`, after so many steps, returns the number of steps until the next report;
+- `end(run, steps)` is told the number of steps.
 
 `total` is -1 where the number of steps is not known beforehand, `active` where there are no lanes to count.
 
