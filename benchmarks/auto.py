@@ -11,7 +11,7 @@ from benchmarks import cost_programs
 from benchmarks.cost_programs import Program
 from benchmarks.groups import Findings
 from loopax._src.core import LoopFacts, Plan
-from loopax._src.insight.timing import compiled, interleaved
+from loopax._src.insight.compare import compiled, interleaved
 from loopax._src.kinds.auto import fitting
 
 ROUNDS = 15

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks import workloads
+from benchmarks.short.bodies import random
 from benchmarks.workloads import Workload
-from loopax._src.command.bodies import random
 
 
 def heat() -> Workload:

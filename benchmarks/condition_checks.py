@@ -16,9 +16,9 @@ from jax import Array, lax
 import loopax as lx
 from benchmarks.groups import Findings
 from benchmarks.measure import Case, measure
+from benchmarks.short.bodies import Body, perceptron, sines, two_flops
+from benchmarks.short.every_k import checked_every
 from benchmarks.workloads import lorenz
-from loopax._src.command.bodies import Body, perceptron, sines, two_flops
-from loopax._src.command.every_k import checked_every
 
 EVERY, LANES, ROUNDS = (1, 2, 4, 8, 16), 64, 7
 MOST_IN_GRADIENTS = 4  # steps at a time: more take long to compile

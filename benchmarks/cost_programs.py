@@ -11,8 +11,8 @@ from jax import Array, lax
 
 import loopax as lx
 from benchmarks import choices, workloads
+from benchmarks.short.bodies import random
 from benchmarks.workloads import Workload, runge_kutta
-from loopax._src.command.bodies import random
 
 Loop = Callable[..., Array]
 

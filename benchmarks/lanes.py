@@ -12,7 +12,9 @@ from jax import Array
 import loopax as lx
 from benchmarks.groups import Group
 from benchmarks.measure import Case
-from loopax._src.core.batching import lockstep_loop, lockstep_sweep, masked_step
+from loopax._src.core.batching import lockstep as lockstep_loop
+from loopax._src.core.batching import lockstep as lockstep_sweep
+from loopax._src.core.batching import lockstep as masked_step
 
 BOUND = 1000
 

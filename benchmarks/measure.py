@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopax._src.insight.timing import compiled, interleaved
+from loopax._src.insight.compare import compiled, interleaved
 
 
 @dataclass(frozen=True)

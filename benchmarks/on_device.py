@@ -44,8 +44,8 @@ def main(asked: str) -> None:
 
 def measured(module: str, title: str) -> dict[str, Any]:
     """Return the table as a record. The program of loopax for which the group has its first target is the first row."""
-    from loopax._src.command.device_worker import record
-    from loopax._src.command.measure import Contender, Program, measure
+    from benchmarks.short.device_worker import record
+    from benchmarks.short.measure import Contender, Program, measure
 
     (group,) = [group for group in importlib.import_module(f"benchmarks.{module}").groups() if group.title == title]
     cases = sorted(group.cases, key=lambda case: case.name != group.targets[0].of)  # the others stay in order

@@ -13,7 +13,7 @@ import loopax as lx
 from benchmarks import lanes
 from benchmarks.groups import EQUINOX, Counts, Group, Target
 from benchmarks.measure import Case
-from loopax._src.command.programs import gated_unit
+from benchmarks.short.programs import gated_unit
 
 PLAID = Path(__file__).parent.parent / "examples" / "data" / "plaid.npz"
 

@@ -15,7 +15,7 @@ from benchmarks import page
 from benchmarks.groups import Findings, Group, Item, ratio
 from benchmarks.measure import measure, unseen
 from benchmarks.records import KINDS, Record, Report, by_title
-from loopax._src.command.machine import machine
+from loopax._command.installed import machine
 
 PEERS = ("flax", "diffrax", "traceax", "matfree", "brainstate", "jaxmore", "jax-tqdm")
 Save = Callable[[Report], None]

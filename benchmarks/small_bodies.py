@@ -11,7 +11,7 @@ import loopax as lx
 from benchmarks import peers
 from benchmarks.groups import Group
 from benchmarks.measure import Case
-from loopax._src.command.small_loops import Loop, fori_loop, scan, scan_of_checkpoints, step, while_loop
+from benchmarks.short.small_loops import Loop, fori_loop, scan, scan_of_checkpoints, step, while_loop
 from loopax._src.extras import is_installed
 
 LANES = 64

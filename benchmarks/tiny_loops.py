@@ -1,4 +1,4 @@
-"""Which tiny loops XLA's CPU backend compiles to one function, beside what `core/jaxpr/tiny.py` expects."""
+"""Which tiny loops XLA's CPU backend compiles to one function, beside what `core/jaxpr/cost.py` expects."""
 
 import re
 from collections.abc import Callable, Iterator

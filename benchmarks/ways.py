@@ -13,7 +13,7 @@ import loopax as lx
 from benchmarks import lanes
 from benchmarks.groups import Findings, Group, Target
 from benchmarks.measure import Case
-from loopax._src.command import cores
+from loopax._command import cores
 
 Step = Callable[[Array], Array]
 VMAPPED, LOCKSTEP, COMPACT = "vmapped lax.while_loop", "loopax lockstep", "loopax compact"

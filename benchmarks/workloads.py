@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from loopax._src.command import peers
-from loopax._src.command.programs import gated_unit, some_weights
+from benchmarks.short import programs as peers
+from benchmarks.short.programs import gated_unit, some_weights
 
 Step = Callable[[Any, Array, Any], Array]  # (parameters, state, row) -> state
 

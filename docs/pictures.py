@@ -17,10 +17,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import loopax as lx
+from benchmarks.short import beside_peers
+from benchmarks.short.measure import Measurement
 from docs import diagrams, figures, idea_diagram
 from loopax import schedule
-from loopax._src.command import beside_peers
-from loopax._src.command.measure import Measurement
 from tests.support.example_files import load_example
 
 HERE = Path(__file__).parent

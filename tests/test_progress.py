@@ -8,9 +8,9 @@ import pytest
 
 import loopax as lx
 from loopax._src import progress as public
-from loopax._src.core.ir.progress import Reporting, Reports
+from loopax._src.core.ir.annotations import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.core.lowering.while_loop import LoopState, RowLoop, Steps, Watch
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, Watch
 from tests.support.progress_recorder import (
     Recorder,
     both,

@@ -18,17 +18,16 @@ from jaxtyping import Array, Bool, Int
 
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
-from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.limits import width_of
+from loopax._src.frontend.checks import settle
+from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
-from loopax._src.frontend.runtime_checks import settle
-from loopax._src.function_names import Called
 from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now, zero
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
 from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.static import Called
 
 R = TypeVar("R")
 _NOT_GIVEN: Any = object()

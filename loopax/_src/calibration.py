@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.jaxpr import costs
-from loopax._src.core.jaxpr.costs import Costs
+from loopax._src.core.jaxpr import cost as costs
+from loopax._src.core.jaxpr.cost import Costs
 from loopax._src.jax_internals import api_boundary
 
 VARIABLE = "LOOPAX_CALIBRATION"

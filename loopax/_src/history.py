@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from loopax._src.core import row_buffers as buffers
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.row_buffers import primitives as buffers
+from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
-from loopax._src.frontend.runtime_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, keep_bits, on_device, zero, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
-from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.pytrees.static import Why, positive_int
 
 # From so many bytes on, rows are written in place, around a ring, instead of shifted by one (docs/benchmark.md).
 RING_BYTES = 32 * 1024

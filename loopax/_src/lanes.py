@@ -7,10 +7,10 @@ from typing import Literal
 
 import jax
 
-from loopax._src.core.ir.lane_stages import Choice, HowLanesRun, OneByOne, Stages
+from loopax._src.core.ir.annotations import Choice, HowLanesRun, OneByOne, Stages
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static_args import Why, no_choice, positive_int, refuse_arrays, refuse_tracers
+from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_arrays, refuse_tracers
 
 # Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.

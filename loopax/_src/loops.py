@@ -8,12 +8,10 @@ from jaxtyping import Array, Int, PyTree
 
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
-from loopax._src.frontend.extent import fori_extent, while_extent
-from loopax._src.frontend.limits import Limits
+from loopax._src.frontend.extent import Limits, fori_extent, while_extent
 from loopax._src.frontend.options import LoopOptions
 from loopax._src.frontend.references import take_references
-from loopax._src.frontend.run import finish, loop_spec_of, run
-from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
+from loopax._src.frontend.run import ScanBody, finish, loop_spec_of, run, run_scan, scan_spec
 from loopax._src.frontend.steps import (
     fori_index,
     fori_step,
@@ -21,12 +19,12 @@ from loopax._src.frontend.steps import (
     step_back,
     while_step,
 )
-from loopax._src.function_names import Called
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import KindLike
 from loopax._src.lanes import LanesLike
 from loopax._src.progress import ProgressLike
-from loopax._src.pytrees.types import LoopInfo
+from loopax._src.pytrees.leaves import LoopInfo
+from loopax._src.pytrees.static import Called
 
 # To type checkers, the result has the type that the body returns. A number as the first carry becomes an array.
 C = TypeVar("C")

@@ -13,10 +13,9 @@ from jax.core import Tracer
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.display.manager import DISPLAYS
 from loopax._src.display.render import has_tqdm
-from loopax._src.function_names import code_of
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static_args import Why, refuse_arrays
+from loopax._src.pytrees.static import Why, code_of, refuse_arrays
 
 T = TypeVar("T")
 STYLES = ("auto", "tqdm", "text")

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from loopax._src.core import row_buffers as buffers
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.row_buffers import primitives as buffers
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
-from loopax._src.frontend.scan import ScanBody, run_scan, scan_spec
+from loopax._src.frontend.run import ScanBody, run_scan, scan_spec
 from loopax._src.frontend.steps import call_user, step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
@@ -24,7 +24,7 @@ from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.pytrees.static import Why, positive_int
 
 WORDS = arguments.Words("rollout", "step", "inputs", "outputs", "state", "output")
 _SAVE_EVERY = Why(

@@ -1,7 +1,7 @@
 """The loops of loopax for long runs: they save their state to disk, and the same call resumes the run."""
 
-from loopax._src.durable.errors import AnotherProgramWarning, DamagedSaveWarning, SaveError
 from loopax._src.durable.loops import fori_loop, scan, while_loop
+from loopax._src.durable.options import AnotherProgramWarning, DamagedSaveWarning, SaveError
 from loopax._src.durable.outputs import Rows, outputs, steps_saved
 from loopax._src.durable.streams import StreamOutputs, lanes_stream
 

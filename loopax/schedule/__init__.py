@@ -1,14 +1,38 @@
 """Which carries of a loop to store and which steps to recompute: integer mathematics, apart from differentiation."""
 
-from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.annotations import Stages
 from loopax._src.insight.schedule_picture import SchedulePicture, picture
-from loopax._src.schedule.actions import Action
-from loopax._src.schedule.binomial import advance, binomial, evaluations, evaluations_from, forward, replay, starts
-from loopax._src.schedule.blocks import LastSteps, block_size, last_steps, shortest_block, two_level
+from loopax._src.schedule.binomial import (
+    Action,
+    advance,
+    binomial,
+    evaluations,
+    evaluations_from,
+    forward,
+    replay,
+    starts,
+)
 from loopax._src.schedule.mixed import Optimum, Prices, Sizes, mixed, mixed_evaluations, mixed_evaluations_from
-from loopax._src.schedule.online import Online, online, online_stored, start, store
-from loopax._src.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
-from loopax._src.schedule.saving import Blocks, Slots, saving_for
+from loopax._src.schedule.online import (
+    Online,
+    online,
+    online_stored,
+    start,
+    store,
+    stumm_walther_1,
+    stumm_walther_2,
+    wang_moin_iaccarino,
+)
+from loopax._src.schedule.saving import (
+    Blocks,
+    LastSteps,
+    Slots,
+    block_size,
+    last_steps,
+    saving_for,
+    shortest_block,
+    two_level,
+)
 
 __all__ = [
     "Action",

@@ -3,9 +3,8 @@
 from loopax._src.stochtrace.estimate import TraceEstimate, estimate_trace
 from loopax._src.stochtrace.estimator import Estimator
 from loopax._src.stochtrace.hutchinson import Hutchinson
-from loopax._src.stochtrace.hutchpp import HutchPlusPlus
-from loopax._src.stochtrace.xnystrace import XNysTrace
-from loopax._src.stochtrace.xtrace import XTrace
+from loopax._src.stochtrace.sketch import HutchPlusPlus
+from loopax._src.stochtrace.xtrace import XNysTrace, XTrace
 
 __all__ = [
     "Estimator",

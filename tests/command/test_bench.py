@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.short import beside_peers, programs
+from benchmarks.short.measure import DEVICE, QUICK, Contender, Program, measure
 from loopax.__main__ import main
-from loopax._src.command import beside_peers, programs
-from loopax._src.command.measure import Contender, Program, measure
-from loopax._src.command.sizes import DEVICE, QUICK
 from tests.support.example_files import precision_of_a_user
 
 HAS_DIFFRAX = importlib.util.find_spec("diffrax") is not None  # not in all environments

@@ -10,9 +10,9 @@ import pytest
 
 import loopax as lx
 from loopax.__main__ import main
+from loopax._command import calibrate as probes
 from loopax._src import calibration
-from loopax._src.command import probes
-from loopax._src.core.jaxpr.costs import Costs, costs
+from loopax._src.core.jaxpr.cost import Costs, costs
 
 START = jnp.linspace(0.1, 0.9, 64)
 

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from loopax._src.command import copies
-from loopax._src.command.copies import CopyTest, Verdict, judge
-from loopax._src.command.hlo import copied_in_steps
+from loopax._command import copies
+from loopax._command.copies import CopyTest, Verdict, copied_in_steps, judge
 from tests.command.copying import swapped
 
 

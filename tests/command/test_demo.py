@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loopax.__main__ import main
-from loopax._src.command import volley
+from loopax._command import demo as volley
 from tests.support.example_files import precision_of_a_user
 
 

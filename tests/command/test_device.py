@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.short import device
+from benchmarks.short.device import Seen
 from loopax.__main__ import main
-from loopax._src.command import device
-from loopax._src.command.device import Seen
 
 CPU = Seen("cpu", "8 x cpu", "A Processor", "A Processor (2 logical cores)", "cpu", "", {"jax": "1", "jaxlib": "2"})
 GPU = CPU._replace(platform="gpu", devices="2 x NVIDIA H100", kind="NVIDIA H100", runtime="cuda 12090", driver="570.1")

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+from benchmarks.short import device, device_bench, device_jobs
+from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS
+from benchmarks.short.device_jobs import Job, JobFailedError
+from benchmarks.short.device_worker import TABLES
 from loopax.__main__ import main
-from loopax._src.command import device, device_bench, device_jobs
-from loopax._src.command.device_flags import ALL, DEFAULT, LOOPS_AS_GRAPHS
-from loopax._src.command.device_jobs import Job, JobFailedError
-from loopax._src.command.device_tables import TABLES
 from tests.command.test_device import CPU
 from tests.command.test_device_page import LOOPS
 

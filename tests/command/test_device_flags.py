@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from loopax._src.command.device_flags import ALL, DEFAULT, LOOPS_AS_GRAPHS, environment, flags_of_user
+from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS, environment, flags_of_user
 
 
 def test_flags_of_the_user_stay_but_for_those_that_are_compared(monkeypatch):

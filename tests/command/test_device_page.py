@@ -1,7 +1,8 @@
 """The page of a device: what decides stands second, other flags are compared, and what is missing is said."""
 
-from loopax._src.command import device_page, device_report
-from loopax._src.command.device_flags import ALL, DEFAULT, LOOPS_AS_GRAPHS
+from benchmarks.short import device_page
+from benchmarks.short import device_page as device_report
+from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS
 from tests.command.test_device import GPU
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from loopax._src.command import device_report
-from loopax._src.command.device_flags import DEFAULT
+from benchmarks.short import device_page as device_report
+from benchmarks.short.device import DEFAULT
 from tests.command.test_device import CPU, GPU
 from tests.command.test_device_page import LOOPS, record, report
 

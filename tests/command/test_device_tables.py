@@ -2,9 +2,9 @@
 
 import pytest
 
-from loopax._src.command import device_worker, programs
-from loopax._src.command.device_tables import BY_TITLE, TABLES
-from loopax._src.command.sizes import BY_NAME, QUICK
+from benchmarks.short import device_worker, programs
+from benchmarks.short.device_worker import BY_TITLE, TABLES
+from benchmarks.short.measure import BY_NAME, QUICK
 from tests.support.example_files import precision_of_a_user
 
 OF_BENCH = [table for table in TABLES if table.build in programs.programs()]  # tested in test_bench.py

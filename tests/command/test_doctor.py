@@ -9,12 +9,13 @@ import pytest
 
 import loopax as lx
 from loopax.__main__ import main
-from loopax._src.command import blas, copies, cores, selftest
-from loopax._src.command import installed as versions
-from loopax._src.command.copies import CopyTest
-from loopax._src.command.installed import Installed
-from loopax._src.command.selftest import Result, SelfTest
-from loopax._src.command.settings import Setting, settings
+from loopax._command import copies, cores, selftest
+from loopax._command import doctor as blas
+from loopax._command import installed as versions
+from loopax._command.copies import CopyTest
+from loopax._command.doctor import Setting, settings
+from loopax._command.installed import Installed
+from loopax._command.selftest import Result, SelfTest
 from tests.command.copying import swapped
 
 

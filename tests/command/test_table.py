@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from loopax.__main__ import main
-from loopax._src.command.table import show_table
+from loopax._command.table import show_table
 
 ROWS = [["jax", "0.10", "ok"], ["numpy", "12", "FAILS: no"]]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loopax._src.command import installed as versions
-from loopax._src.command.installed import Installed, in_range
+from loopax._command import installed as versions
+from loopax._command.installed import Installed, in_range
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable.checksum import checksums
-from loopax._src.durable.directory import Directory
+from loopax._src.durable.checksums import checksums
+from loopax._src.durable.options import Directory
 from loopax._src.durable.saves import Saves
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 

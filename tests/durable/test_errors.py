@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable import orbax
+from loopax._src.durable import options as orbax
 from tests.durable.cases import command, environment, python, same_bits, saves
 
 X = jnp.arange(3.0)

@@ -11,7 +11,7 @@ import pytest
 
 from loopax import durable
 from loopax._src.durable import pace
-from loopax._src.durable.interrupts import watching
+from loopax._src.durable.pace import watching
 from loopax._src.durable.saves import Saves
 from tests.durable.cases import python, same_bits, saves
 

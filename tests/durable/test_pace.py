@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
-from loopax._src.durable.interrupts import Interrupts
-from loopax._src.durable.pace import Every, Pace, checkpoint_every
+from loopax._src.durable.pace import Every, Interrupts, Pace, checkpoint_every
 from loopax._src.durable.saves import SavedState
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable.directory import Directory
+from loopax._src.durable.options import Directory
 from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 

@@ -11,7 +11,8 @@ import tensorstore
 
 from loopax import durable
 from loopax._src.durable import outputs as disk
-from loopax._src.durable import writer, zarr
+from loopax._src.durable import outputs as writer
+from loopax._src.durable import zarr
 from tests.durable.cases import Steps, python, same_bits, saves, stopped
 
 
@@ -135,7 +136,7 @@ def test_a_reader_sees_all_arrays_of_a_run_or_none(tmp_path: Any, monkeypatch: A
     def run() -> Any:
         return durable.scan(lambda c, x: (c, (x, 2 * x)), 0, jnp.arange(3), directory=tmp_path)
 
-    monkeypatch.setattr("loopax._src.durable.output_arrays.create", create_one)
+    monkeypatch.setattr("loopax._src.durable.outputs.create", create_one)
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.undo()

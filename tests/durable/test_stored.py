@@ -15,7 +15,8 @@ import pytest
 
 import loopax as lx
 from loopax import durable
-from loopax._src.durable import equations, job
+from loopax._src.durable import equations
+from loopax._src.durable import run as job
 from tests.durable.cases import Steps, read_rows, same_bits, stopped
 from tests.durable.stored_programs import PROGRAMS
 from tests.support.reference import assert_close

@@ -15,7 +15,7 @@ from equinox import EquinoxRuntimeError
 
 import loopax as lx
 from loopax import durable
-from loopax._src.durable import result_rows
+from loopax._src.durable import streams as result_rows
 from loopax._src.durable.saves import Saves
 from tests.queues.streams import collatz, expected
 

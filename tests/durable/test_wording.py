@@ -15,9 +15,9 @@ import pytest
 import loopax as lx
 from loopax._src import core
 from loopax._src.durable import equations
-from loopax._src.durable.callbacks import fingerprint
+from loopax._src.durable.equations import fingerprint
 from loopax._src.durable.wording import write
-from loopax._src.frontend.runtime_checks import collecting
+from loopax._src.frontend.checks import collecting
 from loopax._src.jax_internals import Primitive, keep_bits_p
 
 X = jnp.array([1.0, -0.5, 2.0])

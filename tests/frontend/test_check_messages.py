@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from loopax._src.frontend.user_lines import Line
+from loopax._src.frontend.raising import Line
 from tests.support.limited_loops import RUN_TIME, eagerly
 
 HERE = str(Line(__file__, 1, "")).split(":")[0]

@@ -11,9 +11,8 @@ from matplotlib import pyplot as plt
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax import schedule
-from loopax._src.core.ir.facts import LoopFacts, StepFacts
-from loopax._src.insight.schedule_picture import MOST_DRAWN, SchedulePicture
-from loopax._src.insight.schedule_timeline import timeline
+from loopax._src.core.ir.kind import LoopFacts, StepFacts
+from loopax._src.insight.schedule_picture import MOST_DRAWN, SchedulePicture, timeline
 from loopax._src.schedule.machine import execute
 
 CHECKPOINTS = [None, 1, 3, 8, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, 5, 20, 64))]

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from loopax._src.insight.timing import interleaved
+from loopax._src.insight.compare import interleaved
 
 
 @pytest.mark.parametrize(("warm", "order"), [(False, "abab"), (True, "aabbaabb")])

@@ -6,8 +6,7 @@ import pytest
 
 import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
-from loopax._src.core.jaxpr.cost import arithmetic
-from loopax._src.core.jaxpr.costs import costs
+from loopax._src.core.jaxpr.cost import arithmetic, costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 
 STEPS = 400

@@ -9,7 +9,7 @@ import pytest
 
 import loopax as lx
 from loopax import kinds
-from loopax._src.insight.with_kind import with_kind
+from loopax._src.insight.compare import with_kind
 from tests.support.problem import XS, H, W, scan_expected, scan_program
 from tests.support.reference import assert_close
 

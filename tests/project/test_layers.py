@@ -22,8 +22,8 @@ RULE_TABLES = re.compile(
 )
 # Parameters of loopax's own primitives that have no named structure: the file of the primitive reads them.
 OWN_PARAMETERS = {
-    "core/masking/substitute.py": {"batch_axes", "when"},
-    "core/row_buffers/primitives.py": {"lanes", "appends"},
+    "core/masking.py": {"batch_axes", "when"},
+    "core/row_buffers.py": {"lanes", "appends"},
 }
 FOLDERS = sorted({file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core/batching/compact"})
 

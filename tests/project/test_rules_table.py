@@ -8,15 +8,14 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval, remat
 from jax._src.state import discharge
 
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
-from loopax._src.core.batching.compact.primitive import compact_vmap_p
-from loopax._src.core.effects.guard import only_if_p
+from loopax._src.core.batching.compact import compact_vmap_p
+from loopax._src.core.effects import only_if_p
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
-from loopax._src.core.jaxpr.varying_axes import retyped_p
-from loopax._src.core.masking.all_active import active_p
-from loopax._src.core.masking.substitute import fill_inactive_p
-from loopax._src.core.row_buffers.primitives import VERSION
+from loopax._src.core.jaxpr.types import retyped_p
+from loopax._src.core.masking import active_p, fill_inactive_p
+from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import keep_bits_p
 from tests.project.test_how_it_works import PAGE
 

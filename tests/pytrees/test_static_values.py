@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.pytrees.diff import same_value
+from loopax._src.pytrees.leaves import same_value
 
 
 class Leaf(eqx.Module):

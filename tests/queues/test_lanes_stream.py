@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.queues.pace import FIRST, SECONDS, Pace
+from loopax._src.queues.chunks import FIRST, SECONDS, Pace
 from tests.queues.streams import ANSWERS, collatz, expected, found, items
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.schedule.blocks import SMALL_STORE_BYTES
 from loopax._src.schedule.machine import execute
+from loopax._src.schedule.saving import SMALL_STORE_BYTES
 from loopax.schedule import block_size, last_steps, shortest_block, two_level
 
 

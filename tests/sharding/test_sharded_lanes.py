@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import loopax as lx
-from loopax._src.sharding.assignment import by_work
+from loopax._src.sharding.sharded_lanes import by_work
 from tests.support.compiled import collectives, collectives_in_loops
 from tests.support.reference import assert_close
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from loopax import stochtrace
 from loopax._src.stochtrace.estimator import Estimator
-from loopax._src.stochtrace.products import draw
+from loopax._src.stochtrace.operators import draw
 
 N = 12
 KEY = jax.random.key(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from loopax._src.stochtrace.intervals import Moments, ends_in_errors, estimate_of, parts, variance_of_mean
+from loopax._src.stochtrace.estimator import Moments, ends_in_errors, estimate_of, parts, variance_of_mean
 from loopax.stochtrace import Hutchinson, TraceEstimate, XNysTrace, estimate_trace
 from tests.stochtrace.cases import (
     GENERAL,

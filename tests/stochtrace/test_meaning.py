@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.stochtrace.products import draw
+from loopax._src.stochtrace.operators import draw
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
 from tests.stochtrace.cases import GENERAL, KEY, PSD, N, compiled, name_of, probes_of
 from tests.support.reference import assert_close

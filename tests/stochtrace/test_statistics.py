@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from loopax._src.stochtrace.intervals import ends_in_errors
+from loopax._src.stochtrace.estimator import ends_in_errors
 from loopax.stochtrace import Hutchinson, HutchPlusPlus, XNysTrace, XTrace, estimate_trace
 from tests.stochtrace.cases import (
     ESTIMATORS,

@@ -26,10 +26,14 @@ def imported(file: Path) -> Iterator[Path]:
 
 
 def room(path: Path) -> str:
-    """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own."""
+    """The folder that a file belongs to, of core the folder inside; a file beside the folders is a room of its own.
+
+    So are those in core, but for the table of all rules, which is a part of core itself.
+    """
     parts = path.relative_to(SOURCE).with_suffix("").parts
-    inside = parts[:1] == ("core",) and SOURCE.joinpath(*parts[:2]) in FOLDERS
-    return "/".join(parts[:2] if inside else parts[:1])
+    if parts[0] == "core" and parts[1:] not in ((), ("__init__",), ("rules",)):
+        return "/".join(parts[:2])
+    return parts[0]
 
 
 @ft.cache

@@ -4,27 +4,22 @@ Rules stand in the folders of their transformations. The linear parts of loops a
 their blocks in their own files.
 """
 
-from loopax._src.core.autodiff.jvp import loop_jvp
-from loopax._src.core.autodiff.linearize import loop_linearize
-from loopax._src.core.autodiff.partial_eval_rule import loop_partial_eval, loop_transpose
-from loopax._src.core.autodiff.remat_dce import (
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from loopax._src.core.autodiff.dce import (
     evaluate_again,
     loop_dce,
     loop_partial_eval_custom,
     sweep_dce,
     sweep_partial_eval_custom,
 )
-from loopax._src.core.autodiff.sweep_jvp import sweep_jvp
-from loopax._src.core.autodiff.sweep_linearize import sweep_linearize
-from loopax._src.core.autodiff.sweep_partial_eval import sweep_partial_eval, sweep_transpose
-from loopax._src.core.batching.compact.autodiff import (
-    compact_vmap_dce,
-    compact_vmap_jvp,
-    compact_vmap_linearize,
-    compact_vmap_partial_eval,
-    compact_vmap_partial_eval_custom,
-)
-from loopax._src.core.batching.compact.primitive import (
+from loopax._src.core.autodiff.jvp import loop_jvp
+from loopax._src.core.autodiff.partial_eval import loop_linearize, loop_partial_eval, loop_transpose
+from loopax._src.core.autodiff.sweep import sweep_jvp, sweep_linearize, sweep_partial_eval, sweep_transpose
+from loopax._src.core.batching.compact import (
     CompactVmap,
     compact_vmap_abstract_eval,
     compact_vmap_dependence,
@@ -35,9 +30,15 @@ from loopax._src.core.batching.compact.primitive import (
     guard_compact_vmap,
     join_batches,
 )
-from loopax._src.core.batching.loop import batch_loop
-from loopax._src.core.batching.sweep import batch_sweep
-from loopax._src.core.effects.guard import guard_loop, guard_sweep, guards
+from loopax._src.core.batching.compact_autodiff import (
+    compact_vmap_dce,
+    compact_vmap_jvp,
+    compact_vmap_linearize,
+    compact_vmap_partial_eval,
+    compact_vmap_partial_eval_custom,
+)
+from loopax._src.core.batching.loop import batch_loop, batch_sweep
+from loopax._src.core.effects import guard_loop, guard_sweep, guards
 from loopax._src.core.ir.loop import (
     Loop,
     loop_abstract_eval,
@@ -54,14 +55,78 @@ from loopax._src.core.ir.reverse_sweep import (
     sweep_mixed_operands,
     sweep_typecheck,
 )
-from loopax._src.core.ir.sparse_consts import loop_of_sparse, refuse_sparse, sweep_of_sparse
-from loopax._src.core.jaxpr.dataflow import dependence_rules
-from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
-from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs, mixed_operands
-from loopax._src.core.jaxpr.own_primitives import jointly_linear, step_limits
+from loopax._src.core.jaxpr.dependence import (
+    dependence_rules,
+    jointly_linear,
+    mixed_inputs,
+    mixed_operands,
+    step_limits,
+)
+from loopax._src.core.jaxpr.types import batch_if_mapped
+from loopax._src.core.jaxpr.util import split_list, trace
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
-from loopax._src.jax_internals import keep_bits_p, register, register_sparse
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    is_sparse,
+    jaxpr_as_fun,
+    keep_bits_p,
+    on_sparse,
+    register,
+    register_sparse,
+)
+from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
+
+# Sparse matrices that the body of a loop closes over, under `jax.experimental.sparse.sparsify`.
+#
+# The arrays of which a matrix consists become constants in its place. Carries and rows stay dense.
+
+
+def refuse_sparse(_: Sequence[Any], __: dict[str, Any]) -> Sequence[Any]:
+    """What holds loops in another form takes no sparse matrix."""
+    raise NotImplementedError(SPARSE_IN_COMPACT_LANES)
+
+
+def _dense(values: Sequence[Any]) -> list[Any]:
+    if any(map(is_sparse, values)):
+        raise NotImplementedError(SPARSE_CARRY)
+    return list(values)
+
+
+def loop_of_sparse(operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """Operands are `low, high, *consts, *carry, *xs`."""
+    loop = Loop(**params)
+    limits, consts, others = split_list(operands, [2, loop.num_consts])
+    parts, bodies = _on_parts(consts, [loop.body, loop.inverse])
+    loop = loop._replace(body=bodies[0], inverse=bodies[1], num_consts=len(parts))
+    return loop_p.bind(*_dense(limits), *parts, *_dense(others), **loop._asdict())
+
+
+def sweep_of_sparse(operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`."""
+    sweep = ReverseSweep(**params)
+    limits, consts, others = split_list(operands, [3, sweep.num_consts])
+    parts, bodies = _on_parts(consts, [sweep.step, sweep.inverse])
+    sweep = sweep._replace(step=bodies[0], inverse=bodies[1], num_consts=len(parts))
+    return reverse_sweep_p.bind(*_dense(limits), *parts, *_dense(others), **sweep._asdict())
+
+
+def _on_parts(consts: Sequence[Any], bodies: Sequence[ClosedJaxpr | None]) -> tuple[list[Any], list[Any]]:
+    """The arrays of which constants consist, and bodies `(row, *consts, *others)` that take them in their place."""
+    parts, treedef = jax.tree.flatten(list(consts))
+
+    def taking_parts(body: ClosedJaxpr) -> ClosedJaxpr:
+        function = on_sparse(jaxpr_as_fun(body))
+
+        def on_parts(row: Any, *inputs: Any) -> list[Any]:
+            own, others = split_list(inputs, [len(parts)])
+            return _dense(function(row, *treedef.unflatten(own), *others))
+
+        row, *avals = body.in_avals
+        return trace(on_parts, [row, *map(jax.typeof, parts), *avals[len(consts) :]])
+
+    return parts, [body and taking_parts(body) for body in bodies]
+
 
 register(
     loop_p,

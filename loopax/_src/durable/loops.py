@@ -9,21 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from loopax._src.core.lowering.while_loop import read
-from loopax._src.durable.job import Job, run_job, step_key_data
+from loopax._src.core.lowering.rows import read
 from loopax._src.durable.options import Durability, DurableOptions, loop_options
-from loopax._src.durable.row_plan import RowPlan
-from loopax._src.durable.run import EPOCH
+from loopax._src.durable.run import EPOCH, Job, run_job, step_key_data
+from loopax._src.durable.zarr import RowPlan
 from loopax._src.frontend import options as arguments
-from loopax._src.frontend.limits import Limits
+from loopax._src.frontend.extent import Limits
 from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
-from loopax._src.function_names import Called
 from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
-from loopax._src.pytrees.leaves import pack
-from loopax._src.pytrees.static_args import an_int
-from loopax._src.pytrees.types import LoopInfo
+from loopax._src.pytrees.leaves import LoopInfo, pack
+from loopax._src.pytrees.static import Called, an_int
 
 # To type checkers, the result has the type that the body returns, as in `loopax.while_loop`.
 C = TypeVar("C")

@@ -1,22 +1,206 @@
 """What makes a loop durable: its arguments, and the errors for what they may not be."""
 
+import errno
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple, Required
 
+import jax
+import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_leaves
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.durable.directory import Directory, open_directory
 from loopax._src.durable.pace import Every, checkpoint_every
 from loopax._src.frontend.options import CommonOptions, Options, options
 from loopax._src.jax_internals import is_tracing
 from loopax._src.kinds import Lax
 from loopax._src.lanes import Lockstep
 from loopax._src.progress import ProgressLike
-from loopax._src.pytrees.static_args import an_int, int_within
+from loopax._src.pytrees.static import an_int, int_within
+
+# Decisions of several processes that run a loop together (`jax.distributed`); one process decides alone.
+
+
+def agreed(signal: int, *numbers: int) -> list[int]:
+    """What all processes go by: the signal that any of them has received, and what else the first one says."""
+    if jax.process_count() == 1:
+        return [signal, *numbers]
+    from jax.experimental import multihost_utils
+
+    everyone = multihost_utils.process_allgather(np.array([signal, *numbers], np.int32))
+    return [int(everyone[:, 0].max()), *(int(number) for number in everyone[0, 1:])]
+
+
+def all_agree(flag: bool) -> bool:
+    """What the first process says."""
+    return bool(agreed(0, int(flag))[1])
+
+
+def on_first(action: Callable[[], Any]) -> None:
+    """Do something in the first process while the others wait; an error there is one in all of them."""
+    error = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except Exception as found:  # noqa: BLE001, it is raised below
+            error = found
+    failed = all_agree(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("the first process of this run has stopped with an error; see what it says.")
+
+
+# The directory of a durable run: where things stand in it, and that only one process uses it.
+
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
+
+@dataclass(frozen=True)
+class Directory:
+    """Where the parts of a run stand."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that runs."""
+        return self.root / "lock"
+
+    @property
+    def program(self) -> Path:
+        """What is run: versions, types, checksums."""
+        return self.root / "program.json"
+
+    @property
+    def saves(self) -> Path:
+        """A directory for each save, which Orbax writes."""
+        return self.root / "saves"
+
+    @property
+    def outputs(self) -> Path:
+        """An array in Zarr's format for each leaf of a scan's outputs."""
+        return self.root / "outputs"
+
+
+def open_directory(where: str, path: Any) -> Directory:
+    """The directory, made if it is not there; an error where it cannot be written to."""
+    root = whole_path(where, path)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{where}(directory=...) cannot be written to: {error.strerror}. Give a directory in which this "
+            "process may make files",
+            str(root),
+        ) from error
+    return Directory(root)
+
+
+def whole_path(where: str, path: Any) -> Path:
+    """From the root of the file system on; an error where a link on the way leads nowhere."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{where}(directory=...): got {path!r}, expected a path (a str or a pathlib.Path).")
+    whole = Path(path).expanduser().absolute()
+    for one in [*reversed(whole.parents), whole]:
+        if one.is_symlink() and not one.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{where}(directory=...) leads through a link to {os.readlink(one)}, which is not there. Make that "
+                "directory (a disk may not be mounted), or remove the link",
+                str(one),
+            )
+    return whole
+
+
+@contextmanager
+def locked(where: str, directory: Directory) -> Iterator[None]:
+    """Hold the directory; an error where another run does. The system lets go when the process ends, however."""
+    with ExitStack() as stack:
+        if fcntl is not None:
+            on_first(lambda: stack.enter_context(_held(where, directory)))
+        yield
+
+
+@contextmanager
+def _held(where: str, directory: Directory) -> Iterator[None]:
+    assert fcntl is not None
+    with open(directory.lock, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise RuntimeError(
+                f"{where}(directory={str(directory.root)!r}) is in use by another run ({file.read().strip()}). Wait "
+                "until it ends, or give another directory."
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(unfinished, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+# Orbax and TensorStore, which only durable loops need: imported when the first one runs.
+
+
+def ocp() -> Any:
+    """The module `orbax.checkpoint`."""
+    return _imported("orbax.checkpoint")
+
+
+def tensorstore() -> Any:
+    """The module `tensorstore`, on which Orbax depends."""
+    return _imported("tensorstore")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"loopax.durable saves with Orbax, and {name} cannot be imported. Install it: "
+            "`pip install loopax[durable]`."
+        ) from error
+
+
+# What a durable loop raises and warns of.
+
+
+class SaveError(OSError):
+    """A state or outputs could not be written. The run has stopped, and its last good save is unchanged."""
+
+
+class DamagedSaveWarning(UserWarning):
+    """A save, or outputs that belong to it, are damaged. The run continues from an earlier save."""
+
+
+class AnotherProgramWarning(UserWarning):
+    """A run continues with another program (`resume="anyway"`), or under another version of JAX."""
 
 
 class DurableOptions(CommonOptions, total=False):

@@ -1,6 +1,10 @@
 """How many steps to take at a time, and when to save, so that no more than so much work can be lost."""
 
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
@@ -8,6 +12,107 @@ from operator import index
 from typing import Any
 
 import numpy as np
+
+from loopax._src.progress import Reporter
+
+# Ctrl-C and SIGTERM between the chunks of a durable loop.
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """The first signal is remembered; a second one does what it does without loopax."""
+
+    def __init__(self) -> None:
+        """Nothing has been received."""
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def _remember(self, number: int, _: Any) -> None:
+        if self.received is None:
+            self.received = number
+            return
+        self.restore()
+        signal.raise_signal(number)
+
+    def restore(self) -> None:
+        """Give signals back to those who had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def install(self) -> None:
+        """Take them, but for those that the process is told to ignore, as `nohup` and shells do."""
+        for number in SIGNALS:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            previous = signal.signal(number, self._remember)
+            self._previous[number] = signal.SIG_DFL if previous is None else previous  # None: not set by Python
+
+    def stop(self, message: str) -> BaseException:
+        """What ends the run: what the signal would have raised, or how a process ends that was told to."""
+        number, self.received = self.received, None
+        return KeyboardInterrupt(message) if number == signal.SIGINT else Terminated(message)
+
+
+class Terminated(SystemExit):
+    """The process was told to end (SIGTERM): it exits with 143, as one that the signal kills."""
+
+    def __init__(self, message: str) -> None:
+        """Exit status 143."""
+        super().__init__(128 + signal.SIGTERM)
+        self.message = message
+
+    def __str__(self) -> str:
+        """What happened."""
+        return self.message
+
+
+@contextmanager
+def watching() -> Iterator[Interrupts]:
+    """Watch signals; outside of the main thread, which alone may, nothing is ever received."""
+    interrupts = Interrupts()
+    if threading.current_thread() is threading.main_thread():
+        interrupts.install()
+    try:
+        yield interrupts
+    finally:
+        interrupts.restore()
+    if interrupts.received is not None:  # too late for the run to see it
+        signal.raise_signal(interrupts.received)
+
+
+# How far a durable loop is, as other loops show it: one bar for all chunks.
+
+
+@contextmanager
+def shown(reporter: Reporter | None, steps: int, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a run that goes on after so many steps; gives a function that is told the steps that have been taken.
+
+    What is shown is counted from there, so that the rate is that of this process.
+    """
+    if reporter is None:
+        yield lambda _: None
+        return
+    run, _ = reporter.begin(-1 if total is None else total - steps, 1, 0, 0, before=steps)
+    taken, reported = 0, time.monotonic()
+
+    def show(now: int) -> None:
+        nonlocal taken, reported
+        taken = now - steps
+        if time.monotonic() - reported >= reporter.progress.every:
+            reported = time.monotonic()
+            reporter.report(run, taken, -1)
+
+    try:
+        yield show
+    except BaseException:
+        reporter.report(run, taken, -1)
+        reporter.close()
+        raise
+    reporter.end(run, taken)
+
 
 CHUNK_SECONDS = 0.2  # a chunk takes about so long: signals are looked at between chunks
 _MOST_IN_A_ROW = 32  # chunks that are started at once

@@ -2,19 +2,35 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
+from loopax._src.durable import chunk as chunks
 from loopax._src.durable.chunk import Chunk
-from loopax._src.durable.hosts import agreed, all_agree
-from loopax._src.durable.interrupts import Interrupts
-from loopax._src.durable.pace import Pace
-from loopax._src.durable.row_plan import RowPlan
+from loopax._src.durable.identity import as_first, describe, refuse_unsavable
+from loopax._src.durable.identity import settle as settle_program
+from loopax._src.durable.options import Checked, Durability, agreed, all_agree, check, locked
+from loopax._src.durable.outputs import Outputs, Rows, Writer, with_rows
+from loopax._src.durable.pace import Interrupts, Pace, shown, watching
 from loopax._src.durable.saves import SavedState, Saves
-from loopax._src.durable.writer import Writer
+from loopax._src.durable.zarr import RowPlan
+from loopax._src.frontend import options as arguments
+from loopax._src.frontend import trace as tracing
+from loopax._src.frontend.checks import settle
+from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.run import LoopSpec, run
+from loopax._src.frontend.steps import Call, always, first_condition
+from loopax._src.nnx.functional import thaw
+from loopax._src.nnx.writeback import hand_over
+from loopax._src.pytrees.leaves import LoopInfo, restore_weak
+from loopax._src.pytrees.static import Called
 
 EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
 _POLL_SECONDS = 0.05
@@ -143,3 +159,148 @@ def _stop(run: DurableRun, state: SavedState, interrupts: Interrupts, signal: in
         f"{run.where}: interrupted after {state.steps} steps, which are saved in {run.saves.directory.parent}. "
         "The same call goes on from there."
     )
+
+
+# A durable loop from its arguments to its results.
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run: the arguments of a loop, understood."""
+
+    options: arguments.Options
+    where: str  # the user's function in error messages
+    called: Called  # this one, first of the user's functions
+    call: Call  # of a step
+    start: Callable[[int], list[Any]]  # what a step is handed that comes after so many
+    init: Any
+    total: int | None  # steps at most
+    cut: bool = False  # `max_steps` makes them fewer
+    stops: bool = False  # `call` says whether to go on
+    condition: tracing.FirstCondition | None = None  # whether to take the first step
+    unroll: int = 1
+    rows: RowPlan | None = None
+    settings: dict[str, str] = field(default_factory=dict)  # what else makes it another program
+    arrays: dict[str, Any] = field(default_factory=dict)  # known by name among what the chunk closes over
+
+
+def step_key_data(options: arguments.Options, steps: int) -> list[Any]:
+    """The data of the key from which keys of steps are made, after so many; none without a key.
+
+    After each 2**31 steps there is another one: keys are folded with 32 bits.
+    """
+    if options.key_data is None or steps < EPOCH:
+        return options.extras
+    key, impl = options.key_data, options.key_impl
+    key = key if impl is None else jax.random.wrap_key_data(key, impl=impl)
+    key = jax.random.fold_in(jax.random.fold_in(key, 2**32 - 1), steps // EPOCH)
+    return [key if impl is None else jax.random.key_data(key)]
+
+
+def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
+    """The carry, the rows of outputs and the numbers of a loop."""
+    name = job.options.name
+    if job.cut and not job.stops and job.options.throw:
+        raise ValueError(arguments.limit_message(name, job.total))
+    checked = check(name, durability)
+    start = job.start(0)
+    traced = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)
+    refuse_unsavable(name, traced)
+    with locked(name, checked.directory):
+        return _run(job, checked, traced, start)
+
+
+def _compile(job: Job, traced: chunks.TracedChunk, start: list[Any]) -> chunks.Chunk:
+    """A chunk of as many steps as its outputs have rows; how many there may be, tracing one of one row has told."""
+    if job.rows is None:
+        return chunks.compile_chunk(traced, start, MOST_STEPS)
+    rows = None
+    if traced.y_spec.avals:
+        rows = min(chunks.rows_of_a_chunk(traced, job.unroll), max(job.rows.capacity, 1))
+    traced = chunks.trace(job.where, _walk(job), job.init, start, rows)
+    return chunks.compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
+
+
+def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) -> tuple[Any, Any, LoopInfo]:
+    """`one` describes the program: a chunk of one row, whatever the number of rows."""
+    name, directory = job.options.name, checked.directory
+    chunk = _compile(job, one, start)
+    _settle_program(job, checked, one, chunk.first, start)
+    saves = Saves(name, directory, checked.keep)
+    try:
+        outputs = Outputs(name, directory, chunk.traced.y_spec, job.rows) if job.rows else None
+        if outputs and saves.newest_step:
+            outputs.refuse_gone()
+        check_rows = (lambda state: outputs.check(state.steps)) if outputs else None
+        state = saves.newest(chunk.first, check_rows) or _first_state(job, chunk)
+        _refuse_shorter(name, state, job.total)
+        arrays, journals = outputs.open(state.steps) if outputs else ([], [])
+        writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
+        pace = Pace(checked.every, checked.chunk_steps, job.unroll)
+        run = DurableRun(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
+        reporter = job.options.reporter(job.called.functions[0])
+        with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
+            state = advance(run, state, interrupts, show)
+    finally:
+        saves.close()
+    return _results(job, chunk, state, arrays)
+
+
+def _settle_program(
+    job: Job, checked: Checked, one: chunks.TracedChunk, first: Sequence[jax.Array], start: list[Any]
+) -> None:
+    """Whether the run that is stored, if there is one, is the one that is asked for."""
+    name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
+    step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
+    described = describe(name, step, one, first, named, job.options.key_data, job.settings)
+    in_first_format = partial(as_first, described, one.closed, named)
+    settle_program(name, checked.directory, described, in_first_format, checked.anyway)
+
+
+def _step(job: Job) -> tracing.Step:
+    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec, job.called)
+
+
+def _walk(job: Job) -> chunks.TakeSteps:
+    """A chunk of the loop."""
+
+    def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.StepsTaken:
+        bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
+        extent = Extent(0, most, bound, fixed=False, capacity=rows)
+        step = _step(job)
+        name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
+        how = LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
+        first = always if job.stops else None
+        done = run(step, how, start, carry, None, first)
+        goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
+        results = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
+        return chunks.StepsTaken(done.hand_over(results[0]), thaw(results[1]), *results[2:])
+
+    return walk
+
+
+def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
+    """The state before the first step."""
+    if job.condition is None:
+        return SavedState(0, True, chunk.first)
+    goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
+    return SavedState(0, bool(goes_on), chunks.placed(arrays))
+
+
+def _refuse_shorter(name: str, state: SavedState, total: int | None) -> None:
+    if total is not None and state.steps > total:
+        raise ValueError(
+            f"{name}: the stored run has taken {state.steps} steps, and only {total} are asked for. Ask for as many "
+            "or more, or give another directory."
+        )
+
+
+def _results(job: Job, chunk: chunks.Chunk, state: SavedState, arrays: Sequence[Rows]) -> tuple[Any, Any, LoopInfo]:
+    """What the loop returns, or an error where `max_steps` has stopped it."""
+    traced = chunk.traced
+    reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)
+    if reached and job.options.throw:
+        raise eqx.EquinoxRuntimeError(arguments.limit_message(job.options.name, job.total))
+    last = traced.spec.unpack(restore_weak(state.arrays, traced.carry_avals))
+    carry = hand_over(job.where, job.init, last, traced.changes)
+    return carry, with_rows(traced.y_spec, arrays), LoopInfo(np.int64(state.steps), np.bool_(reached))  # pyright: ignore[reportArgumentType]

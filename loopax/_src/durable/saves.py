@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.durable.checksum import checksums
-from loopax._src.durable.directory import Directory
-from loopax._src.durable.errors import DamagedSaveWarning, SaveError
-from loopax._src.durable.orbax import ocp
+from loopax._src.durable.checksums import checksums
+from loopax._src.durable.options import DamagedSaveWarning, Directory, SaveError, ocp
 
 _MOST_TEXT = 1000  # of the error of a damaged file
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -11,26 +12,104 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jaxtyping import PyTree
 
-from loopax._src.durable.directory import Directory, locked
-from loopax._src.durable.identity import refuse_unknown, types_of
+from loopax._src.durable.checksums import Description, Journal
+from loopax._src.durable.identity import StoredProgram, refuse_unknown, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
-from loopax._src.durable.interrupts import Interrupts, watching
-from loopax._src.durable.options import Checked, Durability, check, refuse_transformations
-from loopax._src.durable.outputs import Rows
-from loopax._src.durable.pace import Pace
-from loopax._src.durable.result_rows import ResultRows
+from loopax._src.durable.options import Checked, Directory, Durability, check, locked, refuse_transformations
+from loopax._src.durable.outputs import Outputs, Rows, Writer, rows_at, with_rows
+from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import SavedState, Saves
-from loopax._src.durable.stored_program import StoredProgram, describe
 from loopax._src.durable.wording import write
+from loopax._src.durable.zarr import RowPlan, make_room
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
+from loopax._src.pytrees.leaves import Dynamic, Spec
+from loopax._src.queues.chunks import Pace as ChunkPace
 from loopax._src.queues.lanes_stream import check_stream
-from loopax._src.queues.pace import Pace as ChunkPace
-from loopax._src.queues.progress import Shown
-from loopax._src.queues.working_lanes import BusyLanes, WorkingLanes
+from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
+
+# Results of items on disk: rows in the order in which items are finished, with the indices of the items.
+
+
+_FIRST_ROOM = 1024  # rows; the room doubles where it is used up
+_ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row is written
+
+
+class ResultRows:
+    """Arrays on disk that grow: indices of items, whether they failed, and their results."""
+
+    def __init__(self, where: str, directory: Directory, results: Spec) -> None:
+        """Nothing is opened."""
+        self._where, self._directory = where, directory
+        self._spec = _with_rows_of(results)
+        self._arrays: list[Rows] = []
+        self._journals: list[Journal] = []
+        self._writer: Writer | None = None
+        self.count = 0  # rows that are written, or are being written
+
+    def refuse_gone(self) -> None:
+        """Raise where what has been begun is gone."""
+        self._outputs(0).refuse_gone()
+
+    def check(self, rows: int) -> None:
+        """Raise where so many rows are not on disk as written."""
+        self._outputs(rows).check(rows)
+
+    def open(self, rows: int) -> None:
+        """Go on after so many rows."""
+        self.count = rows
+        self._arrays, self._journals = self._outputs(max(2 * rows, _FIRST_ROOM)).open(rows)
+        self._writer = Writer(self._arrays, self._journals)
+
+    def append(self, indices: Sequence[int], failed: Sequence[bool], results: Sequence[np.ndarray]) -> None:
+        """One more row for each item."""
+        assert self._writer is not None
+        if not indices:
+            return
+        room, after = len(self._arrays[0]), self.count + len(indices)
+        if after > room:
+            self._resize(max(2 * room, after))
+        self._writer.write(self.count, [np.asarray(failed, bool), np.asarray(indices, np.int64), *results])
+        self.count = after
+
+    def flush(self) -> None:
+        """Wait until all rows are on disk."""
+        assert self._writer is not None
+        self._writer.flush()
+
+    def close(self) -> Any:
+        """Let go of room that no row takes; returns the pytree `{items, failed, results}` of rows."""
+        if self._writer is None:
+            return None
+        self._resize(self.count)
+        return with_rows(self._spec, self._arrays)
+
+    def _resize(self, rows: int) -> None:
+        self.flush()  # a writer knows how many rows there were when it was made
+        for array in self._arrays:
+            make_room(array.path, Description.stored(array.path), rows)
+        self._arrays = [rows_at(array.path) for array in self._arrays]
+        self._writer = Writer(self._arrays, self._journals)
+
+    def _outputs(self, room: int) -> Outputs:
+        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
+
+
+def _with_rows_of(results: Spec) -> Spec:
+    """The pytree `{items, failed, results}` of arrays of rows."""
+    leaves = [
+        replace(leaf, aval=leaf.aval.update(shape=(1, *leaf.aval.shape))) if isinstance(leaf, Dynamic) else leaf
+        for leaf in results.leaves
+    ]
+    names = {"items": 0, "failed": 0, "results": results.treedef.unflatten(range(len(leaves)))}
+    treedef = jax.tree.structure(names)
+    own = [Dynamic(core.ShapedArray((1,), np.dtype(dtype))) for dtype in (bool, np.int64)]
+    return Spec(treedef, (*own, *leaves))  # a dict is flattened in the order of its keys: failed, items, results
+
 
 _NAME = "durable.lanes_stream"
 _PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
@@ -202,7 +281,7 @@ class _Run:
         items = types_of("item", lanes.items.spec)
         written = write(made.program, [*[None] * len(given), *(path for path, _ in items)], {}, given)
         types = {path: aval.str_short() for path, aval in [*items, *types_of("results", made.results)]}
-        return describe(_NAME, {"lanes": str(lanes.num_lanes)}, types, dict(written.arrays), written)
+        return stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, dict(written.arrays), written)
 
     def _go_on(self) -> None:
         """The lanes of the newest save, and the items that come after."""

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.durable import equations
-from loopax._src.durable.callbacks import fingerprint
-from loopax._src.durable.equations import Program
+from loopax._src.durable.equations import Program, fingerprint
 from loopax._src.jax_internals import ClosedJaxpr, Literal
 
 

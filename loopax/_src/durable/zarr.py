@@ -1,17 +1,95 @@
 """Arrays of outputs on disk, in Zarr's format (version 2), which TensorStore writes and any Zarr library reads."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from operator import index as to_int
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from loopax._src.durable.described import DESCRIPTION, METADATA, Description, damaged, zarr_metadata
-from loopax._src.durable.orbax import tensorstore
-from loopax._src.durable.pieces import Pieces
+from loopax._src.durable.checksums import DESCRIPTION, METADATA, Description, Pieces, damaged, zarr_metadata
+from loopax._src.durable.options import tensorstore
+
+# Which rows of outputs belong to which steps of a scan.
+
+
+class RowPlan(NamedTuple):
+    """Where the outputs of a scan stand."""
+
+    capacity: int
+    first: int  # the row of the first step
+    reverse: bool
+
+    @property
+    def direction(self) -> int:
+        """From the row of a step to that of the next."""
+        return -1 if self.reverse else 1
+
+    def of_step(self, steps: int) -> int:
+        """The row of the step that comes after so many."""
+        return self.first + self.direction * steps
+
+    def lowest(self, steps: int, some: int) -> int:
+        """The lowest row of some steps that come after so many."""
+        return self.of_step(steps + some - 1 if self.reverse else steps)
+
+    def taken(self, steps: int) -> tuple[int, int]:
+        """The rows of so many first steps, from and to."""
+        low = self.lowest(0, steps)
+        return low, low + steps
+
+
+# NumPy's indices as TensorStore takes them: in bounds, and counted from the start.
+
+
+def in_bounds(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Write an index with numbers from 0 on, slices cut to the array, and no ellipsis. IndexError as in NumPy."""
+    parts = [part for one in (index if isinstance(index, tuple) else (index,)) for part in _plain(one)]
+    taken = sum(part is not None and part is not ... for part in parts)
+    if taken > len(shape):
+        raise IndexError(f"too many indices for rows of shape {tuple(shape)}: {taken}")
+    if sum(part is ... for part in parts) > 1:
+        raise IndexError("an index can only have a single ellipsis (`...`)")
+    if not any(part is ... for part in parts):
+        parts.append(...)
+    at = next(i for i, part in enumerate(parts) if part is ...)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - taken)
+    axes = iter(range(len(shape)))
+    return tuple(None if part is None else _axis(part, axis := next(axes), shape[axis]) for part in parts)
+
+
+def _plain(part: Any) -> Iterator[Any]:
+    """Masks as the numbers of what they pick, and lists as arrays."""
+    if part is None or part is ... or isinstance(part, slice):
+        yield part
+        return
+    array = np.asarray(part)
+    if array.dtype == np.bool_ and array.ndim:
+        yield from array.nonzero()
+    elif np.issubdtype(array.dtype, np.integer):
+        yield array if array.ndim else to_int(part)
+    elif array.size == 0 and isinstance(part, list):
+        yield array.astype(np.int64)
+    else:
+        raise IndexError(f"got {part!r} as an index of rows, expected ints, slices, `...`, or arrays of ints or bools")
+
+
+def _axis(part: Any, axis: int, size: int) -> Any:
+    if isinstance(part, slice):
+        start, stop, step = part.indices(size)
+        if step < 0:
+            raise IndexError(
+                "rows on disk are read forwards: take a slice with a positive step, and turn what it gives"
+            )
+        return slice(start, max(start, stop), step)
+    low, high = (part, part) if isinstance(part, int) else (part.min(initial=0), part.max(initial=-1))
+    if low < -size or high >= size:
+        raise IndexError(f"index {low if low < -size else high} is out of bounds for axis {axis} with size {size}")
+    return (part + size if part < 0 else part) if isinstance(part, int) else np.where(part < 0, part + size, part)
+
 
 PIECE_BYTES = 1 << 20  # of one stored piece of an array
 _FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed

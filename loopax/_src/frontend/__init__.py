@@ -1,5 +1,5 @@
 """From a user's call to a loop of the core: options, numbers of steps, tracing, checks at run time.
 
-May import: core, core/ir, core/jaxpr, core/row_buffers, function_names, jax_internals, kinds, lanes, messages,
-nnx, progress, pytrees.
+May import: core, core/buffer_versions, core/ir, core/jaxpr, jax_internals, kinds, lanes, messages, nnx, progress,
+pytrees.
 """

@@ -10,11 +10,10 @@ import numpy as np
 from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import merge_lists, reject
+from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import refuse_references_in
-from loopax._src.frontend.runtime_checks import collecting
 from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import is_only_itself, without_flags
-from loopax._src.function_names import Called, parameters_of
 from loopax._src.jax_internals import (
     Literal,
     convert,
@@ -29,8 +28,18 @@ from loopax._src.jax_internals import (
     zeros,
 )
 from loopax._src.nnx.functional import freeze, keeps_closures, thaw
-from loopax._src.pytrees.diff import differences, same_structure
-from loopax._src.pytrees.leaves import NO_RETURN, Dynamic, Spec, Static, conversion, describe, pack
+from loopax._src.pytrees.leaves import (
+    NO_RETURN,
+    Dynamic,
+    Spec,
+    Static,
+    conversion,
+    describe,
+    differences,
+    pack,
+    same_structure,
+)
+from loopax._src.pytrees.static import Called, parameters_of
 
 
 class Branch(NamedTuple):

@@ -16,8 +16,8 @@ from loopax._src.jax_internals import made_with
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
-from loopax._src.pytrees.leaves import NO_RETURN, describe, describe_node, is_static, stays
-from loopax._src.pytrees.static_args import (
+from loopax._src.pytrees.leaves import NO_RETURN, LoopInfo, describe, describe_node, is_static, stays
+from loopax._src.pytrees.static import (
     Why,
     an_int,
     int_within,
@@ -27,7 +27,6 @@ from loopax._src.pytrees.static_args import (
     static_bool,
     two_ways,
 )
-from loopax._src.pytrees.types import LoopInfo
 
 # Where a number of steps goes that is known only at run time.
 _TRACED_STEPS = {

@@ -11,29 +11,106 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import takewhile
+from pathlib import Path
 from traceback import FrameSummary, format_list
 from types import FrameType, FunctionType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import equinox
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from equinox import _errors, _jit
 from jax import lax
 from jax.core import ShapedArray
 
-from loopax._src.frontend.export_check import Said, unexported
-from loopax._src.frontend.user_lines import Line, of_user
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
     calling_lines,
     convert,
+    is_for_export,
     register,
     without_folding,
 )
+
+# A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and says which it is.
+
+
+class Said:
+    """A text that is no part of a program: two that differ in a line of the source alone are the same one."""
+
+    def __init__(self, text: str) -> None:
+        """Keep it."""
+        self.text = text
+
+    def __repr__(self) -> str:
+        """Short, for it stands in printed jaxprs."""
+        return "check"
+
+
+unexported_p = Primitive("unexported")
+
+
+def unexported(failed: Any, said: Said) -> Any:
+    """The flag of a check that says this where it fails."""
+    return unexported_p.bind(failed, said=said)
+
+
+def _lowered(ctx: Any, failed: Any, *, said: Said) -> Any:
+    if is_for_export(ctx):
+        _refuse(said.text)
+    return [failed]
+
+
+def _refuse(text: str) -> NoReturn:
+    raise NotImplementedError(
+        "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. "
+        f"The error is:\n  {text}\nThree ways out:\n"
+        "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
+        "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to Implicit;\n"
+        "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, and "
+        "integers are the largest of their dtype."
+    )
+
+
+register(
+    unexported_p,
+    impl=lambda failed, *, said: failed,  # noqa: ARG005
+    lowering=_lowered,
+    abstract_eval=lambda failed, *, said: failed,  # noqa: ARG005
+    batch_without_axis=lambda args, axes, *, said: (unexported(args[0], said), axes[0]),
+)
+
+
+# Lines of the user's code, from which calls come.
+
+
+# Calls go through these packages: Equinox wraps methods of modules, ours among them, and jaxtyping checks types.
+_BETWEEN = tuple(f"{Path(file).parent}{os.sep}" for file in (equinox.__file__, jaxtyping.__file__))
+
+
+class Line(NamedTuple):
+    """A line of a function."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        """As it is shown: `solver.py:31 (solve)`."""
+        path, here = Path(self.file), Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path.name
+        return f"{shown}:{self.number} ({self.function})"
+
+
+def of_user(lines: Iterable[tuple[str, int, str]]) -> Iterator[Line]:
+    """Those that are not of what stands between loopax and the user."""
+    return (Line(*line) for line in lines if not line[0].startswith(_BETWEEN))
+
 
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")

@@ -2,15 +2,108 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import core, lax
+from jax.errors import KeyReuseError
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from loopax._src.jax_internals import is_reference
+from loopax._src.core.jaxpr.util import select, split_list
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    checks_keys,
+    consume_keys,
+    is_reference,
+    keys_of,
+    new_primitive,
+    register,
+    replace_jaxpr,
+    strong,
+)
 from loopax._src.nnx.functional import freeze, is_object
+from loopax._src.pytrees.leaves import Dynamic, Spec
+
+# PRNG keys that a loop consumes, for JAX's check that none is used twice (`jax.debug_key_reuse`).
+#
+# The check looks at programs, and knows keys by their types. Loops carry the integers behind keys, so a step says
+# what it does with keys when it is traced, and the loop says it where it runs.
+
+
+class KeyUse(NamedTuple):
+    """The keys that a step consumes."""
+
+    closed_over: list[Any]
+    carry: list[bool]  # which arrays they are
+    x: list[bool]
+
+
+def key_use(
+    where: str, raw: ClosedJaxpr, num_extras: int, carry: Spec, x: Spec, num_go: int, once: bool
+) -> KeyUse | None:
+    """What a traced step (row, *extras, *carry, *x, ...) -> (*go, *carry, ...) does with keys; None: nobody asks.
+
+    A step that is taken once may consume what it likes. Others must carry on a new key in the place of one that they
+    consume.
+    """
+    if not checks_keys():
+        return None
+    is_key = [[leaf.key_impl is not None for leaf in spec.leaves if isinstance(leaf, Dynamic)] for spec in (carry, x)]
+    num_after = len(raw.in_avals) - 1 - num_extras - len(is_key[0]) - len(is_key[1])
+    given = [False] * (1 + num_extras) + is_key[0] + is_key[1] + [False] * num_after
+    consumed, made = keys_of(raw, given)
+    sizes = [len(consumed) - len(given), 1 + num_extras, len(is_key[0]), len(is_key[1])]
+    closed_over, _, of_carry, of_x, _ = split_list(consumed, sizes)
+    kept = (uses and not new for uses, new in zip(of_carry, made[num_go:], strict=False))
+    old = select(list(kept), carry.names("carry"))
+    if not once and any(closed_over):
+        raise KeyReuseError(f"{where} consumes a PRNG key that it closes over in each step. Give the loop `key=`.")
+    if not once and old:
+        raise KeyReuseError(f"{where} consumes the PRNG key {old[0]}, and returns no new one in its place. Split it.")
+    return KeyUse(select(closed_over, raw.consts), of_carry, of_x)
+
+
+def note_key_use(use: KeyUse | None, carry: tuple[Any, Spec], xs: tuple[Any, Spec], seen: list[Any]) -> None:
+    """Say it to JAX, but for keys that other branches have consumed already (`seen`)."""
+    if use is None:
+        return
+    keys = [*use.closed_over, *select(use.carry, _arrays(*carry)), *select(use.x, _arrays(*xs))]
+    new = [key for key in keys if not any(key is other for other in seen)]
+    seen.extend(new)
+    consume_keys(new)
+
+
+def _arrays(tree: Any, spec: Spec) -> list[Any]:
+    """The leaves that are arrays in the loop, keys as they are."""
+    return select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(freeze(tree)))
+
+
+# The row of a tape that an inverse is given, while it is traced together with the step that makes the row.
+#
+# The types of the row are known only when the step has been traced, so it cannot be an input. It is the result of a
+# primitive without operands instead, and becomes an input when the inverse is taken apart from the step.
+
+
+_row_of_tape_p = new_primitive("row_of_tape")
+
+
+def row_of_tape(avals: Sequence[Any]) -> list[Any]:
+    """Arrays of these types, which stand for a row."""
+    return _row_of_tape_p.bind(avals=tuple(map(strong, avals)))
+
+
+def take_out_row_of_tape(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr without the equation that stands for a row, and the variables of the row. They are defined nowhere."""
+    eqns = closed.jaxpr.eqns
+    rows = [eqn for eqn in eqns if eqn.primitive is _row_of_tape_p]
+    rest = [eqn for eqn in eqns if eqn.primitive is not _row_of_tape_p]
+    variables = [variable for eqn in rows for variable in eqn.outvars]
+    return replace_jaxpr(closed, closed.jaxpr.invars, closed.jaxpr.outvars, rest), variables
+
+
+register(_row_of_tape_p, abstract_eval=lambda *, avals: list(avals))
+
 
 _ADVICE = "Let the function close over it, and read and write it there; or give its value (`ref[...]`)."
 

@@ -10,12 +10,10 @@ from jax import core
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, PyTree
 
-from loopax._src.core.row_buffers.versions import strays
-from loopax._src.frontend.limits import width_of
+from loopax._src.core.buffer_versions import strays
+from loopax._src.frontend.extent import width_of
 from loopax._src.jax_internals import ClosedJaxpr, convert, is_on_host, mapped_aval, memory_space
-from loopax._src.pytrees.diff import same_structure
-from loopax._src.pytrees.leaves import describe, stays
-from loopax._src.pytrees.types import RowByRow
+from loopax._src.pytrees.leaves import RowByRow, describe, same_structure, stays
 
 
 def refuse_strays(where: str, carry: PyTree[Any], body: ClosedJaxpr, first: int, predicated: bool) -> None:

@@ -1,25 +1,26 @@
 """Running a loop on a user's pytrees: the traced step becomes a loop of the core, and its results pytrees again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import core as core_types
+from jax.core import Tracer
+from jaxtyping import PyTree
 
 from loopax._src import core
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
+from loopax._src.frontend import trace as tracing
+from loopax._src.frontend.checks import Check, KindCheck, settle
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.in_python import PythonSteps, take_steps
-from loopax._src.frontend.key_reuse import note_key_use
 from loopax._src.frontend.options import SCAN, no_capacity
-from loopax._src.frontend.program import Given, Program, Results, compiled
-from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
-from loopax._src.frontend.runtime_checks import Check, KindCheck, settle
-from loopax._src.frontend.steps import first_condition
+from loopax._src.frontend.program import Given, Program, PythonSteps, Results, compiled, take_steps
+from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, note_key_use, overwrite, refuse_references_in
+from loopax._src.frontend.steps import always, first_condition, functions_of_step, scan_rows, scan_step, within_length
 from loopax._src.frontend.trace import FirstCondition, Found, Step, Traced, trace_promoting
 from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
 from loopax._src.kinds import Kind
@@ -28,8 +29,8 @@ from loopax._src.messages import derivative_and_references_message, derivative_m
 from loopax._src.nnx.functional import freeze, roots, thaw
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes
 from loopax._src.progress import Reporter
-from loopax._src.pytrees.leaves import Spec, pack, restore_weak
-from loopax._src.pytrees.types import LoopInfo
+from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
+from loopax._src.pytrees.static import Called
 
 _BOOL = core_types.ShapedArray((), jnp.bool_)
 # The user's argument for the first carry, in errors; elsewhere it is `init_val`. That of a rollout has a field `state`.
@@ -317,3 +318,64 @@ def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[
     result = done.carry, done.ys, LoopInfo(done.num_steps, reached)
     carry, ys, loop_info = settle(result, checks)
     return done.hand_over(carry), thaw(ys), loop_info
+
+
+# A scan, by whatever name the user has called it: `scan` itself, or a rollout.
+
+
+class ScanBody(NamedTuple):
+    """What a scan repeats."""
+
+    words: arguments.Words
+    f: Callable[..., tuple[Any, Any]]
+    stop: Callable[[Any, Any], Any] | None
+    functions: tuple[Any, ...]  # the user's, for which it is traced once
+    options: Hashable = ()  # what else it depends on
+    parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
+    back: tracing.StepBack | None = None  # what the kind brings to walk back
+
+
+def scan_spec(
+    words: arguments.Words,
+    options: arguments.Options,
+    f: Any,
+    stop: Any,
+    xs: PyTree[Any],
+    length: Any,
+    reverse: Any,
+    unroll: Any,
+) -> LoopSpec:
+    """Which rows a scan walks and how; an error where an argument does not fit."""
+    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
+    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stop is not None)
+    return loop_spec_of(options, extent, f, reverse, unroll)
+
+
+def run_scan(
+    body: ScanBody,
+    options: arguments.Options,
+    loop_spec: LoopSpec,
+    init: PyTree[Any],
+    xs: PyTree[Any],
+    references: ReferenceRows = NO_REFERENCES,
+) -> tuple[tuple[Any, Any], LoopInfo]:
+    """Run a scan; `references` are those whose values are among xs."""
+    words, f, stop = body[:3]
+    extent = loop_spec.extent
+    call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
+    is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
+    spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
+    called = Called(words.name, body.functions, body.parameters)
+    keys = functions_of_step(options, *body.functions)
+    extras, goes_on = options.extras, None if stop is None else always
+    if is_counted:
+        call, extras, goes_on = (
+            within_length(call, loop_spec.reverse),
+            [extent.high, *extras],
+            lambda extras, _: extras[0] > 0,
+        )
+        called = called._replace(extras=("length", "key"))
+    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, body.back)
+    done = run(step, loop_spec, extras, init, xs, goes_on, references)
+    carry, ys, loop_info = finish(options, extent, done)
+    return (carry, ys), loop_info

@@ -13,19 +13,20 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from loopax._src import core
-from loopax._src.core.ir.without_effects import without_effects
+from loopax._src.core.buffer_versions import chained
+from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
-from loopax._src.core.row_buffers.versions import chained
-from loopax._src.frontend.key_reuse import KeyUse, key_use
+from loopax._src.frontend.checks import collecting, failures
 from loopax._src.frontend.references import (
+    KeyUse,
+    key_use,
     refuse_closed_over,
     refuse_other_types,
     refuse_references_in,
+    row_of_tape,
+    take_out_row_of_tape,
 )
 from loopax._src.frontend.rows import refuse_strays
-from loopax._src.frontend.runtime_checks import collecting, failures
-from loopax._src.frontend.tape import row_of_tape, take_out_row_of_tape
-from loopax._src.function_names import Called
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     convert,
@@ -42,8 +43,7 @@ from loopax._src.jax_internals import (
 )
 from loopax._src.messages import inverse_and_references_message
 from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw, thaw_numbered
-from loopax._src.nnx.writeback import Changes, clear_errors, take_back
-from loopax._src.nnx.xs_writeback import WrittenRows, written_rows
+from loopax._src.nnx.writeback import Changes, WrittenRows, clear_errors, take_back, written_rows
 from loopax._src.pytrees.leaves import (
     CarryMismatchError,
     Dynamic,
@@ -54,6 +54,7 @@ from loopax._src.pytrees.leaves import (
     pack,
     with_arrays,
 )
+from loopax._src.pytrees.static import Called
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class Traced:
     # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x)
     # -> ([goes on], *carry, *flags, *refs, *y, *row of the tape)
     body: ClosedJaxpr
-    # With the inputs of the body and a row of the tape, and its carry: `core/ir/inverse.py`
+    # With the inputs of the body and a row of the tape, and its carry: `core/ir/kind.py`
     inverse: ClosedJaxpr | None
     closed_over: list[Any]  # values that the user's functions close over
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry

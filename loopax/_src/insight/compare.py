@@ -3,24 +3,147 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from math import inf
+from statistics import median
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
-from loopax._src.core import Kind
+from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_by, run_with_tape
+from loopax._src.core.batching.compact import CompactVmap, compact_vmap_of, compact_vmap_p
+from loopax._src.core.ir.loop import loop_p
+from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
+from loopax._src.frontend.checks import KindCheck
 from loopax._src.frontend.raising import text_of_check
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
-from loopax._src.insight.find_loops import FoundLoop, find
+from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
 from loopax._src.insight.memory import temporary_bytes
-from loopax._src.insight.subject import Subject, gradient_of, subject
-from loopax._src.insight.timing import interleaved
-from loopax._src.insight.with_kind import with_kind
-from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
-from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.pytrees.static import Why, positive_int
+
+# A program whose loops are of another kind.
+
+
+def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
+    """Give every loop of loopax that a user has called this kind. Loops that loopax makes itself keep theirs."""
+    if kind.inverse is not None:
+        raise NotImplementedError(
+            f"{kind!r} brings the inverse of the steps of one loop. Give it to that loop, and compare the function as "
+            "it is written."
+        )
+    if kind.derivative != "exact":
+        return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
+    jaxpr = closed.jaxpr
+    return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
+
+
+def _equation(eqn: Any, kind: Kind) -> Any:
+    if eqn.primitive is loop_p:
+        return eqn.replace(params=_loop(Loop(**eqn.params), kind)._asdict())
+    if eqn.primitive is compact_vmap_p:
+        compact_vmap = CompactVmap(**eqn.params)
+        if isinstance(compact_vmap.static, Loop):
+            avals = [atom.aval for atom in eqn.invars]
+            compact_vmap = compact_vmap_of(
+                compact_vmap.rules, _loop(compact_vmap.static, kind), compact_vmap.axis, compact_vmap.mapped, avals
+            )
+        return eqn.replace(params=compact_vmap._asdict())
+    return eqn.replace(params={name: _inside(value, kind) for name, value in eqn.params.items()})
+
+
+def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation, whose loops are run by the kind: it gives them another derivative."""
+    if eqn.primitive is compact_vmap_p:
+        raise NotImplementedError(f"{kind!r} cannot take the place of the kind of lanes in batches of their own.")
+    loop = Loop(**eqn.params) if eqn.primitive is loop_p else None
+    if loop is None or loop.debug_info is None:
+        return bind_again(map_programs(eqn, partial(with_kind, kind=kind)), operands)
+    (low, high, *leaves), info, loop = operands, loop.debug_info, _loop(loop, kind)
+    call = LoopCall(
+        loop,
+        LoopOperands(low, high, *loop.inputs(leaves)),
+        is_fixed=info.fixed,
+        where=f"the body of loopax.{info.function}",
+        unpack=lambda carry: list(carry[int(loop.predicated) :]),
+        checked=KindCheck(f"loopax.{info.function}", throw=True),
+        run_loop=run_with_tape,
+    )
+    return run_by(kind, call).leaves
+
+
+def _loop(loop: Loop, kind: Kind) -> Loop:
+    body, debug_info = with_kind(loop.body, kind), loop.debug_info
+    if debug_info is None:
+        return loop._replace(body=body)
+    storage = Asked.of(kind, loop.bound, debug_info.fixed, debug_info.bound_is_loose)
+    return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
+
+
+def _inside(value: Any, kind: Kind) -> Any:
+    """A parameter of an equation, with the loops of the programs in it."""
+    if isinstance(value, ClosedJaxpr):
+        return with_kind(value, kind)
+    if isinstance(value, Jaxpr):
+        return with_kind(ClosedJaxpr(value, []), kind).jaxpr
+    if type(value) in (tuple, list):
+        return type(value)(_inside(item, kind) for item in value)
+    return value
+
+
+# Compile programs, and time them in turn, so that whatever else the machine does hits all alike.
+
+
+ENOUGH_ROUNDS = 3  # where programs are slow (loops of small steps on an accelerator)
+
+
+class Compiled(NamedTuple):
+    """A compiled program with its arguments."""
+
+    call: Callable[[], Any]  # returns when the results are there
+    temporary_mib: float  # as the compiler reports it
+    seconds: float  # to trace, lower and compile it
+
+
+def compiled(function: Callable[..., Any], arguments: Sequence[Any], times: int = 1) -> Compiled:
+    """Compile a program, as if nothing had been traced before; so many times, of which the least counts."""
+    seconds, programs = [], []
+    for _ in range(times):
+        jax.clear_caches()
+        start = time.perf_counter()
+        programs = [jax.jit(function).lower(*arguments).compile()]
+        seconds.append(time.perf_counter() - start)
+    (program,) = programs
+    analysis = program.memory_analysis()
+    temporary = analysis.temp_size_in_bytes / 2**20 if analysis else 0.0
+    return Compiled(lambda: jax.block_until_ready(program(*arguments)), temporary, min(seconds))
+
+
+def interleaved(
+    calls: Sequence[Callable[[], Any]], rounds: int, *, warm: bool = False, seconds: float = inf
+) -> list[float]:
+    """The median milliseconds of each call, which returns when its work is done; all are called in every round.
+
+    With `warm`, each is called once more before it is timed: what ran before it, and how much memory that gave back,
+    would matter else. After so many seconds, three rounds are enough.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    begun = time.perf_counter()
+    for i in range(rounds):
+        if i >= ENOUGH_ROUNDS and time.perf_counter() - begun > seconds:
+            break
+        for call, of_call in zip(calls, times, strict=True):
+            if warm:
+                call()
+            start = time.perf_counter()
+            call()
+            of_call.append(1e3 * (time.perf_counter() - start))
+    return list(map(median, times))
+
 
 _ROUNDS = Why("how often compiled programs are run", "give the number outside of `jit`")
 KINDS: tuple[KindLike, ...] = (Checkpointed(), Bounded(), Residuals())

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loopax._src.extras import optional
-from loopax._src.insight.sizes import in_bytes
+from loopax._src.insight.advice import in_bytes
 
 _COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "predicted", "traces")
 

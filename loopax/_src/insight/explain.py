@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopax._src.core import Loop
-from loopax._src.core.ir.lane_stages import Choice, OneByOne
+from loopax._src.core.ir.annotations import Choice, OneByOne
 from loopax._src.core.jaxpr.util import num_bytes, split_list
-from loopax._src.insight import render as showing
-from loopax._src.insight.advice import Advice, advice_for
+from loopax._src.insight import explanation as showing
+from loopax._src.insight.advice import Advice, Stored, advice_for, in_bytes, stored_by
 from loopax._src.insight.explanation import Leaf, LoopExplanation
-from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, see
+from loopax._src.insight.find_loops import FoundLoop, Subject, Value, find, found_at, gradient_of, see, subject
 from loopax._src.insight.memory import temporary_bytes
-from loopax._src.insight.sizes import in_bytes
-from loopax._src.insight.stored import Stored, stored_by
-from loopax._src.insight.subject import Subject, gradient_of, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
 from loopax._src.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential
 

@@ -1,11 +1,13 @@
 """What `explain` says of a loop."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
-from loopax._src.insight.advice import Advice
-from loopax._src.insight.stored import Stored
+from loopax._src.insight.advice import Advice, Stored, in_bytes
+from loopax._src.lanes import AutoLanes, Lockstep, Sequential
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,186 @@ class LoopExplanation:
         yield self
         for loop in self.inner:
             yield from loop.walk()
+
+
+# Loops that are explained, as a text, and as tables in a terminal.
+
+
+MOST_CONSTANTS = 8  # shown one by one
+WIDTH = 88  # of a text
+
+
+def text(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> str:
+    """As lines."""
+    return "\n".join([*heading, *_loops(loops, 0), *summary])
+
+
+def _loops(loops: Sequence[LoopExplanation], depth: int) -> Iterator[str]:
+    for loop in loops:
+        yield ""
+        for line in _lines(loop):
+            yield "    " * depth + line
+        yield from _loops(loop.inner, depth + 1)
+
+
+def _lines(loop: LoopExplanation) -> Iterator[str]:
+    yield title(loop)
+    rows = leaf_rows(loop.leaves)
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    for row in rows:
+        yield (
+            "  "
+            + "  ".join(
+                cell.rjust(width) if i == 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+        )
+    for line in facts(loop):
+        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    for warning in loop.warnings:
+        yield from wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def title(loop: LoopExplanation) -> str:
+    """Which loop it is, and where."""
+    where = loop.function + (f" at {loop.source}" if loop.source else "")
+    return f"{where}: {loop.branch}" if loop.branch else where
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """So many of something; nothing where there are none."""
+    return f"{count} {one if count == 1 else many}" if count else ""
+
+
+def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
+    """Name, role, type, size and what a gradient does with it; many constants are summed up."""
+    constants = sorted((leaf for leaf in leaves if leaf.role == "constant"), key=lambda leaf: -leaf.size)
+    others = [leaf for leaf in leaves if leaf.role != "constant"]
+    rows = [_leaf_row(leaf) for leaf in [*others, *constants[:MOST_CONSTANTS]]]
+    if rest := constants[MOST_CONSTANTS:]:
+        rows.append([f"{len(rest)} more", "constant", "", in_bytes(sum(leaf.size for leaf in rest)), ""])
+    return rows
+
+
+def _leaf_row(leaf: Leaf) -> list[str]:
+    note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
+    shape = ",".join(map(str, leaf.shape))
+    name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
+    return [name, leaf.role, f"{leaf.dtype}[{shape}]", in_bytes(leaf.size), note]
+
+
+def facts(loop: LoopExplanation) -> Iterator[str]:
+    """Steps, kind, what is stored, and body evaluations."""
+    if loop.branch:
+        yield f"runs: {_runs(loop)}"
+        if loop.problem:
+            yield f"no gradient: {loop.problem}"
+        return
+    yield f"steps: {_steps(loop)}{_lanes(loop)}"
+    stored = loop.stored
+    if loop.kind is not None and stored is not None:
+        of_lane = f"for one of {_batch(loop)} lanes: " if _batch(loop) > 1 else ""
+        taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored.reason else ""
+        yield f"kind: {loop.kind!r}{taken}"
+    elif loop.kind is not None:
+        yield f"kind: {loop.kind!r}"
+    if loop.derivative != "exact":
+        yield f"derivative: {loop.derivative}{', on purpose' if loop.derivative == 'another' else ''}"
+    if loop.in_words:
+        yield f"gradient stores {loop.in_words}"
+    elif stored is not None:
+        yield f"gradient stores {_stores(loop, stored)}"
+        yield f"body evaluations: {_evaluations(loop)}"
+    elif loop.problem:
+        yield f"no gradient: {loop.problem}"
+
+
+def _stores(loop: LoopExplanation, stored: Stored) -> str:
+    if not stored.size:
+        return "nothing"
+    records = ", or residuals in their place" if stored.records else ""
+    lanes = f" x {_batch(loop)} lanes" if _batch(loop) > 1 else ""
+    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{lanes} = {in_bytes(loop.stored_bytes)}{records}"
+
+
+def _batch(loop: LoopExplanation) -> int:
+    """Of how many lanes a gradient stores as much; one, where the loop itself is of all lanes."""
+    stored = loop.stored
+    return loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
+
+
+def _steps(loop: LoopExplanation) -> str:
+    if loop.most_steps is None:
+        return "no static bound"
+    return str(loop.most_steps) if loop.is_fixed else f"at most {loop.most_steps}"
+
+
+def _lanes(loop: LoopExplanation) -> str:
+    given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
+    if loop.mixed_by:
+        given += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
+    elif loop.lanes_taken != loop.lanes:
+        given += f", which takes {loop.lanes_taken!r}"
+    return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
+
+
+def _runs(loop: LoopExplanation) -> str:
+    """When a branch is evaluated, and for whom."""
+    if loop.waiting > 1:
+        return f"for all {loop.waiting} lanes, if one of them takes it"
+    how = loop.lanes_taken
+    if how == Sequential():
+        return "if it is taken, for one lane after another"
+    if how is not None and how not in (Lockstep(), AutoLanes()):
+        return f"if it is taken, in a batch for the lanes that take it ({how!r}); once more for a gradient"
+    return "if it is taken"
+
+
+def _evaluations(loop: LoopExplanation) -> str:
+    assert loop.stored is not None
+    count = loop.stored.evaluations
+    back = ", and n times the inverse" if loop.stored.walks_back else ""
+    if count is None and back:
+        return f"forward n; with the gradient 2n{back}"
+    if count is None:
+        return "forward n; with the gradient at most 3n up to 2187 steps (docs/kinds.md)"
+    bound = "" if loop.is_fixed else " for as many steps as the bound"
+    return f"forward {loop.most_steps}, with the gradient {count}{back}{bound}"
+
+
+def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:
+    """Print tables in a terminal, where rich is installed, else the text."""
+    console = _console() if sys.stdout.isatty() else None
+    if console is None:
+        print(text(heading, loops, summary))
+        return
+    for line in heading:
+        console.print(line, style="bold", highlight=False, markup=False)
+    _show_loops(console, loops, 0)
+    for line in summary:
+        console.print(line, highlight=False, markup=False)
+
+
+def _console() -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console()
+
+
+def _show_loops(console: Any, loops: Sequence[LoopExplanation], depth: int) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    for loop in loops:
+        table = Table("array", "role", "type", "size", "gradient", title=title(loop), title_justify="left")
+        table.columns[3].justify = "right"
+        for row in leaf_rows(loop.leaves):
+            table.add_row(*map(Text, row))
+        below = [Text(line) for line in facts(loop)]
+        below += [Text(f"! {warning}", style="yellow") for warning in loop.warnings]
+        for part in (table, *below):
+            console.print(Padding(part, (0, 0, 0, 4 * depth)))
+        _show_loops(console, loop.inner, depth + 1)

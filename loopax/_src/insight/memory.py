@@ -7,25 +7,134 @@ use. The temporary memory is the most that is in use at one time, without the ar
 (`temp_size_in_bytes` of `memory_analysis()`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.insight.fusion import fused_into, is_fusible, variables
-from loopax._src.insight.unfold import unfolded
+import jax
+
+from loopax._src.core import row_buffers as buffers
+from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
+from loopax._src.core.batching.compact import compact_vmap_p
+from loopax._src.core.effects import only_if_p
+from loopax._src.core.ir.linear_loop import linear_loop_p
+from loopax._src.core.ir.loop import loop_p
+from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
+from loopax._src.core.jaxpr.util import bind_again, evaluate, num_bytes
+from loopax._src.core.masking import active_p, fill_inactive_p
+from loopax._src.frontend.raising import of_user
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
     branches,
+    called,
+    dce,
+    equation_context,
     is_cond,
+    is_costly,
     is_lax_loop,
+    is_of_jax,
     lax_loop,
     moves,
     renames,
+    stands_alone,
+    takes_fused,
     updates,
+    user_lines,
 )
+
+# A program with loopax's operations spelled out in JAX's own, and without calls.
+
+
+_OURS = {
+    loop_p,
+    reverse_sweep_p,
+    linear_loop_p,
+    linear_sweep_p,
+    compact_vmap_p,
+    active_p,
+    only_if_p,
+    fill_inactive_p,
+    *buffers.VERSION,
+}
+
+
+def unfolded(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Write a program as one list of JAX's operations, without dead code. Bodies of loops stay as they are."""
+    return _evaluated(closed, _operation)
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Inline the calls of a program. Operations of loopax stay as they are."""
+    return _evaluated(closed, _call)
+
+
+def _evaluated(closed: ClosedJaxpr, equation: Callable[[Any, list[Any]], Sequence[Any]]) -> ClosedJaxpr:
+    """A program that evaluates another, without dead code."""
+    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, equation))(*closed.in_avals)
+    return dce(flat, [True] * len(flat.out_avals), True)[0]
+
+
+def _operation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    if eqn.primitive in _OURS:
+        program = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*operands)
+        return evaluate(program, operands, _operation)
+    inner = called(eqn)
+    return bind_again(eqn, operands) if inner is None else evaluate(inner, operands, _operation)
+
+
+def _call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    inner = called(eqn)
+    if inner is None:
+        return bind_again(eqn, operands)
+    return evaluate(inner, operands, _call, _line_of_call if is_of_jax(inner) else _own_line)
+
+
+def _line_of_call(_: Any) -> AbstractContextManager[None]:
+    """Of an equation in a call of a function of JAX."""
+    return nullcontext()
+
+
+def _own_line(eqn: Any) -> AbstractContextManager[None]:
+    """Of an equation that has one, else that of the call: JAX drops lines where it traces custom derivatives."""
+    return equation_context(eqn) if any(of_user(user_lines(eqn))) else nullcontext()
+
+
+# Which values of a program XLA writes to memory, and which only live inside of a fused operation.
+
+
+def is_fusible(eqn: Any) -> bool:
+    """Whether an equation may be computed inside of another."""
+    return not (takes_fused(eqn) or stands_alone(eqn) or renames(eqn))
+
+
+def fused_into(eqns: Sequence[Any], users: Mapping[Any, Sequence[int]], results: Container[Any]) -> list[set[int]]:
+    """For each equation, the places of those inside of which it is computed; its own where its results are written.
+
+    `users` are the places of the equations that use a variable, `results` those that the program returns.
+    """
+    found: list[set[int]] = [set() for _ in eqns]
+    for place in reversed(range(len(eqns))):
+        eqn = eqns[place]
+        using = [other for variable in eqn.outvars for other in users.get(variable, ())]
+        takers = [other for other in using if is_fusible(eqns[other]) or takes_fused(eqns[other])]
+        into = set().union(*(found[other] for other in takers))
+        is_written = (
+            not is_fusible(eqn)
+            or len(takers) < len(using)
+            or any(variable in results for variable in eqn.outvars)
+            or (len(into) > 1 and is_costly(eqn))
+        )
+        found[place] = {place} if is_written or not into else into
+    return found
+
+
+def variables(eqn: Any) -> list[Any]:
+    """What an equation reads, constants apart."""
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
 @dataclass(eq=False)

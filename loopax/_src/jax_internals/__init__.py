@@ -19,22 +19,35 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad
 
-from loopax._src.jax_internals.axes import axis_arguments, batched_outputs, communicates_over, mesh_axis
-from loopax._src.jax_internals.effects import are_ordered, happens, undifferentiable_effects
-from loopax._src.jax_internals.held_programs import function_object, held_program, with_held_program
-from loopax._src.jax_internals.jaxprs import dce, open_constants, replace_jaxpr
-from loopax._src.jax_internals.key_reuse import checks_keys, consume_keys, keys_of
-from loopax._src.jax_internals.lane_mixing import axis_after, custom_vmap_rule, draws_for_all_lanes
-from loopax._src.jax_internals.memory import (
-    is_on_host,
-    memory_space,
-    moved_like,
-    on_device,
-    to_device,
-    where,
+from loopax._src.jax_internals.jaxprs import (
+    are_ordered,
+    dce,
+    evaluate_partially,
+    function_object,
+    happens,
+    held_program,
+    is_known,
+    is_reference,
+    keep_bits,
+    keep_bits_p,
+    known_now,
+    known_value,
+    linear_transpose,
+    open_constants,
+    partial_eval_jaxpr,
+    replace_jaxpr,
+    stage_unknown,
+    undifferentiable_effects,
+    uses_references,
+    wide_program,
+    with_held_program,
+    with_values,
 )
 from loopax._src.jax_internals.operations import (
+    axis_after,
     can_transpose,
+    custom_vmap_rule,
+    draws_for_all_lanes,
     is_addition,
     is_cast,
     is_convolution,
@@ -57,15 +70,6 @@ from loopax._src.jax_internals.operations import (
     takes_fused,
     update_of,
     updates,
-)
-from loopax._src.jax_internals.partial_eval import (
-    evaluate_partially,
-    is_known,
-    known_now,
-    known_value,
-    linear_transpose,
-    partial_eval_jaxpr,
-    stage_unknown,
 )
 from loopax._src.jax_internals.primitives import (
     OpenCall,
@@ -101,28 +105,39 @@ from loopax._src.jax_internals.primitives import (
     with_branches,
     with_solve,
 )
-from loopax._src.jax_internals.references import is_reference, uses_references, with_values
-from loopax._src.jax_internals.rules import new_primitive, register, used_inputs
-from loopax._src.jax_internals.source import (
+from loopax._src.jax_internals.rules import (
+    checks_keys,
+    consume_keys,
+    is_sparse,
+    keys_of,
+    know_sparse,
+    new_primitive,
+    on_sparse,
+    register,
+    register_sparse,
+    used_inputs,
+)
+from loopax._src.jax_internals.tracing import (
     api_boundary,
     argument_names,
+    axis_arguments,
+    batched_outputs,
     calling_lines,
+    communicates_over,
     equation_context,
+    is_for_export,
     is_of_jax,
+    is_tracing,
     made_at,
     made_with,
+    mesh_axis,
     name_in_errors,
-    source_here,
-    user_lines,
-)
-from loopax._src.jax_internals.sparse import is_sparse, know_sparse, on_sparse, register_sparse
-from loopax._src.jax_internals.tracing import (
-    is_for_export,
-    is_tracing,
     runs_eagerly,
     runs_in_python,
+    source_here,
     trace_context,
     trace_state,
+    user_lines,
     value_now,
     varying_as_needed,
     without_folding,
@@ -135,22 +150,27 @@ from loopax._src.jax_internals.types import (
     has_tangents,
     is_nonzero,
     is_number,
+    is_on_host,
     item_bytes,
+    memory_space,
+    moved_like,
     no_tangent,
     of_weak_type,
+    on_device,
     on_mesh,
     spec_of,
     strong,
+    to_device,
     to_weak,
     unwritten,
     vary,
     vary_like,
     varying_axes,
+    where,
     with_varying_axes,
     zero,
     zeros,
 )
-from loopax._src.jax_internals.wide import keep_bits, keep_bits_p, wide_program
 
 __all__ = [
     "AbstractValue",

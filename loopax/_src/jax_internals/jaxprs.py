@@ -1,10 +1,329 @@
 """Jaxprs: with other inputs, outputs or equations, with constants as inputs, without dead code."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+import jax
+import jax.numpy as jnp
+from jax import core
+from jax._src import api_util as _api_util
+from jax._src import core as _core
+from jax._src import effects as _effects
+from jax._src import linear_util as _lu
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.state import discharge as _discharge
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
+
+from loopax._src.jax_internals.rules import new_primitive, register
+from loopax._src.jax_internals.types import has_tangents, zeros
+
+# Programs in objects: what JAX's flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3` make of equations.
+#
+# With these flags, `jax.checkpoint` and a function with derivatives of its own are equations of one primitive for
+# all, which holds an object; and the object holds the program, and the rules. From JAX 0.12 on, so is
+# `lax.custom_root`, without a flag. Classes and fields are not public.
+
+
+_CHECKPOINT = "RematTraced"
+_CUSTOM_VJP = "CustomVJPTraced"
+_CUSTOM_RULES = ("CustomJVPTraced", _CUSTOM_VJP)
+_ROOT = "CustomRoot"
+
+
+def function_object(eqn: Any) -> Any:
+    """The object that an equation calls; None if its primitive says what is done.
+
+    From JAX 0.11 on some functions of `jnp` are objects, too. These hold no program.
+    """
+    return eqn.params.get("_prim")
+
+
+def held_program(value: Any) -> ClosedJaxpr | None:
+    """The program in a parameter of an equation that is such an object; None if it is none."""
+    name = type(value).__name__
+    if name == _CHECKPOINT:
+        return value.jaxpr
+    if name == _ROOT:
+        return value.solve_jaxpr
+    return value.traced.jaxpr if name in _CUSTOM_RULES else None
+
+
+def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
+    """The object with another program. Its rules for derivatives stay as they are."""
+    new = copy(value)
+    if type(value).__name__ == _CHECKPOINT:
+        new.params = {**value.params, "jaxpr": program}
+    elif type(value).__name__ == _ROOT:
+        solve = partial(_evaluated, program, value.out_tree)
+        new.params = {**value.params, "solve": solve, "solve_jaxpr": program}
+    else:
+        traced = copy(value.traced)
+        traced._params = {**traced._params, "jaxpr": program}
+        for cached in ("_lojax", "_closure_converted"):  # made from the other program; from JAX 0.12 on
+            if hasattr(traced, cached):
+                setattr(traced, cached, None)
+        new.params = {**value.params, "traced": traced}
+    new.__dict__.update(new.params)
+    new.effects = frozenset(program.effects)
+    return new
+
+
+def _evaluated(program: ClosedJaxpr, out_tree: Any, *arguments: Any) -> Any:
+    """A program of leaves on pytrees."""
+    return jax.tree.unflatten(out_tree, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+
+
+def is_held_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint` that is such an object."""
+    return type(function_object(eqn)).__name__ == _CHECKPOINT
+
+
+def is_held_custom(value: Any) -> bool:
+    """Whether this is a function with derivatives of its own as such an object."""
+    return type(value).__name__ in (*_CUSTOM_RULES, _ROOT)
+
+
+def is_held_custom_vjp(value: Any) -> bool:
+    """Whether this is a `jax.custom_vjp` as such an object."""
+    return type(value).__name__ == _CUSTOM_VJP
+
+
+def called_program(eqn: Any) -> ClosedJaxpr | None:
+    """The program of an equation that holds one, as a program of all its operands."""
+    function = function_object(eqn)
+    program = held_program(function)
+    if program is None or len(program.in_avals) == len(eqn.invars):
+        return program
+
+    # JAX may hand such an object operands for its rules alone.
+    def evaluate(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(function.expand(*jax.tree.unflatten(function.in_tree, operands)))
+
+    return jax.make_jaxpr(evaluate)(*(x.aval for x in eqn.invars))
+
+
+# Mutable arrays (`jax.new_ref`): what uses them, and programs that carry their values in place of them.
+
+
+_EFFECTS = ("ReadEffect", "WriteEffect", "AccumEffect", "InternalMutableArrayEffect")
+
+
+def is_reference(x: Any) -> bool:
+    """Whether this is a mutable array, or a type of one; the class is not public."""
+    aval = x if isinstance(x, core.AbstractValue) else getattr(x, "aval", None)
+    return "Ref" in type(aval).__name__
+
+
+def uses_references(closed: ClosedJaxpr) -> bool:
+    """Whether a program takes mutable arrays, or makes some."""
+    takes = any(map(is_reference, closed.in_avals))
+    return takes or any(type(effect).__name__ in _EFFECTS for effect in closed.effects)
+
+
+def with_values(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with values in place of mutable arrays: it takes them, and their last values are its last results.
+
+    JAX calls it "discharging state", which has no public name. A program must have no constants.
+    """
+    if jax.__version_info__ < (0, 10, 1):
+        jaxpr, consts = _discharge.discharge_state(closed.jaxpr, closed.consts)  # pyright: ignore
+        return ClosedJaxpr(jaxpr, consts)
+    # Functions of `jnp` that are objects stay what they are: they have derivatives of their own.
+    return _discharge.discharge_state(closed, lower=False)
+
+
+# Effects of equations.
+
+
+def happens(effects: Iterable[Any]) -> bool:
+    """Whether there are effects but those that only say over which axis something communicates."""
+    return any(not isinstance(e, _core.NamedAxisEffect) for e in effects)
+
+
+def are_ordered(effects: Iterable[Any]) -> bool:
+    """Whether one of these effects has an order."""
+    return any(map(_effects.ordered_effects.contains, effects))
+
+
+def undifferentiable_effects(closed: ClosedJaxpr) -> list[Any]:
+    """Effects that a derivative may neither drop nor repeat: ordered ones, and `io_callback`'s."""
+    return [
+        e
+        for e in closed.effects
+        if _effects.ordered_effects.contains(e) or type(e).__name__ in ("IOEffect", "OrderedIOEffect")
+    ]
+
+
+# Partial evaluation: which values are known, and what is left for later.
+
+
+def is_known(tracer: Any) -> bool:
+    """Whether partial evaluation knows this value now; the tracer is not part of JAX's public API."""
+    return tracer.is_known()
+
+
+def known_value(tracer: Any) -> Any:
+    """The value behind a known tracer of partial evaluation, or the tracer itself."""
+    return tracer.pval.get_known() if tracer.is_known() else tracer
+
+
+def known_now(x: Any) -> Any:
+    """What partial evaluation knows of a value in a function that `linear_transpose` traces; None: nothing.
+
+    JAX evaluates such a function partially, and hands what needs no linear operand through as it is; but the results of
+    an equation of which some are linear are tracers, which hold the known ones.
+    """
+    if not isinstance(x, _pe.JaxprTracer):
+        return x
+    return x.pval.get_known() if x.is_known() else None
+
+
+def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Write `primitive` into the program that partial evaluation leaves for later.
+
+    The same as what JAX does for a primitive without a rule of its own.
+    """
+    return trace.default_process_primitive(primitive, tracers, params)
+
+
+def evaluate_partially(trace: Any, closed: ClosedJaxpr, operands: Sequence[Any], unknown: Sequence[bool]) -> list[Any]:
+    """Evaluate a jaxpr on values of which partial evaluation knows some, equation by equation.
+
+    `unknown` says which results are made unknown, also those that turn out to depend on known values alone (an array
+    without elements): in `jax.checkpoint`, JAX has asked before, with flags instead of values, and takes the first
+    answer as given. A rule for a primitive runs outside of its `trace`; what sets the current one is not public.
+    """
+    with _core.set_current_trace(trace):
+        results = map(trace.to_jaxpr_tracer, jaxpr_as_fun(closed)(*operands))
+        return [trace.instantiate_const(x) if later else x for x, later in zip(results, unknown, strict=True)]
+
+
+def partial_eval_jaxpr(
+    closed: ClosedJaxpr, unknown: Sequence[bool], instantiate: Sequence[bool]
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
+    """Split a jaxpr in what can be computed now, which also returns residuals, and what cannot.
+
+    Public in `jax.interpreters.partial_eval` from JAX 0.12 on, private before.
+    """
+    known, later, out_unknown, _ = _pe.partial_eval_jaxpr_nounits(closed, list(unknown), list(instantiate))
+    return known, later, list(out_unknown)
+
+
+def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any], Any]:
+    """`jax.linear_transpose`, also for extended dtypes, which that refuses.
+
+    Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device.
+    """
+    avals, structure = jax.tree.flatten(types)
+    debug_info = _api_util.debug_info("linear_transpose", function, types, {})
+    flat = _lu.wrap_init(
+        lambda *xs: jax.tree.leaves(function(*structure.unflatten(xs))), debug_info=debug_info.with_unknown_names()
+    )
+    jaxpr, _, consts = _pe.trace_to_jaxpr_nounits(flat, list(map(_pe.PartialVal.unknown, avals)), instantiate=True)
+    jaxpr, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    linear = [ad.UndefinedPrimal(aval.to_ct_aval()) for aval in avals]
+
+    def transposed(cts: Any) -> Any:
+        found = _backward_pass(jaxpr, consts, linear, jax.tree.leaves(cts))
+        return structure.unflatten([zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in found])
+
+    return transposed
+
+
+def _backward_pass(jaxpr: Any, consts: Sequence[Any], linear: list[Any], cts: list[Any]) -> list[Any]:
+    """The cotangents. From JAX 0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`)."""
+    if jax.__version_info__ < (0, 12):
+        return _ad.backward_pass(jaxpr, True, consts, linear, cts)
+    found, logs = _ad.backward_pass(jaxpr, True, consts, linear, cts, return_logs=True)  # pyright: ignore[reportCallIssue]
+    if logs:
+        raise NotImplementedError(
+            f"the backward rule of a function in the body of a loop logs {', '.join(map(repr, logs))}, and loops of "
+            "loopax do not hand logs on. Use `jax.lax.scan` there, log with `jax.debug.callback`, or define the rule "
+            "with `defvjp`, without logs."
+        )
+    return found
+
+
+# Arrays of 64 bits where `jax_enable_x64` is off: derivatives of operations that take elements out, or put them in.
+
+
+def keep_bits(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function(*arrays)`, which is linear in its real arrays together; its derivatives keep 64 bits.
+
+    Where `jax_enable_x64` is off, the zeros in JAX's transposes of gathers, slices, pads and updates have 32 bits, and
+    do not fit cotangents of 64. So there the function becomes one operation, whose rules are written down with the
+    flag on.
+    """
+    if not any(map(_would_be_cut, arrays)):
+        return function(*arrays)
+    with jax.enable_x64(True):
+        program, results = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, arrays))
+    return jax.tree.unflatten(jax.tree.structure(results), keep_bits_p.bind(*arrays, program=program))
+
+
+def _would_be_cut(x: Any) -> bool:
+    """Whether JAX makes no such real or complex numbers now."""
+    dtype = jax.typeof(x).dtype
+    return jnp.issubdtype(dtype, jnp.inexact) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+keep_bits_p = new_primitive("keep_bits")
+
+
+def wide_program(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a function that keeps 64 bits; None for any other equation."""
+    return eqn.params["program"] if eqn.primitive is keep_bits_p else None
+
+
+def _evaluate(*arrays: Any, program: ClosedJaxpr) -> list[Any]:
+    """The meaning of the primitive."""
+    with jax.enable_x64(True):
+        return jaxpr_as_fun(program)(*arrays)
+
+
+def _transpose(cts: Sequence[Any], *arrays: Any, program: ClosedJaxpr) -> list[Any]:
+    """The transpose in the arrays that are undefined primals, as an operation of the same kind."""
+    linear = [ad.is_undefined_primal(x) for x in arrays]
+    known = [x for x in arrays if not ad.is_undefined_primal(x)]
+    types = [x.aval for x in arrays if ad.is_undefined_primal(x)]
+
+    def transposed(*values: Any) -> Any:
+        of_known = iter(values[len(cts) :])
+        places = [None if is_linear else next(of_known) for is_linear in linear]
+
+        def of_linear(*found: Any) -> list[Any]:
+            rest = iter(found)
+            return _evaluate(*(next(rest) if x is None else x for x in places), program=program)
+
+        return linear_transpose(of_linear, *types)(values[: len(cts)])
+
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        found = iter([ad.Zero(aval) for aval in types])
+    else:
+        found = iter(keep_bits(transposed, *(zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts), *known))
+    return [next(found) if is_linear else None for is_linear in linear]
+
+
+def _batch(arrays: Sequence[Any], dims: Sequence[Any], program: ClosedJaxpr) -> Any:
+    mapped = jax.vmap(jaxpr_as_fun(program), in_axes=[None if d is None else int(d) for d in dims])
+    results = keep_bits(mapped, *arrays)
+    return results, [0] * len(results)
+
+
+register(
+    keep_bits_p,
+    meaning=_evaluate,
+    params=["program"],
+    abstract_eval=lambda *_, program: program.out_avals,
+    linear_in=lambda arrays: [i for i, x in enumerate(arrays) if has_tangents(x)],
+    transpose=_transpose,
+    batch_without_axis=_batch,
+)
 
 
 def replace_jaxpr(

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from loopax._src.jax_internals.held_programs import (
+from loopax._src.jax_internals.jaxprs import (
     called_program,
     function_object,
     is_held_checkpoint,

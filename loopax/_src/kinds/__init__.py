@@ -1,17 +1,13 @@
 """What a gradient stores, and what it evaluates again: one file for each kind.
 
-May import: core, core/ir, core/jaxpr, core/row_buffers, jax_internals,
-pytrees, schedule.
+May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
 """
 
 from loopax._src.core import Kind
-from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto
-from loopax._src.kinds.bounded import Bounded
-from loopax._src.kinds.by_name import KindLike, to_kind
+from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto, KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
+from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
-from loopax._src.kinds.lax import Lax
-from loopax._src.kinds.residuals import Residuals
 from loopax._src.kinds.reversible import Reversible
 from loopax._src.kinds.truncated import Truncated
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any, Literal
 
 from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary
-from loopax._src.kinds.bounded import Bounded
 from loopax._src.kinds.checkpointed import Checkpointed
-from loopax._src.kinds.residuals import Residuals
-from loopax._src.pytrees.static_args import Why, positive_int
+from loopax._src.kinds.every_step import Bounded, Lax, Residuals
+from loopax._src.kinds.implicit import Implicit
+from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
 from loopax._src.schedule.saving import DEFAULT_SLOTS
 
 DEFAULT_MEMORY = 256 * 2**20
@@ -101,3 +102,30 @@ def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
 def _name(kind: Kind) -> str:
     number = getattr(kind, "checkpoints", None)
     return type(kind).__name__ + ("" if number is None else f"({number})")
+
+
+# The `kind` argument: a kind, or the name of one.
+
+
+_KIND = Why("the program of a gradient", "choose one kind for all calls: values do not depend on it")
+
+KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals", "implicit"]
+_BY_NAME: dict[str, type[Any]] = {
+    "auto": Auto,
+    "lax": Lax,
+    "checkpointed": Checkpointed,
+    "bounded": Bounded,
+    "residuals": Residuals,
+    "implicit": Implicit,
+}
+_WITH_ARGUMENTS = {"reversible": "lx.Reversible(inverse)", "truncated": "lx.Truncated(last=5)"}
+
+
+def to_kind(kind: KindLike) -> Kind:
+    """The strategy object behind the `kind` argument."""
+    refuse_tracers("kind=...", kind, "a kind or the name of one", _KIND)
+    if isinstance(kind, Kind):
+        return kind
+    if isinstance(kind, str) and kind in _BY_NAME:
+        return _BY_NAME[kind]()
+    raise ValueError(no_choice("kind", kind, "a kind of loop", _BY_NAME, _WITH_ARGUMENTS))

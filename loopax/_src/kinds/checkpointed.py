@@ -3,11 +3,10 @@
 from dataclasses import dataclass, replace
 
 from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, Plan
-from loopax._src.core.jaxpr.costs import costs
+from loopax._src.core.jaxpr.cost import costs
 from loopax._src.jax_internals import api_boundary
-from loopax._src.pytrees.static_args import Why, positive_int
-from loopax._src.schedule.blocks import LastSteps
-from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, last_steps_of, saved_carries
+from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, LastSteps, last_steps_of, saved_carries
 
 _CHECKPOINTS = Why(
     "how much memory a gradient uses",

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core import Loop, LoopCall, NoReverseMode, run
+from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list
-from loopax._src.core.jaxpr.varying_axes import settled
 from loopax._src.jax_internals import open_constants, replace_jaxpr, vary_like
 
 # The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.

@@ -1,17 +1,51 @@
 """A loop by the numbers of its steps: parts of it, and a ring of the carries before its last steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import Asked, BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, run
-from loopax._src.core.ir.inverse import num_recorded
-from loopax._src.core.ir.without_effects import without_effects
-from loopax._src.core.jaxpr.util import INDEX, split_list, trace, weakly_cached
-from loopax._src.core.row_buffers.primitives import put
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits
+from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.kind import num_recorded
+from loopax._src.core.jaxpr.util import INDEX, merge_lists, padded, reject, select, split_list, trace, weakly_cached
+from loopax._src.core.row_buffers import put
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    has_tangents,
+    jaxpr_as_fun,
+    keep_bits,
+    mapped_aval,
+    no_tangent,
+    where,
+    zeros,
+)
+
+# Derivatives of functions of which some inputs have no tangents: these cost nothing.
+
+
+def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
+    """`jax.jvp` for one pytree of inputs and of tangents, some of which are `SymbolicZero`s."""
+    leaves, structure = jax.tree.flatten(inputs)
+    dots = structure.flatten_up_to(tangents)
+    has_dot = [not isinstance(dot, SymbolicZero) for dot in dots]
+
+    def of_perturbed(*perturbed: Any) -> Any:
+        return function(structure.unflatten(merge_lists(has_dot, reject(has_dot, leaves), perturbed)))
+
+    if any(has_dot):
+        return jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+    out = function(inputs)
+    return out, jax.tree.map(zero_tangent, out)
+
+
+def zero_tangent(x: Any) -> Any:
+    """The tangent of a constant."""
+    return zeros(jax.typeof(x)) if has_tangents(x) else no_tangent(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,3 +142,50 @@ def _by_step(body: ClosedJaxpr) -> ClosedJaxpr:
 def _turned(rows: Any, high: Any) -> Any:
     """From rows as they are to rows in the order of steps, which go from row high - 1 to row 0; and back."""
     return keep_bits(lambda rows, high: jnp.roll(jnp.flip(rows, 0), high - rows.shape[0], 0), rows, high)
+
+
+# A loop as a loop over windows of steps, each of which is a loop.
+
+
+def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut: bool) -> Outcome:
+    """Run the steps, `size` at a time. `is_cut`: each window takes the carry before it for a constant."""
+    loop, operands, bound = steps.loop, steps.operands, steps.loop.bound
+    if loop.reporting is not None:
+        raise NotImplementedError(
+            f"{steps.whole.where}: its kind makes a loop of windows of the loop, which cannot show its progress. Leave "
+            "progress out, or choose another kind."
+        )
+    num_windows = None if bound is None else -(-bound // size)
+    is_fixed = steps.whole.is_fixed and bound is not None and bound % size == 0
+
+    def body(window: Any, high: Any, *inputs: Any) -> list[Any]:
+        consts, carry, (num_steps,), xs = split_list(inputs, [loop.num_consts, loop.num_carry, 1])
+        first = window * size
+        if is_cut:
+            carry = [where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
+        these = LoopOperands(jnp.int32(0), jnp.minimum(high - first, size), consts, carry, xs)
+        out = steps.part(first, these, size, of_steps, is_fixed)
+        return [*out.carry, num_steps + out.num_steps, *out.ys]
+
+    consts, xs = [operands.high, *operands.consts], [_in_windows(x, size) for x in operands.xs]
+    carry = [*operands.carry, jnp.zeros_like(operands.high)]
+    rows = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
+    outer = loop._replace(
+        body=trace(body, [INDEX, *map(jax.typeof, [*consts, *carry]), *rows]),
+        num_consts=len(consts),
+        num_carry=len(carry),
+        bound=num_windows,
+        storage=Asked.of(of_windows, num_windows, is_fixed, bound_is_loose=False),
+        unroll=1,
+        inverse=None,
+    )
+    high = operands.high // size + (operands.high % size > 0).astype(jnp.int32)
+    out = run(outer, jnp.int32(0), high, consts, carry, xs)
+    ys = [keep_bits(lambda y: y.reshape(-1, *y.shape[2:])[:bound], y) for y in out.ys]
+    return steps.results(out._replace(num_steps=out.carry[-1], carry=out.carry[:-1], ys=ys))
+
+
+def _in_windows(x: Any, size: int) -> Any:
+    """Rows as rows of windows, with zeros behind the last."""
+    missing = -x.shape[0] % size
+    return padded(x, missing).reshape(-1, size, *x.shape[1:])

@@ -7,11 +7,131 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_leaves_with_path
+from jaxtyping import PyTree
 
-from loopax._src.core.jaxpr.util import either
-from loopax._src.nnx.functional import Frozen, flatten, freeze, freeze_numbered, is_object, roots, thaw
-from loopax._src.nnx.paths import differences, is_at_or_below, name_of, places, shown, with_stacked_axis
-from loopax._src.pytrees.diff import same_value
+from loopax._src.core.jaxpr.util import Mask, either, select
+from loopax._src.jax_internals import api_boundary
+from loopax._src.nnx.functional import (
+    Frozen,
+    differences,
+    flatten,
+    freeze,
+    freeze_numbered,
+    is_at_or_below,
+    is_object,
+    name_of,
+    places,
+    roots,
+    shown,
+    thaw,
+    with_stacked_axis,
+)
+from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, describe, match_carry, pack, same_value
+
+# `local`: a copy of NNX objects, for a loop that changes them.
+
+
+@api_boundary
+def local(module: PyTree[Any]) -> Any:
+    """Copy Flax NNX objects, so that a loop changes the copy and not the caller's objects.
+
+    The meaning::
+
+        return copy.deepcopy(module)   # the arrays themselves are shared: they are immutable
+
+    A loop changes the NNX objects in its carry in place. If many lanes share one module, this module cannot hold the
+    dropout counters and batch statistics of each lane. `local` gives each lane its own copy::
+
+        def lane(model, x):                                   # jax.vmap(lane, in_axes=(None, 0))
+            return lx.fori_loop(0, n, body, (lx.local(model), x))
+
+    Parameters
+    ----------
+    module
+        A module, an `nnx.Rngs`, or any pytree with NNX objects in it. An object that occurs twice occurs twice in the
+        copy, as one object.
+
+    Returns
+    -------
+    copy
+        The copy, with new NNX objects that belong to the trace in which `local` is called.
+
+    Raises
+    ------
+    TypeError
+        `module` holds no NNX object. Loops never change other models (Equinox modules, plain pytrees) in place.
+
+    Notes
+    -----
+    Cost: no array is copied. Derivatives: gradients pass through.
+
+    The copy draws the same random numbers as the original: lanes that share a module share its dropout masks. To give
+    each lane its own masks, give each lane an `nnx.Rngs(key)`.
+
+    """
+    if not roots(module):
+        leaf = describe(module) if jax.tree_util.all_leaves([module]) else f"a {type(module).__name__} without any"
+        raise TypeError(
+            f"local(module): got {leaf}, expected a Flax NNX object, or a pytree with NNX objects in it. "
+            "Only these are changed in place; leave `local` out for other models."
+        )
+    return thaw(freeze(module))
+
+
+# What a body writes to NNX objects in rows of xs: further rows of outputs, of which xs is made after the loop.
+
+
+@dataclass(frozen=True)
+class WrittenRows:
+    """A row of xs as the body leaves it, and where the arrays of it come from."""
+
+    spec: Spec
+    places: tuple[int | None, ...]  # for each array, the one of xs that was there before
+    written: Mask  # and whether the body wrote it
+
+    def xs_after(self, xs: Sequence[jax.Array], rows: Sequence[jax.Array], taken: jax.Array) -> Any:
+        """The xs, frozen, with the rows that were written where they were taken; others of what is new are zero."""
+        following = iter(rows)
+        arrays = []
+        for place, is_written in zip(self.places, self.written, strict=True):
+            old, new = None if place is None else xs[place], next(following) if is_written else None
+            arrays.append(old if new is None else new if old is None else _mixed(taken, new, old))
+        return self.spec.unpack(arrays)
+
+
+def _mixed(taken: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+
+def written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[jax.Array], WrittenRows]:
+    """The arrays that the body wrote to a row, frozen before and after; a Variable may hold other containers then."""
+    old, new = dict(tree_leaves_with_path(start)), dict(tree_leaves_with_path(end))
+    numbers = {path: number for number, path in enumerate(_paths_of_arrays(old, spec))}
+    ends, end_spec = pack(end)
+    paths = _paths_of_arrays(new, end_spec)
+    written = tuple(path not in old or new[path] is not old[path] for path in paths)
+    after = WrittenRows(end_spec, tuple(map(numbers.get, paths)), written)
+    if not any(written):
+        return [], after
+    fitting = _fitting(where, start, spec, [new.get(path, leaf) for path, leaf in old.items()])
+    ends = [x if place is None else fitting[place] for x, place in zip(ends, after.places, strict=True)]
+    return select(written, ends), after
+
+
+def _paths_of_arrays(leaves: dict[Any, Any], spec: Spec) -> list[Any]:
+    return [path for path, leaf in zip(leaves, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
+
+
+def _fitting(where: str, start: Any, spec: Spec, leaves: Sequence[Any]) -> list[jax.Array]:
+    """The arrays of a row with other leaves, of the types that it had."""
+    try:
+        return match_carry(f"{where}, which changes rows of xs,", start, spec, spec.treedef.unflatten(leaves))
+    except CarryMismatchError:
+        raise TypeError(
+            f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
+        ) from None
 
 
 @dataclass(frozen=True)

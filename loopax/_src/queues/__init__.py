@@ -1,4 +1,4 @@
 """Any number of items through a fixed number of lanes: of one array, or from a host.
 
-May import: core, core/jaxpr, frontend, function_names, jax_internals, messages, nnx, progress, pytrees.
+May import: core, core/jaxpr, frontend, jax_internals, nnx, progress, pytrees.
 """

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -14,14 +14,62 @@ from loopax._src.core import NO_ITEM, ItemRows
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze
+from loopax._src.progress import Reporter, to_progress
 from loopax._src.pytrees.leaves import pack
-from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Program, compiled
+from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Pace, Program, compiled
 from loopax._src.queues.chunks import results_of as wait_for
-from loopax._src.queues.item_types import ItemTypes, described
-from loopax._src.queues.pace import Pace
-from loopax._src.queues.settings import Settings
-from loopax._src.queues.source import Source
-from loopax._src.queues.stream_report import StreamReport
+from loopax._src.queues.items import ItemTypes, Settings, Source, described
+
+# What the lanes of a stream did.
+
+
+class StreamReport(NamedTuple):
+    """What the lanes of a stream did.
+
+    Attributes
+    ----------
+    items
+        The number of finished items.
+    lanes
+        The number of lanes.
+    iterations
+        The number of batched steps. In each, all lanes are computed.
+    useful
+        The number of steps of single lanes that held an item.
+    iterations_fed, useful_fed
+        `iterations` and `useful`, counted until the source of items ended.
+    seconds
+        The seconds since the first item.
+
+    """
+
+    items: int
+    lanes: int
+    iterations: int
+    useful: int
+    iterations_fed: int
+    useful_fed: int
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """The useful share: `useful / (lanes * iterations)`; 1 if there are no iterations."""
+        return self.useful / (self.lanes * self.iterations) if self.iterations else 1.0
+
+    @property
+    def share_fed(self) -> float:
+        """The useful share until the source of items ended."""
+        return self.useful_fed / (self.lanes * self.iterations_fed) if self.iterations_fed else 1.0
+
+    def __str__(self) -> str:
+        """Return the report as two lines of text."""
+        seconds = self.seconds or float("inf")
+        return (
+            f"{self.items} items through {self.lanes} lanes: {self.items / seconds:.4g} items/s, "
+            f"{self.useful / seconds:.4g} steps/s\n"
+            f"{self.iterations} iterations, {self.useful} steps of lanes: {self.share:.0%} useful, "
+            f"{self.share_fed:.0%} until the source ended"
+        )
 
 
 class Finished(NamedTuple):
@@ -256,3 +304,44 @@ class WorkingLanes:
         room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
         self._waiting.extend(self._fetching.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
+
+
+# How far a stream is, as it is shown: items, and the steps of lanes.
+
+
+class Shown:
+    """What is shown of a stream, if anything is. Items are counted from where this process began."""
+
+    def __init__(self, name: str, progress: Any, f: Callable[[Any], Any], items: Any, more: int = 0) -> None:
+        """Nothing is drawn yet. There are so many more than `items`."""
+        asked = to_progress(name, progress)
+        self._reporter = None if asked is None else Reporter.of(asked, name, f, "item")
+        self._total = len(items) + more if isinstance(items, Sized) else None
+        self._run: int | None = None
+        self._reported = 0.0
+
+    def begin(self, before: int = 0) -> None:
+        """The first item is about to begin, after so many that were finished before."""
+        if self._reporter is not None and self._run is None:
+            total = -1 if self._total is None else max(self._total - before, 0)
+            self._run, _ = self._reporter.begin(total, 1, 0, 0, before)
+
+    def update(self, lanes: WorkingLanes) -> None:
+        """Some time has passed."""
+        reporter, now = self._reporter, time.monotonic()
+        if reporter is not None and self._run is not None and now - self._reported >= reporter.progress.every:
+            self._reported = now
+            report = lanes.report()
+            reporter.report(self._run, report.items, lanes.num_busy, report.useful)
+
+    def end(self, lanes: WorkingLanes, finished: bool) -> None:
+        """No more is done; whether all items are finished."""
+        if self._reporter is None or self._run is None:
+            return
+        run, self._run = self._run, None
+        report = lanes.report()
+        self._reporter.report(run, report.items, lanes.num_busy, report.useful)
+        if finished:
+            self._reporter.end(run, report.items)
+        else:
+            self._reporter.close()

@@ -1,18 +1,212 @@
 """Run the `jax.lax` loops inside someone else's function on loopax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from loopax._src.branches import cond, switch
+from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, inner_jaxprs, map_programs, split_list
+from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
+from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import explanation_of
 from loopax._src.insight.explanation import LoopExplanation
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Scan,
+    While,
+    api_boundary,
+    branches,
+    chooses_platform,
+    is_addition,
+    is_cond,
+    is_kernel,
+    is_less_than,
+    is_scan,
+    is_while,
+    jaxpr_as_fun,
+    of_weak_type,
+    open_call,
+)
 from loopax._src.kinds import Kind, KindLike, to_kind
-from loopax._src.lanes import LanesLike
-from loopax._src.pytrees.static_args import Why, static_bool
-from loopax._src.rewrite.interpreter import Exchange
+from loopax._src.lanes import Lanes, LanesLike
+from loopax._src.loops import fori_loop, scan, while_loop
+from loopax._src.messages import rewritten_limit_problem
+from loopax._src.pytrees.static import Why, static_bool
+
+# Evaluate a jaxpr with its `jax.lax` loops (and branches) exchanged for those of loopax, wherever they stand in it.
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How to exchange loops."""
+
+    kind: Kind | Callable[[Any], Kind]  # of all loops, or a function of their equations
+    lanes: Lanes
+    max_steps: int | None  # of those without a static length
+    scans: bool  # whether `lax.scan` is exchanged as well
+    conds: bool  # and `lax.cond` and `lax.switch`
+
+    def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr, of exactly its types."""
+        if not self._concerns(closed.jaxpr):
+            return jaxpr_as_fun(closed)(*operands)
+        results = evaluate(closed, operands, self._equation)
+        return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
+
+    def _concerns(self, jaxpr: Jaxpr) -> bool:
+        """Whether it holds a loop to exchange."""
+        return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
+
+    def _exchanges(self, eqn: Any) -> bool:
+        return is_while(eqn) or (self.scans and is_scan(eqn)) or self._exchanges_branches(eqn)
+
+    def _exchanges_branches(self, eqn: Any) -> bool:
+        return self.conds and is_cond(eqn) and not chooses_platform(eqn)
+
+    def _concerns_inside(self, eqn: Any) -> bool:
+        return not is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
+
+    def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if self._exchanges_branches(eqn):
+            return self._branches(branches(eqn), operands)
+        if self._exchanges(eqn):
+            options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
+            if is_scan(eqn):
+                return self._scan(Scan.of(eqn), operands, options)
+            return self._while(While.of(eqn), operands, options)
+        if not self._concerns_inside(eqn):
+            return bind_again(eqn, operands)
+        if call := open_call(eqn):
+            return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
+        return bind_again(map_programs(eqn, self._exchanged), operands)
+
+    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """Trace a jaxpr again with its loops exchanged."""
+        return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
+
+    def _while(self, loop: While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
+        cond_consts, body_consts, init = split_list(operands, loop.sizes)
+
+        def step(carry: Sequence[Any]) -> list[Any]:
+            return self.evaluate(loop.body, [*body_consts, *carry])
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return self.evaluate(loop.cond, [*cond_consts, *carry])[0]
+
+        counter = _counter(loop)
+        if counter is not None:
+            dtype = loop.body.in_avals[loop.num_consts + counter[0]].dtype
+            return _counted(counter, dtype, step, init, self._run(fori_loop, options))
+        if loop.cond.out_avals[0].shape:
+            return _while_any(goes_on, step, init, self._run(while_loop, options))
+        return self._run(while_loop, options)(goes_on, step, init)
+
+    def _run(self, loop: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """The loop with its options; a bound that stops it is an error of `rewrite_loops`."""
+        if self.max_steps is None:
+            return partial(loop, **options)
+
+        def run(*arguments: Any) -> Any:
+            result, info = loop(*arguments, **options, max_steps=self.max_steps, throw=False, info=True)
+            problem = rewritten_limit_problem(self.max_steps)
+            return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
+
+        return run
+
+    def _branches(self, programs: Sequence[ClosedJaxpr], operands: list[Any]) -> Sequence[Any]:
+        """A `lax.cond`, whose first branch is the one for False, or a `lax.switch`."""
+        index, *operands = operands
+        functions = [partial(_called, self.evaluate, program) for program in programs]
+        if len(functions) == 2:
+            is_false, is_true = functions
+            return cond(index, is_true, is_false, *operands, lanes=self.lanes)
+        return switch(index, functions, *operands, lanes=self.lanes)
+
+    def _scan(self, loop: Scan, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
+        consts, init, xs = split_list(operands, loop.sizes)
+
+        def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
+            return carry, y
+
+        carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
+        return [*carry, *ys]
+
+
+def _called(evaluate: Callable[..., list[Any]], program: ClosedJaxpr, *operands: Any) -> list[Any]:
+    return evaluate(program, operands)
+
+
+def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequence[Any], run: Any) -> list[Any]:
+    """A loop over all lanes of a `jax.vmap` inside the function, as JAX has it: each has its own condition."""
+
+    def body(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+        active, carry = state
+        new = [pick(active, a, b) for a, b in zip(step(carry), carry, strict=True)]
+        return goes_on(new), new
+
+    return run(lambda state: jnp.any(state[0]), body, (goes_on(init), init))[1]
+
+
+def _counter(loop: While) -> tuple[int, int] | None:
+    """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
+
+    JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
+    known at the start. Lanes of a `jax.vmap` inside the function have no one number.
+    """
+    cond, body = loop.cond, loop.body
+    if cond.out_avals[0].shape or len(cond.jaxpr.eqns) != 1 or not is_less_than(cond.jaxpr.eqns[0]):
+        return None
+    (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[loop.num_cond_consts :]
+    places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
+    index, upper = places
+    if index is None or upper is None or cond.jaxpr.outvars[0] is not eqn.outvars[0]:
+        return None
+    inputs, outputs = body.jaxpr.invars[loop.num_consts :], body.jaxpr.outvars
+    is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
+    counts = is_limit and _is_next(body, inputs[index], outputs[index])
+    return (index, upper) if counts else None
+
+
+def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
+    """Whether the body counts from one to the other."""
+    for eqn in body.jaxpr.eqns:
+        if any(out is new for out in eqn.outvars):
+            is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
+            one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
+            return is_addition(eqn) and is_integer and eqn.invars[0] is old and one
+    return False
+
+
+def _counted(
+    counter: tuple[int, int],
+    dtype: Any,
+    step: Callable[[Sequence[Any]], list[Any]],
+    init: Sequence[Any],
+    run: Callable[..., Any],
+) -> list[Any]:
+    """Run the loop as a `fori_loop`; the index ends at the upper limit, or where it started beyond it."""
+    index, upper = counter
+    lower_value, upper_value = init[index], init[upper]
+
+    def joined(i: Any, rest: Sequence[Any]) -> list[Any]:
+        others = iter(rest)
+        return [i if p == index else upper_value if p == upper else next(others) for p in range(len(init))]
+
+    def others(carry: Sequence[Any]) -> list[Any]:
+        return [x for p, x in enumerate(carry) if p not in counter]
+
+    rest = run(lower_value, upper_value, lambda i, rest: others(step(joined(i.astype(dtype), rest))), others(init))
+    return joined(jnp.maximum(lower_value, upper_value), rest)
+
 
 _SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
 _CONDS = Why("which branches the program exchanges", "give conds=True in all calls: values do not depend on it")

@@ -6,13 +6,39 @@ least number with n <= C(c + r, c) (Griewank & Walther 2000).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import comb
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.schedule.actions import Action
+# What a schedule consists of.
+
+
+class Action(NamedTuple):
+    """One action of a schedule.
+
+    A schedule runs on a machine with a current carry and a store of carries and residuals.
+
+    Attributes
+    ----------
+    name : str
+        What to do:
+
+        - `"keep"`: store the current carry, which is the carry before `step`.
+        - `"restore"`: make the stored carry before `step` the current carry.
+        - `"advance"`: evaluate `step`.
+        - `"record"`: evaluate `step`, and store its residuals.
+        - `"reverse"`: differentiate `step`. If its residuals are stored, they are used and dropped. If not, `step` is
+          evaluated, and the carry before it must be the current carry.
+        - `"drop"`: free the stored carry before `step`.
+    step : int
+        The number of the step, from 0 on.
+
+    """
+
+    name: Literal["keep", "restore", "advance", "record", "reverse", "drop"]
+    step: int
 
 
 def evaluations(num_steps: int, slots: int) -> int:
@@ -131,7 +157,7 @@ def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = Fa
 
     `advance` divides the last segment until the remaining steps fit into the free slots, or no slot is free. The
     carries of these steps are stored (their residuals, if `records` is True), and the steps are reversed. The file
-    `core/lowering/sweep_binomial.py` compiles the same schedule.
+    `core/lowering/sweep_slots.py` compiles the same schedule.
     """
     reverse_run = _record_run if records else _reverse_run
     kept, end = set(stored), num_steps

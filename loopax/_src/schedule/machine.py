@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from loopax._src.schedule.actions import Action
+from loopax._src.schedule.binomial import Action
 
 
 class Cost(NamedTuple):

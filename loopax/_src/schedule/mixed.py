@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loopax._src.schedule.actions import Action
-from loopax._src.schedule.binomial import advance, evaluations_from, forward, replay, starts
+from loopax._src.schedule.binomial import Action, advance, evaluations_from, forward, replay, starts
 
 
 class Sizes(NamedTuple):

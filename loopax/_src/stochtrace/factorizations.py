@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
-from loopax._src.core.jaxpr.varying_axes import differing, retyped
+from loopax._src.core.jaxpr.types import differing, retyped
 
 # Singular values are raised to this part of the rounding error of the largest. As measured for XNysTrace, eigenvalues
 # 0.7^i, 48 products and float32: the estimate is 200 times the rounding error of one number too large. With 1 in place

@@ -10,9 +10,18 @@ from jaxtyping import Array, Float, Inexact, Int
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import fori_loop
-from loopax._src.stochtrace.estimator import Budget, Estimator, Stop
-from loopax._src.stochtrace.intervals import Estimate, Moments, estimate_of, or_one, parts, variance_of_mean
-from loopax._src.stochtrace.products import Along, Parameters, Products, draw, with_derivative
+from loopax._src.stochtrace.estimator import (
+    Budget,
+    Estimate,
+    Estimator,
+    Moments,
+    Stop,
+    estimate_of,
+    or_one,
+    parts,
+    variance_of_mean,
+)
+from loopax._src.stochtrace.operators import Along, Parameters, Products, draw, with_derivative
 
 # Fewer equal samples from signs say nothing about what has not been seen. A polynomial of degree two in signs that is
 # not constant has each of its values for at most 3/4 of them (O'Donnell 2014, lemma 3.5). So m samples are equal by

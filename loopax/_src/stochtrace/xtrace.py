@@ -3,13 +3,108 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from loopax._src.jax_internals import api_boundary
-from loopax._src.stochtrace.factorizations import inverse
-from loopax._src.stochtrace.products import Probes, is_rotation_invariant
+from loopax._src.pytrees.static import Why, static_bool
+from loopax._src.stochtrace.factorizations import inverse, inverse_root
+from loopax._src.stochtrace.operators import Operator, Probes, is_rotation_invariant
 from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
+
+# XNysTrace: the same idea for positive semidefinite operators, from one product a probe.
+
+
+_DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
+
+
+@api_boundary
+@dataclass(frozen=True)
+class XNysTrace(SketchEstimator):
+    """Estimate the trace of a semidefinite operator from Nyström approximations.
+
+    The operator must be positive or negative semidefinite; for other operators the estimate is wrong. A sample takes
+    one product. If the eigenvalues decay, this estimator usually has the smallest error of the four. Source: Epperly,
+    Tropp & Webber (2024), section 3.
+
+    Parameters
+    ----------
+    probes
+        The distribution of the probes: `"sphere"` (the default), `"normal"` or `"rademacher"`. With `"sphere"` and
+        `"normal"`, the part of a probe outside of the span of the other probes is scaled to its mean length.
+    positive_semidefinite
+        Whether a matrix or a function is positive semidefinite: a declaration, which is not checked. The default is
+        False. A `lineax` operator declares it by its tags.
+
+    Raises
+    ------
+    ValueError
+        `probes` is unknown.
+
+    Notes
+    -----
+    Cost: an orthogonalization of `max_matvecs` vectors, and an eigendecomposition of a matrix with as many rows and
+    columns. Memory for 2 n `max_matvecs` numbers, and a few times as many for derivatives.
+
+    """
+
+    probes: Probes = "sphere"
+    positive_semidefinite: bool = False
+
+    has_images: ClassVar[bool] = False
+    rounding_per_sample: ClassVar[float] = 8.0  # it divides by square roots of small numbers
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        static_bool("XNysTrace(positive_semidefinite=...)", self.positive_semidefinite, _DECLARED)
+
+    def check(self, operator: Operator) -> None:
+        """See `Estimator.check`."""
+        if not (operator.sign or self.positive_semidefinite):
+            raise ValueError(
+                "estimate_trace(operator, estimator=XNysTrace()): the operator is not declared to be positive (or "
+                "negative) semidefinite, and for others the estimate is wrong. Tag it, as in "
+                "lineax.MatrixLinearOperator(A, lineax.positive_semidefinite_tag), or say "
+                "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
+            )
+
+    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+        """See `SketchEstimator.samples`."""
+        sketch, is_counted = counted.sketch, counted.is_counted
+        gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
+        gram = (gram + gram.conj().T) / 2
+        sign = jnp.sign(jnp.trace(gram).real)
+        known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
+        root = known + rounding
+        # A = Q F F^H Q^H on the span of the probes
+        factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
+        lengths = jnp.linalg.norm(root, axis=1, keepdims=True)
+        root = root / lengths.astype(root.dtype)
+        lost = factor @ root.conj().T  # what goes with each probe
+        seen = sketch.basis.conj() @ sketch.probes.T
+        rest = abs2(dots(lost, seen))
+        outside, outside_both = self._outside(counted)
+        samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
+        # Without j too, a plane goes, from which the part of j is taken.
+        along, products = root @ root.conj().T, lost.conj().T @ lost
+        alone = at_least_rounding(1 - abs2(along))
+        of_both = jnp.diag(products).real[:, None] + jnp.diag(products).real[None] - 2 * (along * products.T).real
+        without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
+        return sign * samples, sign * without
+
+    def _outside(self, counted: Counted) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
+        """How much longer the part of a probe i outside of the span of the others is on average; without j too."""
+        probes = counted.sketch.probes
+        if not is_rotation_invariant(self.probes):
+            ones = jnp.ones_like(probes[:, 0].real)
+            return ones, jnp.ones_like(ones[:, None] * ones[None])
+        inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
+        own = jnp.diag(inverted).real  # one over its squared length
+        without = own[:, None] - abs2(inverted) / own[None]
+        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(own.dtype)
+        return dimensions * own, (dimensions + 1) * without
 
 
 @api_boundary

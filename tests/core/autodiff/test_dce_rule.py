@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.autodiff.remat_dce import loop_dce, loop_partial_eval_custom
+from loopax._src.core.autodiff.dce import loop_dce, loop_partial_eval_custom
 from loopax._src.core.ir.loop import Loop, loop_p, run
-from loopax._src.core.jaxpr.operand_groups import flatten
+from loopax._src.core.jaxpr.util import flatten
 from loopax._src.schedule import Blocks
 from tests.support.core_loops import INPUTS, loop_of
 

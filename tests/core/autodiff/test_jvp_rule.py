@@ -7,8 +7,7 @@ import pytest
 
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.ir.loop import LoopInputs, loop_p, run
-from loopax._src.core.jaxpr.operand_groups import flatten
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, trace
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, flatten, trace
 from tests.support.core_loops import BOUND, INPUTS, expected, loop_of
 from tests.support.reference import assert_close
 

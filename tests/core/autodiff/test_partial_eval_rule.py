@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.autodiff.partial_eval import partial_eval, prune, unknown_outputs
-from loopax._src.core.autodiff.partial_eval_rule import run_known, window_walked
+from loopax._src.core.autodiff.partial_eval import partial_eval, prune, run_known, unknown_outputs, window_walked
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import LoopInputs, LoopOutputs
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.properties import linear_results
+from loopax._src.core.jaxpr.dependence import linear_results
 from tests.support.reference import assert_close
 
 X = 1.3

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.autodiff.partial_eval import partial_eval
-from loopax._src.core.autodiff.partial_eval_rule import run_known
+from loopax._src.core.autodiff.partial_eval import partial_eval, run_known
 from loopax._src.core.autodiff.transpose import known_recurrence, transposed_step
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import LoopInputs

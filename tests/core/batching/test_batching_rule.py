@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.ir.lane_stages import Stages
+from loopax._src.core.ir.annotations import Stages
 from loopax._src.core.ir.loop import loop_p, run
-from loopax._src.core.jaxpr.operand_groups import flatten
-from loopax._src.core.jaxpr.util import INDEX, trace
+from loopax._src.core.jaxpr.util import INDEX, flatten, trace
 from tests.support.core_loops import BOUND, INPUTS, expected, loop_of
 from tests.support.reference import assert_close
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.batching.choice import chosen
-from loopax._src.core.ir.lane_stages import Choice, OneByOne, Stages
+from loopax._src.core.batching.loop import chosen
+from loopax._src.core.ir.annotations import Choice, OneByOne, Stages
 from loopax._src.core.jaxpr.cost import step_cost
 from tests.support.reference import assert_close
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopax._src.core.effects.guard import guarded
+from loopax._src.core.effects import guarded
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.row_buffers.primitives import add, get, put, take
+from loopax._src.core.row_buffers import add, get, put, take
 from tests.support.reference import assert_close
 
 ROWS, ROW = np.arange(6.0).reshape(3, 2), np.array([10.0, 20.0])

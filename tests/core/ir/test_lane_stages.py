@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.insight import lane_occupancy as occupancy
+from loopax._src.insight import lane_report as occupancy
 from loopax.schedule import Stages
 
 STAGES = st.builds(Stages, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
@@ -47,4 +47,4 @@ def test_nested_loops_by_hand():
     inner = [np.array([3, 0, 1]), np.array([1, 4])]
     assert occupancy.nested_lockstep(inner) == occupancy.Nested(iterations=3 + 4 + 1, outer_evaluations=3)
     # The first lane ends outer steps in iterations 3, 4 and 5, the second one in 1 and 5.
-    assert occupancy.free(inner) == occupancy.Nested(iterations=5, outer_evaluations=4)
+    assert occupancy.free_lanes(inner) == occupancy.Nested(iterations=5, outer_evaluations=4)

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import JaxprTypeError, check_jaxpr
 
 import loopax as lx
-from loopax._src.core.batching.compact.primitive import CompactVmap
+from loopax._src.core.batching.compact import CompactVmap
 from loopax._src.core.ir.loop import Loop
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import inner_jaxprs

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, dependence_fixpoint, members
+from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, dependence_fixpoint, members
 from loopax._src.core.jaxpr.util import trace
 from tests.support.core_loops import loop_of
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from loopax._src.core.jaxpr.operand_groups import (
+from loopax._src.core.jaxpr.util import (
     append_each,
     flatten,
     map_leaves,

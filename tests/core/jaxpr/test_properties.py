@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.properties import always_ends, is_elementwise
+from loopax._src.core.jaxpr.dependence import always_ends, is_elementwise
 
 W = jnp.eye(3)
 

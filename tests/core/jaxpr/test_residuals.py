@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.residuals import without_recomputed
+from loopax._src.core.jaxpr.cost import without_recomputed
 from loopax._src.jax_internals import Literal, jaxpr_as_fun
 from tests.support.reference import assert_close
 

@@ -7,7 +7,7 @@ import pytest
 
 import loopax as lx
 from benchmarks.counter import Counter
-from loopax._src.core.lowering import sweep_common
+from loopax._src.core.lowering import sweep_bodies as sweep_common
 from tests.core.lowering.test_checkpoint_counts import SCHEDULES, known, large, online_evaluations, small, unknown
 from tests.core.lowering.test_memory import STATE, WEIGHTS
 

@@ -10,7 +10,7 @@ import pytest
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax import schedule
-from loopax._src.core.lowering import sweep_large
+from loopax._src.core.lowering import sweep as sweep_large
 from tests.support.reference import assert_close
 
 KINDS = [lx.Checkpointed(), lx.Checkpointed(1), lx.Checkpointed(3)]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.masking.all_active import an_active, over_lanes
+from loopax._src.core.masking import an_active, over_lanes
 
 
 @pytest.mark.parametrize("lanes", [1, 7, 1024, 1500])

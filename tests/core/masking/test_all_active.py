@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Steps
-from loopax._src.core.masking.all_active import active_lanes, common_rows, unmasked, visibly_active
+from loopax._src.core.lowering.rows import Common, LoopState, RowLoop, Steps
+from loopax._src.core.masking import active_lanes, common_rows, unmasked, visibly_active
 from loopax._src.jax_internals import jaxpr_as_fun
 
 ROWS = 12

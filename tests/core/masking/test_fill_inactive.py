@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.masking.substitute import fill_inactive, filled_in_derivatives
+from loopax._src.core.masking import fill_inactive, filled_in_derivatives
 from loopax._src.jax_internals import jaxpr_as_fun
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close

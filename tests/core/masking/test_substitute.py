@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.batching import lockstep_loop, masked_step
-from loopax._src.core.lowering import active_sets
+from loopax._src.core.batching import lockstep as lockstep_loop
+from loopax._src.core.batching import lockstep as masked_step
+from loopax._src.core.lowering import rows as active_sets
 from tests.support.derivatives import XS, H, W, derivatives
 from tests.support.problem import BOUND, KINDS, LOOPS, name_of
 from tests.support.reference import assert_close

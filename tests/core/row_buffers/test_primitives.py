@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.row_buffers.primitives import add, get, put, take, view
+from loopax._src.core.row_buffers import add, get, put, take, view
 from tests.support.reference import assert_close
 
 ROWS, ROW = np.arange(12.0).reshape(4, 3), np.array([10.0, 20.0, 30.0])

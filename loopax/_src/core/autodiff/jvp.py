@@ -6,11 +6,22 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
-from loopax._src.core.jaxpr.dataflow import dependence_fixpoint
-from loopax._src.core.jaxpr.nan import nan_if
-from loopax._src.core.jaxpr.operand_groups import append_each, fill_each, flatten, map_leaves
-from loopax._src.core.jaxpr.util import MOST_STEPS, Mask, of_selected, select, split_list, trace, weakly_cached
-from loopax._src.core.masking.substitute import filled_in_derivatives
+from loopax._src.core.jaxpr.dependence import dependence_fixpoint
+from loopax._src.core.jaxpr.types import nan_if
+from loopax._src.core.jaxpr.util import (
+    MOST_STEPS,
+    Mask,
+    append_each,
+    fill_each,
+    flatten,
+    map_leaves,
+    of_selected,
+    select,
+    split_list,
+    trace,
+    weakly_cached,
+)
+from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,

@@ -4,33 +4,63 @@ The linear part needs the known carry of each step. How the known loop hands it 
 before some steps, the state before every step, or the residuals of every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import not_
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.debug_info import DebugInfo
-from loopax._src.core.ir.inverse import part_of_inverse
-from loopax._src.core.ir.linear_loop import LinearLoop
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, traversal
+import jax
+
+from loopax._src.core.autodiff.jvp import (
+    jvp_loop,
+    refuse_effects,
+    split_pairs,
+    tangents_of_results,
+    tangents_or_zeros,
+)
+from loopax._src.core.autodiff.planning import Part, in_two, joined, planned
+from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
+from loopax._src.core.buffer_versions import buffers, frozen_body, keep_rows
+from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
+from loopax._src.core.ir.kind import part_of_inverse
+from loopax._src.core.ir.linear_loop import LinearLoop, LinearOperands, linear_loop_p
+from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run, traversal
 from loopax._src.core.ir.plan import Plan
-from loopax._src.core.ir.without_effects import without_effects
-from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
-from loopax._src.core.jaxpr.mixed_lanes import mixing_primitive
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, select_each, unflatten
-from loopax._src.core.jaxpr.residuals import Residual, classified, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.cost import Residual, classified, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
+from loopax._src.core.jaxpr.types import retyped
 from loopax._src.core.jaxpr.util import (
     Mask,
+    append_each,
     either,
+    fill_each,
+    flatten,
     invert,
+    map_leaves,
     merge_lists,
     num_bytes,
     reject,
+    reject_each,
     select,
+    select_each,
     trace,
+    unflatten,
     weakly_cached,
 )
-from loopax._src.core.row_buffers.versions import buffers, frozen_body, keep_rows
-from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+from loopax._src.core.masking import filled_in_derivatives
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    dce,
+    happens,
+    is_known,
+    jaxpr_as_fun,
+    known_value,
+    partial_eval_jaxpr,
+    replace_jaxpr,
+    stage_unknown,
+    varying_axes,
+    zeros,
+)
 from loopax._src.schedule.saving import Saving
 
 
@@ -42,7 +72,7 @@ class PartialEval(NamedTuple):
     unknown: LoopInputs  # which inputs are unknown, the carry at the fixed point
     unknown_outputs: LoopOutputs
     uses: LoopInputs  # which inputs the linear part uses
-    last: Mask = ()  # of which known leaves of the carry it is given the last version (`row_buffers/versions.py`)
+    last: Mask = ()  # of which known leaves of the carry it is given the last version (`core/buffer_versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
     residual_avals: tuple[Any, ...] = ()  # the types of a step's residuals, also of those that are not stored
 
@@ -311,3 +341,224 @@ def _linear_body(
         return function(*values, *given.consts, *given.carry, *given.xs)
 
     return trace(body, [loop.body.in_avals[0], *flatten(inputs)])
+
+
+# Partial evaluation of a loop under JAX's transformations: run the known part, and leave the linear part for later.
+#
+# JAX asks where a loop stands in a body that is evaluated partially. For the derivative of the loop itself it asks
+# `loop_linearize`.
+
+
+def run_known(
+    loop: Loop, parts: PartialEval, low: Any, high: Any, inputs: LoopInputs
+) -> tuple[Outcome, LinearOperands]:
+    """Run the known part; returns the results that are known, and the operands of the linear part.
+
+    inputs: of the loop; those that are unknown go into the linear part as they are. A leaf of the carry that becomes
+    unknown on the way goes in with its known start.
+    """
+    known = reject_each(parts.unknown, inputs)
+    out = run(parts.known, low, high, *known)
+    ys, residual_rows = out.ys[: parts.num_known_ys], out.ys[parts.num_known_ys :]
+    used = reject_each(parts.unknown, parts.uses)
+    saved = dict(zip(select(parts.known.saved_mask, range(len(known.carry))), out.saved, strict=True))
+    states = [] if all(parts.linear.linear_carry) else select(parts.states, range(len(known.carry)))
+    is_saved = bool(states) and parts.linear.saving is not None
+    consts = _hoisted(parts.hoisted, known.consts, out) if parts.hoisted else select(used.consts, known.consts)
+    last = select(reject(parts.unknown.carry, parts.last), out.carry)
+    operands = LinearOperands(
+        *window_walked(loop, low, high, out.num_steps),
+        LoopInputs([*consts, *last], [known.carry[i] for i in states], [*select(used.xs, known.xs), *residual_rows]),
+        saved=[saved[i] for i in states if is_saved],
+        checkpoint_rows=out.checkpoint_rows if is_saved else [],
+        linear=linear_inputs(parts, inputs),
+    )
+    wanted = [i for i, keep in enumerate(reject(parts.unknown.carry, loop.saved_mask)) if keep]
+    rows = out.checkpoint_rows if loop.saving else []
+    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], rows), operands
+
+
+def linear_inputs(parts: PartialEval, inputs: LoopInputs) -> LoopInputs:
+    """The inputs of the loop that the linear part takes as linear ones: of the carry, all that are unknown."""
+    uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
+    return select_each(select_each(parts.unknown, uses), select_each(parts.unknown, inputs))
+
+
+def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
+    """Residuals that are the same at every step. Their types in the body may not say that they vary where they do."""
+    axes = varying_axes(out.num_steps)
+    return [retyped(x, varying_axes(x) | axes) for x in jaxpr_as_fun(residuals)(*consts)]
+
+
+def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
+    """The rows that the loop walked."""
+    if not loop.predicated:
+        return low, high
+    return (high - num_steps, high) if loop.reverse else (low, low + num_steps)
+
+
+def assemble(loop: Loop, parts: PartialEval, known: Outcome, linear: Sequence[Any]) -> Outcome:
+    """The loop's results from those of its two parts."""
+    unknown = loop.results_from(False, parts.unknown_outputs, False).leaves
+    return loop.results(merge_lists(unknown, known.leaves, linear))
+
+
+def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+    """Run the known part of a loop now. Stage its linear part, which gets what it needs of the known part as operands.
+
+    Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. Results are those
+    of the loop. JAX asks where it evaluates a program on primals and tangents partially (the body of a loop, the rule
+    of a `jax.custom_jvp`): primals are known then, tangents are not.
+
+    A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
+    No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
+    known carry of each step: from checkpoints, as rows, or as residuals, as `loop.storage` says. The whole loop is
+    staged if its number of steps is unknown, if all its results are unknown and nothing happens on the way (a loop that
+    returns its carry unchanged may print), or if no operand is.
+    """
+    loop = Loop(**params)
+    low, high, *unknown = (not is_known(t) for t in tracers)
+    if low or high or not any(unknown):
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
+    masks = map_leaves(bool, loop.inputs(unknown))
+    loop = planned(loop, masks, partial_eval)
+    parts = partial_eval(loop, masks)
+    nothing_known = all(flatten(parts.unknown_outputs)) and not happens(parts.known.body.effects)
+    if nothing_known or (loop.predicated and parts.unknown.carry[0]):
+        return stage_unknown(trace, loop_p, tracers, loop._asdict())
+    low, high, *operands = map(known_value, tracers)
+    known, linear = run_known(loop, parts, low, high, loop.inputs(operands))
+    linear = linear._replace(linear=linear_inputs(parts, loop.inputs(tracers[2:])))
+    out = stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
+    return assemble(loop, parts, known, out).leaves
+
+
+def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:
+    """Transpose a loop that is linear in some operands, where JAX does not linearise first (`jax.linear_transpose`).
+
+    Operands are `low, high, *consts, *carry, *xs`; undefined primals are linear, the others are values. `cts` are the
+    cotangents of `num_steps, *carry, *ys, *saved, checkpoint_rows`. Partial evaluation, with the linear operands as the
+    unknown ones, splits the loop into a known and a linear part. The known part runs, and the transpose of the linear
+    part is the answer. `low`, `high` and all operands that have values get None.
+    """
+    loop = Loop(**strip_progress_of_params(params))
+    loop = loop._replace(body=filled_in_derivatives(loop.body))
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return [None] * (2 + len(operands))
+    inputs = loop.inputs(operands)
+    unknown = map_leaves(ad.is_undefined_primal, inputs)
+    loop = planned(loop, unknown, partial_eval)
+    parts = partial_eval(loop, unknown)
+    _, given = run_known(loop, parts, low, high, inputs)
+    ct = loop.results(cts)
+    linear_cts = select_each(parts.unknown_outputs, LoopOutputs(ct.carry, ct.ys))
+    avals = map_leaves(type_of_linear, given.linear)
+    found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
+    return [None, None, *flatten(_cotangents_of_inputs(parts, unknown, found))]
+
+
+def _cotangents_of_inputs(parts: PartialEval, unknown: LoopInputs, cts: LoopInputs) -> LoopInputs:
+    """Cotangents of the linear part's inputs as cotangents of the loop's; None for those that get none."""
+    uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
+    used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, uses)
+    return map_leaves(lambda ct, is_unknown: ct if is_unknown else None, fill_each(used, None, cts), unknown)
+
+
+# Linearisation, which JAX asks for in reverse mode: results now, and later their tangents as a linear function.
+#
+# The loop on pairs of primals and tangents is evaluated partially: tangents are unknown. Its known part runs now.
+
+
+Linear = Callable[..., list[Any]]  # from the tangents of all operands to those of all results
+
+
+def loop_linearize(
+    nonzero: Sequence[bool], low: Any, high: Any, *operands: Any, **params: Any
+) -> tuple[list[Any], list[bool], Linear]:
+    """Run the known part of the loop on pairs now; its linear part is the function of tangents.
+
+    Operands are `low, high, *consts, *carry, *xs`: xs have `bound` rows, consts and carry have none. `nonzero` says
+    which have a tangent. Results are `num_steps, *carry, *ys, *saved, checkpoint_rows`. A result has a tangent if the
+    loop on pairs has one for it after some number of steps.
+
+    The known part computes the results and what the linear part needs (`partial_eval.py`). The linear part is linear in
+    the tangents, which are all that is unknown of its operands, so JAX can transpose it.
+    """
+    loop = Loop(**params)
+    refuse_effects(loop.body)
+    inputs, is_nonzero = loop.inputs(operands), map_leaves(bool, loop.inputs(nonzero[2:]))
+    pair, perturbed, outputs = jvp_loop(loop, is_nonzero)
+    unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, is_nonzero))
+    starts = LoopInputs(*map(tangents_now, perturbed, inputs, is_nonzero))
+    known, finish = _run_in_parts(pair, map_leaves(bool, unknown), low, high, append_each(inputs, starts))
+    pairs = split_pairs(loop, outputs, known)
+    depends = iter([tangent is None for tangent in (*pairs.carry, *pairs.ys, *pairs.saved)])
+    results = pairs.results.leaves
+    mask = [flag and next(depends) for flag in loop.results_from(False, outputs, False).leaves]
+
+    def linear(*tangents: Any) -> list[Any]:
+        dots = LoopInputs(*map(tangents_or_zeros, perturbed, inputs, loop.inputs(tangents[2:])))
+        pairs = split_pairs(loop, outputs, finish(append_each(inputs, dots)))
+        found = tangents_of_results(loop, outputs, low, pairs)
+        return only_marked(mask, results, found)
+
+    return results, mask, linear
+
+
+def tangents_now(perturbed: Sequence[bool], primals: Sequence[Any], nonzero: Sequence[bool]) -> list[Any]:
+    """The tangents of the perturbed operands: types of those that come later, zeros where there is none at first."""
+    avals = map(jax.typeof, select(perturbed, primals))
+    pairs = zip(avals, select(perturbed, nonzero), strict=True)
+    return [ad.UndefinedPrimal(aval) if comes_later else zeros(aval) for aval, comes_later in pairs]
+
+
+def only_marked(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The marked tangents. Others depend on no tangent of an operand, so they are zero."""
+    triples = zip(mask, primals, tangents, strict=True)
+    return [t if marked else ad.Zero(jax.typeof(x).to_tangent_aval()) for marked, x, t in triples]
+
+
+def _run_in_parts(
+    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """The results, None for those that are unknown now, and a function from all inputs to all results."""
+    bound = BoundLoop.of(loop, low, high, inputs)
+    unknown = bound.masks(unknown)
+    loop = planned(bound.loop, unknown, partial_eval)
+    given, two = bound.inputs(inputs), in_two(loop)
+    known, finish = _run_two(loop, *two, unknown, given) if two else _run_one(loop, unknown, low, high, given)
+    carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
+    return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
+
+
+def _run_one(
+    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """`_run_in_parts` of a loop that is bound as it is."""
+    parts = partial_eval(loop, unknown)
+    known, given = run_known(loop, parts, low, high, inputs)
+
+    def finish(inputs: LoopInputs) -> Outcome:
+        operands = given._replace(linear=linear_inputs(parts, inputs))
+        linear = linear_loop_p.bind(*operands.leaves, **parts.linear._asdict())
+        return assemble(loop, parts, known, linear)
+
+    later = [None] * sum(loop.results_from(False, parts.unknown_outputs, False).leaves)
+    return assemble(loop, parts, known, later), finish
+
+
+def _run_two(
+    loop: Loop, first: Part, last: Part, unknown: LoopInputs, inputs: LoopInputs
+) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
+    """`_run_one` of a loop that is made of two: the second begins where the first ends."""
+    start, finish_first = _run_one(first.loop, unknown, *first.window, first.inputs(inputs))
+    avals = loop.output_avals.carry
+    middle = [ad.UndefinedPrimal(aval) if x is None else x for x, aval in zip(start.carry, avals, strict=True)]
+    unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
+    end, finish_last = _run_one(last.loop, unknown, *last.window, last.inputs(inputs._replace(carry=middle)))
+
+    def finish(inputs: LoopInputs) -> Outcome:
+        start = finish_first(first.inputs(inputs))
+        return joined(loop, start, finish_last(last.inputs(inputs._replace(carry=start.carry))))
+
+    return joined(loop, start, end), finish

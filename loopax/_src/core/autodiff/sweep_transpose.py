@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
-from loopax._src.core.ir.inverse import part_of_inverse
-from loopax._src.core.ir.lane_stages import HowLanesRun
+from loopax._src.core.ir.annotations import HowLanesRun, without_effects
+from loopax._src.core.ir.kind import part_of_inverse
 from loopax._src.core.ir.loop import LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.reverse_sweep import (
@@ -34,20 +34,22 @@ from loopax._src.core.ir.reverse_sweep import (
     checkpointing_loop,
     run_sweep,
 )
-from loopax._src.core.ir.without_effects import without_effects
-from loopax._src.core.jaxpr.dataflow import dependence, to_bits
-from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
-from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves, merge_each, reject_each, select_each, unflatten
-from loopax._src.core.jaxpr.own_primitives import step_limits
-from loopax._src.core.jaxpr.typecheck import check_count
+from loopax._src.core.jaxpr.dependence import dependence, step_limits, to_bits
+from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.types import batch_if_mapped, check_count
 from loopax._src.core.jaxpr.util import (
     Mask,
+    flatten,
+    map_leaves,
+    merge_each,
     num_bytes,
+    reject_each,
     select,
+    select_each,
     split_list,
     stacked,
     trace,
+    unflatten,
     weakly_cached,
     written_out,
 )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.autodiff.zero_cotangents import carry_with_cotangents, without_others
-from loopax._src.core.ir.inverse import part_of_inverse
+from loopax._src.core.buffer_versions import chained, read_only
+from loopax._src.core.ir.kind import part_of_inverse
 from loopax._src.core.ir.linear_loop import (
     LinearLoop,
     LinearOperands,
@@ -23,20 +23,27 @@ from loopax._src.core.ir.linear_loop import (
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
-from loopax._src.core.jaxpr.expand import batch_expanded, jvp_expanded, linearize_expanded
-from loopax._src.core.jaxpr.mapped_axis import batch_if_mapped
-from loopax._src.core.jaxpr.operand_groups import (
+from loopax._src.core.jaxpr.dependence import needed_inputs, step_limits
+from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.types import batch_if_mapped
+from loopax._src.core.jaxpr.util import (
     Groups,
+    Mask,
     flatten,
+    invert,
     map_leaves,
     merge_each,
+    merge_lists,
+    reject,
     reject_each,
+    select,
     select_each,
+    split_list,
+    trace,
     unflatten,
+    weakly_cached,
+    written_out,
 )
-from loopax._src.core.jaxpr.own_primitives import step_limits
-from loopax._src.core.jaxpr.util import Mask, invert, merge_lists, reject, select, trace, weakly_cached, written_out
-from loopax._src.core.row_buffers.versions import chained, read_only
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
@@ -49,6 +56,44 @@ from loopax._src.jax_internals import (
     strong,
     zeros,
 )
+
+# Leaves of a carry that get no cotangent, such as a sum that nobody reads: the transposed loop does without them.
+
+
+@weakly_cached
+def carry_with_cotangents(linear: LinearLoop, nonzero_carry: Mask, nonzero_ys: Mask) -> Mask:
+    """Which leaves of the carry the transpose needs: the known ones, and the linear ones that get a cotangent."""
+    of_linear = iter(nonzero_carry)
+    nonzero = [not is_linear or next(of_linear) for is_linear in linear.linear_carry]
+    start = 1 + len(linear.linear_consts)
+    carry = range(start, start + len(nonzero))
+    used = needed_inputs(linear.body, carry, [*nonzero, *nonzero_ys])
+    return used[carry.start : carry.stop]
+
+
+@weakly_cached
+def without_others(linear: LinearLoop, needed: Mask) -> LinearLoop:
+    """The loop with these leaves of the carry alone: the others get no cotangent."""
+    avals = linear.inputs(linear.body.in_avals[1:])
+
+    def with_zeros(body: ClosedJaxpr) -> ClosedJaxpr:
+        function = jaxpr_as_fun(body)
+
+        def slim(row: Any, *operands: Any) -> list[Any]:
+            consts, kept, xs = split_list(operands, [len(avals.consts), sum(needed)])
+            carry = merge_lists(needed, list(map(zeros, reject(needed, avals.carry))), kept)
+            carry, ys = linear.outputs(function(row, *consts, *carry, *xs))
+            return [*select(needed, carry), *ys]
+
+        closed = trace(slim, [body.in_avals[0], *avals.consts, *select(needed, avals.carry), *avals.xs])
+        return dce(closed, [True] * len(closed.out_avals), True)[0]
+
+    return linear._replace(
+        body=with_zeros(linear.body),
+        linear_carry=tuple(select(needed, linear.linear_carry)),
+        saved=linear.saved and tuple(select(select(linear.linear_carry, needed), linear.saved)),
+        inverse=linear.inverse and with_zeros(linear.inverse),
+    )
 
 
 @weakly_cached
@@ -74,7 +119,7 @@ class _LinearOutputs(NamedTuple):
 
     carry: Sequence[Any]
     ys: Sequence[Any]
-    last_consts: Sequence[Any]  # the last versions of the consts (`row_buffers/versions.py`)
+    last_consts: Sequence[Any]  # the last versions of the consts (`core/buffer_versions.py`)
 
 
 @weakly_cached

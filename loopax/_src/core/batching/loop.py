@@ -1,36 +1,197 @@
 """Batching: `jax.vmap` of loops.
 
 Where all lanes take the same steps, the batch is one loop on larger arrays. Else it runs in lockstep
-(`core/batching/lockstep_loop.py`) or in stages (`core/batching/compact/loop.py`).
+(`core/batching/lockstep.py`) or in stages (`core/batching/stages.py`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import log
 from operator import and_
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from loopax._src.core.batching.choice import chosen, kept_together
-from loopax._src.core.batching.compact.loop import LOOPS
-from loopax._src.core.batching.compact.primitive import compact_vmap
-from loopax._src.core.batching.lockstep_loop import LaneOperands, own_limits, result_axes, run_lanes, takes_any_step
-from loopax._src.core.batching.masked_step import any_row, hull
-from loopax._src.core.batching.sequential import run_sequentially
-from loopax._src.core.ir.lane_stages import OneByOne, Stages
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
-from loopax._src.core.jaxpr.dataflow import dependence_fixpoint, needed_inputs
-from loopax._src.core.jaxpr.mapped_axis import (
-    Axis,
-    fill_axis,
-    is_batched,
-    move,
-    refuse_sharded_lanes,
-    uniform_body,
+from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint
+from loopax._src.core.batching.compact import SWEEPS, compact_vmap
+from loopax._src.core.batching.groups import run_sequentially
+from loopax._src.core.batching.lockstep import (
+    LaneOperands,
+    any_row,
+    hull,
+    lockstep_sweep,
+    own_limits,
+    result_axes,
+    run_lanes,
+    takes_any_step,
+    with_drift_of_lanes,
 )
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
-from loopax._src.core.jaxpr.util import collective_over, either, weakly_cached
-from loopax._src.jax_internals import axis_arguments, batched_outputs, happens
+from loopax._src.core.batching.stages import LOOPS
+from loopax._src.core.ir.annotations import Choice, HowLanesRun, OneByOne, Stages
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
+from loopax._src.core.ir.reverse_sweep import (
+    ReverseSweep,
+    SweepInputs,
+    SweepOperands,
+    checkpoint_and_sweep,
+    reverse_sweep_p,
+    run_sweep,
+)
+from loopax._src.core.jaxpr.cost import StepCost, step_cost
+from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
+from loopax._src.core.jaxpr.evaluate import batch_expanded
+from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, move, refuse_sharded_lanes, uniform_body
+from loopax._src.core.jaxpr.util import Mask, collective_over, either, flatten, map_leaves, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
 from loopax._src.messages import symbolic_lanes_message
+
+# Which way a batch whose lanes take different numbers of steps is expected to be fastest: `lanes="auto"`.
+#
+# The numbers of steps are not known where the batch is written, and are taken to be distributed as exponentials are.
+# Then it takes `log(n / m)` mean numbers of steps until m of n lanes are left. What decides is what a step of one
+# lane costs alone, and what it adds to a step of the batch (`core/jaxpr/cost.py`).
+
+
+LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
+
+
+def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> HowLanesRun:
+    """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together."""
+    if kept_together(how, body):
+        return None
+    if not isinstance(how, Choice):
+        return how
+    if not isinstance(lanes, int) or lanes < 2:
+        return None
+    cost = step_cost(body, num_consts)
+    sizes = how.stages.sizes(lanes, cost.is_cheap)
+    if how.alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
+        return OneByOne()
+    return how.stages if len(sizes) > 1 and not cost.is_cheap else None
+
+
+def kept_together(how: HowLanesRun, body: ClosedJaxpr) -> str:
+    """The primitive for which no lane may leave a batch: other lanes see it. Empty if lanes may leave, or never do."""
+    return mixing_primitive(body) or "" if isinstance(how, Stages | Choice) else ""
+
+
+def _in_batch(cost: StepCost, sizes: Sequence[int]) -> float:
+    """What a step of a lane costs in stages of these sizes, for each of its own steps."""
+    durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
+    durations[-1] += LAST_LANE
+    lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
+    return (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
+
+
+# Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are.
+
+
+@weakly_cached
+def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Mask) -> ReverseSweep:
+    """The sweep for all lanes at once, where all walk the same rows."""
+    outputs = (*batched.carry, *batched.state, *ys)
+    inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
+    step = uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs)
+    return with_drift_of_lanes(
+        sweep._replace(step=step, inverse=inverse), axis, tuple(batched.state), (*batched.carry, *ys)
+    )
+
+
+def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
+    """A sweep that does not rely on what the forward loop saved."""
+    sweep = ReverseSweep(**params)
+    given = sweep.operands(operands)
+    return flatten(checkpoint_and_sweep(sweep, low, high, given.inputs(given.init)))
+
+
+# Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
+_save_again = batch_expanded(_without_saved)
+
+
+def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Run one sweep for all lanes if they walk the same rows; else run lanes in lockstep, or in groups.
+
+    Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`; `dims` says at which axis each has
+    its lanes, None if all lanes share it. In the new sweep, consts, init and carry are `[lanes, ...]`; saved, xs and ys
+    are `[rows, lanes, ...]`, as in the loop that saved them (`batch_loop`). If lanes have `checkpoint_rows` of their
+    own and do not run in groups, the sweep first walks forward again, to save before the same rows in all lanes.
+    """
+    sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
+    low, high, checkpoint_rows, *leaves = operands
+    *windows, is_saved_apart = is_batched(dims[:3])
+    windows = tuple(windows)
+    mapped = sweep.operands(dims[3:])
+    batched, ys = _batched(sweep, axis, map_leaves(lambda d: d is not None, mapped), any(windows))
+    if any(windows):
+        sweep = sweep._replace(stages=chosen(sweep.stages, sweep.forward, sweep.num_consts, axis.size))
+    if isinstance(sweep.stages, OneByOne) and axis.size and (any(windows) or not _sweep_acts_for_all(sweep, batched)):
+        alone = partial(reverse_sweep_p.bind, **sweep._asdict())
+        return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
+    in_groups = isinstance(sweep.stages, Stages) and any(windows)
+    if is_saved_apart and not in_groups:
+        return _save_again(axis_data, operands, dims, **params)
+    given = _sweep_with_lanes(axis, sweep.operands(leaves), mapped, batched)
+    own = own_limits(windows, low, high)
+    if not any(windows):
+        lanes = _uniform_sweep(sweep, axis, batched, ys)
+    else:
+        if in_groups:
+            refuse_sharded_lanes(axis)
+            return _batch_in_groups(sweep, axis, (*windows, *flatten(batched)), [low, high], given)
+        lanes = lockstep_sweep(
+            sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))
+        )
+        low, high = hull(low, high)
+    out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
+    return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
+
+
+def _sweep_acts_for_all(sweep: ReverseSweep, batched: SweepInputs) -> bool:
+    """Whether the step has effects, and they are the same for all lanes: those of a value whose cotangents are mapped.
+
+    As for a loop (`batch_loop`).
+    """
+    if not happens(sweep.step.effects):
+        return False
+    used = needs(sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))
+    return not any(map(and_, flatten(used), flatten(batched)))
+
+
+def _batched(sweep: ReverseSweep, axis: Axis, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
+    """Which inputs of the bodies, and which ys, have an axis of lanes.
+
+    All that a step computes has one where lanes walk other rows, and where the step may ask for a lane's place.
+    """
+    batched, ys = sweep_fixpoint(sweep, mapped.inputs(either(mapped.init, mapped.saved)), typed=False)
+    if not windows_differ and not collective_over(sweep.step, axis.name):
+        return batched, ys
+    everything = batched._replace(state=(True,) * len(batched.state), carry=(True,) * len(batched.carry))
+    return everything, (True,) * len(ys)
+
+
+def _sweep_with_lanes(axis: Axis, operands: SweepOperands, dims: SweepOperands, batched: SweepInputs) -> SweepOperands:
+    """The operands with their axis of lanes where a sweep has it: in front, and behind the rows of saved and xs."""
+
+    def fill(mask: Sequence[bool], values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:
+        return [fill_axis(axis, x, d, to) if b else x for b, x, d in zip(mask, values, value_dims, strict=True)]
+
+    return SweepOperands(
+        [move(x, d, 0) for x, d in zip(operands.consts, dims.consts, strict=True)],
+        fill(batched.state, operands.init, dims.init, 0),
+        fill(batched.state, operands.saved, dims.saved, 1),
+        fill(batched.carry, operands.carry, dims.carry, 0),
+        [move(x, d, 1) for x, d in zip(operands.xs, dims.xs, strict=True)],
+    )
+
+
+def _batch_in_groups(
+    sweep: ReverseSweep, axis: Axis, mapped: Mask, window: Sequence[Any], given: SweepOperands
+) -> tuple[list[Any], list[int]]:
+    if not isinstance(axis.size, int):
+        raise NotImplementedError(symbolic_lanes_message(axis.size))
+    operands = [*window, *flatten(given.inputs(given.init))]
+    return compact_vmap(SWEEPS, sweep, axis, mapped, operands), SWEEPS.result_axes(sweep)
 
 
 @weakly_cached
@@ -58,10 +219,10 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(windows) or (loop.predicated and outputs.carry[0])
     loop = _as_chosen(loop, axis) if differ else loop
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
-    if isinstance(loop.stages, OneByOne) and axis.size and (differ or not _acts_for_all(loop, batched)):
+    if isinstance(loop.stages, OneByOne) and axis.size and (differ or not _loop_acts_for_all(loop, batched)):
         axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
         return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
-    given = _with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
+    given = _loop_with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
     if differ:
         return _batch_lanes(
             loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
@@ -70,7 +231,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     return out.leaves, result_axes(loop, None, None, outputs).leaves
 
 
-def _acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
+def _loop_acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
     """Whether the body has effects, and they are the same for all lanes: those of a value whose tangents are mapped."""
     if not happens(loop.body.effects):
         return False
@@ -93,7 +254,7 @@ def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:
     return lambda *operands: loop_p.bind(*operands, **loop._asdict())
 
 
-def _with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
+def _loop_with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
     """The operands with their axis of lanes where a loop has it: in front, and behind the rows of xs."""
     leaves = zip(inputs.carry, dims.carry, carry, strict=True)
     return LoopInputs(

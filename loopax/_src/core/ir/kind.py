@@ -7,13 +7,13 @@ runs the loop.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from loopax._src.core.ir.call import LoopCall
-from loopax._src.core.ir.facts import Cost, LoopFacts
-from loopax._src.core.ir.inverse import num_recorded
-from loopax._src.core.ir.loop import Outcome, result_avals
+from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, result_avals
 from loopax._src.core.ir.plan import Plan, Storage
+from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun
 from loopax._src.messages import (
     kind_needs_bound,
     no_outcome,
@@ -22,6 +22,212 @@ from loopax._src.messages import (
     plan_needs_bound,
     unhashable_kind,
 )
+
+# A loop that a user has called, with its operands: what a kind runs.
+
+
+class LoopOperands(NamedTuple):
+    """The operands of a loop: a pytree of arrays. The loop takes the rows low, ..., high - 1.
+
+    Attributes
+    ----------
+    low, high : int32[]
+        The first row, and the row after the last.
+    consts
+        The arrays that the body closes over.
+    carry
+        The arrays of the first carry. If the loop has a condition, the first array says whether to take a step.
+    xs
+        The rows of a scan: arrays `(bound, ...)`.
+
+    """
+
+    low: Any  # int32[]
+    high: Any  # int32[]
+    consts: Sequence[Any]  # what the body closes over
+    carry: Sequence[Any]  # before the first step; where the loop has a condition, its first leaf says whether to go on
+    xs: Sequence[Any]  # rows of a scan, `(bound, ...)`
+
+
+@dataclass(frozen=True, eq=False)
+class LoopCall:
+    """A loop that a user has called, with its operands.
+
+    `Kind.run` gets a `LoopCall` and returns the results of the loop.
+
+    Carries, rows and constants are flat lists of arrays.
+
+    Attributes
+    ----------
+    loop
+        The static description of the loop. `loop.bound` is the most steps, or None.
+    operands : LoopOperands
+        The operands of the loop.
+    is_fixed : bool
+        Whether the loop always takes as many steps as its bound.
+    where : str
+        The function of the user, for messages.
+    unpack : callable
+        `unpack(carry)` returns the pytree that the user's body gets, from the arrays of a carry.
+    checked : callable
+        `checked(results, failed, message, amount, throw=None)` returns the results, and raises at run time where
+        `failed` (bool[]) is True. The error begins with the call of the loop and its line. `{amount}` in the message
+        becomes the number `amount`, and its lane. With `throw=False`, the results are NaN instead; None is the `throw`
+        of the loop.
+
+    """
+
+    loop: Loop
+    operands: LoopOperands
+    is_fixed: bool  # it always takes as many steps as its bound
+    where: str  # the user's function, for errors
+    unpack: Callable[[Sequence[Any]], Any]  # from the arrays of a carry to the pytree that the user's body is given
+    # (results, failed (bool[]), message, amount) -> results: raises where it failed. In the message, "{amount}" becomes
+    # the number, in parentheses, or nothing where that is not known. With `throw=False`, results are NaN there.
+    checked: Callable[..., Any]
+    run_loop: Callable[[Loop, LoopOperands], Outcome]  # runs this loop, or a part of it, with a tape if it has one
+
+    def run(self) -> Outcome:
+        """Run the loop, with the derivative that the plan of its kind gives."""
+        return self.run_loop(self.loop, self.operands)
+
+    def step(self, row: Any, carry: Sequence[Any], x: Sequence[Any] = ()) -> LoopOutputs:
+        """Evaluate the body once, and return the next carry and a row of `ys` as the pair `(carry, ys)`.
+
+        Prints and callbacks of the body belong to the steps of the loop, and do not happen here.
+        """
+        body = without_effects(self.loop.body)
+        return self.loop.outputs(jaxpr_as_fun(body)(row, *self.operands.consts, *carry, *x))
+
+    def at(self, operands: LoopOperands) -> "LoopCall":
+        """Return the same loop with other operands."""
+        return replace(self, operands=operands)
+
+    def stored_by(self, kind: Any) -> "LoopCall":
+        """Return the same loop; its gradients store what this kind says."""
+        return replace(self, loop=self.loop._replace(storage=self.loop.storage.stored_by(kind)))
+
+
+# The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.
+#
+# A kind may bring one (`Kind.inverse`). It has the inputs of the body, and is rewritten wherever the body is. Whether
+# a leaf of the carry has a tangent, an axis of lanes or an unknown value is decided for both bodies together. So a
+# part of a loop holds all that its inverse reads.
+#
+# The inverse of a loop that is not yet bound may have more inputs: a row of a tape (`core/buffer_versions.py`).
+
+
+def num_recorded(body: ClosedJaxpr, inverse: ClosedJaxpr | None) -> int:
+    """Of how many arrays a row of the tape is, which the body returns as its last ys; 0 where there is no tape."""
+    return 0 if inverse is None else len(inverse.in_avals) - len(body.in_avals)
+
+
+def needed_by_inverse(inverse: ClosedJaxpr, carry: Sequence[bool]) -> list[bool]:
+    """Which inputs behind the row it takes to walk these leaves of the carry back."""
+    return dce(inverse, carry, False)[1][1:]
+
+
+def part_of_inverse(inverse: ClosedJaxpr | None, inputs: Sequence[bool], carry: Sequence[bool]) -> ClosedJaxpr | None:
+    """The inverse for these leaves of the carry alone. It has these inputs behind the row, and needs no others."""
+    if inverse is None:
+        return None
+    keep = [True, *inputs]
+    part, used = dce(inverse, carry, keep)
+    assert used == keep
+    return part
+
+
+# What a kind may know of a loop whose gradient is taken, and what it may say of its cost.
+
+
+class StepFacts(NamedTuple):
+    """What one step of a loop stores, and how long it takes.
+
+    Attributes
+    ----------
+    carry_bytes : int
+        The bytes of that part of the carry that the derivative of a step needs.
+    residual_bytes : int
+        The bytes that the derivative of a step needs if no step is recomputed.
+    evaluation : float
+        The estimated time of one evaluation of the step, in nanoseconds.
+    read_bytes : int
+        The bytes that the derivative reads, including what it computes from stored residuals.
+    step : float
+        The overhead of one step of a loop, in nanoseconds.
+    carry_calls, residual_calls : float
+        The nanoseconds that storing every carry, or the residuals of every step, adds to a step in calls of operations.
+        The time of the bytes is not included.
+
+    """
+
+    carry_bytes: int  # the part of the carry that the derivative of a step needs
+    residual_bytes: int  # all that it needs, if no step is evaluated again
+    evaluation: float  # evaluating the step once, in nanoseconds
+    read_bytes: int = 0  # all that the derivative reads, with what it computes from stored residuals
+    step: float = 0.0  # nanoseconds of a step of a loop that evaluates it, beside this
+    # What storing every carry, and residuals of every step, adds to a step, beside the bytes: calls of operations.
+    carry_calls: float = 0.0
+    residual_calls: float = 0.0
+
+
+class Cost(NamedTuple):
+    """What a kind costs for a loop.
+
+    Attributes
+    ----------
+    memory : float
+        The most bytes that a gradient stores.
+    time : float
+        The nanoseconds per step, beyond one evaluation of the step and its derivative.
+    stored : str
+        What is stored, as a text for `explain`.
+
+    """
+
+    memory: float  # bytes that a gradient stores, at most
+    time: float  # per step, beyond one evaluation and its derivative, in nanoseconds
+    stored: str = ""  # what is stored, for `explain`
+
+
+@dataclass(frozen=True, eq=False)
+class LoopFacts:
+    """The facts of a loop whose gradient is taken.
+
+    The sizes include batches that `jax.vmap` makes inside the gradient.
+
+    Attributes
+    ----------
+    bound : int or None
+        The most steps that the loop takes; None if there is no bound.
+    is_fixed : bool
+        Whether the loop always takes as many steps as its bound.
+    bound_is_loose : bool
+        Whether the loop may take far fewer steps than its bound.
+    length_is_known : bool
+        Whether the length is known when the loop starts: no condition ends the loop.
+    sizes_are_known : bool
+        Whether sizes are known when the loop is traced. False for symbolic dimensions of `jax.export`.
+    share : float
+        The share of the memory budget that this loop may use. Less than 1 if several loops share the budget.
+    step : StepFacts
+        What a step stores, and how long it takes.
+
+    """
+
+    bound: int | None  # the most steps
+    is_fixed: bool  # it always takes as many steps as its bound
+    bound_is_loose: bool  # it may take far fewer
+    length_is_known: bool  # when it starts: no condition stops it
+    sizes_are_known: bool  # when it is traced; not so where `jax.export` has symbolic dimensions
+    share: float  # of the memory that a kind was given: the loop is one of several that share it
+    measure: Callable[[], StepFacts]
+
+    @cached_property
+    def step(self) -> StepFacts:
+        """What a step stores, and how long it takes. The first access traces the derivative of the body twice."""
+        return self.measure()
+
 
 Derivative = Literal["exact", "to a tolerance", "another"]
 

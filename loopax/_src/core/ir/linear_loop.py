@@ -9,7 +9,7 @@ stands (by `jax.linearize`), the linear part evaluates the whole loop, known par
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.lane_stages import HowLanesRun
+from loopax._src.core.ir.annotations import HowLanesRun
 from loopax._src.core.ir.loop import (
     Loop,
     LoopInputs,
@@ -21,9 +21,8 @@ from loopax._src.core.ir.loop import (
     traversal,
 )
 from loopax._src.core.ir.plan import Plan, Storage
-from loopax._src.core.jaxpr.operand_groups import flatten, merge_each, reject_each
-from loopax._src.core.jaxpr.typecheck import check_count
-from loopax._src.core.jaxpr.util import Mask, select, split_list
+from loopax._src.core.jaxpr.types import check_count
+from loopax._src.core.jaxpr.util import Mask, flatten, merge_each, reject_each, select, split_list
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 from loopax._src.schedule.saving import Saving
 

@@ -23,18 +23,16 @@ from typing import Any, NamedTuple
 
 from jax import core
 
-from loopax._src.core.ir.debug_info import DebugInfo, Names
-from loopax._src.core.ir.lane_stages import HowLanesRun
+from loopax._src.core.ir.annotations import DebugInfo, HowLanesRun, Names, Reporting
 from loopax._src.core.ir.plan import Storage
-from loopax._src.core.ir.progress import Reporting
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
-from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
-from loopax._src.core.jaxpr.operand_groups import flatten, map_leaves
-from loopax._src.core.jaxpr.typecheck import check_numbers, check_rows, check_types
+from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
+from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
+    flatten,
     forwarded_from,
+    map_leaves,
     merge_lists,
     reject,
     select,
@@ -42,7 +40,6 @@ from loopax._src.core.jaxpr.util import (
     stacked,
     weakly_cached,
 )
-from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
 from loopax._src.jax_internals import ClosedJaxpr, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 from loopax._src.schedule.saving import Saving
 
@@ -83,7 +80,7 @@ class Loop(NamedTuple):
     stages: HowLanesRun = None  # how a batch runs; None: in lockstep
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
-    inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`inverse.py`)
+    inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`core/ir/kind.py`)
     may_discard: bool = False  # the one step of a loop is computed in any case, and dropped if it is not taken
 
     @property

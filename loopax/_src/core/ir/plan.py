@@ -118,7 +118,7 @@ class Checkpoints(Plan):
     always_to_bound: bool = False  # the loop takes as many steps as its bound, always
     reason: str = ""
     # Blocks with residuals, for a loop that takes as many steps as its bound. Those of the last steps are stored on the
-    # way forward where the loop can be made of two (`autodiff/last_steps.py`).
+    # way forward where the loop can be made of two (`core/autodiff/planning.py`).
     blocks: Blocks | None = None
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ The meaning, where the forward loop walked the rows `low ... high - 1`::
 where both are taken together.
 
 Only some states are stored: `saved` holds those before the rows `checkpoint_rows`, as the forward loop saved them on
-its way. The others are recomputed, segment by segment, from the last to the first (`core/lowering/sweep_two_level.py`,
-`core/lowering/sweep_binomial.py`).
+its way. The others are recomputed, segment by segment, from the last to the first (`core/lowering/sweep.py`,
+`core/lowering/sweep_slots.py`).
 
 Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`, results `*carry, *ys`. As a function, a
 sweep depends on the forward loop's `init`. `saved` follows from `init`, and has no derivative of its own in reverse
@@ -24,16 +24,12 @@ bodies. So second derivatives store no more than first ones do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.lane_stages import HowLanesRun
+from loopax._src.core.ir.annotations import HowLanesRun, without_effects
 from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, traversal
 from loopax._src.core.ir.plan import Storage
-from loopax._src.core.ir.without_effects import without_effects
-from loopax._src.core.jaxpr.dataflow import close_over_carry, dependence, union
-from loopax._src.core.jaxpr.mixed_lanes import mixed_inputs_of_steps
-from loopax._src.core.jaxpr.operand_groups import flatten
-from loopax._src.core.jaxpr.typecheck import check_numbers, check_rows, check_types
-from loopax._src.core.jaxpr.util import Mask, split_list, stacked, weakly_cached
-from loopax._src.core.jaxpr.varying_axes import Axes, apart, differing, varying
+from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
+from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
+from loopax._src.core.jaxpr.util import Mask, flatten, split_list, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 from loopax._src.schedule.saving import Saving, length_known
 

@@ -3,19 +3,23 @@
 It is for choices between alternatives that differ by more than 15 %.
 """
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, prod
+from sys import maxsize
 from typing import Any, NamedTuple
 
-from loopax._src.core.jaxpr.costs import costs
-from loopax._src.core.jaxpr.own_primitives import computed, step_limits
-from loopax._src.core.jaxpr.util import inner_jaxprs
+import jax
+
+from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, members, step_limits
+from loopax._src.core.jaxpr.util import inner_jaxprs, num_bytes
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
     Scan,
+    called,
     contracted_size,
     convolved_size,
+    dce,
     is_cond,
     is_convolution,
     is_free,
@@ -24,9 +28,61 @@ from loopax._src.jax_internals import (
     is_scan,
     is_slow_function,
     is_while,
+    moves,
+    replace_jaxpr,
     stands_alone,
     takes_fused,
 )
+
+# What basic operations cost: the constants of a machine, from which `cost.py` tells what a step costs.
+#
+# Nothing is measured unless a user asks for it (`python -m loopax calibrate`). The constants that hold until then
+# were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
+# ratios similar.
+
+
+CACHE_BYTES = 32 * 2**20
+# The allocator of a CPU gets larger arrays from the operating system and gives them back after each use.
+ALLOCATOR_BYTES = 64 * 2**20
+
+
+class Costs(NamedTuple):
+    """In nanoseconds."""
+
+    cached_byte: float = 0.3  # stored and read again, if all that is stored fits in a cache
+    memory_byte: float = 0.6  # if it does not
+    new_byte: float = 0.7  # if the allocator has no room for it
+    computed_byte: float = 0.15  # read again, computed from what is stored and not fused
+    product: float = 0.015  # a multiplication or an addition of a matrix product
+    convolution: float = 0.085
+    elementwise: float = 0.18  # an element of a cheap operation
+    function: float = 0.4  # of one that takes some instructions, such as `exp` and `tanh`
+    slow_function: float = 4.0  # of one that takes many, such as `sin` and `pow`
+    call: float = 75.0  # an operation that is not fused with others, on top of its arithmetic
+    step: float = 300.0  # of a loop, on top of its body
+
+    def storing(self, num_bytes: float, in_all: float) -> float:
+        """Storing so many bytes per step and reading them again, if there are so many in all."""
+        if in_all <= CACHE_BYTES:
+            return num_bytes * self.cached_byte
+        return num_bytes * (self.memory_byte if in_all <= ALLOCATOR_BYTES else self.new_byte)
+
+
+class _InUse:
+    """The constants that are in use."""
+
+    costs = Costs()
+
+
+def costs() -> Costs:
+    """The constants that are in use."""
+    return _InUse.costs
+
+
+def use(costs: Costs) -> None:
+    """Use these constants for what is traced from now on."""
+    _InUse.costs = costs
+
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
@@ -146,3 +202,158 @@ def _iterations(eqn: Any) -> int:
     limit, is_loose = step_limits[eqn.primitive](eqn)
     limit = limit or _UNKNOWN_LENGTH
     return min(limit, _UNKNOWN_LENGTH) if is_loose else limit
+
+
+# Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored.
+
+
+# To recompute a residual. Looking for more would take long where there are many residuals.
+MOST_EQUATIONS = 32
+
+
+class Residual(NamedTuple):
+    """Where the unknown part finds a residual."""
+
+    hoisted: bool  # the same at every step
+    forwarded: int | None  # a row of this known x as it is
+    position: int  # among the outputs of the known body
+
+
+def classified(
+    known: ClosedJaxpr, sizes: Sequence[int], positions: Sequence[int], at_most_once: bool = False
+) -> list[Residual]:
+    """The residuals at these positions among the outputs of (row, *consts, *carry, *x) -> ...; `sizes` of the three.
+
+    `at_most_once`: the step is taken once or not at all, so nothing is gained if what it computes is hoisted.
+    """
+    num_consts, num_carry, num_xs = sizes
+    consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
+    inputs = known.jaxpr.invars[first_x : first_x + num_xs]
+    candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
+    # A loop may take no step. What is hoisted is computed all the same, so it must come to an end and have no effects.
+    programs = {p: _program_of(known, p).jaxpr for p in _computed_from(known, consts, candidates)}
+    hoisted = [p for p, jaxpr in programs.items() if (not jaxpr.eqns if at_most_once else always_ends(jaxpr))]
+
+    def classify(position: int) -> Residual:
+        same = [i for i, variable in enumerate(inputs) if variable is known.jaxpr.outvars[position]]
+        return Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
+
+    return list(map(classify, positions))
+
+
+def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> list[int]:
+    """The outputs that can be computed from these inputs: an equation that they stand in may be all or nothing."""
+
+    def suffice(positions: list[int]) -> bool:
+        used = dce(known, [p in positions for p in range(len(known.out_avals))], False)[1]
+        return all(i in inputs for i, needed in enumerate(used) if needed)
+
+    return positions if suffice(positions) else [p for p in positions if suffice([p])]
+
+
+def _program_of(known: ClosedJaxpr, position: int) -> ClosedJaxpr:
+    return dce(known, [p == position for p in range(len(known.out_avals))], False)[0]
+
+
+def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:
+    """Known consts -> residuals that depend on nothing else."""
+    if not positions:
+        return None
+    wanted = [p in positions for p in range(len(known.out_avals))]
+    is_const = [0 < i <= num_consts for i in range(len(known.in_avals))]
+    return dce(known, wanted, is_const)[0]
+
+
+def without_recomputed(
+    known: ClosedJaxpr, given: Sequence[int], positions: Sequence[int], hoisted: Sequence[int]
+) -> tuple[list[int], ClosedJaxpr | None]:
+    """Leave out residuals that cost less to compute from the others than to store: `1 - t` where `t` is stored.
+
+    Those that are the same at every step, at `hoisted`, are left out if they cost nothing (a transpose, zeros, a
+    number: an output that is a literal). Among the outputs of `known`, residuals are at `positions`; its inputs at
+    `given` need not be stored. Returns the positions that are left, and how the others are computed:
+    (*given, *left) -> others, in their order.
+    """
+    if num_bytes(known.out_avals) == maxsize:  # what they cost is not known
+        return list(positions), None
+    jaxpr = known.jaxpr
+    producers = {variable: i for i, eqn in enumerate(jaxpr.eqns) for variable in eqn.outvars}
+    inputs = [jaxpr.invars[i] for i in given]
+    left, equations = [p for p in positions if not isinstance(jaxpr.outvars[p], Literal)], list[Any]()
+    for position in sorted(left, key=lambda p: -num_bytes([known.out_avals[p]])):
+        others = [jaxpr.outvars[p] for p in left if p != position]
+        residual = jaxpr.outvars[position]
+        places = _equations_for(residual, jaxpr.eqns, producers, {*inputs, *others})
+        if places is None:
+            continue
+        needed = [jaxpr.eqns[i] for i in places]
+        cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
+        if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
+            left.remove(position)
+            equations += [eqn for eqn in needed if not any(eqn is other for other in equations)]
+    if len(left) == len(positions):
+        return left, None
+    kept = [jaxpr.outvars[p] for p in left]
+    dropped = [jaxpr.outvars[p] for p in positions if p not in left]
+    in_order = [eqn for eqn in jaxpr.eqns if any(eqn is other for other in equations)]
+    return left, replace_jaxpr(known, [*inputs, *kept], dropped, in_order)
+
+
+def _equations_for(
+    variable: Any, equations: Sequence[Any], producers: dict[Any, int], given: set[Any]
+) -> list[int] | None:
+    """The places of the equations that compute a variable from given ones; None: it needs others, too, or many."""
+    found, needed = set[int](), {variable}
+    while needed:
+        place = producers.get(needed.pop())
+        if place is None or equations[place].effects or len(found) == MOST_EQUATIONS:
+            return None
+        found.add(place)
+        needed.update(_variables(equations[place].invars) - given - set(equations[place].outvars))
+        needed = {v for v in needed if producers.get(v) not in found}
+    return sorted(found)
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+# Tiny steps: whether XLA's CPU backend compiles a loop to one function, whose operations cost no calls.
+#
+# It does where an iteration touches less than a kilobyte, counted after operations are fused. How they are fused is
+# not known where a loop is traced. So the limits are on what is known, the bytes of the results of all operations but
+# moves. They were fitted on random differential equations (`benchmarks/tiny_loops.py`).
+
+
+MOST_OF_VALUE = 1100  # bytes of results of a step
+MOST_STORING = 760  # of a step whose residuals are stored, with four times what is stored
+MOST_FROM_CARRIES = 780  # of the derivative of a step
+MOST_FROM_RESIDUALS = 690
+BYTES_OF_CALL = 40  # of results, for each call of a step that is not one function
+STEP = 10.0  # nanoseconds of a step of one function, on top of its operations
+ROW = 3.0  # and of an array that is stored
+
+
+def is_tiny(step: ClosedJaxpr) -> bool:
+    """Whether a loop of this step is one function, if nothing is stored."""
+    return result_bytes(step.jaxpr) <= MOST_OF_VALUE and jax.default_backend() == "cpu"
+
+
+def calls(step: ClosedJaxpr, most: int, stored: int = 0) -> float:
+    """Nanoseconds that the calls of a step take; none where it has so few bytes of results, at most."""
+    touched = result_bytes(step.jaxpr) + 4 * stored
+    return 0.0 if touched <= most else costs().call * touched / BYTES_OF_CALL
+
+
+def result_bytes(jaxpr: Any) -> float:
+    """What a program computes, moves apart; infinite where one of its operations is never in one function."""
+    return sum(map(_result_bytes, jaxpr.eqns))
+
+
+def _result_bytes(eqn: Any) -> float:
+    inner = list(inner_jaxprs(eqn))
+    if inner and called(eqn) is not None:
+        return sum(map(result_bytes, inner))
+    if inner or stands_alone(eqn):
+        return inf
+    return 0.0 if is_free(eqn) or moves(eqn) else float(num_bytes(out.aval for out in eqn.outvars))

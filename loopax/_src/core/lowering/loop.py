@@ -1,21 +1,187 @@
 """How a loop is compiled."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, singledispatch
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
-from loopax._src.core.ir.loop import Loop, result_avals
-from loopax._src.core.ir.progress import UNKNOWN, Reports
-from loopax._src.core.jaxpr.operand_groups import flatten
-from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.jaxpr.varying_axes import unvarying
-from loopax._src.core.lowering.active_sets import active_of, filled_outside
-from loopax._src.core.lowering.checkpointed import run_saving
-from loopax._src.core.lowering.while_loop import Common, LoopState, RowLoop, Step, Steps, Watch, read
-from loopax._src.core.masking.all_active import common_rows, unmasked
-from loopax._src.jax_internals import jaxpr_as_fun, unwritten, zeros
+from loopax._src import schedule
+from loopax._src.core.ir.annotations import UNKNOWN, Reports
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
+from loopax._src.core.jaxpr.types import nan_if, unvarying
+from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, select, stacked
+from loopax._src.core.lowering.rows import (
+    Common,
+    LoopState,
+    RowLoop,
+    Step,
+    Steps,
+    Watch,
+    active_of,
+    filled_outside,
+    read,
+    write,
+)
+from loopax._src.core.masking import common_rows, unmasked
+from loopax._src.jax_internals import jaxpr_as_fun, unwritten, where, zeros
+from loopax._src.schedule.saving import Blocks, Last, Saving, Slots
+
+# A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
+
+
+class Saver(NamedTuple):
+    """The state of a loop that saves."""
+
+    state: LoopState
+    saved: list[Any]  # room for the carries
+    checkpoint_rows: Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; None for blocks
+    plan: Any  # what the schedule remembers
+
+
+# (saver, steps that remain at most) -> the room for the current carry, steps to the next, the new plan
+Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
+
+
+@singledispatch
+def run_saving(
+    saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
+    raise NotImplementedError(type(saving))
+
+
+@run_saving.register
+def _save_block_starts(
+    saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    first_row = state.position[None]
+    saver = Saver(state, _room(loop), None, jnp.int32(0))
+    saver = _walk_saving(loop, walk, steps, _at_block_starts(saving.size), saver, end)
+    return saver.state, [*saver.saved, first_row]
+
+
+@run_saving.register
+def _save_in_slots(
+    saving: Slots, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    checkpoint_rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+    if saving.length_known:
+        saver = Saver(state, _room(loop), checkpoint_rows, jnp.int32(0))
+        saver = _walk_saving(loop, walk, steps, _binomially(saving.count), saver, end)
+        return saver.state, [*saver.saved, saver.checkpoint_rows]
+    start = state.position
+    decide = _online(lambda state: walk.distance(start, state.position))
+    saver = Saver(state, _room(loop), checkpoint_rows, schedule.start(saving.count))
+    saver = _walk_saving(loop, walk, steps, decide, saver, end)
+    saved, checkpoint_rows = _in_order(saver.plan, saver.saved, saver.checkpoint_rows)
+    return saver.state, [*saved, checkpoint_rows]
+
+
+@run_saving.register
+def _save_the_last(
+    saving: Last, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+) -> tuple[LoopState, list[Any]]:
+    del saving
+    first_row = state.position[None]
+    state = walk._replace(limited=True).run(steps, state, end)
+    state = state if walk.limited else _poisoned(state)
+    return state, [*(x[None] for x in select(loop.saved_mask, state.carry)), first_row]
+
+
+def _room(loop: Loop) -> list[Any]:
+    """For the carries that are saved."""
+    kept = select(loop.saved_mask, loop.output_avals.carry)
+    return [unwritten(stacked(aval, loop.saved_rows)) for aval in kept]
+
+
+def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
+    counted = walk._replace(limited=True)
+
+    def goes_on(saver: Saver) -> Any:
+        remain = walk.distance(saver.state.position, end) > 0
+        return remain & saver.state.carry[0] if loop.predicated else remain
+
+    def stretch(saver: Saver) -> Saver:
+        state, saved, checkpoint_rows, _ = saver
+        remain = walk.distance(state.position, end)
+        room, length, plan = decide(saver, remain)
+        values = select(loop.saved_mask, state.carry)
+        saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
+        if checkpoint_rows is not None:
+            checkpoint_rows = write(checkpoint_rows, room, state.position)
+        next_stop = walk.advance(state.position, jnp.minimum(length, remain))
+        return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
+
+    saver = lax.while_loop(goes_on, stretch, saver)
+    return saver if walk.limited else saver._replace(state=_poisoned(saver.state))
+
+
+def _at_block_starts(size: int) -> Decision:
+    """The plan is the number of the block."""
+    return lambda saver, _: (saver.plan, size, saver.plan + 1)
+
+
+def _binomially(slots: int) -> Decision:
+    """The plan is the number of slots in use."""
+
+    def decide(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
+        free = slots - saver.plan
+        length = schedule.advance(jnp.maximum(remain, 2), free)
+        return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
+
+    return decide
+
+
+def _online(steps_so_far: Callable[[LoopState], Any]) -> Decision:
+    def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
+        plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.state))
+        return slot, length, plan
+
+    return decide
+
+
+class Permuting(NamedTuple):
+    """The state of a permutation in place, cycle by cycle.
+
+    One row is read and written at a time. With two, XLA would copy the whole buffer.
+    """
+
+    start: Any  # where the current cycle started
+    place: Any  # to be filled next
+    held: list[Any]  # the rows that stood at `start`
+    order: Any  # from where each place is to be filled; a place that is filled points to itself
+    buffers: list[Any]
+
+
+def _in_order(plan: schedule.Online, saved: list[Any], checkpoint_rows: Any) -> tuple[list[Any], Any]:
+    """What the online schedule saved in the order of the steps."""
+    used = jnp.sum(plan.stored >= 0, dtype=jnp.int32)
+    order = jnp.roll(plan.slots, used)  # unused slots are at the front
+
+    def fill(state: Permuting) -> Permuting:
+        start, place, held, order, buffers = state
+        source = order[place]
+        closes = source == start
+        pairs = zip(held, [read(b, source) for b in buffers], strict=True)
+        rows = [where(closes, first, row) for first, row in pairs]
+        buffers = [write(b, place, row) for b, row in zip(buffers, rows, strict=True)]
+        start = start + closes.astype(jnp.int32)
+        held = [where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
+        return Permuting(start, jnp.where(closes, start, source), held, write(order, place, place), buffers)
+
+    first, buffers = jnp.int32(0), [*saved, checkpoint_rows]
+    state = Permuting(first, first, [read(b, first) for b in buffers], order, buffers)
+    *saved, checkpoint_rows = lax.while_loop(lambda state: state.start < used, fill, state).buffers
+    return saved, checkpoint_rows
+
+
+def _poisoned(state: LoopState) -> LoopState:
+    """NaN where a loop without a bound is not done after all steps that can be counted, where it has to stop saving."""
+    cut = (state.position == MOST_STEPS) & state.carry[0]
+
+    return state._replace(carry=[nan_if(cut, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in state.carry])
 
 
 def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -1,20 +1,310 @@
 """How a reverse sweep is compiled."""
 
+from collections.abc import Callable, Sequence
 from functools import singledispatch
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src import schedule
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
-from loopax._src.core.jaxpr.util import stacked
-from loopax._src.core.jaxpr.varying_axes import unvarying
-from loopax._src.core.lowering.recording import in_two_parts, recording_of
-from loopax._src.core.lowering.sweep_binomial import sweep_slots
-from loopax._src.core.lowering.sweep_common import Bodies, Track, bodies_of
-from loopax._src.core.lowering.sweep_inverse import sweep_inverse
-from loopax._src.core.lowering.sweep_large import is_large, stack_of, sweep_large
-from loopax._src.core.lowering.sweep_two_level import sweep_blocks
-from loopax._src.core.lowering.while_loop import LoopState
-from loopax._src.jax_internals import unwritten
+from loopax._src.core.jaxpr.dependence import step_limits
+from loopax._src.core.jaxpr.types import unvarying
+from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, split_list, stacked, trace, weakly_cached
+from loopax._src.core.lowering.loop import evaluate_loop
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, read, write
+from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track, bodies_of, in_two_parts, recording_of
+from loopax._src.core.lowering.sweep_slots import sweep_slots
+from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
 from loopax._src.schedule.saving import Blocks, Saving, Slots
+
+# A reverse sweep by an inverse: `saved` holds the state after the last step, and each step back finds the one before.
+#
+# The walk back is a loop whose carry is that of the sweep and the state. Each step of it evaluates the inverse, and
+# then what the sweep does with the state.
+
+
+def sweep_inverse(sweep: ReverseSweep, track: Track, operands: SweepOperands) -> list[Any]:
+    """Walk back through all steps; returns carry and ys."""
+    last = track.row(track.num_steps)
+    low, high = (last + 1, track.first_row + 1) if sweep.reverse else (track.first_row, last)
+    loop = Loop(
+        _step_back(sweep),
+        num_consts=sweep.num_consts,
+        num_carry=sweep.num_carry + sweep.num_state,
+        predicated=False,
+        **traversal(sweep),
+    )
+    loop = loop._replace(reverse=not sweep.reverse)
+    leaves = [*operands.consts, *operands.carry, *(x[0] for x in operands.saved), *operands.xs]
+    _, carry, start, ys = split_list(
+        evaluate_loop(low, high, *leaves, **loop._asdict()), [1, sweep.num_carry, sweep.num_state]
+    )
+    drift, last_state = sweep.saving.drift, [x[0] for x in operands.saved]
+    return [*carry, *ys] if drift is None else drift(operands.init, start, last_state, [*carry, *ys])
+
+
+@weakly_cached
+def _step_back(sweep: ReverseSweep) -> ClosedJaxpr:
+    """(row, *consts, *carry, *state after, *x) -> (*carry, *state before, *y)."""
+    inverse, backward = jaxpr_as_fun(sweep.inverse), jaxpr_as_fun(sweep.backward)
+    avals = sweep.backward_avals
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        given = sweep.of_backward(operands)
+        before = given._replace(state=inverse(row, *sweep.forward_inputs(given)))
+        out = sweep.outputs(backward(row, *sweep.backward_inputs(before)))
+        return [*out.carry, *before.state, *out.ys]
+
+    return trace(step, [sweep.step.in_avals[0], *sweep.backward_inputs(avals)])
+
+
+# A reverse sweep of a step with loops in it, compiled once for all that the sweep does with it.
+#
+# A sweep with slots holds the part of a step that walks forward three times: to go on, to store states, and for the
+# derivative. With loops in loops, each level adds three copies of the innermost step to the program. Compiling them
+# takes long, so a step that has loops stands in the program once. Each iteration evaluates one step, whatever the
+# schedule needs it for::
+#
+#     if this is the last step that remains:  walk back over it, and go on from the last state that is stored
+#     else:                                   perhaps store its state, and go on to the next step
+#
+# The schedules are those of `sweep_blocks` and `sweep_slots`: the same steps are evaluated, and the same states stored.
+# An iteration writes a state in any case. Where none is to be stored, it is one that will be overwritten.
+
+
+# Equations in the loops of a step, from which on it is large. With fewer, compiling them again is quick. Equations
+# outside of loops do not count: XLA fuses them with what walks back, which makes several copies faster than one
+# (docs/how-it-works.md).
+LARGE_STEP = 100
+
+
+def is_large(sweep: ReverseSweep) -> bool:
+    """Whether compiling the step takes so long that the program should hold it once."""
+    return _in_loops(sweep.step.jaxpr) >= LARGE_STEP
+
+
+def _in_loops(jaxpr: Any) -> int:
+    """How many equations stand in loops."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        count = num_equations if is_scan(eqn) or is_while(eqn) or eqn.primitive in step_limits else _in_loops
+        total += sum(map(count, inner_jaxprs(eqn)))
+    return total
+
+
+class Stack(Protocol):
+    """The states that are stored: a pytree, for it is a part of a loop's state."""
+
+    def pushed(self, state: list[Any], step: Any, remaining: Any) -> "Stack":
+        """Perhaps with the current state, which is the one before `step`; `remaining` steps are not walked back."""
+        ...
+
+    def popped(self) -> tuple["Stack", list[Any], Any]:
+        """Without the last state; and that state, and its step."""
+        ...
+
+
+class BlockStack(NamedTuple):
+    """The states at the start of all blocks, and those of the steps of the current block."""
+
+    saved: list[Any]
+    states: list[Any]
+    start: Any  # the first step of the block
+    step: Any  # of the last state of the block that is stored
+    size: Any
+
+    def pushed(self, state: list[Any], step: Any, remaining: Any) -> "BlockStack":
+        """See `Stack.pushed`."""
+        del remaining
+        place = step - self.start
+        states = [write(s, place, value) for s, value in zip(self.states, state, strict=True)]
+        return self._replace(states=states, step=step)
+
+    def popped(self) -> tuple["BlockStack", list[Any], Any]:
+        """See `Stack.popped`."""
+        step = self.step - 1
+        ends = step < self.start
+        block = jnp.maximum(self.start // self.size - ends.astype(jnp.int32), 0)
+        start = block * self.size
+        place = jnp.maximum(step - self.start, 0)
+        pairs = zip(self.saved, self.states, strict=True)
+        state = [where(ends, read(saved, block), read(states, place)) for saved, states in pairs]
+        step = jnp.where(ends, start, step)
+        return self._replace(start=start, step=step), state, step
+
+
+class SlotStack(NamedTuple):
+    """States in slots, and the step of each; those before `top` are in use."""
+
+    slots: list[Any]
+    steps: Any  # int32[slots]
+    top: Any
+    next_step: Any  # the state before it is to be stored
+
+    def pushed(self, state: list[Any], step: Any, remaining: Any) -> "SlotStack":
+        """See `Stack.pushed`."""
+        count = self.steps.size
+        has_room = self.top < count
+        place = jnp.minimum(self.top, count - 1)
+
+        def put(array: Any, value: Any) -> Any:
+            return write(array, place, where(has_room, value, read(array, place)))
+
+        slots = [put(s, value) for s, value in zip(self.slots, state, strict=True)]
+        stores = has_room & (step == self.next_step) & (remaining > 1)
+        distance = lax.cond(
+            stores,
+            lambda: schedule.advance(jnp.maximum(remaining, 2), jnp.maximum(count - self.top, 1)),
+            lambda: jnp.zeros_like(self.next_step),
+        )
+        top = self.top + stores.astype(jnp.int32)
+        return SlotStack(slots, put(self.steps, step), top, self.next_step + distance)
+
+    def popped(self) -> tuple["SlotStack", list[Any], Any]:
+        """See `Stack.popped`."""
+        top = jnp.maximum(self.top - 1, 0)
+        step = self.steps[top]
+        return self._replace(top=top, next_step=step), [read(s, top) for s in self.slots], step
+
+
+@singledispatch
+def stack_of(saving: Saving, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]) -> Stack:
+    """What the forward loop has saved; the state to begin with is on top."""
+    raise NotImplementedError(type(saving))
+
+
+@stack_of.register
+def _stack_of_blocks(
+    saving: Blocks, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
+) -> Stack:
+    del checkpoint_rows
+    size = jnp.int32(saving.size)
+    blocks = (track.num_steps + (size - 1)) // size
+    states = [unwritten(stacked(aval, saving.size)) for aval in state_avals]
+    return BlockStack(saved, states, blocks * size, blocks * size, size)
+
+
+@stack_of.register
+def _stack_of_slots(
+    saving: Slots, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
+) -> Stack:
+    del saving, state_avals
+    steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
+    used = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32)
+    return SlotStack(saved, steps, used, jnp.int32(0))
+
+
+class LargeState(NamedTuple):
+    """The state of a running sweep."""
+
+    stack: Any
+    state: list[Any]
+    step: Any  # before which the state is
+    end: Any  # the step behind the last that is not walked back
+    progress: LoopState  # the backward walk
+
+
+def sweep_large(track: Track, bodies: Bodies, y_avals: Sequence[Any], stack: Stack, progress: LoopState) -> LoopState:
+    """Walk back through all steps."""
+    forward, backward = bodies.replay, bodies.backward
+
+    def one_step(at: LargeState) -> LargeState:
+        row, remaining = track.row(at.step), at.end - at.step
+        is_last = remaining == 1
+        stack = at.stack.pushed(at.state, at.step, remaining)
+        state, record = forward.once(row, at.state)
+
+        def back(carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return backward.once(row, carry, record)
+
+        def nothing(carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return carry, [zeros(aval) for aval in y_avals]
+
+        # Rows of zeros are overwritten when these steps are walked back.
+        carry, y = lax.cond(is_last, back, nothing, at.progress.carry)
+        ys = [write(buffer, row, value) for buffer, value in zip(at.progress.ys, y, strict=True)]
+
+        def chosen(if_last: Any, otherwise: Any) -> Any:
+            return otherwise if if_last is otherwise else where(is_last, if_last, otherwise)
+
+        popped = stack.popped()
+        stack, state, step = jax.tree.map(chosen, popped, (stack, state, at.step + 1))
+        return LargeState(stack, state, step, at.end - is_last.astype(jnp.int32), progress._replace(carry=carry, ys=ys))
+
+    stack, state, step = stack.popped()
+    start = LargeState(stack, state, step, track.num_steps, progress)
+    return lax.while_loop(lambda at: at.end > 0, one_step, start).progress
+
+
+# A reverse sweep over blocks: `saved` holds the state at the start of each.
+#
+# Block by block, from the last to the first, the steps of one block are evaluated again. What they store, their
+# states or records of residuals, is then read on the way back.
+
+
+class TwoLevelState(NamedTuple):
+    """The state of a running reverse sweep."""
+
+    block: Any  # the number of the block whose turn it is
+    stored: list[Any]  # room for what the steps of one block store
+    progress: LoopState  # the backward walk
+
+
+def sweep_blocks(
+    saving: Blocks, track: Track, bodies: Bodies, _: Any, saved: list[Any], progress: LoopState
+) -> LoopState:
+    """Walk back through all blocks."""
+    size = saving.size
+
+    def one_block(at: TwoLevelState) -> TwoLevelState:
+        start = track.row(at.block * size)
+        length = jnp.minimum(track.num_steps - at.block * size, size)
+        state = [read(s, at.block) for s in saved]
+        stored = _replay_block(track.ahead, bodies, start, length, state, at.stored)
+        progress = _walk_back(track.ahead, bodies, start, length, stored, at.progress)
+        return TwoLevelState(at.block - 1, stored, progress)
+
+    stored = [unwritten(stacked(aval, size)) for aval in bodies.stored_avals]
+    last_block = (track.num_steps + (size - 1)) // size - 1
+    at = TwoLevelState(last_block, stored, progress)
+    return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress
+
+
+def _replay_block(
+    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, state: list[Any], stored: list[Any]
+) -> list[Any]:
+    """Evaluate the steps of one block again, into `stored`; the last state needs no step after it."""
+    steps = bodies.replay_steps(ahead, start, written=lambda position: position)
+    progress = LoopState(state, stored, jnp.int32(0))
+    progress = RowLoop(reverse=False, unroll=ahead.unroll).run(
+        steps, progress, length if bodies.records else length - 1
+    )
+    if bodies.records:
+        return progress.ys
+    return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
+
+
+def _walk_back(
+    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, stored: list[Any], progress: LoopState
+) -> LoopState:
+    """Walk one block backward.
+
+    Positions count from the block's start: XLA then has one number less to carry into every fused
+    operation, which decides whether a tiny loop is compiled as one function.
+    """
+
+    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+        return lambda consts: (
+            lambda position, carry: backward(row_of(position), consts, carry, [read(s, position) for s in stored])
+        )
+
+    steps = bodies.backward.steps(make, ahead, start)
+    progress = progress._replace(position=length - 1)
+    return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))
 
 
 def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -1,0 +1,213 @@
+"""`python -m loopax doctor`: check the versions, devices and settings that loopax needs, and test loopax."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from loopax._command import copies, cores, selftest
+from loopax._command import installed as versions
+from loopax._command.table import show_table
+
+# Devices, and the settings of JAX that change what a loop does.
+
+
+class Setting(NamedTuple):
+    """A setting and what it means; no note where it is what most people have."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+# Name, the usual value, and what another one means for a loop.
+_FLAGS = [
+    ("jax_disable_jit", False, "loops run in Python, step by step: slow, for debugging"),
+    ("jax_debug_nans", False, "a NaN in any result is an error, and what made it runs again without jit"),
+    ("jax_debug_infs", False, "an infinity in any result is an error, and what made it runs again without jit"),
+    ("jax_check_tracer_leaks", False, "tracing is slow, and is done again for every call"),
+    ("jax_numpy_rank_promotion", "allow", "shapes of different rank in a body may be refused"),
+    ("jax_numpy_dtype_promotion", "standard", "mixed dtypes in a body are refused"),
+]
+_VARIABLES = (
+    "XLA_FLAGS",
+    "JAX_PLATFORMS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
+
+
+def settings() -> list[Setting]:
+    """What the machine has, and how JAX is set."""
+    return [*_devices(), _precision(), *_flags(), _cache(), *_environment()]
+
+
+def _devices() -> list[Setting]:
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    found = [Setting("devices", f"{len(devices)} x {jax.default_backend()} ({', '.join(kinds)})")]
+    if jax.process_count() > 1:
+        found.append(Setting("processes", f"{jax.process_count()}, this is number {jax.process_index()}"))
+    return found
+
+
+def _precision() -> Setting:
+    if _flag("jax_enable_x64"):
+        return Setting("jax_enable_x64", "True", "numbers have 64 bits unless said otherwise")
+    return Setting("jax_enable_x64", "False", "float64 becomes float32")
+
+
+def _flags() -> list[Setting]:
+    values = [(name, _flag(name), usual, note) for name, usual, note in _FLAGS]
+    return [Setting(name, str(value), "" if value == usual else note) for name, value, usual, note in values]
+
+
+def _cache() -> Setting:
+    directory = _flag("jax_compilation_cache_dir")
+    if directory is None:
+        return Setting("compilation cache", "off", "jax_compilation_cache_dir would keep compiled programs")
+    return Setting("compilation cache", str(directory), "programs that call Python (run-time checks) may not be kept")
+
+
+def _flag(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
+def _environment() -> list[Setting]:
+    """Each flag on a line of its own."""
+    found = [(name, os.environ.get(name, "").split()) for name in _VARIABLES]
+    return [Setting(name, value) for name, values in found for value in dict.fromkeys(values)]
+
+
+# Whether LAPACK's threads get in the way of XLA's: then small factorizations take milliseconds.
+
+
+FEW, MANY = 16, 32  # columns that OpenBLAS solves for on one thread, and on all of them
+MOST = 2.0  # milliseconds that the second may take longer; the arithmetic takes a hundredth of it
+ROUNDS = 24
+NAME = "LAPACK's threads"
+
+
+def lapack_threads() -> Setting:
+    """How a triangular solve of LAPACK fares that uses several threads, right behind work of XLA's own threads."""
+    if jax.default_backend() != "cpu":
+        return Setting(NAME, "not used")
+    return judged(*(_milliseconds(columns) for columns in (FEW, MANY)))
+
+
+def judged(few: float, many: float) -> Setting:
+    """What the milliseconds of a solve on one thread, and of one on several, mean."""
+    if many - few <= MOST:
+        return Setting(NAME, "in nobody's way")
+    return Setting(
+        NAME,
+        f"{many - few:.0f} ms late",
+        "OpenBLAS's threads wait for cores that XLA's have: set OPENBLAS_NUM_THREADS=1 before Python starts",
+    )
+
+
+def _milliseconds(columns: int) -> float:
+    """The time of a product of XLA's and a solve behind it: the lower quartile, since others compute too."""
+    matrix = jnp.eye(columns) + jnp.tril(jnp.ones((columns, columns)), -1) / columns
+    large = jnp.ones((600, 600)) / 600
+
+    @jax.jit
+    def solve(large: Any, matrix: Any) -> Any:
+        product, matrix = jax.lax.optimization_barrier((large @ large, matrix))
+        return product, jax.scipy.linalg.solve_triangular(matrix, matrix, lower=True)
+
+    jax.block_until_ready(solve(large, matrix))
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(solve(large, matrix))
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[ROUNDS // 4]
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+    del parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at everything; the exit code is 1 if something fails, else 0."""
+    del arguments
+    start = time.perf_counter()
+    failed = [*_versions(), *_settings(), *_transformations(), *_copies(), *_cores()]
+    seconds = time.perf_counter() - start
+    print(f"{len(failed)} failed ({'; '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
+    return 1 if failed else 0
+
+
+def _versions() -> list[str]:
+    packages = versions.found()
+    headers = ["package", "version", "supported", "extra", ""]
+    rows = [[p.name, p.version or "-", p.wanted, p.extra, p.status] for p in packages]
+    show_table("Versions", headers, rows)
+    return [package.name for package in packages if package.fails]
+
+
+def _settings() -> list[str]:
+    """They cannot fail, but that JAX finds no device, which is an error of its own."""
+    found = [*settings(), lapack_threads()]
+    show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
+    return []
+
+
+def _transformations() -> list[str]:
+    results = _each("self-test", selftest.run, selftest.checks())
+    rows = [[r.name, f"FAILS: {r.error}" if r.error else "ok"] for r in results]
+    show_table("Self-test: a tiny loop and branches against plain Python", ["transformation", ""], rows)
+    return [result.name for result in results if result.error]
+
+
+def _copies() -> list[str]:
+    verdicts = [v for of_one in _each("compiled loops", copies.verdicts, copies.programs()) for v in of_one]
+    rows = [[v.name, f"{v.arrays:.1f}", v.status] for v in verdicts]
+    title = "Loops that write a row a step: does XLA copy all rows?"
+    show_table(title, ["program", "arrays held", ""], rows, numeric=["arrays held"])
+    return [verdict.name for verdict in verdicts if verdict.fails]
+
+
+def _cores() -> list[str]:
+    """What lanes gain from more cores. A gain cannot fail, but its process can."""
+    number = cores.usable()
+    if number < 2 or jax.default_backend() != "cpu":
+        return []
+    title = f"Lanes over {number} cores: `sharded_lanes` on {number} CPU devices (docs/cores.md)"
+    try:
+        gains = cores.gains(number)
+    except (subprocess.SubprocessError, ValueError) as error:
+        show_table(title, ["lanes", ""], [["not measured", f"FAILS: {error}"]])
+        return ["lanes over cores"]
+    headers = ["lanes", "one device, ms", f"{number} devices, ms", "times as fast"]
+    rows = [[g.lanes, f"{g.alone * 1e3:.1f}", f"{g.together * 1e3:.1f}", f"{g.times:.1f}"] for g in gains]
+    show_table(title, headers, rows, numeric=headers[1:])
+    return []
+
+
+def _each(what: str, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
+    """One after another, with a line on a terminal that says how far it is."""
+    values, results = list(values), []
+    shows = sys.stderr.isatty()
+    for i, value in enumerate(values):
+        if shows:
+            print(f"\r{what}: {i}/{len(values)}", end="", file=sys.stderr, flush=True)
+        results.append(function(value))
+    if shows:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return results

@@ -1,4 +1,0 @@
-"""`python -m loopax`.
-
-May import: calibration, core/jaxpr, extras, insight.
-"""

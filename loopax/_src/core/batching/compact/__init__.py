@@ -1,1 +1,0 @@
-"""Batches that finished lanes leave."""

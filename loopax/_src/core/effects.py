@@ -1,0 +1,270 @@
+"""Effects in the bodies of loops: not caused by finished lanes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.jaxpr.dependence import mixes_lanes
+from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, linearize_expanded, rule_of
+from loopax._src.core.jaxpr.util import (
+    bind_again,
+    evaluate,
+    inner_programs,
+    of_selected,
+    split_list,
+    trace,
+    weakly_cached,
+)
+from loopax._src.core.masking import fill_inactive
+from loopax._src.core.row_buffers import VERSION, add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Primitive,
+    Scan,
+    While,
+    are_ordered,
+    bind_linear_solve,
+    bind_while,
+    branches,
+    happens,
+    inlinable,
+    is_cond,
+    is_custom,
+    is_linear_solve,
+    is_scan,
+    is_while,
+    new_primitive,
+    open_call,
+    register,
+    zeros,
+)
+from loopax._src.messages import mixed_effect_message, ordered_lanes_message
+
+# An effect that happens where `active` is True. Operands: active, *operands.
+only_if_p = new_primitive("only_if")
+
+
+class OnlyIf(NamedTuple):
+    """The parameters of the primitive."""
+
+    happening: Primitive  # what has the effect
+    params: tuple[tuple[str, Any], ...]  # those of `happening`
+    types: tuple[Any, ...]  # of its results
+    causes: frozenset[Any]  # the effects
+
+    @classmethod
+    def of(cls, eqn: Any) -> "OnlyIf":
+        """Of an equation."""
+        types = tuple(variable.aval for variable in eqn.outvars)
+        return cls(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
+
+
+def _only_if(active: Any, *operands: Any, **params: Any) -> list[Any]:
+    """A real conditional: nothing is called where it is False, and results are zeros."""
+    primitive, rest, types, _ = OnlyIf(**params)
+
+    def happen(*operands: Any) -> list[Any]:
+        results = primitive.bind(*operands, **primitive.get_bind_params(dict(rest)))
+        return list(results) if primitive.multiple_results else [results]
+
+    return lax.cond(active, happen, lambda *_: list(map(zeros, types)), *operands)
+
+
+def _only_if_abstract(*_: Any, **params: Any) -> Any:
+    only_if = OnlyIf(**params)
+    return list(only_if.types), only_if.causes
+
+
+def _only_if_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """That of the conditional, if it has results: JAX says where these have no derivative, as of an `io_callback`."""
+    if not OnlyIf(**params).types:
+        return only_if_p.bind(*primals, **params), []
+    return jvp_expanded(_only_if)(primals, tangents, **params)
+
+
+def _only_if_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
+    """As `_only_if_jvp`."""
+    if not OnlyIf(**params).types:
+        return only_if_p.bind(*operands, **params), [], lambda *_: []
+    return linearize_expanded(_only_if)(nonzero, *operands, **params)
+
+
+def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Lane by lane, as JAX batches callbacks: a batched condition could not suppress anything.
+
+    Operands are `active, *operands` of the effect. A lane that is not active gets the results of one that is, as it
+    gets the operands of one: no loop goes on for it.
+    """
+    mapped, only_if = [d is not None for d in dims], OnlyIf(**params)
+    if not any(mapped):  # JAX asks inside batched control flow
+        return only_if_p.bind(*operands, **params), [None] * len(only_if.types)
+    if only_if.types and are_ordered(only_if.causes):
+        raise NotImplementedError(ordered_lanes_message(only_if.happening))
+    of_lane = of_selected(partial(only_if_p.bind, **params), mapped, operands)
+    own = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+    if not only_if.types:
+        for lane in range(own[0].shape[0]):
+            of_lane(*(x[lane] for x in own))
+        return [], []
+    results = lax.map(lambda own: of_lane(*own), own)
+    if mapped[0]:
+        results = fill_inactive(own[0], results, [True] * len(results))
+    return results, [0] * len(results)
+
+
+register(
+    only_if_p,
+    meaning=_only_if,
+    params=OnlyIf._fields,
+    effectful_abstract_eval=_only_if_abstract,
+    jvp=_only_if_jvp,
+    linearize=_only_if_linearize,
+    batch_without_axis=_only_if_batch,
+)
+
+
+def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True.
+
+    Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does.
+    """
+
+    def function(active: Any, *inputs: Any) -> list[Any]:
+        return evaluate(closed, inputs, lambda eqn, operands: _guarded_equation(eqn, active, operands))
+
+    return function
+
+
+# (equation, active, operands) -> results. For each primitive of loopax with programs in it (`core/rules.py`):
+Guard = Callable[[Any, Any, list[Any]], Sequence[Any]]
+guards: dict[Primitive, Guard] = {}
+
+
+def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    if eqn.primitive in (get_p, view_p):
+        *read, is_active = operands
+        return bind_again(eqn, [*read, is_active & active])
+    if eqn.primitive in (put_p, add_p, take_p):
+        rows, place, *rest = operands
+        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lanes_of(eqn.params))), *rest])
+    if not _acts(eqn):
+        return bind_again(eqn, operands)
+    if guard := _guard_of(eqn):
+        return guard(eqn, active, operands)
+    if mixes_lanes(eqn):
+        raise NotImplementedError(mixed_effect_message(eqn.primitive))
+    return only_if_p.bind(active, *operands, **OnlyIf.of(eqn)._asdict())
+
+
+@weakly_cached
+def acts(program: ClosedJaxpr | Jaxpr) -> bool:
+    """Whether a program has effects, or writes to a buffer, or its derivative has effects."""
+    return any(map(_acts, program.jaxpr.eqns if isinstance(program, ClosedJaxpr) else program.eqns))
+
+
+def _acts(eqn: Any) -> bool:
+    if happens(eqn.effects) or eqn.primitive in VERSION or any(map(acts, inner_programs(eqn))):
+        return True
+    rule = rule_of(eqn) if is_custom(eqn) else None
+    return rule is not None and happens(rule.effects)
+
+
+def _guard_of(eqn: Any) -> Guard | None:
+    """None where only JAX knows how to evaluate the equation."""
+    if eqn.primitive in guards:
+        return guards[eqn.primitive]
+    return next((guard for is_one, guard in _GUARDS_OF_JAX if is_one(eqn)), None)
+
+
+def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
+    """The guarded jaxpr with the flag as one more input at this position."""
+
+    def function(*inputs: Any) -> list[Any]:
+        return guarded(closed)(inputs[position], *inputs[:position], *inputs[position + 1 :])
+
+    avals = list(closed.in_avals)
+    return trace(function, [*avals[:position], jax.ShapeDtypeStruct((), bool), *avals[position:]])
+
+
+def _guard_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    program = inlinable(eqn)
+    assert program is not None
+    return guarded(program)(active, *operands)
+
+
+def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    index, *rest = operands
+    return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
+
+
+def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    loop = Scan.of(eqn)
+    consts, init, xs = split_list(operands, loop.sizes)
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, y = split_list(guarded(loop.body)(active, *consts, *carry, *x), [loop.num_carry])
+        return carry, y
+
+    carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
+    return [*carry, *ys]
+
+
+def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    loop = While.of(eqn)
+    cond_consts, rest = split_list(operands, [loop.num_cond_consts])
+    loop = While(
+        cond=_with_flag(loop.cond, 0),
+        body=_with_flag(loop.body, 0),
+        num_cond_consts=loop.num_cond_consts + 1,
+        num_consts=loop.num_consts + 1,
+        num_carry=loop.num_carry,
+    )
+    return bind_while(eqn, loop, [active, *cond_consts, active, *rest])
+
+
+def _guard_open_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    call = open_call(eqn)
+    assert call is not None
+    return call.bind(guarded(call.program), [active, *operands])
+
+
+def _guard_custom(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
+
+
+def _guard_linear_solve(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    return bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
+
+
+def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The loop with the flag as its first constant."""
+    loop = Loop(**eqn.params)
+    inverse = loop.inverse and _with_flag(loop.inverse, 1)
+    loop = loop._replace(body=_with_flag(loop.body, 1), inverse=inverse, num_consts=loop.num_consts + 1)
+    return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
+
+
+def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+    """The sweep with the flag as its first constant; effects of its step are guarded."""
+    sweep = ReverseSweep(**eqn.params)
+    inverse = sweep.inverse and _with_flag(sweep.inverse, 1)
+    sweep = sweep._replace(step=_with_flag(sweep.step, 1), inverse=inverse, num_consts=sweep.num_consts + 1)
+    return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
+
+
+_GUARDS_OF_JAX: list[tuple[Callable[[Any], Any], Guard]] = [
+    (is_cond, _guard_cond),
+    (is_scan, _guard_scan),
+    (is_while, _guard_while),
+    (is_custom, _guard_custom),
+    (is_linear_solve, _guard_linear_solve),
+    (open_call, _guard_open_call),
+    (inlinable, _guard_call),
+]

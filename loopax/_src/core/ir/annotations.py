@@ -1,0 +1,294 @@
+"""Where a loop comes from: what a user called, and the names of what goes through it. No rule looks at it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from loopax._src.core.jaxpr.evaluate import silent
+from loopax._src.core.jaxpr.util import inner_jaxprs, map_parameter, select, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr
+
+# A loop that tells, while it runs, how far it is.
+#
+# Whoever wants to know is a *reporter*, any hashable object with three methods that are called on the host:
+#
+# - `begin(total, runs, lanes, size)` returns a number for this run, and the number of steps until the first report;
+# - `report(run, steps, active)`, after so many steps, returns the number of steps until the next report;
+# - `end(run, steps)` is told the number of steps.
+#
+# `total` is -1 where the number of steps is not known beforehand, `active` where there are no lanes to count.
+#
+# Nothing is called from the step: a loop walks at full speed until the step whose turn it is
+# (`core/lowering/rows.py`). Calls are written when the loop is compiled, and are no effect of the primitive: showing
+# progress is no part of what a program means. So a loop whose results nobody uses is dead code, and shows nothing;
+# and no rule has to know of them.
+
+
+UNKNOWN = -1
+
+
+class Reporting(NamedTuple):
+    """What is static about the reports of a loop."""
+
+    reporter: Any
+    counts_lanes: bool = False  # a leaf of the carry, behind the predicate, is the number of lanes that go on
+    runs: int = 1  # so many loops are reported as one: a batch that is run in parts
+    lanes: int = 0  # where these parts are groups of lanes: of all groups
+    size: int = 0  # and of this one
+
+
+class Reports(NamedTuple):
+    """The reports of one run of a loop."""
+
+    reporter: Any
+    run: Any  # int32[]: the number of the run
+    first: Any  # steps until the first report
+
+    @classmethod
+    def begin(cls, reporting: Reporting, total: Any) -> "Reports":
+        """A run begins."""
+        reporter, _, runs, lanes, size = reporting
+        run, first = _call(lambda total: reporter.begin(total, runs, lanes, size), 2, total)
+        return cls(reporter, run, first)
+
+    def report(self, steps: Any, active: Any) -> Any:
+        """So many steps are done; returns how many more to take before the next report."""
+        (stride,) = _call(lambda *numbers: [self.reporter.report(*numbers)], 1, self.run, steps, active)
+        return stride
+
+    def end(self, steps: Any) -> None:
+        """All steps are done."""
+        _call(self.reporter.end, 0, self.run, steps)
+
+
+def _call(function: Callable[..., Any], num_results: int, *numbers: Any) -> list[Any]:
+    """Call on the host with Python integers, for integers: in one array each way, which takes half the time."""
+
+    def call(numbers: Any) -> np.ndarray | None:
+        results = function(*np.asarray(numbers).tolist())
+        return np.asarray(results, np.int32) if num_results else None
+
+    results = jax.ShapeDtypeStruct((num_results,), jnp.int32) if num_results else None
+    found = io_callback(call, results, jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers]))
+    return [found[i] for i in range(num_results)]
+
+
+# Programs whose loops do not show progress: recomputed steps are not shown a second time.
+
+
+def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr with loops that report nothing; itself where none does."""
+    return _stripped(closed) if _reports(closed) else closed
+
+
+def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation, with programs that do not show progress."""
+    return {name: map_parameter(value, strip_progress, _without_reporting) for name, value in params.items()}
+
+
+def _without_reporting(value: Any) -> Any:
+    return None if isinstance(value, Reporting) else value
+
+
+def strip_progress_of_equation(eqn: Any) -> Any:
+    """The equation, with programs that do not show progress."""
+    return eqn.replace(params=strip_progress_of_params(eqn.params)) if _equation_reports(eqn) else eqn
+
+
+@weakly_cached
+def _reports(jaxpr: Any) -> bool:
+    """Whether a loop anywhere inside reports."""
+    eqns = jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
+    return any(map(_equation_reports, eqns))
+
+
+def _equation_reports(eqn: Any) -> bool:
+    return any(map(_reports, inner_jaxprs(eqn))) or any(
+        isinstance(leaf, Reporting) for value in eqn.params.values() for leaf in _with_fields(value)
+    )
+
+
+def _with_fields(value: Any) -> Iterator[Any]:
+    """A parameter and, where it is the static description of something, its fields."""
+    yield value
+    if hasattr(value, "_fields"):
+        yield from value
+
+
+@weakly_cached
+def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
+    eqns = list(map(strip_progress_of_equation, closed.jaxpr.eqns))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
+
+
+# Programs without effects: recomputed steps do not repeat these.
+
+
+def without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Drop effectful equations without results (debug prints) and progress: recomputed steps do not repeat these."""
+    return silent(strip_progress(closed))
+
+
+# How a batch runs that is not in lockstep: how many stages or groups of lanes it has, and how large they are.
+
+
+# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of
+# an eighth of the lanes, and at most so many times as large.
+PART = 8
+LARGER = 4
+
+# Stages by default: half of the lanes, then half of these, and so forth. Most steps are taken by many lanes; few lanes
+# take the last steps, and a stage for them saves less than it takes to compile.
+SHRINKS = (2.0, 2.0, 2.7)
+LAST_SHRINK, FEW_LANES = 4.0, 64
+# Of a step that costs little, a larger batch costs little more.
+SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The sizes of the smaller batches that `Compact` makes.
+
+    Parameters
+    ----------
+    shrink
+        The size of a stage divided by the size of the next stage. None: as measured on a CPU.
+    min_lanes
+        The fewest lanes in a stage.
+    group_lanes
+        The fewest lanes in a group, for numbers of steps that are known. None: `min_lanes`.
+
+    """
+
+    shrink: float | None  # one size over the next; None: as measured
+    min_lanes: int  # no stage is smaller
+    group_lanes: int | None = None  # where numbers of steps are known: no group is smaller; None: as no stage is
+
+    @property
+    def min_group(self) -> int:
+        """The fewest lanes in a group."""
+        return self.min_lanes if self.group_lanes is None else self.group_lanes
+
+    def sizes(self, lanes: int, is_cheap: bool = False) -> list[int]:
+        """Return the sizes of the stages, from the whole batch down. A cheap step has fewer stages."""
+        by_default = is_cheap and self.shrink is None
+        fewest = max(self.min_lanes, FEWEST_IF_CHEAP) if by_default else self.min_lanes
+        sizes = [lanes]
+        while (smaller := -int(-sizes[-1] // self._shrink(sizes, is_cheap))) >= fewest and smaller < sizes[-1]:
+            sizes.append(smaller)
+        return sizes
+
+    def _shrink(self, sizes: list[int], is_cheap: bool) -> float:
+        """The last of these sizes over the next."""
+        if self.shrink is not None:
+            return self.shrink
+        if is_cheap:
+            return SHRINK_IF_CHEAP
+        if sizes[-1] <= FEW_LANES:
+            return LAST_SHRINK
+        return SHRINKS[len(sizes) - 1] if len(sizes) <= len(SHRINKS) else SHRINK_IF_CHEAP
+
+    def groups(self, lanes: int) -> list[tuple[int, int]]:
+        """Return the groups of a batch whose lanes are sorted by their numbers of steps.
+
+        Each pair is a number of groups, and the number of lanes in each of them.
+
+        The lanes with the most steps differ most, so they are in smaller groups. All groups together may have a few
+        places more than there are lanes.
+        """
+        if lanes < 2 * self.min_group:
+            return [(1, lanes)]
+        few = max(lanes // PART // self.min_group, 1)
+        others = lanes - few * self.min_group
+        size = min(max(lanes // PART, self.min_group), LARGER * self.min_group)
+        number = max(others // size, 1)
+        return [(few, self.min_group), (number, -(-others // number))]
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """One lane runs after another, each alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Lockstep, these stages, or one by one, whichever is expected to be fastest."""
+
+    stages: Stages
+    alone_is_fast: bool  # one lane keeps a core busy, as on a CPU
+
+
+HowLanesRun = Stages | OneByOne | Choice | None  # None: in lockstep
+
+
+UNNAMED = ""
+
+
+class Names(NamedTuple):
+    """The names of a loop's operands and rows of results, as paths in a user's pytrees.
+
+    A rule that changes which there are may leave them as they are: names that do not fit are not shown.
+    """
+
+    consts: tuple[str, ...]
+    carry: tuple[str, ...]
+    xs: tuple[str, ...]
+    ys: tuple[str, ...]
+
+    def keep(self, *masks: Sequence[bool]) -> "Names":
+        """Those of what is kept of each."""
+        return Names(*(_kept(mask, names) for mask, names in zip(masks, self, strict=True)))
+
+    def with_tangents(self, *masks: Sequence[bool]) -> "Names":
+        """The names of operands on pairs: behind each group, those of its tangents."""
+        pairs = zip(self, self.keep(*masks), strict=True)
+        return Names(*((*names, *(f"tangent of {name}" for name in dots)) for names, dots in pairs))
+
+    def fit(self, sizes: Sequence[int]) -> "Names":
+        """For so many of each."""
+        pairs = zip(self, sizes, strict=True)
+        return Names(*(names if len(names) == size else (UNNAMED,) * size for names, size in pairs))
+
+
+def _kept(mask: Sequence[bool], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(select(mask, names)) if len(mask) == len(names) else ()
+
+
+@dataclass(frozen=True)
+class DebugInfo:
+    """What a user called."""
+
+    function: str
+    kind: Any  # as it was given
+    lanes: Any
+    fixed: bool  # always as many steps, known when traced
+    bound_is_loose: bool  # the bound is `max_steps`
+    names: Names
+    most_steps: int | None = None  # of the call, from which a kind may make several loops
+    waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
+    branch: str = ""  # of a `cond` or a `switch`: the function of the user's
+    mixed_by: str = ""  # the primitive that mixes lanes, for which a batch is in lockstep that would not be
+
+    def renamed(self, names: Names) -> "DebugInfo":
+        """Give the operands and results other names."""
+        return replace(self, names=names)
+
+    def mixed(self, primitive: str) -> "DebugInfo":
+        """A batch in which lanes are mixed."""
+        return replace(self, mixed_by=primitive)
+
+    def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "DebugInfo":
+        """A batch that waits for its slowest lane, with so many more constants and leaves of the carry in front."""
+        names = self.names
+        names = names._replace(consts=(UNNAMED,) * consts + names.consts, carry=(UNNAMED,) * carry + names.carry)
+        waiting = self.waiting * lanes if isinstance(lanes, int) else self.waiting
+        return replace(self, names=names, waiting=waiting)
+
+    def __repr__(self) -> str:
+        """Short, for it stands in printed jaxprs."""
+        return self.function

@@ -1,0 +1,306 @@
+"""Loops that take different numbers of steps on the devices of a `shard_map`.
+
+Nothing in their bodies may communicate: a device that has finished would keep the others waiting for ever. But where a
+shared value meets a varying one, JAX marks the shared value as varying (`pvary`). The transpose of this mark is a sum
+over the devices, in every step of the backward loop. So
+
+- the inputs of such a loop are marked before the loop, and their cotangents are summed once, after the backward loop;
+- marks in the body become local marks, which keep the types. The transpose of a local mark changes the type back, to
+  that of a shared value, and sums nothing. Each device works on its own part of a cotangent until the loop has ended.
+
+So types in such a body may say "shared" of values that differ. All results of the loop are typed as varying.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core, lax
+
+from loopax._src.core.jaxpr.dependence import computed
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    Mask,
+    collective_in,
+    collective_over,
+    inner_jaxprs,
+    map_programs,
+    programs_in,
+    stacked,
+    trace,
+    weakly_cached,
+)
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprTypeError,
+    Primitive,
+    ad,
+    axis_arguments,
+    convert,
+    fits,
+    jaxpr_as_fun,
+    marked_varying,
+    mesh_axis,
+    register,
+    vary,
+    varying_axes,
+    with_varying_axes,
+)
+from loopax._src.messages import devices_message, sharded_lanes_message
+
+# Whether the operands of an equation fit the bodies in it. Only `check_jaxpr` asks, under `jax_enable_checks` say.
+#
+# A rule that mixes up operands, or forgets one, makes an equation that is wrong but can be traced: the types of
+# results follow from the bodies alone.
+
+
+def check_count(what: str, expected: int, given: Sequence[Any]) -> None:
+    """Raise where there are more or fewer operands."""
+    if len(given) != expected:
+        raise JaxprTypeError(f"{what}: expected {expected} operands, got {len(given)}")
+
+
+def check_types(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
+    """Raise where values of these types do not fit."""
+    if not fits(expected, given):
+        raise JaxprTypeError(f"{what}: expected ({_short(expected)}), got ({_short(given)})")
+
+
+def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> None:
+    """Raise where these are not arrays with so many rows of the expected types."""
+    check_types(what, [stacked(aval, rows or 0) for aval in expected], given)
+
+
+def check_numbers(what: str, given: Sequence[Any], shape: tuple[int, ...] = ()) -> None:
+    """Raise where these are not numbers of rows; they may vary over the axes of a `shard_map`."""
+    index = core.ShapedArray(shape, INDEX.dtype)
+    check_types(what, [with_varying_axes(index, varying_axes(aval)) for aval in given], given)
+
+
+def _short(avals: Sequence[Any]) -> str:
+    return ", ".join(str(aval) for aval in avals)
+
+
+# NaN for what is not valid.
+
+
+def nan_if(failed: Any, x: jax.Array) -> jax.Array:
+    """NaN in the place of numbers, and of their derivatives, where `failed` is True: one bool, or one for each lane.
+
+    No other NaN is computed on the way: under `jax_debug_nans` that would be an error, though it were not selected.
+    """
+    failed = jnp.asarray(failed)
+    failed = failed.reshape(*failed.shape, *(1,) * (x.ndim - failed.ndim)) if failed.ndim else failed
+    nan_or_one = convert(lax.sqrt(1 - 2 * failed.astype(jnp.float32)), x.dtype)
+    return jnp.where(failed, nan_or_one * x, x)
+
+
+# The mapped axis of a batching rule: where it stands in operands, and bodies that are mapped over it.
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mapped axis in a form that can key a cache."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+    similar: bool = False  # its lanes take similar numbers of steps
+    mesh_axis: Any = None  # the `Explicit` mesh axis along which its lanes are spread
+
+    @classmethod
+    def of(cls, data: Any) -> "Axis":
+        """What matters of JAX's description of the axis."""
+        arguments = axis_arguments(data)
+        names = arguments["axis_name"], arguments["spmd_axis_name"]
+        return cls(arguments["axis_size"], *names, mesh_axis=mesh_axis(data))
+
+    def resized(self, size: int, similar: bool = False) -> "Axis":
+        """The axis with another number of lanes."""
+        return replace(self, size=size, similar=similar)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `jax.vmap`."""
+        return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
+
+
+def refuse_sharded_lanes(axis: Axis) -> None:
+    """Raise where lanes would be gathered that are on several devices of an `Explicit` mesh."""
+    if axis.mesh_axis is not None:
+        raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
+
+
+def move(x: Any, dim: Any, to: int) -> Any:
+    """An operand with its mapped axis, if it has one, at `to`."""
+    return x if dim is None else jnp.moveaxis(x, int(dim), to)
+
+
+def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
+    """With the mapped axis at `to`, also where there was none."""
+    if dim is not None:
+        return jnp.moveaxis(x, int(dim), to)
+    if axis.mesh_axis is not None:
+        aval = stacked(jax.typeof(x), axis.size, to, axis.mesh_axis)
+        others = [place for place in range(len(aval.shape)) if place != to]
+        return jax.lax.broadcast_in_dim(x, aval.shape, others, out_sharding=aval.sharding)
+    x = jnp.expand_dims(x, to)
+    return jnp.broadcast_to(x, (*x.shape[:to], axis.size, *x.shape[to + 1 :]))
+
+
+def batch_if_mapped(primitive: Primitive, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The batching rule of a primitive, but for an equation that is the same for all lanes: it stays as it is.
+
+    JAX asks about every equation of a function that is mapped, also where no operand has lanes. Such an equation
+    depends on lanes only if a program in it communicates over their axis, or asks for a lane's place on it.
+    """
+
+    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
+        name, programs = Axis.of(axis_data).name, programs_in(tuple(params.values()))
+        if any(d is not None for d in dims) or any(collective_over(program, name) for program in programs):
+            return rule(axis_data, operands, dims, **params)
+        outputs = primitive.bind(*operands, **params)
+        return outputs, [None] * len(outputs) if primitive.multiple_results else None
+
+    return batch
+
+
+def is_batched(dims: Sequence[Any]) -> Mask:
+    """Which operands have a mapped axis."""
+    return tuple(d is not None for d in dims)
+
+
+def axes_of(mask: Sequence[bool], axis: int = 0) -> list[int | None]:
+    """Arguments for `jax.vmap`: `axis` for those that are batched."""
+    return [axis if batched else None for batched in mask]
+
+
+def lane_avals(avals: Sequence[Any], batched: Sequence[bool], axis: Axis) -> list[Any]:
+    """The types of operands for all lanes."""
+    return [stacked(a, axis.size, mesh_axis=axis.mesh_axis) if b else a for a, b in zip(avals, batched, strict=True)]
+
+
+def uniform_body(body: ClosedJaxpr, axis: Axis, inputs: Sequence[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
+    """The body for all lanes at once, where all take the same steps."""
+    mapped = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *axes_of(inputs)), out_axes=axes_of(outputs), **axis.arguments)
+    return trace(mapped, [body.in_avals[0], *lane_avals(body.in_avals[1:], inputs, axis)])
+
+
+Axes = frozenset[Any]
+
+# The identity, of a type that varies over other axes; nothing is communicated. Its transpose is one as well, but for
+# the axes in `summed`, over which it takes the place of a real mark.
+retyped_p = Primitive("retyped")
+
+
+def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
+    """An array as it is, typed as varying over these axes and no others."""
+    return x if varying_axes(x) == varying else retyped_p.bind(x, varying=varying, summed=summed)
+
+
+def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
+    """The cotangent of `x`, typed as `x` is: summed over the axes in `summed`, and as it is over all others.
+
+    The one operand is `x`, in which the identity is linear. A sum over an axis is the transpose of `pvary`.
+    """
+    del varying
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval)]
+    own = varying_axes(x.aval)
+    ct = retyped(ct, own | summed)
+    return [jax.linear_transpose(lambda x: vary(x, summed), x.aval)(ct)[0] if summed else ct]
+
+
+register(
+    retyped_p,
+    impl=lambda x, **_: x,
+    lowering=lambda _, x, **__: [x],
+    abstract_eval=lambda x, *, varying, summed: with_varying_axes(x, varying),  # noqa: ARG005
+    linear_in=[0],
+    transpose=_transpose,
+    batch_without_axis=lambda operands, dims, **params: (retyped_p.bind(*operands, **params), dims[0]),
+)
+computed[retyped_p] = lambda _: []
+
+
+def unvarying(numbers: Any) -> Any:
+    """Numbers of rows, typed as if all devices had the same; only where a loop is compiled.
+
+    The body of a loop is traced for a row whose type does not vary.
+    """
+    return retyped(numbers, frozenset())
+
+
+def differing(deciding: Sequence[Any]) -> Axes:
+    """The mesh axes over which what decides on a number of steps varies; arrays or types."""
+    return frozenset().union(*map(varying_axes, deciding))
+
+
+def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
+    """The arrays, marked as varying over these axes, too. Undefined primals stay as they are."""
+    if not axes:
+        return list(values)
+    return [x if ad.is_undefined_primal(x) else vary(x, axes - varying_axes(x)) for x in values]
+
+
+def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
+    """Trace `step(row, *carry, *rest) -> (*carry, *y)`, all given as types.
+
+    The carry varies from the start over the axes over which it comes to vary.
+    """
+
+    def as_given(row: Any, *operands: Any) -> list[Any]:
+        out = step(row, *operands)
+        pairs = zip(out, operands[: len(carry)], strict=False)
+        return [*(vary(x, varying_axes(old) - varying_axes(x)) for x, old in pairs), *out[len(carry) :]]
+
+    while True:
+        closed = trace(as_given, [row, *carry, *rest])
+        found = [varying_axes(aval) for aval in closed.out_avals[: len(carry)]]
+        if found == list(map(varying_axes, carry)):
+            return closed
+        carry = list(map(with_varying_axes, carry, found))
+
+
+@weakly_cached
+def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
+    """A body (row, *operands) for devices that take different numbers of steps; None: this one is.
+
+    All that it takes and returns varies over these axes, and nothing in it communicates over them.
+    """
+    if collective := collective_in(body.jaxpr, axes):
+        raise NotImplementedError(devices_message(*collective))
+    row, *avals = body.in_avals
+    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body.jaxpr, axes):
+        return None
+    function = jaxpr_as_fun(_marked_locally(body, axes))
+
+    def step(row: Any, *operands: Any) -> list[Any]:
+        given = [retyped(x, varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
+        return [retyped(x, varying_axes(x) | axes) for x in function(row, *given)]
+
+    return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
+
+
+def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
+    """Whether a value is marked as varying over one of the axes anywhere in it."""
+    return any(
+        axes & marked_varying(eqn) or any(_marks(inner, axes) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
+    )
+
+
+def _marked_locally(closed: ClosedJaxpr, axes: Axes) -> ClosedJaxpr:
+    """A jaxpr whose marks over these axes are replaced by local ones."""
+    eqns = [_equation(eqn, axes) for eqn in closed.jaxpr.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
+
+
+def _equation(eqn: Any, axes: Axes) -> Any:
+    marked = marked_varying(eqn)
+    if not marked & axes:
+        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(inner.jaxpr, axes) else inner)
+    params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
+    return eqn.replace(primitive=retyped_p, params=params)

@@ -1,0 +1,261 @@
+"""How rows are walked: `lax.while_loop` over the rows of a loop, or of a part of one."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.ir.annotations import UNKNOWN, Reports
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
+from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
+from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
+
+# Large constants of lanes, filled once for each set of active lanes instead of once in each step.
+#
+# What a finished lane reads of constants (`core/masking.py`) changes only when a lane finishes. So a loop whose
+# body fills large constants is compiled as two nested loops: the outer one fills them for the lanes that are active
+# now, and the inner one takes steps while the active lanes are still these.
+
+
+# Constants of all lanes together from which on this pays (measured in docs/benchmark.md); below it the additional loop
+# costs more than the copies.
+LARGE_CONSTANTS_BYTES = 64 * 1024
+
+
+class FilledOutside(NamedTuple):
+    """A body whose large constants are filled before it."""
+
+    body: ClosedJaxpr  # (row, *consts, *filled consts, *carry, *x) -> (*carry, *y)
+    activity: ClosedJaxpr  # (row, *consts, *carry) -> bool[lanes]: which lanes are active at this step
+    which: tuple[int, ...]  # of the constants, in the order of the filled ones
+
+    def at(self, consts: Sequence[Any], active_at: Callable[[Any], Any], state: Any) -> tuple[list[Any], Any]:
+        """The constants and the filled ones in this state; and whether a later state has the same active lanes."""
+        active = active_at(state)
+        filled = fill_inactive(active, [consts[i] for i in self.which], [True] * len(self.which))
+        return [*consts, *filled], lambda later: jnp.all(active_at(later) == active)
+
+
+@weakly_cached
+def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> FilledOutside | None:
+    """The body with its large constants filled outside; None where it fills none, or what is active is not known there.
+
+    A body is (row, *consts, *carry, *x) -> ...; which lanes are active must follow from row, consts and the first
+    `num_carry` operands behind them.
+    """
+    jaxpr = body.jaxpr
+    row, consts = jaxpr.invars[0], list(jaxpr.invars[1 : 1 + num_consts])
+    rest = jaxpr.invars[1 + num_consts :]
+    fills = [eqn for eqn in jaxpr.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
+    fills = [eqn for eqn in fills if any(eqn.invars[2] is const for const in consts)]
+    fills = [eqn for eqn in fills if eqn.invars[0] is fills[0].invars[0]]
+    if num_bytes(eqn.outvars[0].aval for eqn in fills) < LARGE_CONSTANTS_BYTES or not fills:
+        return None
+    activity = replace_jaxpr(body, jaxpr.invars, [fills[0].invars[0]])
+    activity, used = dce(activity, [True], [True] * (1 + num_consts + num_carry) + [False] * (len(rest) - num_carry))
+    if any(used[1 + num_consts + num_carry :]):
+        return None
+    inputs = [row, *consts, *(eqn.outvars[0] for eqn in fills), *rest]
+    others = [eqn for eqn in jaxpr.eqns if all(eqn is not fill for fill in fills)]
+    filled = dce(replace_jaxpr(body, inputs, jaxpr.outvars, others), [True] * len(jaxpr.outvars), True)[0]
+    return FilledOutside(filled, activity, tuple(consts.index(eqn.invars[2]) for eqn in fills))
+
+
+def active_of(outside: FilledOutside, consts: Sequence[Any], row: Any, carry: Sequence[Any]) -> Any:
+    """Which lanes are active at this row and carry."""
+    return jaxpr_as_fun(outside.activity)(row, *consts, *carry)[0]
+
+
+NEVER = -1  # a position that a loop without a limit does not reach
+
+# (position, carry) -> (carry, y); the constants and the rows of xs are inside.
+Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
+
+
+class LoopState(NamedTuple):
+    """The state of a running loop.
+
+    The order counts: with the position first, XLA's CPU backend runs a tiny step 13 % slower.
+    """
+
+    carry: list[Any]
+    ys: list[Any]  # rows already walked are written, others zero
+    position: Any  # of the next step, while there is one: a row number, or one counted from elsewhere
+    due: Any = None  # the position at which to report how far the loop is; None: it does not report
+
+
+class Steps(NamedTuple):
+    """The step of a loop, given its constants."""
+
+    make: Callable[[Sequence[Any]], Step]
+    consts: Sequence[Any]
+    row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
+    common: "Common | None" = None
+    # Where large constants are filled once for each set of active lanes (`filled_outside`): from a state to the
+    # constants with the filled ones, and to whether a later state has the same active lanes.
+    per_active_set: Callable[[LoopState], tuple[list[Any], Callable[[LoopState], Any]]] | None = None
+
+
+class Common(NamedTuple):
+    """The positions `first ... end - 1` are those of rows that all lanes of a batch walk; None: no limit."""
+
+    make: Callable[[Sequence[Any]], Step]  # the step there
+    first: Any
+    end: Any
+
+
+class Watch(NamedTuple):
+    """How a running loop reports how far it is."""
+
+    reports: Reports
+    start: Any  # the first position
+    lanes: int | None  # which leaf of the carry is the number of lanes that go on
+
+    def first_due(self, walk: "RowLoop") -> Any:
+        """The position of the first report."""
+        return self._after(walk, self.start, self.reports.first)
+
+    def next_due(self, walk: "RowLoop", state: LoopState) -> Any:
+        """Where to report next; reports where that is now."""
+        active = jnp.int32(UNKNOWN) if self.lanes is None else jnp.sum(state.carry[self.lanes], dtype=jnp.int32)
+
+        def now(position: Any, active: Any, _: Any) -> Any:
+            return self._after(walk, position, self.reports.report(walk.distance(self.start, position), active))
+
+        return lax.cond(state.position == state.due, now, lambda _, __, due: due, state.position, active, state.due)
+
+    def _after(self, walk: "RowLoop", position: Any, steps: Any) -> Any:
+        room = position + 1 if walk.reverse else MOST_STEPS - position
+        due = walk.advance(position, jnp.minimum(steps, room))
+        return due if walk.limited else jnp.where(due == MOST_STEPS, NEVER, due)
+
+
+class RowLoop(NamedTuple):
+    """How to walk: which way, how many steps at a time, and whether the carry may stop it."""
+
+    reverse: bool
+    unroll: int = 1
+    predicated: bool = False
+    limited: bool = True  # False: only the predicate stops it, and the position has no meaning
+    watch: "Watch | None" = None  # how the loop reports; None: it does not
+
+    def first(self, low: Any, high: Any) -> Any:
+        """The row of the first step."""
+        return high - 1 if self.reverse else low
+
+    def advance(self, position: Any, steps: Any) -> Any:
+        """The position so many steps on."""
+        return position - steps if self.reverse else position + steps
+
+    def distance(self, start: Any, position: Any) -> Any:
+        """Steps from one position to another."""
+        return start - position if self.reverse else position - start
+
+    def run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        """Walk until the position is `end` (the first that is not walked), or the predicate is False.
+
+        A loop that reports walks in stretches of many steps, each until a report is due.
+        """
+        if self.watch is None:
+            return self._run(steps, state, end)
+        watch, nearer = self.watch, jnp.maximum if self.reverse else jnp.minimum
+
+        def until_due(state: LoopState) -> LoopState:
+            due = watch.next_due(self, state)
+            stop = nearer(due, end) if self.limited else due
+            return self._run(steps, state._replace(due=None), stop)._replace(due=due)
+
+        return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
+
+    def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        if steps.per_active_set is not None:
+            return self._run_per_active_set(steps, steps.per_active_set, state, end)
+        for make, stop in self._parts(steps, end):
+            step = make(steps.consts)
+            for size in [self.unroll, 1] if self.unroll > 1 else [1]:
+                state = lax.while_loop(self._enough(stop, size), self._several(step, size, steps.row_of), state)
+        return state
+
+    def _parts(self, steps: Steps, end: Any) -> list[tuple[Callable[[Sequence[Any]], Step], Any]]:
+        """Steps to take one after another, each until its own end: rows that all lanes walk have their own step."""
+        if steps.common is None:
+            return [(steps.make, end)]
+        common, first, last = steps.common
+        if self.reverse:
+            first, last = (None if limit is None else limit - 1 for limit in (last, first))
+        nearer = jnp.maximum if self.reverse else jnp.minimum
+        parts = [] if first is None else [(steps.make, nearer(first, end))]
+        return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
+
+    def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        """Run a loop of one step or none, as a condition: XLA would move what is constant out of a loop."""
+        one = self._several(steps.make(steps.consts), 1, steps.row_of)
+        return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
+
+    def run_and_discard(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        """Compute the step of a loop of one step or none, and drop it where it is not taken.
+
+        XLA fuses it with what is around the loop, as it does not with a condition.
+        """
+        is_taken = self._enough(end, 1)(state)
+        carry, ys = steps.make(steps.consts)(state.position, state.carry)
+        rows = [y[None] for y in ys]
+        new = [*carry, *rows, self.advance(state.position, 1)]
+        old = [*state.carry, *state.ys, state.position]
+        found = [where(is_taken, a, b) for a, b in zip(new, old, strict=True)]
+        carry, rows, (position,) = split_list(found, [len(carry), len(rows)])
+        return LoopState(carry, rows, position)
+
+    def _run_per_active_set(self, steps: Steps, fill: Any, state: LoopState, end: Any) -> LoopState:
+        """Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes."""
+        enough = self._enough(end, 1)
+
+        def stretch(state: LoopState) -> LoopState:
+            consts, belongs = fill(state)
+            one = self._several(steps.make(consts), 1, steps.row_of)
+            return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
+
+        return lax.while_loop(enough, stretch, state)
+
+    def _enough(self, end: Any, size: int) -> Callable[[LoopState], Any]:
+        """Whether `size` steps remain, and the predicate holds."""
+        last = self.advance(end, -(size - 1))  # compared with as it is: tiny loops feel a subtraction
+
+        def goes_on(state: LoopState) -> Any:
+            enough = state.position > last if self.reverse else state.position < last
+            if not self.predicated:
+                return enough
+            if self.limited:
+                return state.carry[0] & enough
+            # The position stays at the largest in the end, where nothing is reported any more.
+            return state.carry[0] if self.watch is None else state.carry[0] & (state.position != end)
+
+        return goes_on
+
+    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[LoopState], LoopState]:
+        """Take `size` steps."""
+
+        def several(state: LoopState) -> LoopState:
+            carry, buffers, position, _ = state
+            for _ in range(size):
+                carry, y = step(position, carry)
+                row = row_of(position)
+                buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
+                position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
+            return LoopState(carry, buffers, position)
+
+        return several
+
+
+def read(array: Any, row: Any) -> Any:
+    """One row; row numbers here are never negative, so JAX need not check."""
+    index = partial(lax.dynamic_index_in_dim, axis=0, keepdims=False, allow_negative_indices=False)
+    return keep_bits(index, array, row)
+
+
+def write(array: Any, row: Any, value: Any) -> Any:
+    """The array with one row replaced, in place where it stands in a loop's state."""
+    update = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
+    return keep_bits(update, array, value, row)

@@ -1,0 +1,338 @@
+"""What both ways to compile a reverse sweep have in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from sys import maxsize
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from loopax._src.core.ir.loop import EMPTY_SLOT
+from loopax._src.core.ir.reverse_sweep import ReverseSweep
+from loopax._src.core.jaxpr.cost import Residual, arithmetic, classified, costs, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.util import num_bytes, num_equations, split_list, trace, weakly_cached
+from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Step, Steps, active_of, filled_outside, read
+from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, unmasked
+from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+
+# The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
+#
+# A replay that stores states has to evaluate each step once more for its derivative. One that stores residuals has
+# not: they are all that the derivative needs. The sweep records residuals where these have room where states would be
+# stored.
+
+
+# If more is handed over than so many times the state, leaving out what can be recomputed will not make it fit.
+MANY = 4
+
+
+class Recording(NamedTuple):
+    """The two parts of a step, and what is the same at every step."""
+
+    ahead: ClosedJaxpr  # (row, *consts, *state, *forward x) -> (*state, *record)
+    hoisted: ClosedJaxpr | None  # consts -> residuals that are the same at every step
+    back: ClosedJaxpr  # (row, *consts, *hoisted, *carry, *record, *x) -> (*carry, *y)
+    places: tuple[int, ...] | None  # the leaf of the state in whose slots each leaf of a record fits; None: not all do
+
+    def record_avals(self, num_state: int) -> list[Any]:
+        """The types of what is recorded of a step."""
+        return self.ahead.out_avals[num_state:]
+
+
+def recording_of(sweep: ReverseSweep) -> Recording | None:
+    """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
+    recording = None if sweep.inverse else _recording(sweep)
+    if recording is None:
+        return None
+    fits = recording.places is not None or not sweep.saving.reuses_room
+    return recording if fits else None
+
+
+@weakly_cached
+def _recording(sweep: ReverseSweep) -> Recording | None:
+    states = num_bytes(sweep.forward_avals.state)
+    room = max(states, sweep.saving.record_bytes)
+    if states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
+        return None
+    recording = _in_two_parts(sweep, stored=True)
+    return recording if recording is not None and _pays(sweep, recording, room) else None
+
+
+@weakly_cached
+def in_two_parts(sweep: ReverseSweep) -> Recording | None:
+    """The parts of a step whose record is used at once, and never stored; None: they cannot be told apart."""
+    if asks_for_active(sweep.step) or num_bytes(sweep.step.in_avals) == maxsize:
+        return None
+    return _in_two_parts(sweep, stored=False)
+
+
+def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
+    split = _split(sweep)
+    if split is None:
+        return None
+    known, later = split
+    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
+    residuals = classified(known, sizes, range(num_state, len(known.out_avals)))
+    constant = [r.position for r in residuals if r.hoisted]
+    of_steps = [r.position for r in residuals if _is_stored(known, r)]
+    first_x = 1 + num_consts + num_state
+    given = [*range(1 + num_consts), *range(first_x, first_x + num_xs)]
+    left, recompute = without_recomputed(known, given, [*constant, *(of_steps if stored else [])], constant)
+    hoisted = [p for p in constant if p in left]
+    recorded = [p for p in of_steps if p in left] if stored else of_steps
+    again = [p for p in (*constant, *of_steps) if p not in (*hoisted, *recorded)]
+    parts = _Parts(known, later, residuals, hoisted, recorded, again, left, recompute)
+    outputs = known.jaxpr.outvars
+    return Recording(
+        replace_jaxpr(known, known.jaxpr.invars, [*outputs[:num_state], *(outputs[p] for p in recorded)]),
+        hoisted_part(known, num_consts, hoisted),
+        _back(sweep, parts),
+        _places(sweep.forward_avals.state, [known.out_avals[p] for p in recorded]),
+    )
+
+
+def _handed_over(sweep: ReverseSweep) -> int:
+    """How many bytes the way back reads of what is computed ahead from states: found faster than by splitting."""
+    inputs = sweep.step.jaxpr.invars
+    from_state = set(sweep.of_backward(inputs[1:]).state)
+    later = {*sweep.of_backward(inputs[1:]).carry, *inputs[sweep.xs_range.start + sweep.num_forward_xs :]}
+    handed_over = set()
+    for eqn in sweep.step.jaxpr.eqns:
+        read = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        if read & later:
+            handed_over |= read & from_state
+            later.update(eqn.outvars)
+        elif read & from_state:
+            from_state.update(eqn.outvars)
+    return num_bytes(variable.aval for variable in handed_over)
+
+
+def _pays(sweep: ReverseSweep, recording: Recording, room: int) -> bool:
+    """Whether records have room, and save more than a tenth of what it costs to store states, and more than they cost.
+
+    A record that is no larger than a state is stored in its place, so it costs nothing more.
+    """
+    states, record = (num_bytes(of) for of in (sweep.forward_avals.state, recording.record_avals(sweep.num_state)))
+    saved = arithmetic(sweep.backward) - arithmetic(recording.back)
+    return record <= room and saved >= costs().cached_byte * (0.1 * states + max(record - states, 0))
+
+
+class _Parts(NamedTuple):
+    """The two parts of a step, and where each residual of the second comes from."""
+
+    known: ClosedJaxpr  # (row, *consts, *state, *forward x) -> (*state, *residuals)
+    later: ClosedJaxpr  # (*residuals, *carry, *other x) -> (*carry, *y)
+    residuals: Sequence[Residual]
+    hoisted: Sequence[int]  # positions among the outputs of `known`
+    recorded: Sequence[int]
+    recomputed: Sequence[int]
+    left: Sequence[int]  # from which these are computed
+    recompute: ClosedJaxpr | None  # (row, *consts, *forward x, *left) -> recomputed
+
+
+def _split(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
+    """JAX's partial evaluation of the step, where the carry and the rows that only the way back reads are unknown.
+
+    None where the step has effects: these happen on the way back, in the order of its steps, and not in replays.
+    """
+    if happens(sweep.step.effects):
+        return None
+    num_back_xs = len(sweep.xs_range) - sweep.num_forward_xs
+    unknown = [False] * (1 + sweep.num_consts) + [True] * sweep.num_carry + [False] * sweep.num_state
+    unknown += [False] * sweep.num_forward_xs + [True] * num_back_xs
+    outputs = [True] * sweep.num_carry + [False] * sweep.num_state + [True] * len(sweep.y_avals)
+    known, later, found = partial_eval_jaxpr(sweep.step, unknown, outputs)
+    return (known, later) if found == outputs else None
+
+
+def _is_stored(known: ClosedJaxpr, residual: Residual) -> bool:
+    is_row = known.jaxpr.outvars[residual.position] is known.jaxpr.invars[0]
+    return not residual.hoisted and residual.forwarded is None and not is_row
+
+
+def _back(sweep: ReverseSweep, parts: _Parts) -> ClosedJaxpr:
+    """The part that walks back: it finds the residuals in consts, xs and records, or computes them from these."""
+    expected, types = sweep.backward_avals, parts.known.out_avals
+    of_hoisted = [types[p] for p in parts.hoisted]
+    of_record = [types[p] for p in parts.recorded]
+    sizes = [sweep.num_consts, len(of_hoisted), sweep.num_carry, len(of_record)]
+
+    def body(row: Any, *operands: Any) -> list[Any]:
+        consts, hoisted, carry, record, xs = split_list(operands, sizes)
+        front, back = split_list(xs, [sweep.num_forward_xs])
+        found = dict(zip((*parts.hoisted, *parts.recorded), (*hoisted, *record), strict=True))
+        if parts.recompute is not None:
+            left = [found[p] for p in parts.left]
+            again = jaxpr_as_fun(parts.recompute)(row, *consts, *front, *left)
+            found.update(zip(parts.recomputed, again, strict=True))
+
+        def value(residual: Residual) -> Any:
+            return found.get(residual.position, row) if residual.forwarded is None else front[residual.forwarded]
+
+        values = [value(residual) for residual in parts.residuals]
+        return jaxpr_as_fun(parts.later)(*values, *carry, *back)
+
+    avals = [*expected.consts, *of_hoisted, *expected.carry, *of_record, *expected.xs]
+    return trace(body, [sweep.step.in_avals[0], *avals])
+
+
+def _places(state: Sequence[Any], record: Sequence[Any]) -> tuple[int, ...] | None:
+    """For each leaf of a record, a leaf of the state of the same type; each is taken at most once."""
+    free, places = list(enumerate(state)), []
+    for aval in record:
+        found = next((item for item in free if item[1] == aval), None)
+        if found is None:
+            return None
+        free.remove(found)
+        places.append(found[0])
+    return tuple(places)
+
+
+# Equations of a step from which on a sweep with slots holds it once for all that is evaluated again. With fewer, it is
+# faster to run two loops than to decide in each step what to store (docs/how-it-works.md).
+LONG_STEP = 300
+
+
+class Track(NamedTuple):
+    """The rows of the forward loop, by the number of steps from the first one."""
+
+    first_row: Any  # the first row
+    num_steps: Any
+    ahead: RowLoop  # how the forward loop walked
+
+    @classmethod
+    def of(cls, sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
+        """From the window of rows, and where the forward loop saved."""
+        ahead = RowLoop(sweep.reverse, sweep.unroll)
+        first_row = checkpoint_rows[0]
+        num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if sweep.reverse else high), 0)
+        return cls(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
+
+    def row(self, step: Any) -> Any:
+        """The row of a step."""
+        return self.ahead.advance(self.first_row, step)
+
+    def step(self, row: Any) -> Any:
+        """The step of a row."""
+        return self.ahead.distance(self.first_row, row)
+
+
+RowOf = Callable[[Any], Any]  # position -> row
+Run = Callable[..., list[Any]]  # a body
+
+
+class Body(NamedTuple):
+    """One of the two bodies of a sweep; the rows of xs are inside."""
+
+    run: Callable[..., Any]  # (row, consts, *leaves in groups) -> results in groups
+    consts: list[Any]
+    outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
+    common: tuple[CommonRows, Callable[..., Any]] | None  # rows that all lanes walk, and the body there
+    num_equations: int
+
+    def once(self, row: Any, *groups: Any) -> Any:
+        """What the body returns at one row."""
+        if self.outside is None:
+            return self.run(row, self.consts, *groups)
+        outside, consts = self.outside, self.consts
+        filled, _ = outside.at(consts, lambda row: active_of(outside, consts, row, []), row)
+        return self.run(row, filled, *groups)
+
+    def steps(
+        self,
+        make: Callable[[Callable[..., Any], RowOf], Callable[[Sequence[Any]], Step]],
+        ahead: RowLoop,
+        start: Any,
+        written: RowOf | None = None,
+    ) -> Steps:
+        """Steps whose positions count from the row `start`; `make` is told the row of a position.
+
+        A position writes its row of ys, or the one `written` says.
+        """
+
+        def row_of(position: Any) -> Any:
+            return ahead.advance(start, position)
+
+        steps = Steps(make(self.run, row_of), self.consts, written or row_of)
+        if self.outside is not None:
+            outside, consts = self.outside, self.consts
+            active_at = lambda state: active_of(outside, consts, row_of(state.position), [])  # noqa: E731
+            return steps._replace(per_active_set=partial(outside.at, consts, active_at))
+        if self.common is None:
+            return steps
+        rows, run = self.common
+        return steps._replace(common=Common(make(run, row_of), *_positions(rows, ahead, start)))
+
+
+class Bodies(NamedTuple):
+    """What a sweep evaluates.
+
+    A replay stores something before each step, which the way back reads: the state, or a record of residuals.
+    """
+
+    forward: Body  # (row, consts, state) -> state
+    replay: Body  # (row, consts, state) -> (state, stored)
+    backward: Body  # (row, consts, carry, stored) -> (carry, y)
+    stored_avals: Sequence[Any]
+    records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
+    places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
+
+    @property
+    def replay_is_long(self) -> bool:
+        """Whether the step of a replay takes so long to compile that a program should hold it once."""
+        plain = self.replay.outside is None and self.replay.common is None
+        return plain and self.replay.num_equations >= LONG_STEP
+
+    def replay_steps(self, ahead: RowLoop, start: Any, written: RowOf) -> Steps:
+        """The steps of a replay from the row `start`; a position stores in the row that `written` says."""
+
+        def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
+            return lambda consts: lambda position, state: replay(row_of(position), consts, state)
+
+        return self.replay.steps(make, ahead, start, written)
+
+
+def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
+    """The first position and the one behind the last."""
+
+    def position(row: Any) -> Any:
+        return None if row is None else ahead.distance(start, row) + int(ahead.reverse)
+
+    low, high = position(rows.low), position(rows.high)
+    return (high, low) if ahead.reverse else (low, high)
+
+
+def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: Recording | None) -> Bodies:
+    """The bodies of a sweep, as they are compiled. `recorded` says how it records residuals; None: it stores states."""
+    rows = common_rows(sweep.backward, consts)
+
+    def forward(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
+        return body(row, *consts, *state, *(read(x, row) for x in xs[: sweep.num_forward_xs]))
+
+    def storing_state(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+        return forward(body, row, consts, state), state
+
+    def recording(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+        state, record = split_list(forward(body, row, consts, state), [sweep.num_state])
+        return state, record
+
+    def backward(
+        body: Run, row: Any, consts: Sequence[Any], carry: list[Any], stored: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        out = sweep.outputs(body(row, *consts, *carry, *stored, *(read(x, row) for x in xs)))
+        return list(out.carry), list(out.ys)
+
+    def compiled(closed: ClosedJaxpr, run: Callable[..., Any], consts: list[Any] = consts) -> Body:
+        outside = filled_outside(closed, len(consts), 0)
+        body = outside.body if outside else closed
+        common = None if rows is None else (rows, partial(run, unmasked(closed)))
+        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common, num_equations(closed.jaxpr))
+
+    ahead = compiled(sweep.forward, forward)
+    if recorded is None:
+        states = sweep.forward_avals.state
+        replay, back = compiled(sweep.forward, storing_state), compiled(sweep.backward, backward)
+        return Bodies(ahead, replay, back, states, False, range(len(states)))
+    hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
+    replay, back = compiled(recorded.ahead, recording), compiled(recorded.back, backward, [*consts, *hoisted])
+    return Bodies(ahead, replay, back, recorded.record_avals(sweep.num_state), True, recorded.places or ())

@@ -1,0 +1,309 @@
+"""What a finished lane of a batch computes with.
+
+Under `jax.vmap` a lane that has finished still executes the body, and its result is thrown away. From operands of its
+own it could spin in an inner loop, or leave the body's domain. Nobody reads what is not a number there, until a
+derivative multiplies it by zero and sums over lanes. So the operands of a finished lane are overwritten with those of a
+lane that is still active (a batched double-where): always, or only in derivatives where the body is mere arithmetic.
+
+Large constants of each lane (the weights of an ensemble) would be copied in every step. The operation is a primitive,
+which stays visible in bodies: `core/lowering/rows.py` finds it there, and fills such constants once for each set of
+active lanes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.jaxpr.evaluate import batch_expanded
+from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, inner_jaxprs, map_programs, weakly_cached
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Primitive,
+    ad,
+    is_nonzero,
+    is_number,
+    new_primitive,
+    on_device,
+    register,
+    replace_jaxpr,
+    spec_of,
+    vary_like,
+    where,
+    zero,
+)
+
+# Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
+#
+# Where lanes take similar numbers of steps (in groups), bodies ask which lanes are active with a primitive of their
+# own. It stays visible in them whatever derivative is taken, so a loop can be compiled as two: one for rows in which
+# all lanes are active, and one for the others.
+
+
+active_p = new_primitive("active_lanes")
+
+_COLUMNS = 256  # in which many lanes are searched
+
+
+class ActiveLanes(NamedTuple):
+    """The parameters of the primitive. Operands are `row, *window`: the limits that each lane has of its own."""
+
+    windows: Mask  # whether lanes have lower limits of their own, and upper ones
+    lanes: int
+
+
+def active_lanes(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
+    """Which lanes have this row in their window; a bound that all share needs no test."""
+    active = jnp.ones(lanes, bool)
+    if windows[0]:
+        active &= window[0] <= row
+    if windows[1]:
+        active &= row < window[-1]
+    return active
+
+
+def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
+    return [active_lanes(row, window, windows, lanes)]
+
+
+def _abstract_active(*avals: Any, **params: Any) -> list[Any]:
+    return jax.make_jaxpr(lambda *xs: _active(*xs, **params))(*avals).out_avals
+
+
+register(
+    active_p,
+    meaning=_active,
+    params=ActiveLanes._fields,
+    abstract_eval=_abstract_active,
+    batch=batch_if_mapped(active_p, batch_expanded(_active)),
+)
+
+
+def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
+    """Which lanes are active (`active_lanes`), as a primitive that stays visible in a body."""
+    (active,) = active_p.bind(row, *window, windows=windows, lanes=lanes)
+    return active
+
+
+def an_active(active: Any) -> Any:
+    """The number of a lane that is active; that of any lane if none is. active: bool[lanes].
+
+    Of many lanes it is found in two steps, each of which XLA computes for many columns at once: a search through all of
+    them takes fifteen times as long.
+    """
+    lanes = active.shape[0]
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS or any(spec_of(jax.typeof(active))):
+        return jnp.argmax(active)
+    rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
+    column = jnp.argmax(rows.any(0))
+    return column + _COLUMNS * jnp.argmax(rows[:, column])
+
+
+def over_lanes(reduce: Callable[..., Any], values: Any) -> Any:
+    """`reduce` of what each lane has, such as the largest, for many lanes in two steps, too. values: [lanes]."""
+    lanes = values.shape[0] if values.ndim else 0
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS:
+        return reduce(values)
+    whole = lanes - lanes % _COLUMNS
+    columns = reduce(values[:whole].reshape(-1, _COLUMNS), axis=0)
+    return reduce(jnp.concatenate([columns, values[whole:]]))
+
+
+class CommonRows(NamedTuple):
+    """The rows `low ... high - 1` are walked by all lanes; None: no limit but the loop's."""
+
+    low: Any
+    high: Any
+
+
+def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
+    """Of a body (row, *consts, ...) that asks which lanes are active; None if it does not."""
+    row, *inputs = body.jaxpr.invars[: 1 + len(consts)]
+    values = dict(zip(inputs, consts, strict=True))
+    for eqn in body.jaxpr.eqns:
+        if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
+            window, windows = [values[atom] for atom in eqn.invars[1:]], ActiveLanes(**eqn.params).windows
+            return CommonRows(
+                jnp.max(window[0]) if windows[0] else None,
+                jnp.min(window[-1]) if windows[1] else None,
+            )
+    return None
+
+
+def asks_for_active(body: ClosedJaxpr) -> bool:
+    """Whether a body asks which lanes are active."""
+    return any(eqn.primitive is active_p for eqn in body.jaxpr.eqns)
+
+
+def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The body where all lanes are active; XLA removes what then has no effect."""
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is not active_p:
+            return bind_again(eqn, operands)
+        return [vary_like(jnp.ones(ActiveLanes(**eqn.params).lanes, bool), eqn.outvars[0].aval)]
+
+    return lambda *inputs: evaluate(body, inputs, equation)
+
+
+When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
+
+
+def pick(active: Any, a: Any, b: Any) -> Any:
+    """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
+    if not is_number(a.dtype):
+        # JAX's transpose of a choice has zeros that are numbers. Those of this primitive are of the dtype.
+        a, b = (
+            fill_inactive_p.bind(chosen, jnp.int32(0), jnp.broadcast_to(x, a.shape), batch_axes=0, when="never")
+            for chosen, x in ((active, a), (~active, b))
+        )
+    return where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
+
+
+def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool], when: When = "always") -> list[Any]:
+    """Give lanes that are not active the operands of one that is.
+
+    active: bool[lanes]; operands: [lanes, ...] where `batched`, and shared by all lanes where not.
+    """
+    if active.size == 0:
+        return list(operands)
+    first = jnp.int32(0) if when == "never" else an_active(active)
+    pairs = zip(operands, batched, strict=True)
+    return [
+        fill_inactive_p.bind(active, first, x, batch_axes=0, when=when) if is_batched else x for x, is_batched in pairs
+    ]
+
+
+# ---- programs whose transpose comes next: sums over lanes meet what finished lanes compute
+
+
+def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with operands filled that are filled in derivatives; itself where none is."""
+    return _filled_now(closed) if _fills_later(closed) else closed
+
+
+@weakly_cached
+def _fills_later(jaxpr: Any) -> bool:
+    """Whether an equation anywhere inside fills in derivatives."""
+    return any(map(_is_filled_later, jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns))
+
+
+def _is_filled_later(eqn: Any) -> bool:
+    if eqn.primitive is fill_inactive_p:
+        return eqn.params["when"] == "in_derivatives"
+    return any(map(_fills_later, inner_jaxprs(eqn)))
+
+
+@weakly_cached
+def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr:
+    eqns = [_equation_filled_now(eqn) if _is_filled_later(eqn) else eqn for eqn in closed.jaxpr.eqns]
+    return replace_jaxpr(closed, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+
+
+def _equation_filled_now(eqn: Any) -> Any:
+    if eqn.primitive is fill_inactive_p:
+        return eqn.replace(params=always(eqn.params))
+    return map_programs(eqn, filled_in_derivatives)
+
+
+def always(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation that fills in derivatives, as one that fills; others as they are."""
+    return {**params, "when": "always"} if params["when"] == "in_derivatives" else params
+
+
+# ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is
+
+fill_inactive_p = Primitive("fill_inactive")
+
+
+def fills_now(eqn: Any) -> bool:
+    """Whether an equation of the primitive fills the lanes of one batch where it stands."""
+    return not eqn.params["batch_axes"] and eqn.params["when"] == "always"
+
+
+def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> Any:
+    """The meaning of the primitive."""
+    if when != "always":
+        return x
+
+    def fill(active: Any, first: Any, x: Any) -> Any:
+        return pick(active, x, _lane(x, first))
+
+    for _ in range(batch_axes):
+        fill = jax.vmap(fill)
+    return on_device(lambda x: fill(active, first, x), x)
+
+
+def _lane(x: Any, number: Any) -> Any:
+    """One lane of x, with the axis of lanes; JAX does not slice an axis that is spread over an `Explicit` mesh."""
+    if not spec_of(jax.typeof(x))[0]:
+        return x[number][None]
+    is_it = jnp.arange(x.shape[0], dtype=number.dtype) == number
+    return pick(is_it, x, zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True)
+
+
+def _abstract_filled(*avals: Any, **params: Any) -> Any:
+    return jax.make_jaxpr(lambda *xs: filled(*xs, **params))(*avals).out_avals[0]
+
+
+def _of_active(active: Any, x: Any) -> Any:
+    """The tangents, or cotangents, of active lanes, and zeros.
+
+    What a finished lane computes is thrown away, so nothing depends on what it was given: there is no derivative from
+    one lane to another, and a NaN in one lane's derivative reaches no other lane.
+    """
+    return pick(active, x, zero(x.dtype))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Tangents of active lanes are their own; those of the others are zero.
+
+    Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
+    """
+    out = fill_inactive_p.bind(*primals, **params)
+    return out, _tangent(primals[0], out, tangents[2])
+
+
+def _linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
+    """The derivative as `_jvp` has it. It is linear in the tangent of `x`, and needs to know who is active."""
+    out = fill_inactive_p.bind(*operands, **params)
+    return out, nonzero[2], lambda *tangents: _tangent(operands[0], out, tangents[2])
+
+
+def _tangent(active: Any, out: Any, tangent: Any) -> Any:
+    """The tangent of the result, from that of `x`."""
+    return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _transpose(ct: Any, active: Any, _first: Any, x: Any, **_: Any) -> list[Any]:
+    """The cotangent of `x`: that of the result for active lanes, and zeros.
+
+    Operands are `active, first, x`; `x` is the linear one. It is a tangent where a batch of linear loops fills its
+    operands, and a filled tangent is one that nothing reads.
+    """
+    ct = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else _of_active(active, ct)
+    return [None, None, ct]
+
+
+def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int, when: When) -> Any:
+    """Lanes of several batches: each batch fills its lanes with one of its own.
+
+    Operands are `active, first, x`; the new axis of lanes is in front of all of them, and of the result.
+    """
+    axis = Axis.of(axis_data)
+    operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
+    return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1, when=when), 0
+
+
+register(
+    fill_inactive_p,
+    meaning=filled,
+    params=["batch_axes", "when"],
+    abstract_eval=_abstract_filled,
+    jvp=_jvp,
+    linearize=_linearize,
+    transpose=_transpose,
+    batch=batch_if_mapped(fill_inactive_p, _batch),
+)

@@ -1,0 +1,374 @@
+"""Free lanes: a loop with one loop in its body as a single loop, in which lanes need not wait for each other.
+
+In lockstep a batch of nested loops waits at every outer step for the lane with the most inner steps. Here one step of
+the single loop is, for each lane, whatever that lane is at::
+
+    if it is to begin an outer step:  what stands before the inner loop
+    if the inner loop goes on:        one step of it
+    if the inner loop has ended:      what stands after it; on to the next outer step
+
+Each of the three is a loop of at most one step, which in a batch runs if any lane needs it, and in which the other
+lanes are filled. So this is an ordinary loop to every transformation. (Dance et al. 2025, docs/references.md.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
+from loopax._src.core.ir.plan import EveryResidual, Storage
+from loopax._src.core.jaxpr.types import settled
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    MOST_STEPS,
+    bind_again,
+    evaluate_inlined,
+    split_list,
+    stacked,
+    trace,
+    weakly_cached,
+)
+from loopax._src.core.lowering.rows import RowLoop, read, write
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    inlinable,
+    is_jit,
+    jaxpr_as_fun,
+    open_constants,
+    replace_jaxpr,
+    vary_like,
+    where,
+    zeros,
+)
+from loopax._src.messages import (
+    CUT_LOOP_SHOWS_NOTHING,
+    FREE_NEEDS_BOUNDS,
+    derivative_message,
+    free_form_message,
+    inverse_message,
+)
+
+# A program with one loop in it, cut at that loop.
+
+
+# In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
+# to select in all of them.
+FEW_ROWS = 128
+
+
+class SplitProgram(NamedTuple):
+    """A program, cut at the loop in it."""
+
+    before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
+    operands: ClosedJaxpr  # (*inputs, *kept) -> (*consts, *xs) of the loop
+    after: ClosedJaxpr  # (*inputs, *kept, *results of the loop) -> outputs
+    loop: Loop
+
+    @property
+    def kept_avals(self) -> list[Any]:
+        """The types of what is computed before the loop for use in or after it."""
+        return self.before.out_avals[2 + self.loop.num_carry :]
+
+
+class LaneState(NamedTuple):
+    """Where a lane is in the loop."""
+
+    row: Any  # of the next step
+    end: Any  # the first row that is not walked
+    num_steps: Any
+    carry: list[Any]
+    ys: list[Any]
+    kept: list[Any]
+
+
+@weakly_cached
+def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> SplitProgram:
+    """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
+    flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
+    loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loop_p]
+    for eqn in loops:
+        _refuse_other_derivative(Loop(**eqn.params))
+    if len(loops) != 1:
+        raise refuse(len(loops))
+    (at,) = loops
+    front, behind = _around(flat.jaxpr.eqns, at)
+    made = {variable for eqn in front for variable in eqn.outvars}
+    loop = Loop(**at.params)
+    if loop.reporting is not None:
+        raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
+    if loop.inverse is not None:
+        raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
+    (low, high), consts, carry, xs = split_list(at.invars, [2, *loop.sizes])
+    used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.jaxpr.outvars]
+    kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
+    inputs = flat.jaxpr.invars
+    return SplitProgram(
+        before=replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
+        operands=replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
+        after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.jaxpr.outvars, behind),
+        loop=loop,
+    )
+
+
+def _refuse_other_derivative(loop: Loop) -> None:
+    """What is around the loop gives it that derivative, and a split program has it elsewhere."""
+    kind = loop.debug_info and loop.debug_info.kind
+    if kind is not None and kind.derivative != "exact":
+        raise NotImplementedError(derivative_message("a loop of which one is made with others", kind))
+
+
+def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
+    """The equations that do not need this one's results, and those that do."""
+    results, front, behind = set(at.outvars), [], []
+    for eqn in eqns:
+        if any(not isinstance(atom, Literal) and atom in results for atom in eqn.invars):
+            results.update(eqn.outvars)
+            behind.append(eqn)
+        elif eqn is not at:
+            front.append(eqn)
+    return front, behind
+
+
+def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
+    program = inlinable(eqn) if is_jit(eqn) else None
+    has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.jaxpr.eqns)
+    return program if has_loop else None
+
+
+def run_function(
+    function: Callable[..., list[Any]],
+    carry: Sequence[Any],
+    xs: Sequence[Any] = (),
+    *,
+    bound: int | None,
+    predicated: bool,
+    storage: Storage,
+) -> Outcome:
+    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it."""
+    opened, closed_over = open_constants(
+        settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
+    )
+    carry = list(map(vary_like, carry, opened.out_avals))
+    consts, (row, *rest) = split_list(opened.jaxpr.invars, [len(closed_over)])
+    loop = Loop(
+        replace_jaxpr(opened, [row, *consts, *rest], opened.jaxpr.outvars),
+        num_consts=len(consts),
+        num_carry=len(carry),
+        bound=bound,
+        reverse=False,
+        predicated=predicated,
+        unroll=1,
+        storage=storage,
+    )
+    high = jnp.int32(MOST_STEPS if bound is None else bound)
+    return run(loop, jnp.int32(0), high, closed_over, carry, xs)
+
+
+def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+    """`function(*values)` where it is needed, else the values as they are: a loop of one step or none."""
+
+    def once(_: Any, __: Any, *values: Any) -> list[Any]:
+        return [jnp.zeros((), bool), *function(*values)]
+
+    storage = EveryResidual(reason="one step or none")
+    return run_function(once, [needed, *values], bound=1, predicated=True, storage=storage).carry[1:]
+
+
+class Stepper(NamedTuple):
+    """The loop of a program, step by step, for lanes of which each is where it is."""
+
+    parts: SplitProgram
+
+    def start(self) -> LaneState:
+        """A place in the state of a lane that has not begun."""
+        carry, ys = self.parts.loop.output_avals
+        rows = [zeros(stacked(aval, self.parts.loop.bound or 0)) for aval in ys]
+        nothing = jnp.int32(0)
+        return LaneState(
+            nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, self.parts.kept_avals))
+        )
+
+    def goes_on(self, at: LaneState) -> Any:
+        """Whether a lane takes a step."""
+        loop = self.parts.loop
+        if loop.bound is None and loop.predicated:
+            return at.carry[0]
+        ahead = at.row > at.end if loop.reverse else at.row < at.end
+        return ahead & at.carry[0] if loop.predicated else ahead
+
+    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
+        """What stands before the loop, where it is needed."""
+        loop, sizes = self.parts.loop, [2, self.parts.loop.num_carry]
+
+        def before(*_: Any) -> list[Any]:
+            (low, high), carry, kept = split_list(jaxpr_as_fun(self.parts.before)(*inputs()), sizes)
+            return [*((high - 1, low - 1) if loop.reverse else (low, high)), *carry, *kept]
+
+        values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
+        (row, end), carry, kept = split_list(values, sizes)
+        ys = [where(needed, zeros(jax.typeof(y)), y) for y in at.ys]
+        return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
+
+    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
+        """One step, where it is needed."""
+        loop = self.parts.loop
+        if loop.bound == 0:
+            return at
+
+        def step(*values: Any) -> list[Any]:
+            operands = jaxpr_as_fun(self.parts.operands)(*inputs(), *at.kept)
+            consts, xs = split_list(operands, [loop.num_consts])
+            return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
+
+        values = [*at.carry, *map(zeros, loop.output_avals[1])]
+        carry, rows = split_list(at_most_once(needed, step, values), [loop.num_carry])
+        counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
+        return at._replace(
+            row=RowLoop(loop.reverse).advance(at.row, counted),
+            num_steps=at.num_steps + counted,
+            carry=carry,
+            ys=written(at.ys, at.row, rows, needed),
+        )
+
+    def after(self, inputs: list[Any], at: LaneState) -> list[Any]:
+        """What stands after the loop."""
+        return jaxpr_as_fun(self.parts.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
+
+
+def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any) -> list[Any]:
+    """The buffers with a row written, where that is needed."""
+    return [_written(buffer, row, value, needed) for buffer, value in zip(buffers, values, strict=True)]
+
+
+def _written(buffer: Any, row: Any, value: Any, needed: Any) -> Any:
+    rows = buffer.shape[0]
+    if rows > FEW_ROWS:
+        return write(buffer, row, where(needed, value, read(buffer, row)))
+    here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
+    return where(here.reshape(-1, *(1,) * value.ndim), value, buffer)
+
+
+class NestedState(NamedTuple):
+    """Where a lane is."""
+
+    goes_on: Any  # it takes this outer step, or is in it
+    inside: Any  # it has begun the outer step
+    row: Any  # of the outer step
+    num_steps: Any  # outer steps that are done
+    carry: list[Any]
+    ys: list[Any]
+    inner: LaneState
+
+
+class Machine(NamedTuple):
+    """One step of a lane."""
+
+    loop: Loop
+    inner: Stepper
+    low: Any
+    high: Any
+    consts: Sequence[Any]
+    xs: Sequence[Any]
+
+    def start(self, carry: Sequence[Any]) -> NestedState:
+        """Before the first step."""
+        row = RowLoop(self.loop.reverse).first(self.low, self.high)
+        ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals[1]]
+        no = jnp.zeros((), bool)
+        return NestedState(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
+
+    def goes_on(self, row: Any, carry: Sequence[Any]) -> Any:
+        """Whether a lane takes an outer step at this row."""
+        ahead = (self.low <= row) & (row < self.high)
+        return ahead & carry[0] if self.loop.predicated else ahead
+
+    def step(self, state: NestedState) -> NestedState:
+        """Begin an outer step, take an inner step, end the outer one: whatever the lane is at."""
+
+        def inputs() -> list[Any]:
+            return [state.row, *self.consts, *state.carry, *(read(x, state.row) for x in self.xs)]
+
+        begins = state.goes_on & ~state.inside
+        inside = state.inside | begins
+        at = self.inner.begin(begins, inputs, state.inner)
+        at = self.inner.step(inside & self.inner.goes_on(at), inputs, at)
+        ends = inside & ~self.inner.goes_on(at)
+        values = [*state.carry, *map(zeros, self.loop.output_avals[1])]
+        outputs = at_most_once(ends, lambda *_: self.inner.after(inputs(), at), values)
+        carry, rows = map(list, self.loop.outputs(outputs))
+        counted = ends.astype(jnp.int32)
+        row = RowLoop(self.loop.reverse).advance(state.row, counted)
+        ys = written(state.ys, state.row, rows, ends)
+        return NestedState(self.goes_on(row, carry), inside & ~ends, row, state.num_steps + counted, carry, ys, at)
+
+
+@weakly_cached
+def _as_one(loop: Loop) -> tuple[Loop, Any]:
+    """The single loop of states, its consts being low, high, *consts, *xs; and the structure of a state."""
+    stepper = Stepper(split_at_loop(loop.body, _refuse))
+    consts, carry, rows = loop.input_avals
+    operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
+    structure: list[Any] = []
+
+    def start(low: Any, high: Any, *carry: Any) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(Machine(loop, stepper, low, high, [], []).start(carry))
+        structure.append(treedef)
+        return leaves
+
+    def step(_: Any, *values: Any) -> list[Any]:
+        leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
+        now = Machine(loop, stepper, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
+        return jax.tree.leaves(now)
+
+    state = trace(start, [INDEX, INDEX, *carry]).out_avals
+    body = settled(step, INDEX, state, operands)
+    row, leaves, given = split_list(body.jaxpr.invars, [1, len(state)])
+    single = Loop(
+        replace_jaxpr(body, [*row, *given, *leaves], body.jaxpr.outvars),
+        num_consts=len(operands),
+        num_carry=len(state),
+        bound=_bound(loop, stepper.parts.loop),
+        reverse=False,
+        predicated=True,
+        unroll=1,
+        storage=loop.storage,
+        reporting=loop.reporting,
+        debug_info=loop.debug_info,
+    )
+    return single, structure[0]
+
+
+def run_free(
+    loop: Loop, low: Any, high: Any, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
+) -> Outcome:
+    """Run the loop as a single one."""
+    if loop.inverse is not None:
+        raise NotImplementedError(inverse_message("lanes='free'"))
+    stepper = Stepper(split_at_loop(loop.body, _refuse))
+    if loop.bound == 0:
+        return run(loop, low, high, consts, carry, xs)
+    single, structure = _as_one(loop)
+    if single.bound is None and loop.storage.needs_bound:
+        raise ValueError(FREE_NEEDS_BOUNDS)
+    start = jax.tree.leaves(Machine(loop, stepper, low, high, consts, xs).start(carry))
+    start = list(map(vary_like, start, single.body.out_avals))
+    end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
+    out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
+    last: NestedState = structure.unflatten(out.carry)
+    return Outcome(last.num_steps, last.carry, last.ys, [], [])
+
+
+def _refuse(loops: int) -> Exception:
+    return ValueError(free_form_message(loops))
+
+
+def _bound(loop: Loop, inner: Loop) -> int | None:
+    """The most steps of the single loop."""
+    if loop.bound is None or inner.bound is None:
+        return None
+    bound = loop.bound * max(inner.bound, 1)
+    return bound if bound < MOST_STEPS else None

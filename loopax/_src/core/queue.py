@@ -1,0 +1,288 @@
+"""Any number of items through a fixed number of lanes, which take the next items as they finish.
+
+The program that is run for each item holds one loop. One round of the queue takes the results of some lanes that have
+finished, gives them the next items, and steps all lanes until as many have finished again::
+
+    for chunk of items:                      # and, at the end, for as many empty chunks as there are lanes
+        outputs of finished lanes -> a row of results, with the numbers of their items
+        chunk -> these lanes
+        while enough lanes are busy: step all lanes
+
+The rounds are a loop over rows of items and of results, so neither is stored for a gradient, and the memory for one
+does not depend on how many rounds there are.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.core.batching.groups import active_first, take
+from loopax._src.core.ir.plan import Checkpoints
+from loopax._src.core.jaxpr.util import padded, split_list, stacked
+from loopax._src.core.lowering.rows import write
+from loopax._src.core.nested_lanes import LaneState, Stepper, at_most_once, run_function, split_at_loop
+from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
+from loopax._src.messages import lanes_map_message, lanes_stream_message
+
+# A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
+# items would begin and end more often.
+PART = 8
+# The states of all lanes that are kept for a gradient.
+KEPT_ROUNDS = 16
+NO_ITEM = -1
+
+
+class Lane(NamedTuple):
+    """What a lane is working on."""
+
+    item: Any  # its number, or NO_ITEM
+    inputs: list[Any]
+    inside: LaneState
+
+
+class Queue(NamedTuple):
+    """Lanes and the program of an item: (*shared, *item) -> outputs."""
+
+    stepper: Stepper
+    shared: Sequence[Any]
+    item_avals: Sequence[Any]
+    lanes: int
+    part: int  # lanes that take items in a round
+
+    def empty(self) -> Lane:
+        """Lanes without items."""
+        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), self.stepper.start())
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
+
+    def is_busy(self, lane: Lane) -> Any:
+        """Whether a lane has steps to take."""
+        return (lane.item != NO_ITEM) & self.stepper.goes_on(lane.inside)
+
+    def num_busy(self, state: Lane) -> Any:
+        """How many of all lanes are."""
+        return jnp.sum(jax.vmap(self.is_busy)(state), dtype=jnp.int32)
+
+    def begin(self, item: Any, inputs: list[Any], old: Lane) -> Lane:
+        """A lane with its next item."""
+        inside = self.stepper.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
+        return Lane(item, inputs, inside)
+
+    def step(self, lane: Lane) -> Lane:
+        """One step, if the lane has one to take."""
+        inside = self.stepper.step(self.is_busy(lane), lambda: [*self.shared, *lane.inputs], lane.inside)
+        return lane._replace(inside=inside)
+
+    def outputs(self, lane: Lane) -> list[Any]:
+        """The results of a lane, zeros where it has no item or is not done with it."""
+        done = (lane.item != NO_ITEM) & ~self.stepper.goes_on(lane.inside)
+
+        def after(*_: Any) -> list[Any]:
+            return self.stepper.after([*self.shared, *lane.inputs], lane.inside)
+
+        return at_most_once(done, after, list(map(zeros, self.stepper.parts.after.out_avals)))
+
+
+def run_queue(
+    program: ClosedJaxpr, shared: Sequence[Any], items: Sequence[Any], num_items: int, lanes: int
+) -> list[Any]:
+    """The outputs of the program for all items."""
+    lanes = min(lanes, num_items)
+    part = max(lanes // PART, 1)
+    queue = Queue(
+        Stepper(split_at_loop(program, _refuse_in_map)), shared, [jax.typeof(x[0]) for x in items], lanes, part
+    )
+    full, drained = -(-num_items // part), -(-lanes // part)
+    numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
+    numbers = jnp.where(numbers < num_items, numbers, NO_ITEM)
+    rows = [_rows(x, part, full + drained) for x in [numbers, *items]]
+    start, treedef = jax.tree.flatten(queue.empty())
+
+    def one_round(_: Any, *values: Any) -> list[Any]:
+        leaves, (numbers, *inputs) = split_list(values, [len(start)])
+        state, finished, outputs = _round(queue, treedef.unflatten(leaves), numbers, inputs)
+        return [*jax.tree.leaves(state), finished, *outputs]
+
+    storage = Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items")
+    out = run_function(one_round, start, rows, bound=full + drained, predicated=False, storage=storage)
+    finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
+    order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
+    return [take(y, order, 0) for y in outputs]
+
+
+def _rows(x: Any, part: int, rounds: int) -> Any:
+    """Rows of items, one for each round."""
+    missing = rounds * part - len(x)
+    return padded(x, missing).reshape(rounds, part, *x.shape[1:])
+
+
+def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
+    """One round; returns the state, and the numbers of the items that are done with their outputs."""
+    state, finished, outputs = exchange(queue, state, numbers, inputs)
+    return _step_until_some_are_done(queue, state, numbers), finished, outputs
+
+
+def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
+    """Take results of finished lanes, and give items to these and to other free lanes.
+
+    Returns the state, and the numbers of the items that are done with their outputs.
+    """
+    busy = jax.vmap(queue.is_busy)(state)
+    is_done = (state.item != NO_ITEM) & ~busy
+    rank = active_first(is_done, last=busy)[: queue.part]
+    chosen = jax.tree.map(lambda x: take(x, rank, 0), state)
+    done = is_done[rank]
+    outputs = jax.vmap(queue.outputs)(chosen)
+    left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
+    takes = left.item == NO_ITEM  # all of them, but at the end
+    begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
+    state = _with_lanes(state, rank, _where_lanes(takes, begun, left))
+    return state, jnp.where(done, chosen.item, NO_ITEM), outputs
+
+
+def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
+    """Step all lanes while too few of them are free for the next round."""
+    with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
+    is_last = jnp.any(numbers == NO_ITEM)  # no items are left: what follows only takes results
+    leave = jnp.where(is_last, jnp.maximum(with_item - queue.part, 0), queue.lanes - queue.part)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def too_many(state: Lane) -> Any:
+        return queue.num_busy(state) > leave
+
+    def step(_: Any, __: Any, *leaves: Any) -> list[Any]:
+        state = jax.vmap(queue.step)(treedef.unflatten(leaves))
+        return [too_many(state), *jax.tree.leaves(state)]
+
+    loop = queue.stepper.parts.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+    start = [too_many(state), *leaves]
+    out = run_function(step, start, bound=loop.bound, predicated=True, storage=loop.storage)
+    return treedef.unflatten(out.carry[1:])
+
+
+def _where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
+    """The new lanes where they are chosen, else the old ones."""
+
+    def pick(new: Any, old: Any) -> Any:
+        return where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, new, old)
+
+
+def _with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
+    """The state with these lanes in the places of others."""
+
+    def put(x: Any, new: Any, rank: Any) -> Any:
+        return x.at[rank].set(new, unique_indices=True)
+
+    return jax.tree.map(lambda x, new: on_device(partial(keep_bits, put), x, new, rank), state, lanes)
+
+
+def _refuse_in_map(loops: int) -> Exception:
+    return ValueError(lanes_map_message(loops))
+
+
+# Chunks of a queue's rounds: what a host starts, and looks at when they are done.
+#
+# `one_after_another` runs all rounds in one program, since it has all items. Here, a host has some items at a time. It
+# gives a chunk rows of items, one row for each round::
+#
+#     for row of items, until so many steps are taken:
+#         outputs of finished lanes -> a row of results, with the numbers of their items
+#         row -> these lanes, or others that are free
+#         while enough lanes are busy: step all lanes
+#     outputs of finished lanes -> one more row of results
+#
+# A row has no more items than there are lanes without a step to take when its round begins. The host makes sure of
+# that for the first row. After a round, as many lanes have none as a row has places.
+
+
+class ItemRows(NamedTuple):
+    """Items for a chunk."""
+
+    numbers: Any  # int32[rounds, places], NO_ITEM where there is none
+    inputs: list[Any]  # (rounds, places, ...)
+    filled: Any  # rows with items in them
+    count: Any  # rounds: more than there are such rows where no items are left, and lanes are only waited for
+    more: Any  # whether the host has more items
+    wanted: Any  # lanes to wait for in a round that no items follow
+
+
+class Found(NamedTuple):
+    """What a chunk found."""
+
+    finished: Any  # int32[rounds + 1, places]: numbers of items that are done, NO_ITEM where there is none
+    outputs: list[Any]  # (rounds + 1, places, ...)
+    rows: Any  # of items that were begun
+    iterations: Any  # in which all lanes were stepped
+    useful: Any  # steps of lanes in them
+    free: Any  # lanes without an item at the end
+
+
+def queue_for(program: ClosedJaxpr, shared: Any, item_avals: Any, lanes: int, places: int) -> Queue:
+    """Lanes for a program (*shared, *item) -> outputs with one loop in it."""
+    return Queue(Stepper(split_at_loop(program, _refuse_in_stream)), shared, item_avals, lanes, places)
+
+
+def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lane, Found]:
+    """Run rounds until so many steps are taken, or no row is left."""
+
+    def goes_on(at: tuple[Lane, Found]) -> Any:
+        state, found = at
+        is_left = jnp.any(state.item != NO_ITEM) | (found.rows < rows.filled)
+        return (found.rows < rows.count) & is_left & (found.iterations < most)
+
+    def one_round(at: tuple[Lane, Found]) -> tuple[Lane, Found]:
+        state, found = at
+        row = found.rows
+        state, found = _exchange(queue, state, found, rows.numbers[row], [x[row] for x in rows.inputs])
+        has_next = rows.more | (row + 1 < rows.filled)
+        with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
+        leave = jnp.where(has_next, queue.lanes - queue.part, jnp.maximum(with_item - rows.wanted, 0))
+        state, iterations, useful = _step(queue, state, leave, most - found.iterations)
+        return state, found._replace(
+            rows=row + 1, iterations=found.iterations + iterations, useful=found.useful + useful
+        )
+
+    state, found = lax.while_loop(goes_on, one_round, (state, _nothing(queue, rows.numbers.shape[0] + 1)))
+    none = [zeros(stacked(aval, queue.part)) for aval in queue.item_avals]
+    state, found = _exchange(queue, state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
+    return state, found._replace(free=jnp.sum(state.item == NO_ITEM, dtype=jnp.int32))
+
+
+def _nothing(queue: Queue, rows: int) -> Found:
+    places, zero = (rows, queue.part), jnp.int32(0)
+    outputs = [zeros(stacked(stacked(aval, queue.part), rows)) for aval in queue.stepper.parts.after.out_avals]
+    return Found(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
+
+
+def _exchange(queue: Queue, state: Lane, found: Found, numbers: Any, inputs: list[Any]) -> tuple[Lane, Found]:
+    """Results of finished lanes go to the next row, and items to these and to other free lanes."""
+    state, finished, outputs = exchange(queue, state, numbers, inputs)
+    return state, found._replace(
+        finished=found.finished.at[found.rows].set(finished),
+        outputs=[write(x, found.rows, new) for x, new in zip(found.outputs, outputs, strict=True)],
+    )
+
+
+def _step(queue: Queue, state: Lane, leave: Any, most: Any) -> tuple[Lane, Any, Any]:
+    """Step all lanes until at most so many are busy; also how often, and how many steps lanes took."""
+
+    def goes_on(at: tuple[Lane, Any]) -> Any:
+        state, iterations = at
+        return (queue.num_busy(state) > leave) & (iterations < most)
+
+    def step(at: tuple[Lane, Any]) -> tuple[Lane, Any]:
+        state, iterations = at
+        return jax.vmap(queue.step)(state), iterations + 1
+
+    after, iterations = lax.while_loop(goes_on, step, (state, jnp.int32(0)))
+    useful = jnp.sum(after.inside.num_steps - state.inside.num_steps, dtype=jnp.int32)
+    return after, iterations, useful
+
+
+def _refuse_in_stream(loops: int) -> Exception:
+    return ValueError(lanes_stream_message(loops))

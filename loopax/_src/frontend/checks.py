@@ -1,0 +1,228 @@
+"""Run-time checks: flags in the state of loops, raised once, after the outermost loop.
+
+A callback inside a loop's body costs about ten times what a flag in its carry does. So a check in the
+body of a loop is handed to that loop, which carries it along, and so on outward; after the outermost loop
+it is raised. A check that is made under another transformation inside the body (a `jit` or `vmap` there)
+cannot be handed over, and is raised on the spot.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from threading import local
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from loopax._src.core.jaxpr.types import nan_if
+from loopax._src.frontend.raising import Line, Said, call_at, calls, raise_if, with_amount
+from loopax._src.jax_internals import (
+    Primitive,
+    calling_lines,
+    is_number,
+    on_device,
+    register,
+    to_weak,
+    trace_state,
+    varying_as_needed,
+    zero,
+)
+from loopax._src.pytrees.leaves import RowByRow
+
+
+@dataclass(frozen=True)
+class Check:
+    """`message` is an error where `failed` (bool[], or one for each item) is True.
+
+    Where the check is raised at once, AMOUNT in it becomes the number `amount`, and the error says where in a batch it
+    failed first. Where a loop hands it on, neither is known. `stack` are the lines from which it comes; None: those
+    that lead to where it is raised.
+    """
+
+    failed: Any
+    message: str
+    amount: Any = None
+    stack: tuple[Line, ...] | None = None
+
+    @classmethod
+    def of(cls, call: str, failed: Any, problem: str, amount: Any = None) -> "Check":
+        """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
+        return cls(failed, f"{call_at(call)}: {problem}", amount)
+
+    @property
+    def text(self) -> str:
+        """The message without the number."""
+        return with_amount(self.message, None)
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether it is not known now that it does not, as it is known outside of `jit`."""
+        return isinstance(self.failed, Tracer) or bool(np.any(np.asarray(self.failed)))
+
+
+class KindCheck:
+    """`LoopCall.checked` of a loop that the user calls now: an error names this call, wherever a derivative is taken.
+
+    Programs keep it: those of calls from the same lines are the same.
+    """
+
+    def __init__(self, call: str, throw: bool) -> None:
+        """Look at the lines only where they are needed, for that takes time."""
+        self._call, self._throw, self._lines = call, throw, calling_lines()
+
+    def __call__(self, results: Any, failed: Any, message: str, amount: Any, *, throw: bool | None = None) -> Any:
+        """See `LoopCall`."""
+        if self._throw if throw is None else throw:
+            place = f" at {self._stack[0]}" if self._stack else ""
+            return settle(results, [Check(failed, f"{self._call}{place}: {message}", amount, self._stack)])
+        return jax.tree.map(lambda x: nan_if(failed, x), results)
+
+    @cached_property
+    def _stack(self) -> tuple[Line, ...]:
+        return calls(self._lines)
+
+    @property
+    def _key(self) -> Any:
+        return self._call, self._throw, self._stack
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the calls came from the same lines."""
+        return isinstance(other, KindCheck) and self._key == other._key
+
+    def __hash__(self) -> int:
+        """Of the lines."""
+        return hash(self._key)
+
+
+@dataclass
+class Collector:
+    """What the body of an outer loop has been handed while it is traced."""
+
+    trace: Any
+    checks: list[Check] = field(default_factory=list)
+
+
+_active = local()
+
+
+@contextmanager
+def collecting() -> Iterator[list[Check]]:
+    """Take the checks of loops in a body that is being traced."""
+    stack = _active.__dict__.setdefault("stack", [])
+    collector = Collector(trace_state())
+    stack.append(collector)
+    try:
+        yield collector.checks
+    finally:
+        stack.pop()
+
+
+def failures(checks: Sequence[Check]) -> dict[str, Any]:
+    """Where any of them fails, by message."""
+    failed: dict[str, Any] = {}
+    for check in checks:
+        failed[check.text] = jnp.any(check.failed) | failed.get(check.text, False)
+    return failed
+
+
+@varying_as_needed
+def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
+    """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
+    checks = [check for check in checks if check.can_fail]
+    stack = _active.__dict__.get("stack", [])
+    if stack and stack[-1].trace == trace_state():
+        stack[-1].checks.extend(checks)
+        return results
+    for check in checks:
+        failed = _raised(check, mesh or jax.sharding.get_abstract_mesh())
+        results = _invalid_if(failed, results) if isinstance(failed, Tracer) or failed else results
+    return results
+
+
+def _raised(check: Check, mesh: Any) -> Any:
+    """False, or an error."""
+    stack = calls(calling_lines()) if check.stack is None else check.stack
+    if not isinstance(check.failed, Tracer):
+        failed = jnp.asarray(np.asarray(check.failed))  # on one device
+        return raise_if(failed, check.message, stack, check.amount)
+    kinds = {AxisType.Manual} if mesh.size <= 1 else set(mesh.axis_types)
+    if kinds <= {AxisType.Manual}:
+        return raise_if(check.failed, check.message, stack, check.amount)
+    if AxisType.Explicit in kinds:
+        return on_each_device_p.bind(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
+    return _on_each_device(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
+
+
+def _on_each_device(failed: Any, *, said: Said, stack: tuple[Line, ...], mesh: Any) -> Any:
+    """Raise on all devices of a mesh over which JAX decides on shardings.
+
+    It would call back from one device, and all others would wait for that one for ever.
+    """
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    whole = PartitionSpec()
+    on_each = jax.shard_map(
+        lambda failed: raise_if(failed, said.text, stack),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        axis_names={name for name, axis_type in axes if axis_type != AxisType.Manual},
+        check_vma=False,
+    )
+    return on_each(failed)
+
+
+# `_on_each_device`, outside of all `jax.vmap`s: JAX does not map a `shard_map` over an axis that it takes itself.
+on_each_device_p = Primitive("on_each_device")
+register(
+    on_each_device_p,
+    meaning=_on_each_device,
+    params=["said", "stack", "mesh"],
+    abstract_eval=lambda failed, **_: core.ShapedArray((), failed.dtype),
+    batch_without_axis=lambda operands, _, **params: (on_each_device_p.bind(jnp.any(operands[0]), **params), None),
+)
+
+
+def _invalid_if(failed: Any, results: Any) -> Any:
+    """Make every array of the results, and its derivatives, depend on a check.
+
+    `equinox.error_if` lets tangents pass unchecked, so that a gradient whose value nobody uses would
+    not raise, and it does not take arrays that vary over the axes of a `shard_map`. So a constant is checked,
+    which then selects the results.
+    """
+
+    def invalid(tree: Any) -> Any:
+        select = partial(_selected, failed)
+        return jax.tree.map(lambda leaf: on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+    def guarded(node: Any) -> Any:
+        """Rows are seen through what stands beside them, which is enough."""
+        return eqx.tree_at(_rows, invalid(node), _rows(node)) if isinstance(node, RowByRow) else invalid(node)
+
+    return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
+
+
+def _rows(node: RowByRow) -> Any:
+    return node._rows
+
+
+def _selected(failed: Any, array: jax.Array) -> jax.Array:
+    """The array, or what stands for an invalid one (under `EQX_ON_ERROR=nan`, which does not raise)."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _selected(failed, jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    is_weak = array.weak_type
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        selected = nan_if(failed, array)
+    elif not is_number(array.dtype):
+        selected = jnp.where(failed, zero(array.dtype), array)
+    else:
+        invalid = jnp.full_like(array, True if array.dtype == jnp.bool_ else jnp.iinfo(array.dtype).max)
+        selected = jnp.where(failed, invalid, array)
+    return to_weak(selected) if is_weak else selected

@@ -1,0 +1,246 @@
+"""Items of any iterable, fetched and made ready while the device runs."""
+
+import contextvars
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from threading import Condition, Thread
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopax._src.frontend.references import refuse_references_in
+from loopax._src.nnx.functional import freeze
+from loopax._src.pytrees.leaves import Dynamic, Spec, pack, same_structure, same_value
+
+# Settings of JAX that belong to a thread, and to the place where a stream is made.
+
+
+class Settings(NamedTuple):
+    """Those that decide about arrays."""
+
+    x64: bool
+    promotion: Any
+    device: Any
+    prng: Any
+
+    @classmethod
+    def here(cls) -> "Settings":
+        """As they are now, in this thread."""
+        config: Any = jax.config
+        return cls(
+            bool(config.jax_enable_x64),
+            config.jax_numpy_dtype_promotion,
+            config.jax_default_device,
+            config.jax_default_prng_impl,
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Also somewhere else."""
+        with ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(self.x64))
+            stack.enter_context(jax.numpy_dtype_promotion(self.promotion))
+            stack.enter_context(jax.default_device(self.device))
+            stack.enter_context(jax.default_prng_impl(self.prng))
+            yield
+
+
+# Items on the host: their arrays, which must be alike.
+
+
+_ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
+
+
+class ItemTypes:
+    """What all items are like: the first."""
+
+    def __init__(self) -> None:
+        """No item is known."""
+        self.count = 0  # of items that were made ready
+        self._spec: Spec | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """From the first item on."""
+        assert self._spec is not None
+        return self._spec
+
+    def ready(self, item: Any) -> tuple[int, list[np.ndarray]]:
+        """The next item: its index and its arrays; an error where it is not like the others."""
+        found = self.ready_again(self.count, item)
+        self.count += 1
+        return found
+
+    def ready_again(self, index: int, item: Any) -> tuple[int, list[np.ndarray]]:
+        """One that has an index."""
+        if self._spec is None:
+            self._spec = _spec_of(item, index)
+        return index, _arrays_of(item, index, self._spec)
+
+
+def _spec_of(item: Any, index: int) -> Spec:
+    frozen = freeze(item)
+    refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
+    arrays, spec = pack(frozen)
+    types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
+    leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
+    return Spec(spec.treedef, tuple(leaves))
+
+
+def _arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
+    leaves, treedef = jax.tree.flatten(freeze(item))
+    if not same_structure(treedef, spec.treedef):
+        raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")
+    arrays = []
+    for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        if isinstance(expected, Dynamic):
+            arrays.append(_array(leaf, expected, spec, place, index))
+        elif not same_value(leaf, expected.value):  # a part of the program
+            raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
+    return arrays
+
+
+def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    impl = jax.random.key_impl(leaf) if is_key else None
+    if impl != of.key_impl:
+        raise TypeError(_message(spec, place, index, _kind_of_key(impl), _kind_of_key(of.key_impl)))
+    given = np.asarray(jax.random.key_data(leaf)) if is_key else _copied(leaf)
+    array = given
+    if array.dtype.kind in "biufcV":
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if array is not given and array.dtype.kind in "iu" and (array != given).any():
+        raise OverflowError(_message(spec, place, index, str(given), f"integers that fit into {array.dtype}"))
+    if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
+        raise TypeError(_message(spec, place, index, described(array), described(of.aval)))
+    return array
+
+
+def _copied(leaf: Any) -> np.ndarray:
+    """Arrays of JAX do not change; into others, the iterable may write again."""
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+
+
+def _kind_of_key(impl: Any) -> str:
+    return "no PRNG key" if impl is None else f"a PRNG key of {impl}"
+
+
+def described(aval: Any) -> str:
+    """The dtype and shape of an array."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _message(spec: Spec, place: int, index: int, got: str, expected: str) -> str:
+    return f"lanes_stream: item {index}{spec.paths()[place]} is {got}, expected {expected}. {_ALIKE}"
+
+
+class Source:
+    """Items in their order. They are fetched ahead in a thread, or, with `ahead=0`, where they are taken.
+
+    An error of the iterable, or of `ready`, is kept until all items before it are taken.
+    """
+
+    def __init__(self, items: Iterable[Any], ahead: int, ready: Callable[[Any], Any]) -> None:
+        """Begin to fetch; what is taken is `ready(item)`."""
+        self._iterator: Iterator[Any] = iter(items)
+        self._ahead = ahead
+        self._ready = ready
+        self._fetched: deque[Any] = deque()
+        self._changed = Condition()
+        self._ended = self._stopping = False
+        self._error: BaseException | None = None
+        self._thread: Thread | None = None
+        if ahead:
+            self._thread = Thread(target=self._as_here(), name="loopax items", daemon=True)
+            self._thread.start()
+
+    def take(self, most: int) -> list[Any]:
+        """The next items, so many at most: with `ahead=0` all of these, else those that are there."""
+        if not self._ahead:
+            while len(self._fetched) < most and not self._ended:
+                self._fetch_one()
+        with self._changed:
+            taken = [self._fetched.popleft() for _ in range(min(most, len(self._fetched)))]
+            self._changed.notify_all()
+        return taken
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until there is an item, or no more will come, or so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fetched or self._ended or not self._ahead, seconds)
+
+    @property
+    def num_fetched(self) -> int:
+        """How many items are there."""
+        return len(self._fetched)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all items are taken."""
+        with self._changed:
+            return self._ended and not self._fetched
+
+    def raise_error(self) -> None:
+        """Raise what the iterable has raised, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def forget_error(self) -> None:
+        """What the iterable has raised is not asked for any more."""
+        self._error = None
+
+    def stop(self, wait: bool = True) -> list[Any]:
+        """Fetch no more; returns the items that are fetched and not taken. One that is being fetched is waited for."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if wait and self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            self._ended = True
+            fetched = list(self._fetched)
+            self._fetched.clear()
+            self._changed.notify_all()
+        return fetched
+
+    def _as_here(self) -> Callable[[], None]:
+        """What another thread does: to fetch, with the context variables and settings of this one."""
+        context, settings = contextvars.copy_context(), Settings.here()
+
+        def fetch() -> None:
+            with settings.applied():
+                context.run(self._fetch_ahead)
+
+        return fetch
+
+    def _fetch_ahead(self) -> None:
+        while self._has_room():
+            self._fetch_one()
+
+    def _has_room(self) -> bool:
+        """Wait for room; false where nothing more is fetched."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._ended or len(self._fetched) < self._ahead)
+            return not (self._stopping or self._ended)
+
+    def _fetch_one(self) -> None:
+        try:
+            item = self._ready(next(self._iterator))
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised behind the items before it
+            self._end(error)
+        else:
+            with self._changed:
+                self._fetched.append(item)
+                self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
