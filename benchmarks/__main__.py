@@ -2,6 +2,8 @@
 
 Everything is measured and written unless a part is named, which is only printed. Results are written after each table,
 so that an interrupted run keeps what it has.
+
+With --short, four small programs in about a minute; with --device, a page of numbers of a device: `--short --help`.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import compare, page, records
 from benchmarks.records import Report
+from benchmarks.short import options
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -48,6 +51,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Do what is asked for."""
+    if {argument.partition("=")[0] for argument in sys.argv[1:]} & {"--short", "--device"}:
+        sys.exit(options.main(sys.argv[1:]))
     chosen, console = arguments(), Console()
     if chosen.list:
         print(*(item.title for item in _items("")), sep="\n")

@@ -1,4 +1,4 @@
-"""The tables of this benchmark that `python -m loopax bench --device` measures, and how: one in each process.
+"""The tables of this benchmark that `python -m benchmarks --device` measures, and how: one in each process.
 
     python -m benchmarks.on_device --list    # titles and expected seconds, as JSON
     python -m benchmarks.on_device TITLE     # measure the table, and print a record

@@ -25,7 +25,7 @@ from tests.support.example_files import load_example
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
-# The run that command.md shows: `python -m loopax bench --json` has written it.
+# The run that command.md shows: `python -m benchmarks --short --json` has written it.
 COMMAND = HERE.parent / "benchmarks" / "command_bench.json"
 STEPS, SLOTS = 30, 5
 
@@ -89,7 +89,7 @@ def comparison() -> Figure:
 
 
 def command() -> Figure:
-    """What `python -m loopax bench` has measured."""
+    """What `python -m benchmarks --short` has measured."""
     measured = json.loads(COMMAND.read_text())["measured"]
     return beside_peers.draw([Measurement(**row) for row in measured])
 

@@ -1,4 +1,4 @@
-"""`python -m loopax`: check whether loopax works on this machine, measure how fast it is, and see what it does."""
+"""`python -m loopax`: check whether loopax works on this machine, and see what it does."""
 
 import argparse
 import os
@@ -10,7 +10,6 @@ from loopax._version import __version__
 
 SUBCOMMANDS = {
     "doctor": "versions, devices, a self-test of every transformation, and what XLA copies in loops",
-    "bench": "loopax beside jax.lax, Equinox, Flax NNX and Diffrax on this machine, in about a minute",
     "calibrate": 'measure what operations cost on this machine, and write a file for Auto() and lanes="auto"',
     "demo": "cannon shots: loops of unknown length, batched and differentiated, in less than half a minute",
 }
@@ -21,14 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m loopax", description=__doc__)
     parser.add_argument("--version", action="version", version=f"loopax {__version__}")
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="{doctor,bench,calibrate,demo}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="{doctor,calibrate,demo}")
     for name, words in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=words)
         if name in given:  # the others need not be imported, and JAX takes seconds
-            module = import_module(f"loopax._src.command.{name}")
+            module = import_module(f"loopax._command.{name}")
             subparser.description = module.__doc__
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+    if given[:1] == ["bench"]:
+        parser.error("benchmarks stand in the repository: in a clone, `python -m benchmarks --short`")
     parsed = parser.parse_args(given)
     return parsed.run(parsed)
 

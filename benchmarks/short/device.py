@@ -132,7 +132,7 @@ def _advice() -> list[str]:
         "  - If nvidia-smi lists no GPU, install NVIDIA's driver first, or ask for a machine with a GPU.",
         '  - Install JAX for GPUs: pip install "jax[cuda13]" (driver 580 or newer) or "jax[cuda12]" (525 or newer).',
         "  - Unset JAX_PLATFORMS and CUDA_VISIBLE_DEVICES if they hide the GPU.",
-        "  - Measure the processor instead: python -m loopax bench --device cpu",
+        "  - Measure the processor instead: python -m benchmarks --device cpu",
     ]
 
 

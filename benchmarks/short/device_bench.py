@@ -1,4 +1,4 @@
-"""`python -m loopax bench --device`: a page of numbers of a device, in one command.
+"""`python -m benchmarks --device`: a page of numbers of a device, in one command.
 
 Each table runs in a process of its own. This process never asks JAX for a device, so that the memory of a GPU is free.
 """

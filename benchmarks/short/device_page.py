@@ -129,7 +129,7 @@ def _about(report: Report) -> str:
         "measured": report["date"],
     }
     title = seen["kind"] if report["sizes"]["rounds"] > 1 else f"{seen['kind']}, tiny sizes: these are no measurements"
-    command = f"`python -m loopax bench --device {seen['platform']}`"
+    command = f"`python -m benchmarks --device {seen['platform']}`"
     lines = markdown(["", ""], [[name, value] for name, value in facts.items() if value])
     return f"# {title}\n\nWritten by {command}.\n\n{lines}"
 

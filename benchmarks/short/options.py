@@ -1,12 +1,13 @@
-"""`python -m loopax bench`: loopax beside its peers on this machine, in about a minute.
+"""`python -m benchmarks --short`: loopax beside its peers on this machine, in about a minute.
 
 Small programs, measured in turn in one run: what counts are the ratios. With --device, more tables with several flags
 of XLA, written to a file named after the device, in less than twenty minutes. The benchmark by which loopax is
-developed is larger, and stands in the repository.
+developed is larger: `python -m benchmarks` without any of the two.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.short.measure import MINUTES
@@ -15,8 +16,16 @@ from loopax._src.extras import optional
 HERE, OF_DEVICE = ("json", "figure"), ("list", "quick", "only", "minutes", "to")  # options without and with --device
 
 
+def main(given: Sequence[str]) -> int:
+    """Do what these arguments say; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(given))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to measure, and where to write what was measured."""
+    parser.add_argument("--short", action="store_true", help="four programs, in about a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the machine and the versions")
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw time and memory (.png or .svg; needs matplotlib)"

@@ -1,4 +1,4 @@
-"""The programs of `python -m loopax bench`."""
+"""The programs of `python -m benchmarks --short`."""
 
 from collections.abc import Callable
 from functools import cache, partial

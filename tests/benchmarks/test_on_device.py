@@ -1,4 +1,4 @@
-"""The tables that `python -m loopax bench --device` takes from this benchmark: they exist, and give records."""
+"""The tables that `python -m benchmarks --device` takes from this benchmark: they exist, and give records."""
 
 import importlib
 import json

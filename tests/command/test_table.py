@@ -49,4 +49,11 @@ def test_no_such_subcommand(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "doctor,bench,calibrate,demo" in capsys.readouterr().err
+    assert "doctor,calibrate,demo" in capsys.readouterr().err
+
+
+def test_bench_says_where_it_has_gone(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--device", "gpu"])
+    assert ended.value.code == 2
+    assert "`python -m benchmarks --short`" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.short import device_page as device_report
 from benchmarks.short.device import DEFAULT
-from tests.command.test_device import CPU, GPU
-from tests.command.test_device_page import LOOPS, record, report
+from tests.benchmarks.test_device import CPU, GPU
+from tests.benchmarks.test_device_page import LOOPS, record, report
 
 FAILURE = {"title": "One loop", "flags": "default", "why": "memory"}
 

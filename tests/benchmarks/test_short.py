@@ -1,4 +1,4 @@
-"""`python -m loopax bench`: every library computes the same, failures are rows, and files are written."""
+"""`python -m benchmarks --short`: every library computes the same, failures are rows, and files are written."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.short import beside_peers, programs
 from benchmarks.short.measure import DEVICE, QUICK, Contender, Program, measure
-from loopax.__main__ import main
+from benchmarks.short.options import main
 from tests.support.example_files import precision_of_a_user
 
 HAS_DIFFRAX = importlib.util.find_spec("diffrax") is not None  # not in all environments
@@ -86,7 +86,7 @@ def one_program(monkeypatch, functions):
 def test_files(monkeypatch, tmp_path, capsys):
     one_program(monkeypatch, contenders())
     files = tmp_path / "figures.json", tmp_path / "figure.svg"
-    assert main(["bench", "--json", str(files[0]), "--figure", str(files[1])]) == 0
+    assert main(["--short", "--json", str(files[0]), "--figure", str(files[1])]) == 0
     written = json.loads(files[0].read_text())
     assert written["versions"].keys() - {"diffrax"} == {"loopax", "jax", "jaxlib", "equinox", "flax"}
     assert written["machine"]
@@ -107,7 +107,7 @@ def test_columns_in_which_nothing_stands_are_left_out():
 def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
     broken, fine = contenders()[3], contenders()[1]
     one_program(monkeypatch, [Contender("loopax", broken.function), fine])
-    assert main(["bench"]) == 1
+    assert main(["--short"]) == 1
     assert "no such thing" in capsys.readouterr().out
 
 
@@ -120,17 +120,17 @@ def test_sizes_are_those_of_the_device(monkeypatch, capsys):
 
     monkeypatch.setattr(beside_peers, "programs", lambda: [build])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["bench"]) == 0
+    assert main(["--short"]) == 0
     assert given == [DEVICE]
     assert "x loopax" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there(tmp_path, capsys):
-    assert main(["bench", "--json", str(tmp_path / "none" / "x.json")]) == 2
+    assert main(["--short", "--json", str(tmp_path / "none" / "x.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
 def test_without_matplotlib(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--figure", str(tmp_path / "x.png")]) == 2
+    assert main(["--short", "--figure", str(tmp_path / "x.png")]) == 2
     assert "pip install loopax[matplotlib]" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.short import device
 from benchmarks.short.device import Seen
-from loopax.__main__ import main
+from benchmarks.short.options import main
 
 CPU = Seen("cpu", "8 x cpu", "A Processor", "A Processor (2 logical cores)", "cpu", "", {"jax": "1", "jaxlib": "2"})
 GPU = CPU._replace(platform="gpu", devices="2 x NVIDIA H100", kind="NVIDIA H100", runtime="cuda 12090", driver="570.1")
@@ -42,7 +42,7 @@ def test_without_a_gpu_it_says_what_is_there_and_what_to_do(monkeypatch):
         "JAX_PLATFORMS: cpu",
         'pip install "jax[cuda13]"',
         '"jax[cuda12]"',
-        "bench --device cpu",
+        "python -m benchmarks --device cpu",
     ):
         assert words in said
 
@@ -61,7 +61,7 @@ def test_plugins_are_found_by_their_names(monkeypatch):
 
 def test_the_command_ends_with_2_before_anything_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(device, "look", lambda _: CPU)
-    assert main(["bench", "--device", "gpu", "--to", str(tmp_path)]) == 2
+    assert main(["--device", "gpu", "--to", str(tmp_path)]) == 2
     assert "JAX sees: 8 x cpu" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""`python -m loopax bench --device`: every table is measured or said to have failed, and the files grow with them."""
+"""`python -m benchmarks --device`: every table is measured or said to have failed, and the files grow with them."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ from benchmarks.short import device, device_bench, device_jobs
 from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS
 from benchmarks.short.device_jobs import Job, JobFailedError
 from benchmarks.short.device_worker import TABLES
-from loopax.__main__ import main
-from tests.command.test_device import CPU
-from tests.command.test_device_page import LOOPS
+from benchmarks.short.options import main
+from tests.benchmarks.test_device import CPU
+from tests.benchmarks.test_device_page import LOOPS
 
 RECORD = {"title": "One loop", "about": "forward, 9 steps", "rows": LOOPS}
 PRINT = f"import json; print('noise'); print(json.dumps({RECORD!r}))"
@@ -29,7 +29,7 @@ def run(monkeypatch, tmp_path):
     def of_jobs(*jobs, options=()):
         monkeypatch.setattr(device, "look", lambda _: CPU)
         monkeypatch.setattr(device_jobs, "jobs", lambda *_: list(jobs))
-        code = main(["bench", "--device", "cpu", "--to", str(tmp_path), *options])
+        code = main(["--device", "cpu", "--to", str(tmp_path), *options])
         file = tmp_path / "results-a-processor.json"
         return code, json.loads(file.read_text()) if file.exists() else None
 
@@ -58,7 +58,7 @@ def test_a_clone_has_more_tables_but_no_tiny_sizes_of_them(monkeypatch):
 
 def test_list_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr(device, "look", None)
-    assert main(["bench", "--device", "gpu", "--list"]) == 0
+    assert main(["--device", "gpu", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(table.title in shown for table in TABLES)
     assert "--xla_gpu_enable_command_buffer=+WHILE" in shown
@@ -66,7 +66,7 @@ def test_list_measures_nothing(monkeypatch, capsys):
 
 
 def test_a_part_that_no_title_has(capsys):
-    assert main(["bench", "--device", "cpu", "--quick", "--only", "banana"]) == 2
+    assert main(["--device", "cpu", "--quick", "--only", "banana"]) == 2
     assert "No table has 'banana'" in capsys.readouterr().err
 
 
@@ -149,13 +149,13 @@ def test_what_there_is_no_time_for_stays_as_it_was_measured_before(run):
     ],
 )
 def test_options_that_do_not_go_together(options, message, capsys):
-    assert main(["bench", *options]) == 2
+    assert main([*options]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_one_table_in_processes_of_its_own(tmp_path):
     """All that is between the command and the files, with tiny sizes."""
-    command = [sys.executable, "-m", "loopax", "bench", "--device", "cpu", "--quick", "--to", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "--device", "cpu", "--quick", "--to", str(tmp_path)]
     command += ["--only", "Condition every k steps: two flops, a"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,7 @@
 from benchmarks.short import device_page
 from benchmarks.short import device_page as device_report
 from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS
-from tests.command.test_device import GPU
+from tests.benchmarks.test_device import GPU
 
 
 def row(library, milliseconds, ratio, **others):
@@ -25,7 +25,7 @@ def report(*records, failed=()):
 def test_the_page_says_on_what_it_was_measured():
     lines = device_page.page(report()).splitlines()
     assert lines[0] == "# NVIDIA H100"
-    assert "Written by `python -m loopax bench --device gpu`." in lines
+    assert "Written by `python -m benchmarks --device gpu`." in lines
     assert "| device | 2 x NVIDIA H100; A Processor (2 logical cores) |" in lines
     assert "| driver | 570.1 |" in lines
     assert "| runtime | cuda 12090 |" in lines
