@@ -2,12 +2,15 @@
 
     python -m benchmarks.hlo FOLDER [part of a title]
 
-Names of computations and instructions are numbered anew and metadata is left out. So two folders differ only where the
-compiled programs do: `diff -rq BEFORE AFTER`. A change that only renames or moves code leaves them equal.
+A computation is written as the tree of its root: each instruction behind its operands, in the order in which these are
+first needed. Names of computations and instructions are numbered anew, and metadata is left out. So two folders differ
+only where the compiled programs do: `diff -rq BEFORE AFTER`. A change that renames or moves code leaves them equal, and
+so does one of the order of instructions that do not need each other.
 """
 
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -22,12 +25,40 @@ PARAMETER = re.compile(r"[\w.\-]+: (?=\(|\w+\[)")  # in the first line of a comp
 
 
 def normalised(hlo: str) -> str:
-    """The text without metadata, with names numbered in the order in which they appear."""
+    """The text without metadata, each computation as the tree of its root, with names numbered as they appear."""
     text = METADATA.sub("", TABLES.sub("", hlo))
     text = re.sub(r"^HloModule [^,]*", "HloModule program", text)
     text = "\n".join(PARAMETER.sub("", line) if line.endswith("{") else line for line in text.split("\n"))
+    head, *blocks = re.split(r"^(?=(?:ENTRY )?%[\w.\-]+ .*\{$)", text, flags=re.MULTILINE)
+    computations = {NAME.search(block)[0]: block.rstrip() for block in blocks}  # type: ignore[index]
+    entries = [name for name, block in computations.items() if block.startswith("ENTRY")]
+    text = head + "\n\n".join(_reached(computations, entries, as_tree))
     numbers: dict[str, str] = {}
-    return NAME.sub(lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), text)
+    return NAME.sub(lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), text) + "\n"
+
+
+def as_tree(block: str) -> str:
+    """A computation whose instructions stand behind their operands, from the root on; then those with effects alone."""
+    first, *lines = block.split("\n")
+    instructions = {NAME.search(line)[0]: line for line in lines if " = " in line}  # type: ignore[index]
+    root = [name for name, line in instructions.items() if line.lstrip().startswith("ROOT")]
+    return "\n".join([first, *_reached(instructions, [*root, *instructions]), "}"])
+
+
+def _reached(texts: dict[str, str], names: Sequence[str], write: Callable[[str], str] = str) -> list[str]:
+    """The texts of these names, each behind those of the names in it."""
+    found: dict[str, str] = {}
+    left = [(name, False) for name in reversed(names)]
+    while left:
+        name, is_ready = left.pop()
+        if name in found or name not in texts:
+            continue
+        if is_ready:
+            found[name] = write(texts[name])
+            continue
+        inside = [other for other in NAME.findall(write(texts[name])) if other != name]
+        left += [(name, True), *((other, False) for other in reversed(inside))]
+    return list(found.values())
 
 
 def main(folder: Path, part: str = "") -> None:
