@@ -42,11 +42,11 @@ class LoopOperands(NamedTuple):
 
     """
 
-    low: Any  # int32[]
-    high: Any  # int32[]
-    consts: Sequence[Any]  # what the body closes over
-    carry: Sequence[Any]  # before the first step; where the loop has a condition, its first leaf says whether to go on
-    xs: Sequence[Any]  # rows of a scan, `(bound, ...)`
+    low: Any
+    high: Any
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    xs: Sequence[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +79,11 @@ class LoopCall:
 
     loop: Loop
     operands: LoopOperands
-    is_fixed: bool  # it always takes as many steps as its bound
-    where: str  # the user's function, for errors
-    unpack: Callable[[Sequence[Any]], Any]  # from the arrays of a carry to the pytree that the user's body is given
-    # (results, failed (bool[]), message, amount) -> results: raises where it failed. In the message, "{amount}" becomes
-    # the number, in parentheses, or nothing where that is not known. With `throw=False`, results are NaN there.
+    is_fixed: bool
+    where: str
+    unpack: Callable[[Sequence[Any]], Any]
     checked: Callable[..., Any]
-    run_loop: Callable[[Loop, LoopOperands], Outcome]  # runs this loop, or a part of it, with a tape if it has one
+    run_loop: Callable[[Loop, LoopOperands], Outcome]
 
     def run(self) -> Outcome:
         """Run the loop, with the derivative that the plan of its kind gives."""
@@ -161,12 +159,11 @@ class StepFacts(NamedTuple):
 
     """
 
-    carry_bytes: int  # the part of the carry that the derivative of a step needs
-    residual_bytes: int  # all that it needs, if no step is evaluated again
-    evaluation: float  # evaluating the step once, in nanoseconds
-    read_bytes: int = 0  # all that the derivative reads, with what it computes from stored residuals
-    step: float = 0.0  # nanoseconds of a step of a loop that evaluates it, beside this
-    # What storing every carry, and residuals of every step, adds to a step, beside the bytes: calls of operations.
+    carry_bytes: int
+    residual_bytes: int
+    evaluation: float
+    read_bytes: int = 0
+    step: float = 0.0
     carry_calls: float = 0.0
     residual_calls: float = 0.0
 
@@ -185,9 +182,9 @@ class Cost(NamedTuple):
 
     """
 
-    memory: float  # bytes that a gradient stores, at most
-    time: float  # per step, beyond one evaluation and its derivative, in nanoseconds
-    stored: str = ""  # what is stored, for `explain`
+    memory: float
+    time: float
+    stored: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,12 +212,12 @@ class LoopFacts:
 
     """
 
-    bound: int | None  # the most steps
-    is_fixed: bool  # it always takes as many steps as its bound
-    bound_is_loose: bool  # it may take far fewer
-    length_is_known: bool  # when it starts: no condition stops it
-    sizes_are_known: bool  # when it is traced; not so where `jax.export` has symbolic dimensions
-    share: float  # of the memory that a kind was given: the loop is one of several that share it
+    bound: int | None
+    is_fixed: bool
+    bound_is_loose: bool
+    length_is_known: bool
+    sizes_are_known: bool
+    share: float
     measure: Callable[[], StepFacts]
 
     @cached_property
@@ -257,15 +254,9 @@ class Kind(ABC):
 
     """
 
-    needs_bound: ClassVar[bool] = False  # a loop without a static bound is refused where it is called
-    # Whose derivative a gradient is: the loop's exactly, the loop's to a tolerance, or another one on purpose. The last
-    # two override `run`.
+    needs_bound: ClassVar[bool] = False
     derivative: ClassVar[Derivative] = "exact"
-    # Takes one step back: called as the body, with the carry after a step, it returns the carry before it. None: the
-    # kind brings none. See the plan `LastCarry`.
     inverse: Callable[..., Any] | None = None
-    # Makes a row of a tape of each step. It is called as the body, with two carries in the place of one: before and
-    # after the step. The inverse gets the row as its last argument. None: there is no tape.
     record: Callable[..., Any] | None = None
 
     @abstractmethod

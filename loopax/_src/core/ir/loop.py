@@ -174,7 +174,7 @@ class Outcome(NamedTuple):
     carry: list[Any]
     ys: list[Any]
     saved: list[Any]
-    checkpoint_rows: list[Any]  # one array; none where the loop does not save
+    checkpoint_rows: list[Any]
 
     @property
     def leaves(self) -> list[Any]:
