@@ -33,6 +33,7 @@ from loopax._src.jax_internals import (
     bind_linear_solve,
     bind_while,
     branches,
+    eqns_of,
     happens,
     inlinable,
     is_cond,
@@ -166,7 +167,7 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
 @weakly_cached
 def acts(program: ClosedJaxpr | Jaxpr) -> bool:
     """Whether a program has effects, or writes to a buffer, or its derivative has effects."""
-    return any(map(_acts, program.jaxpr.eqns if isinstance(program, ClosedJaxpr) else program.eqns))
+    return any(map(_acts, eqns_of(program) if isinstance(program, ClosedJaxpr) else program.eqns))
 
 
 def _acts(eqn: Any) -> bool:

@@ -16,9 +16,12 @@ from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.jax_internals import (
     Literal,
+    constants_of,
     convert,
+    invars_of,
     made_at,
     memory_space,
+    outvars_of,
     source_here,
     spec_of,
     to_weak,
@@ -164,8 +167,8 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
     (of_result,) = found
     leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
     tree, consts = of_result.treedef.unflatten(leaves), closed.consts
-    inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
-    places = [None if isinstance(out, Literal) else inputs.get(out) for out in closed.jaxpr.outvars]
+    inputs = {var: i for i, var in enumerate([*constants_of(closed), *invars_of(closed)])}
+    places = [None if isinstance(out, Literal) else inputs.get(out) for out in outvars_of(closed)]
 
     def at(arrays: Sequence[Any]) -> _Found:
         values = [*consts, *arrays]

@@ -29,6 +29,7 @@ from loopax._src.frontend.references import (
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    as_open,
     convert,
     dce,
     is_reference,
@@ -361,7 +362,7 @@ def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     `both` has the carry after the step as its last inputs, and what the inverse returns as its last results.
     """
     both, of_tape = take_out_row_of_tape(both)
-    jaxpr = both.jaxpr
+    jaxpr = as_open(both)
     num_after = len(carry)
     inputs, after = jaxpr.invars[:-num_after], jaxpr.invars[-num_after:]
     body = replace_jaxpr(both, inputs, jaxpr.outvars[:-num_after])

@@ -19,10 +19,13 @@ from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
+    eqns_of,
     has_tangents,
+    invars_of,
     is_cast,
     is_select,
     keeps_values,
+    outvars_of,
     stands_alone,
     update_of,
     updates,
@@ -206,9 +209,9 @@ def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
     loop = found.seen.loop
     body = without_calls(loop.body)
-    makers = {variable: eqn for eqn in body.jaxpr.eqns for variable in eqn.outvars}
-    inputs = [body.jaxpr.invars[i] for i in loop.carry_range]
-    for value, start, end in zip(found.carry, inputs, body.jaxpr.outvars, strict=False):
+    makers = {variable: eqn for eqn in eqns_of(body) for variable in eqn.outvars}
+    inputs = [invars_of(body)[i] for i in loop.carry_range]
+    for value, start, end in zip(found.carry, inputs, outvars_of(body), strict=False):
         name = value.name or "a leaf of the carry"
         if (write := _write_to(start, end, makers)) is not None:
             yield from _rows_written(name, body, start, write)
@@ -272,7 +275,7 @@ def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Itera
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
     """Whether an array that is written in place is also used for something else."""
     versions = {start}
-    for eqn in body.jaxpr.eqns:
+    for eqn in eqns_of(body):
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         if not versions.intersection(operands):
             continue
@@ -329,7 +332,7 @@ def _branch_for_all(found: FoundLoop) -> Iterator[Advice]:
     """A function that is evaluated for lanes that do not take it, where that costs something."""
     debug_info = found.seen.loop.debug_info
     assert debug_info is not None
-    if found.inner or any(map(stands_alone, without_calls(found.seen.loop.body).jaxpr.eqns)):
+    if found.inner or any(map(stands_alone, eqns_of(without_calls(found.seen.loop.body)))):
         yield Advice(
             "branch-for-all-lanes",
             found.source,

@@ -22,7 +22,7 @@ from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
 from loopax._src.insight.memory import temporary_bytes
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, api_boundary, as_closed, as_open, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static import Why, positive_int
 
@@ -38,7 +38,7 @@ def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
         )
     if kind.derivative != "exact":
         return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
-    jaxpr = closed.jaxpr
+    jaxpr = as_open(closed)
     return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
 
 
@@ -89,7 +89,7 @@ def _inside(value: Any, kind: Kind) -> Any:
     if isinstance(value, ClosedJaxpr):
         return with_kind(value, kind)
     if isinstance(value, Jaxpr):
-        return with_kind(ClosedJaxpr(value, []), kind).jaxpr
+        return as_open(with_kind(as_closed(value), kind))
     if type(value) in (tuple, list):
         return type(value)(_inside(item, kind) for item in value)
     return value

@@ -26,7 +26,10 @@ from loopax._src.jax_internals import (
     Scan,
     While,
     argument_names,
+    as_closed,
+    eqns_of,
     has_tangents,
+    invars_of,
     is_kernel,
     jaxpr_as_fun,
     lax_loop,
@@ -71,13 +74,13 @@ class FoundLoop(NamedTuple):
 def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     """The loops of a program, in order."""
     flat = without_calls(closed)
-    values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
+    values = dict(zip(invars_of(flat), inputs, strict=True))
 
     def value(atom: Any) -> Value:
         return Value() if isinstance(atom, Literal) else values.get(atom, Value())
 
     found: list[FoundLoop] = []
-    for eqn in flat.jaxpr.eqns:
+    for eqn in eqns_of(flat):
         seen = see(eqn)
         if seen is not None:
             one = found_at(eqn, seen, list(map(value, seen.operands)))
@@ -100,7 +103,7 @@ def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
 def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[FoundLoop]:
     """The loops in branches, or in what else an equation holds; the operands of these are its last ones."""
     for inner in inner_programs(eqn):
-        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+        closed = as_closed(inner)
         count = len(closed.in_avals)
         is_fed = count <= len(operands)
         yield from find(closed, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)

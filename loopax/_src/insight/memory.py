@@ -29,16 +29,19 @@ from loopax._src.frontend.raising import of_user
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
+    as_open,
     branches,
     called,
     dce,
     equation_context,
+    invars_of,
     is_cond,
     is_costly,
     is_lax_loop,
     is_of_jax,
     lax_loop,
     moves,
+    outvars_of,
     renames,
     stands_alone,
     takes_fused,
@@ -157,7 +160,7 @@ class _Layout:
 
     def __init__(self, closed: ClosedJaxpr, carried: Mapping[int, int]) -> None:
         """`carried` says which input a result of a loop's body becomes: both stand in one place, outside."""
-        jaxpr = unfolded(closed).jaxpr
+        jaxpr = as_open(unfolded(closed))
         self.eqns = jaxpr.eqns
         self.numbers: dict[Any, list[int]] = {}  # of a result: which ones of the program it is
         for number, atom in enumerate(jaxpr.outvars):
@@ -213,7 +216,7 @@ class _Layout:
     def _run_loop(self, place: int, eqn: Any) -> int:
         loop = lax_loop(eqn)
         assert loop is not None
-        inputs, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
+        inputs, outputs = invars_of(loop.body), outvars_of(loop.body)
         for i, result in enumerate(eqn.outvars):
             start = eqn.invars[loop.carry_start + i] if i < loop.num_carry else None
             if start is None:

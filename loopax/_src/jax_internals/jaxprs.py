@@ -326,6 +326,49 @@ register(
 )
 
 
+# From JAX 0.12 on, `Jaxpr` and `ClosedJaxpr` are one class, and the ways from one to the other are to be removed.
+
+
+def eqns_of(program: Any) -> Sequence[Any]:
+    """The equations of a jaxpr, closed or not."""
+    return program.jaxpr.eqns if isinstance(program, ClosedJaxpr) else program.eqns
+
+
+def invars_of(program: Any) -> Sequence[Any]:
+    """The variables that are the inputs of a jaxpr, closed or not."""
+    return program.jaxpr.invars if isinstance(program, ClosedJaxpr) else program.invars
+
+
+def outvars_of(program: Any) -> Sequence[Any]:
+    """The variables and literals that are the outputs of a jaxpr, closed or not."""
+    return program.jaxpr.outvars if isinstance(program, ClosedJaxpr) else program.outvars
+
+
+def constants_of(closed: ClosedJaxpr) -> dict[Any, Any]:
+    """The variables of a jaxpr's constants, with these."""
+    return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[Any]) -> ClosedJaxpr:
+    """The jaxpr with other equations that give the same variables, and have the same effects."""
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(eqns)), closed.consts)  # type: ignore[attr-defined]
+
+
+def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    """The jaxpr with other constants."""
+    return ClosedJaxpr(closed.jaxpr, consts)
+
+
+def as_closed(program: Any) -> ClosedJaxpr:
+    """A jaxpr without constants, closed."""
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
+def as_open(closed: ClosedJaxpr) -> Any:
+    """The jaxpr without its constants."""
+    return closed.jaxpr
+
+
 def replace_jaxpr(
     closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None
 ) -> ClosedJaxpr:

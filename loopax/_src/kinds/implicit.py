@@ -16,10 +16,12 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     api_boundary,
     convert,
+    invars_of,
     jaxpr_as_fun,
     moved_like,
     on_device,
     open_constants,
+    outvars_of,
     replace_jaxpr,
     to_device,
     vary_like,
@@ -120,7 +122,7 @@ def _of_function(
         return jax.tree.leaves(results[0])
 
     raw = jax.make_jaxpr(flat)(*call.loop.input_avals.carry)
-    carry, out = raw.jaxpr.invars, raw.jaxpr.outvars
+    carry, out = invars_of(raw), outvars_of(raw)
     half = len(out) // 2 if _is_pair(results[0]) and not all(leaf in carry for leaf in out) else len(out)
     unknowns, residual = out[:half], out[half:]
     if not unknowns or not all(leaf in carry and _has_derivative(leaf.aval) for leaf in unknowns):
@@ -140,7 +142,7 @@ def _of_function(
         return is_unknown, [], None
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
     whole, extras = open_constants(raw)
-    return is_unknown, extras, replace_jaxpr(whole, whole.jaxpr.invars, in_order)
+    return is_unknown, extras, replace_jaxpr(whole, invars_of(whole), in_order)
 
 
 def _type(aval: Any) -> str:

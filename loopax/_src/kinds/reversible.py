@@ -15,7 +15,17 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.kind import needed_by_inverse, num_recorded
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, replace_jaxpr, to_device, vary_like
+from loopax._src.jax_internals import (
+    api_boundary,
+    dce,
+    has_tangents,
+    invars_of,
+    jaxpr_as_fun,
+    outvars_of,
+    replace_jaxpr,
+    to_device,
+    vary_like,
+)
 from loopax._src.kinds.every_step import Bounded
 from loopax._src.kinds.steps import Steps, in_windows
 from loopax._src.pytrees.leaves import describe
@@ -129,10 +139,10 @@ def _first_step(call: LoopCall) -> Difference:
     numbers, types = Difference(jnp.float32(0), jnp.float32(0)), loop.input_avals
     leaves = [*types.carry, *map(jax.typeof, numbers)]
     in_order = settled(there_and_back, loop.body.in_avals[0], leaves, [*types.consts, *types.xs])
-    row, changing, consts_of_it, rows = split_list(in_order.jaxpr.invars, [1, len(leaves), len(types.consts)])
+    row, changing, consts_of_it, rows = split_list(invars_of(in_order), [1, len(leaves), len(types.consts)])
     carry = list(map(vary_like, [*carry, *numbers], in_order.out_avals))
     once = loop._replace(
-        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], in_order.jaxpr.outvars),
+        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], outvars_of(in_order)),
         num_carry=loop.num_carry + 2,
         inverse=None,
         reporting=None,
@@ -148,8 +158,8 @@ def _returned(loop: Loop) -> Mask:
     The condition of a loop is none to be compared.
     """
     assert loop.inverse is not None
-    inputs = [loop.inverse.jaxpr.invars[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.inverse, variable) for variable in loop.inverse.jaxpr.outvars]
+    inputs = [invars_of(loop.inverse)[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.inverse, variable) for variable in outvars_of(loop.inverse)]
     kept = keep_rows(loop.inverse, loop.carry_range)
     same = [a is b or keeps for a, b, keeps in zip(inputs, outputs, kept, strict=True)]
     return tuple(same[i] or (loop.predicated and i == 0) for i in range(loop.num_carry))
@@ -159,8 +169,8 @@ def _refuse_needed_leaves(call: LoopCall) -> None:
     """Raise where the inverse returns a leaf as it came that the body changes, and the derivative reads."""
     loop = call.loop
     assert loop.inverse is not None
-    inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    inputs = [invars_of(loop.body)[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.body, variable) for variable in outvars_of(loop.body)[: loop.num_carry]]
     wrong = [same and a is not b for same, a, b in zip(_returned(loop), inputs, outputs, strict=True)]
     appended = buffers(loop.body, loop.carry_range, True)  # rows of the last version are those of any before it
     wrong = [flag and not is_appended for flag, is_appended in zip(wrong, appended, strict=True)]

@@ -23,8 +23,11 @@ from loopax._src.jax_internals import (
     Scan,
     While,
     api_boundary,
+    as_open,
     branches,
     chooses_platform,
+    eqns_of,
+    invars_of,
     is_addition,
     is_cond,
     is_kernel,
@@ -34,6 +37,7 @@ from loopax._src.jax_internals import (
     jaxpr_as_fun,
     of_weak_type,
     open_call,
+    outvars_of,
 )
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.lanes import Lanes, LanesLike
@@ -56,7 +60,7 @@ class Exchange:
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
-        if not self._concerns(closed.jaxpr):
+        if not self._concerns(as_open(closed)):
             return jaxpr_as_fun(closed)(*operands)
         results = evaluate(closed, operands, self._equation)
         return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
@@ -163,14 +167,14 @@ def _counter(loop: While) -> tuple[int, int] | None:
     known at the start. Lanes of a `jax.vmap` inside the function have no one number.
     """
     cond, body = loop.cond, loop.body
-    if cond.out_avals[0].shape or len(cond.jaxpr.eqns) != 1 or not is_less_than(cond.jaxpr.eqns[0]):
+    if cond.out_avals[0].shape or len(eqns_of(cond)) != 1 or not is_less_than(eqns_of(cond)[0]):
         return None
-    (eqn,), carry = cond.jaxpr.eqns, cond.jaxpr.invars[loop.num_cond_consts :]
+    (eqn,), carry = eqns_of(cond), invars_of(cond)[loop.num_cond_consts :]
     places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
     index, upper = places
-    if index is None or upper is None or cond.jaxpr.outvars[0] is not eqn.outvars[0]:
+    if index is None or upper is None or outvars_of(cond)[0] is not eqn.outvars[0]:
         return None
-    inputs, outputs = body.jaxpr.invars[loop.num_consts :], body.jaxpr.outvars
+    inputs, outputs = invars_of(body)[loop.num_consts :], outvars_of(body)
     is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
     counts = is_limit and _is_next(body, inputs[index], outputs[index])
     return (index, upper) if counts else None
@@ -178,7 +182,7 @@ def _counter(loop: While) -> tuple[int, int] | None:
 
 def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
     """Whether the body counts from one to the other."""
-    for eqn in body.jaxpr.eqns:
+    for eqn in eqns_of(body):
         if any(out is new for out in eqn.outvars):
             is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
             one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1

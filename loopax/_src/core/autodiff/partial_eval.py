@@ -50,11 +50,14 @@ from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
+    as_open,
     dce,
     happens,
+    invars_of,
     is_known,
     jaxpr_as_fun,
     known_value,
+    outvars_of,
     partial_eval_jaxpr,
     replace_jaxpr,
     stage_unknown,
@@ -222,11 +225,11 @@ def _keep_some_carries(parts: PartialEval, saving: Saving) -> PartialEval:
 def _keep_every_carry(parts: PartialEval) -> PartialEval:
     """The known loop writes the states that the linear part needs as rows, which that part reads as rows of xs."""
     known, linear = parts.known, parts.linear
-    inputs, outputs = known.body.jaxpr.invars, known.body.jaxpr.outvars
+    inputs, outputs = invars_of(known.body), outvars_of(known.body)
     states = select(parts.states, [inputs[i] for i in known.carry_range])
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
-    jaxpr = linear.body.jaxpr
+    jaxpr = as_open(linear.body)
     consts, carry, xs = linear.inputs(jaxpr.invars[1:])
     new_carry, ys = linear.outputs(jaxpr.outvars)
     body = replace_jaxpr(
@@ -252,7 +255,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
     recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)
-    loop_body = replace_jaxpr(known, known.jaxpr.invars, [known.jaxpr.outvars[p] for p in (*range(num_outputs), *rows)])
+    loop_body = replace_jaxpr(known, invars_of(known), [outvars_of(known)[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
     linear = LinearLoop(
         _linear_body(loop, later, residuals, recomputed, unknown),

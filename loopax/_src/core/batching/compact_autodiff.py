@@ -47,6 +47,7 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
     ad,
+    as_open,
     evaluate_partially,
     happens,
     is_custom,
@@ -71,7 +72,7 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
-    if calls_custom_vjp(inner.static.body.jaxpr):
+    if calls_custom_vjp(as_open(inner.static.body)):
         return _jvp_again(inner, primals, tangents)
     *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
     perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))

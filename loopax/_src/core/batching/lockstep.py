@@ -40,10 +40,15 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    as_open,
+    eqns_of,
+    invars_of,
     is_sum,
     jaxpr_as_fun,
+    outvars_of,
     undifferentiable_effects,
     vary_like,
+    with_consts,
     zero,
     zeros,
 )
@@ -71,16 +76,16 @@ def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
 
     Such are the cotangents of a lane's own weights, which are as large as the weights.
     """
-    uses = Counter(id(atom) for eqn in body.jaxpr.eqns for atom in eqn.invars)
-    uses.update(id(atom) for atom in body.jaxpr.outvars)
-    sums = {id(eqn.outvars[0]): eqn for eqn in body.jaxpr.eqns if is_sum(eqn)}
+    uses = Counter(id(atom) for eqn in eqns_of(body) for atom in eqn.invars)
+    uses.update(id(atom) for atom in outvars_of(body))
+    sums = {id(eqn.outvars[0]): eqn for eqn in eqns_of(body) if is_sum(eqn)}
 
     def only_added_to(leaf: Any, out: Any) -> bool:
         total = sums.get(id(out))
         return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
 
-    leaves = [body.jaxpr.invars[i] for i in carry]
-    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, body.jaxpr.outvars, strict=False))
+    leaves = [invars_of(body)[i] for i in carry]
+    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, outvars_of(body), strict=False))
 
 
 def step_lanes(
@@ -126,7 +131,7 @@ def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> li
 
     def body(_: Any, *values: Any) -> list[Any]:
         consts, carry = split_list(values, [len(step.consts)])
-        return jaxpr_as_fun(ClosedJaxpr(step.jaxpr, consts))(*carry)
+        return jaxpr_as_fun(with_consts(step, consts))(*carry)
 
     avals = [INDEX, *map(jax.typeof, (*step.consts, *carry))]
     loop = Loop(
@@ -163,7 +168,7 @@ def any_row(low: Any, high: Any) -> tuple[Any, Any]:
 
 def when_filled(body: ClosedJaxpr) -> When:
     """When finished lanes need the operands of others: mere arithmetic on their own is harmless until it is summed."""
-    return "in_derivatives" if is_arithmetic(body.jaxpr) else "always"
+    return "in_derivatives" if is_arithmetic(as_open(body)) else "always"
 
 
 def filled_operands(

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 from loopax._src.core.jaxpr.evaluate import silent
 from loopax._src.core.jaxpr.util import inner_jaxprs, map_parameter, select, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.jax_internals import ClosedJaxpr, eqns_of, with_equations
 
 # A loop that tells, while it runs, how far it is.
 #
@@ -103,7 +103,7 @@ def strip_progress_of_equation(eqn: Any) -> Any:
 @weakly_cached
 def _reports(jaxpr: Any) -> bool:
     """Whether a loop anywhere inside reports."""
-    eqns = jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
+    eqns = eqns_of(jaxpr) if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
     return any(map(_equation_reports, eqns))
 
 
@@ -122,8 +122,7 @@ def _with_fields(value: Any) -> Iterator[Any]:
 
 @weakly_cached
 def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
-    eqns = list(map(strip_progress_of_equation, closed.jaxpr.eqns))
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
+    return with_equations(closed, list(map(strip_progress_of_equation, eqns_of(closed))))
 
 
 # Programs without effects: recomputed steps do not repeat these.

@@ -40,7 +40,15 @@ from loopax._src.core.jaxpr.util import (
     stacked,
     weakly_cached,
 )
-from loopax._src.jax_internals import ClosedJaxpr, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    invars_of,
+    know_sparse,
+    new_primitive,
+    outvars_of,
+    replace_jaxpr,
+    with_varying_axes,
+)
 from loopax._src.schedule.saving import Saving
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
@@ -243,8 +251,8 @@ def _apart(loop: Loop, axes: Axes) -> Loop | None:
 @weakly_cached
 def _unchanged(loop: Loop) -> Mask:
     """Which leaves of the carry the body returns as they came."""
-    inputs = [loop.body.jaxpr.invars[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.jaxpr.outvars[: loop.num_carry]]
+    inputs = [invars_of(loop.body)[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.body, variable) for variable in outvars_of(loop.body)[: loop.num_carry]]
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
@@ -258,8 +266,8 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     """The loop with the fixed leaves among its constants (behind the others)."""
 
     def hoisted_body(body: ClosedJaxpr) -> ClosedJaxpr:
-        row, *inputs = body.jaxpr.invars
-        outputs = loop.outputs(body.jaxpr.outvars)
+        row, *inputs = invars_of(body)
+        outputs = loop.outputs(outvars_of(body))
         operands = flatten(_with_fixed_as_consts(loop.inputs(inputs), fixed))
         return replace_jaxpr(body, [row, *operands], [*reject(fixed, outputs.carry), *outputs.ys])
 

@@ -19,6 +19,7 @@ from loopax._src.jax_internals import (
     Primitive,
     Scan,
     While,
+    as_open,
     axis_after,
     branches,
     called,
@@ -26,13 +27,16 @@ from loopax._src.jax_internals import (
     custom_vmap_rule,
     dce,
     draws_for_all_lanes,
+    eqns_of,
     happens,
     inlinable,
+    invars_of,
     is_cond,
     is_elementwise_operation,
     is_reduction_or_move,
     is_scan,
     is_while,
+    outvars_of,
     used_inputs,
 )
 
@@ -43,17 +47,17 @@ dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
 @weakly_cached
 def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     """For each output, the set of inputs on which it depends; bit i stands for input i."""
-    known = {variable: 1 << i for i, variable in enumerate(closed.jaxpr.invars)}
+    known = {variable: 1 << i for i, variable in enumerate(invars_of(closed))}
 
     def read(atom: Any) -> int:
         return 0 if isinstance(atom, Literal) else known.get(atom, 0)
 
-    for eqn in closed.jaxpr.eqns:
+    for eqn in eqns_of(closed):
         inputs = [read(atom) for atom in eqn.invars]
         if any(inputs):
             for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
                 known[variable] = union(inputs, needed)
-    return tuple(read(atom) for atom in closed.jaxpr.outvars)
+    return tuple(read(atom) for atom in outvars_of(closed))
 
 
 def of_equation(eqn: Any) -> list[int]:
@@ -200,16 +204,16 @@ def keeps_lanes_apart(program: ClosedJaxpr, inputs: Axes, results: Axes) -> bool
 
 def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
     """The axis of lanes of each result."""
-    axes: dict[Any, int | None] = dict(zip(program.jaxpr.invars, inputs, strict=True))
+    axes: dict[Any, int | None] = dict(zip(invars_of(program), inputs, strict=True))
 
     def read(atom: Any) -> int | None:
         return None if isinstance(atom, Literal) else axes.get(atom)
 
-    for eqn in program.jaxpr.eqns:
+    for eqn in eqns_of(program):
         given = [read(atom) for atom in eqn.invars]
         found = _of_equation(eqn, given) if any(axis is not None for axis in given) else [None] * len(eqn.outvars)
         axes.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in program.jaxpr.outvars]
+    return [read(atom) for atom in outvars_of(program)]
 
 
 def _of_equation(eqn: Any, given: Axes) -> Axes:
@@ -272,7 +276,7 @@ mixed_operands: dict[Primitive, Callable[[Any], Sequence[bool]]] = {}
 
 def mixing_primitive(closed: ClosedJaxpr) -> str | None:
     """The name of a primitive in a program, or in programs inside, that mixes lanes; None if none does."""
-    return _mixing_primitive(closed.jaxpr)
+    return _mixing_primitive(as_open(closed))
 
 
 @weakly_cached
@@ -300,15 +304,15 @@ def mixes_lanes(eqn: Any) -> bool:
 def mixed_inputs(closed: ClosedJaxpr) -> Mask:
     """Which inputs of a program flow into what mixes lanes."""
     if mixing_primitive(closed) is None:
-        return (False,) * len(closed.jaxpr.invars)
+        return (False,) * len(invars_of(closed))
     wanted = set[Any]()
-    for eqn in reversed(closed.jaxpr.eqns):
+    for eqn in reversed(eqns_of(closed)):
         mixed = to_bits(_mixed_operands(eqn))
         needed = zip(eqn.outvars, of_equation(eqn), strict=True) if wanted.intersection(eqn.outvars) else ()
         for variable, bits in needed:
             mixed |= bits if variable in wanted else 0
         wanted.update(eqn.invars[i] for i in members(mixed) if not isinstance(eqn.invars[i], Literal))
-    return tuple(variable in wanted for variable in closed.jaxpr.invars)
+    return tuple(variable in wanted for variable in invars_of(closed))
 
 
 def _mixed_operands(eqn: Any) -> Sequence[bool]:
@@ -405,7 +409,7 @@ def linear_results(jaxpr: Any, linear: Sequence[bool]) -> list[bool] | None:
 def _linear_results(eqn: Any, operands: Sequence[bool]) -> list[bool] | None:
     program = inlinable(eqn)
     if program is not None:
-        return linear_results(program.jaxpr, operands)
+        return linear_results(as_open(program), operands)
     is_known = eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn)))
     return [True] * len(eqn.outvars) if is_known else None
 
@@ -423,7 +427,7 @@ def _is_arithmetic(eqn: Any) -> bool:
 
 def is_elementwise(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
-    return not closed.effects and len(closed.jaxpr.eqns) <= _FEW and all(map(_is_elementwise, closed.jaxpr.eqns))
+    return not closed.effects and len(eqns_of(closed)) <= _FEW and all(map(_is_elementwise, eqns_of(closed)))
 
 
 def _is_elementwise(eqn: Any) -> bool:

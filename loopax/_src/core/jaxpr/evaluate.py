@@ -26,15 +26,19 @@ from loopax._src.jax_internals import (
     axis_arguments,
     branches,
     called,
+    eqns_of,
     equation_context,
     happens,
+    invars_of,
     is_cond,
     is_custom,
     is_custom_vjp,
     is_linear_solve,
     is_nonzero,
     jaxpr_as_fun,
+    outvars_of,
     partial_eval_jaxpr,
+    replace_jaxpr,
     told_what_is_perturbed,
     with_branches,
     with_solve,
@@ -167,14 +171,10 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drop effectful equations without results (debug prints)."""
     if not closed.effects:
         return closed
-    jaxpr, eqns = closed.jaxpr, []
-    for eqn in jaxpr.eqns:
-        if not eqn.effects:
-            eqns.append(eqn)
-        elif eqn.outvars:
-            eqns.append(silent_equation(eqn))
-    effects = set().union(*(eqn.effects for eqn in eqns))
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)  # type: ignore[attr-defined]
+    silenced = (
+        silent_equation(eqn) if eqn.effects else eqn for eqn in eqns_of(closed) if eqn.outvars or not eqn.effects
+    )
+    return replace_jaxpr(closed, invars_of(closed), outvars_of(closed), list(silenced))
 
 
 def silent_equation(eqn: Any) -> Any:
@@ -196,7 +196,7 @@ def _silent_custom(eqn: Any) -> Any:
     """The call, which is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not."""
     with equation_context(eqn):
         traced = jax.make_jaxpr(evaluated_by(_SILENT, eqn))(*(v.aval for v in eqn.invars))
-    (call,) = traced.jaxpr.eqns
+    (call,) = eqns_of(traced)
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 

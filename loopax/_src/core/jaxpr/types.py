@@ -38,8 +38,10 @@ from loopax._src.jax_internals import (
     JaxprTypeError,
     Primitive,
     ad,
+    as_open,
     axis_arguments,
     convert,
+    eqns_of,
     fits,
     jaxpr_as_fun,
     marked_varying,
@@ -47,6 +49,7 @@ from loopax._src.jax_internals import (
     register,
     vary,
     varying_axes,
+    with_equations,
     with_varying_axes,
 )
 from loopax._src.messages import devices_message, sharded_lanes_message
@@ -271,10 +274,10 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
 
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
     """
-    if collective := collective_in(body.jaxpr, axes):
+    if collective := collective_in(as_open(body), axes):
         raise NotImplementedError(devices_message(*collective))
     row, *avals = body.in_avals
-    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body.jaxpr, axes):
+    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(as_open(body), axes):
         return None
     function = jaxpr_as_fun(_marked_locally(body, axes))
 
@@ -294,13 +297,13 @@ def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
 
 def _marked_locally(closed: ClosedJaxpr, axes: Axes) -> ClosedJaxpr:
     """A jaxpr whose marks over these axes are replaced by local ones."""
-    eqns = [_equation(eqn, axes) for eqn in closed.jaxpr.eqns]
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)  # type: ignore[attr-defined]
+    eqns = [_equation(eqn, axes) for eqn in eqns_of(closed)]
+    return with_equations(closed, eqns)
 
 
 def _equation(eqn: Any, axes: Axes) -> Any:
     marked = marked_varying(eqn)
     if not marked & axes:
-        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(inner.jaxpr, axes) else inner)
+        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(as_open(inner), axes) else inner)
     params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
     return eqn.replace(primitive=retyped_p, params=params)

@@ -19,13 +19,18 @@ from loopax._src.jax_internals import (
     Jaxpr,
     Literal,
     ad,
+    as_closed,
+    as_open,
     axis_of_index,
     collective_name,
     communicates_over,
+    constants_of,
     dce,
+    eqns_of,
     equation_context,
     held_program,
     inlinable,
+    invars_of,
     is_axis_index,
     is_custom_vjp,
     is_number,
@@ -33,6 +38,7 @@ from loopax._src.jax_internals import (
     keep_bits,
     mapped_aval,
     on_mesh,
+    outvars_of,
     replace_jaxpr,
     strong,
     unmapped_aval,
@@ -136,16 +142,16 @@ def evaluate(
     context: Callable[[Any], AbstractContextManager[None]] = equation_context,
 ) -> list[Any]:
     """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it."""
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, inputs, strict=True))
+    values: dict[Any, Any] = constants_of(closed)
+    values.update(zip(invars_of(closed), inputs, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for eqn in closed.jaxpr.eqns:
+    for eqn in eqns_of(closed):
         with context(eqn):
             values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in closed.jaxpr.outvars]
+    return [read(atom) for atom in outvars_of(closed)]
 
 
 def evaluate_inlined(
@@ -188,7 +194,7 @@ def programs_in(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The jaxprs in the parameters of an equation, without their constants."""
-    return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
+    return (as_open(inner) if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 
 def num_equations(jaxpr: Any) -> int:
@@ -212,7 +218,7 @@ def map_parameter(
     if isinstance(value, ClosedJaxpr):
         return function(value)
     if isinstance(value, Jaxpr):
-        return function(ClosedJaxpr(value, ())).jaxpr
+        return as_open(function(as_closed(value)))
     if (held := held_program(value)) is not None:
         new = function(held)
         return value if new is held else with_held_program(value, new)
@@ -251,12 +257,12 @@ def collective_over(program: ClosedJaxpr | Jaxpr, axis_name: Any) -> bool:
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
-    eqns = closed.jaxpr.eqns
+    eqns = eqns_of(closed)
     places = list(filter(is_axis_index, eqns))
     if not places:
         return closed, []
-    invars = [*(eqn.outvars[0] for eqn in places), *closed.jaxpr.invars]
-    rest = replace_jaxpr(closed, invars, closed.jaxpr.outvars, [eqn for eqn in eqns if eqn not in places])
+    invars = [*(eqn.outvars[0] for eqn in places), *invars_of(closed)]
+    rest = replace_jaxpr(closed, invars, outvars_of(closed), [eqn for eqn in eqns if eqn not in places])
     return rest, [jax.lax.axis_index(axis_of_index(eqn)) for eqn in places]
 
 
@@ -281,13 +287,13 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
 
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through calls without derivatives of their own."""
-    for eqn in closed.jaxpr.eqns:
+    for eqn in eqns_of(closed):
         position = next((i for i, out in enumerate(eqn.outvars) if out is variable), None)
         inner = inlinable(eqn)
         if position is None or inner is None:
             continue
-        source = forwarded_from(inner, inner.jaxpr.outvars[position])
-        for argument, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+        source = forwarded_from(inner, outvars_of(inner)[position])
+        for argument, outer in zip(invars_of(inner), eqn.invars, strict=True):
             if argument is source:
                 return forwarded_from(closed, outer)
     return variable

@@ -10,7 +10,7 @@ from jax import lax
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
 from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
-from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
+from loopax._src.jax_internals import ClosedJaxpr, as_open, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
 #
@@ -45,7 +45,7 @@ def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> Filled
     A body is (row, *consts, *carry, *x) -> ...; which lanes are active must follow from row, consts and the first
     `num_carry` operands behind them.
     """
-    jaxpr = body.jaxpr
+    jaxpr = as_open(body)
     row, consts = jaxpr.invars[0], list(jaxpr.invars[1 : 1 + num_consts])
     rest = jaxpr.invars[1 + num_consts :]
     fills = [eqn for eqn in jaxpr.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
