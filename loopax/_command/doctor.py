@@ -188,7 +188,7 @@ def _cores() -> list[str]:
     number = cores.usable()
     if number < 2 or jax.default_backend() != "cpu":
         return []
-    title = f"Lanes over {number} cores: `sharded_lanes` on {number} CPU devices (docs/cores.md)"
+    title = f"Lanes over {number} cores: `sharded_lanes` on {number} CPU devices (docs/many-devices.md)"
     try:
         gains = cores.gains(number)
     except (subprocess.SubprocessError, ValueError) as error:
