@@ -26,18 +26,17 @@ ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of t
 
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
-    "adaptive-ode.md",
     "from-equinox.md",
     "from-nnx.md",
     "from-pytorch.md",
-    "hessian-trace.md",
     "histories.md",
+    "integrators.md",
     "lanes.md",
     "many-devices.md",
     "models.md",
-    "normalising-flow.md",
     "reinforcement-learning.md",
     "rewrite.md",
+    "trace-examples.md",
     "traces.md",
 }
 
