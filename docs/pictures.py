@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 import loopax as lx
 from benchmarks.short import beside_peers
 from benchmarks.short.measure import Measurement
-from docs import diagrams, figures, idea_diagram
+from docs import diagrams, figures, idea_diagram, schedule_figure
 from loopax import schedule
 from tests.support.example_files import load_example
 
@@ -39,7 +39,8 @@ def schedules() -> Figure:
     ]
     figure, rows = plt.subplots(len(pictures), figsize=(5, 8.4), layout="constrained")
     for axes, picture in zip(rows, pictures, strict=True):
-        picture.plot(axes).set_xlim(0, max(picture.evaluations for picture in pictures))
+        schedule_figure.draw(picture, axes)
+        axes.set_xlim(0, max(picture.evaluations for picture in pictures))
     with_one_legend(figure)
     return figure
 

@@ -1,6 +1,7 @@
 """Kinds measured on a function: the rows, not their times."""
 
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,12 @@ def test_the_picture(compared):
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == [f"as written: {compared.rows[0].name}", *(row.name for row in compared.rows[1:-1])]
     assert compared.plot(axes) is axes
+
+
+def test_a_picture_without_matplotlib(compared, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install loopax\[matplotlib\]"):
+        compared.plot()
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(3), lx.Bounded(), lx.Residuals()], ids=repr)

@@ -6,14 +6,16 @@ from itertools import islice
 import jax
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 
 import loopax as lx
 from benchmarks.counter import Counter
+from docs import schedule_figure
 from loopax import schedule
 from loopax._src.core.ir.kind import LoopFacts, StepFacts
-from loopax._src.insight.schedule_picture import MOST_DRAWN, SchedulePicture, timeline
+from loopax._src.schedule.binomial import evaluations, evaluations_from
 from loopax._src.schedule.machine import execute
+from loopax._src.schedule.online import online
+from loopax._src.schedule.saving import EveryStep
 
 CHECKPOINTS = [None, 1, 3, 8, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, 5, 20, 64))]
 EACH_BUDGET = pytest.mark.parametrize("checkpoints", CHECKPOINTS)
@@ -35,7 +37,7 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, resi
             assert picture.evaluations == picture.forward == n
         else:
             saving = plan.shown(plan.saving(bound, LARGE, length_known, has_inverse=False))
-            assert SchedulePicture(n, saving, picture.records).actions == picture.actions
+            assert tuple((saving or EveryStep()).actions(n, picture.records)) == picture.actions
             assert checkpoints is None or picture.room <= checkpoints
 
 
@@ -49,16 +51,18 @@ def test_counts_are_those_of_the_actions(checkpoints, length_known, residuals):
         cost = execute(picture.actions, n)
         assert cost.evaluations == picture.evaluations == picture.forward + picture.replays + picture.derivatives
         assert cost.most_stored == picture.most_stored <= picture.room
-        kinds = [evaluation.kind for evaluation in timeline(picture.actions).evaluations]
+        drawn = schedule_figure.lines(picture.actions)
         counts = [picture.forward, picture.replays, n]
-        assert [kinds.count(kind) for kind in ("forward", "replay", "derivative")] == counts
+        assert [len(drawn[kind]) for kind in ("forward", "replay", "derivative")] == counts
+        assert [begin for begin, _ in drawn["forward"]] == [(i, i) for i in range(n)]
+        assert [begin[1] for begin, _ in drawn["derivative"]] == list(range(n, 0, -1))
 
 
 def test_counts_are_those_of_the_schedules():
-    assert schedule.picture(1000, 10).evaluations == schedule.evaluations(1000, 10) == 4640
-    *_, stored = islice(schedule.online(10), 1000)
+    assert schedule.picture(1000, 10).evaluations == evaluations(1000, 10) == 4640
+    *_, stored = islice(online(10), 1000)
     unknown = schedule.picture(1000, 10, length_known=False)
-    assert unknown.evaluations == schedule.evaluations_from(stored, 1000, 10)
+    assert unknown.evaluations == evaluations_from(stored, 1000, 10)
     assert schedule.picture(1000, 64).name == "two levels, 36 blocks of 28 steps"
     assert schedule.picture(1000, 1000).evaluations == 2000
 
@@ -87,8 +91,6 @@ def test_many_steps_are_counted_without_listing_them():
         picture = schedule.picture(2 * 10**5, 10, length_known=length_known)
         assert 10 < picture.evaluations / picture.num_steps < 12
         assert "too large" in str(picture)
-        with pytest.raises(ValueError, match=f"at most {MOST_DRAWN} are drawn"):
-            picture.plot()
 
 
 TEXT = r"""
@@ -108,35 +110,6 @@ def test_text():
     assert str(schedule.picture(5, 2)) == TEXT.strip("\n")
     assert str(schedule.picture(0)).startswith("0 steps; every carry\n0 evaluations of the body: 0 forward")
     assert str(schedule.picture(100)).split("\n")[0] == "100 steps; two levels, 10 blocks of 10 steps"
-
-
-def segments(axes, label):
-    (found,) = (c for c in axes.collections if c.get_label() == label)
-    return [segment.tolist() for segment in found.get_segments()]
-
-
-def test_plot_draws_every_evaluation_and_every_stored_carry():
-    picture = schedule.picture(30, 5, length_known=False)
-    axes = picture.plot()
-    drawn = timeline(picture.actions)
-    assert segments(axes, "carry stored") == [[[s.start, s.step], [s.end, s.step]] for s in drawn.stored]
-    assert segments(axes, "forward") == [[[i, i], [i + 1, i + 1]] for i in range(30)]
-    assert len(segments(axes, "evaluated again")) == picture.replays
-    assert [start[1] for start, _ in segments(axes, "derivative")] == list(range(30, 0, -1))
-    assert axes.get_title() == f"{picture.name}: {picture.evaluations} evaluations"
-    plt.close(axes.figure)
-
-
-def test_plot_into_given_axes():
-    figure, axes = plt.subplots()
-    assert schedule.picture(0).plot(axes) is axes
-    plt.close(figure)
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install loopax\[matplotlib\]"):
-        schedule.picture(3).plot()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from loopax._src.core.lowering.sweep_bodies import recording_of
 from loopax._src.core.masking import fill_inactive_p
 from loopax._src.insight.find_loops import FoundLoop, source_of
 from loopax._src.insight.memory import without_calls
-from loopax._src.insight.schedule_picture import SchedulePicture
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -156,7 +155,8 @@ def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
         return steps
     if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
         return int(_ONLINE * length_known(saving).evaluations(steps, records=False))
-    return SchedulePicture(steps, saving if any(parts.states) else None, _records(plan, parts)).evaluations
+    stored = saving if saving is not None and any(parts.states) else EveryStep()
+    return stored.evaluations(steps, _records(plan, parts))
 
 
 def _records(plan: Plan, parts: PartialEval) -> bool:

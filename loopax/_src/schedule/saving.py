@@ -236,7 +236,7 @@ class Blocks(Saving):
         blocks = self.rows(num_steps - self.recorded)
         if not blocks:
             return "residuals of every step"
-        levels = f"two levels, {_count(blocks, 'block')} of {self.size} steps"
+        levels = f"two levels, {counted(blocks, 'block')} of {self.size} steps"
         return f"{levels}, then {self.recorded} steps with residuals" if self.recorded else levels
 
     def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
@@ -283,7 +283,7 @@ class Slots(Saving):
         """See `Saving.describe`."""
         del num_steps
         kind = "binomial, known length" if self.length_known else "online, unknown length"
-        return f"{kind}, at most {_count(self.count, 'carry', 'carries')}"
+        return f"{kind}, at most {counted(self.count, 'carry', 'carries')}"
 
     def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
         """See `Saving.actions`."""
@@ -447,5 +447,6 @@ def _online_actions(num_steps: int, slots: int, records: bool) -> Iterator[Actio
     yield from replay(history[-1] if history else (), num_steps, slots, records)
 
 
-def _count(number: int, one: str, several: str = "") -> str:
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number and a noun."""
     return f"{number} {one if number == 1 else several or one + 's'}"
