@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from benchmarks.counter import Counter
 from benchmarks.groups import Findings
-from loopax import schedule
+from loopax._src.schedule.binomial import evaluations, evaluations_from
+from loopax._src.schedule.online import online
 
 CHECKPOINTS = (3, 10, 20, 44)
 LENGTHS = (10, 30, 60, 100, 200, 400, 700, 1000, 2000)
@@ -42,19 +43,19 @@ def counted() -> list[dict[str, Any]]:
     """A row for each number of checkpoints; the tests hold the compiled loops to the schedules' counts."""
     rows = []
     for c in CHECKPOINTS:
-        history = list(islice(schedule.online(c), LONG))
-        online = {n: schedule.evaluations_from(history[n - 1], n, c) for n in (*LENGTHS, *range(1, LONG + 1, 37))}
-        best = {n: schedule.evaluations(n, c) for n in online}
+        history = list(islice(online(c), LONG))
+        unknown = {n: evaluations_from(history[n - 1], n, c) for n in (*LENGTHS, *range(1, LONG + 1, 37))}
+        best = {n: evaluations(n, c) for n in unknown}
         equinox = of_equinox(c)
         rows.append(
             {
                 "checkpoints": c,
                 "optimum": optimum(1000, c) / 1000,
                 "known length": best[1000] / 1000,
-                "online": online[1000] / 1000,
+                "online": unknown[1000] / 1000,
                 "Equinox": equinox(1000) / 1000,
-                "online / optimum, worst to 100000": max(online[n] / best[n] for n in online),
-                "online / Equinox, worst": max(online[n] / equinox(n) for n in LENGTHS),
+                "online / optimum, worst to 100000": max(unknown[n] / best[n] for n in unknown),
+                "online / Equinox, worst": max(unknown[n] / equinox(n) for n in LENGTHS),
             }
         )
     return rows

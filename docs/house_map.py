@@ -223,13 +223,11 @@ def picture() -> str:
 
 def public_names() -> list[str]:
     """What stands beside `_src`."""
-    inits = sorted(SOURCE.parent.glob("*/__init__.py"))
-    names = [f"loopax.{file.parent.name}" for file in inits]
-    return [
-        "loopax",
-        *(name for name in names if name != "loopax._src"),
-        "python -m loopax",
-    ]
+    beside = SOURCE.parent
+    inits = [file.parent for file in beside.glob("*/__init__.py")]
+    names = sorted(file.stem for file in [*inits, *beside.glob("*.py")])
+    public = [f"loopax.{name}" for name in names if not name.startswith("_")]
+    return ["loopax", *public, "python -m loopax"]
 
 
 def bar(y: float, title: str, names: Iterable[str]) -> Iterable[str]:

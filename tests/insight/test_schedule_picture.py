@@ -13,9 +13,9 @@ from docs import schedule_figure
 from loopax import schedule
 from loopax._src.core.ir.kind import LoopFacts, StepFacts
 from loopax._src.schedule.binomial import evaluations, evaluations_from
-from loopax._src.schedule.machine import execute
 from loopax._src.schedule.online import online
 from loopax._src.schedule.saving import EveryStep
+from tests.support.schedule_machine import execute
 
 CHECKPOINTS = [None, 1, 3, 8, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, 5, 20, 64))]
 EACH_BUDGET = pytest.mark.parametrize("checkpoints", CHECKPOINTS)

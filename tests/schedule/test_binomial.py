@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from loopax._src.schedule.machine import execute
-from loopax.schedule import advance, binomial, evaluations
-
-STEPS, SLOTS = 200, 20
+from loopax._src.schedule.binomial import advance, binomial, evaluations
+from tests.schedule.lengths import SLOTS, STEPS, each_number_of_slots, lengths
+from tests.support.schedule_machine import execute
 
 
 @cache
@@ -33,13 +32,9 @@ def fewest_evaluations():
     return walked + 2 * np.arange(STEPS + 1)[:, None]
 
 
-FAST = (1, 2, 3, 5, 10, 20)  # with every number of steps in `make test`; the others with some in `make test-slow`
-EACH = [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in range(1, SLOTS + 1)]
-
-
-@pytest.mark.parametrize("slots", EACH)
+@each_number_of_slots()
 def test_as_few_evaluations_as_possible(slots):
-    for n in range(STEPS + 1) if slots in FAST else range(slots % 7, STEPS + 1, 7):
+    for n in lengths(slots):
         cost = execute(binomial(n, slots), n)
         assert cost.evaluations == evaluations(n, slots) == fewest_evaluations()[n, slots]
         assert cost.most_stored <= min(n, slots)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.schedule.machine import execute
-from loopax._src.schedule.saving import SMALL_STORE_BYTES
-from loopax.schedule import block_size, last_steps, shortest_block, two_level
+from loopax._src.schedule.saving import SMALL_STORE_BYTES, block_size, last_steps, shortest_block, two_level
+from tests.support.schedule_machine import execute
 
 
+@pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20, 300])
-def test_every_length(block):
+def test_every_length(block, records):
     for n in range(200):
-        cost = execute(two_level(n, block), n)
-        assert cost.evaluations == 2 * n + (n - ceil(n / block))
+        cost = execute(two_level(n, block, records), n)
+        assert cost.evaluations == (2 * n if records else 3 * n - ceil(n / block))
         assert cost.most_stored <= ceil(n / block) + min(block, n)
 
 
@@ -28,34 +28,34 @@ def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
 
 
 def test_block_size_of_ordinary_carries_is_the_square_root():
-    assert block_size(10_000, 1_000) == 100
-    assert block_size(9_999, 1_000) == 100
-    assert block_size(1, 1_000) == 1
-    assert block_size(0, 1_000) == 1
+    assert [block_size(bound, 1_000) for bound in (10_000, 9_999, 1, 0)] == [100, 100, 1, 1]
 
 
 @given(st.integers(0, 120), st.integers(0, 200), st.integers(1, 4), st.integers(0, 4))
-def test_last_steps(num_steps, room, carry, residuals):
+def test_last_steps(num_steps, checkpoints, carry, residuals):
     """What they say fits, and is evaluated as often as they say; one more does not fit."""
-    found = last_steps(num_steps, room, carry, residuals)
+    room = checkpoints * carry
+    found = last_steps(num_steps, checkpoints, carry, residuals)
     if found is None:
         return
     cost = execute(two_level(num_steps, found.block, True, found.recorded), num_steps, carry, residuals)
     assert cost.most_stored <= room
     assert cost.evaluations == 2 * num_steps - found.recorded
     starts = ceil((num_steps - found.recorded) / found.block)
-    assert starts == 0 or starts * carry + (found.recorded + 1) * residuals > room or found.recorded == num_steps - 1
+    one_more = starts * carry + (found.recorded + 1) * max(residuals, 1)  # residuals without a size count as 1
+    assert starts == 0 or one_more > room or found.recorded == num_steps - 1
 
 
-@pytest.mark.parametrize(("room", "evaluations"), [(500, 1.5), (64, 1.96), (63, 1.97), (1000, 1.0)])
-def test_last_steps_of_a_thousand(room, evaluations):
-    found = last_steps(1000, room, 1, 1)
+@pytest.mark.parametrize(("checkpoints", "evaluations"), [(500, 1.5), (64, 1.96), (1000, 1.0)])
+def test_last_steps_of_a_thousand(checkpoints, evaluations):
+    found = last_steps(1000, checkpoints, 1, 1)
     assert found is not None
     assert 2 - found.recorded / 1000 <= 1.01 * evaluations
 
 
 def test_too_little_room_for_two_levels():
-    assert last_steps(1000, 62, 1, 1) is None
+    assert last_steps(1000, 63, 1, 1) is None
+    assert last_steps(1000, 100, 1, 100) is None
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loopax._src.schedule.machine import execute
 from loopax.schedule import Action
+from tests.support.schedule_machine import execute
 
 
 @pytest.mark.parametrize(

@@ -5,30 +5,11 @@ from math import comb
 
 import pytest
 
-from loopax._src.schedule.machine import execute
-from loopax.schedule import (
-    evaluations,
-    evaluations_from,
-    forward,
-    online,
-    replay,
-    stumm_walther_1,
-    stumm_walther_2,
-    wang_moin_iaccarino,
-)
-
-STEPS, SLOTS = 200, 20
-FAST = (1, 2, 3, 5, 10, 20)  # with every number of steps in `make test`; the others with some in `make test-slow`
-
-
-def each(fewest):
-    """Numbers of slots."""
-    slots = [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in range(fewest, SLOTS + 1)]
-    return pytest.mark.parametrize("slots", slots)
-
-
-def lengths(slots, most):
-    return range(most + 1) if slots in FAST else range(slots % 7, most + 1, 7)
+from loopax._src.schedule.binomial import evaluations, evaluations_from, forward, replay
+from loopax._src.schedule.online import online, online_stored
+from tests.schedule.lengths import STEPS, each_number_of_slots, lengths
+from tests.schedule.published import stumm_walther_1, stumm_walther_2, wang_moin_iaccarino
+from tests.support.schedule_machine import execute
 
 
 def costs(history, slots):
@@ -39,7 +20,7 @@ def costs(history, slots):
         yield n, execute(actions, n)
 
 
-@each(2)  # with one, there is only one schedule
+@each_number_of_slots(2)  # with one, there is only one schedule
 @pytest.mark.parametrize("schedule", [online, wang_moin_iaccarino], ids=lambda f: f.__name__)
 def test_every_length(schedule, slots):
     for n, cost in costs(schedule(slots), slots):
@@ -47,7 +28,7 @@ def test_every_length(schedule, slots):
         assert cost.evaluations <= 1.5 * evaluations(n, slots)
 
 
-@each(2)
+@each_number_of_slots(2)
 def test_every_length_that_stumm_and_walther_allow(slots):
     """Algorithm I, and II after it."""
     for n, cost in costs(chain(stumm_walther_1(slots), stumm_walther_2(slots)), slots):
@@ -55,14 +36,14 @@ def test_every_length_that_stumm_and_walther_allow(slots):
         assert cost.evaluations <= evaluations(n, slots) + 3
 
 
-@each(1)
+@each_number_of_slots(1)
 def test_two_repetitions_are_optimal(slots):
     """Stumm & Walther (2010): as few evaluations as with a known length, while two repetitions are enough."""
     for n, stored in enumerate(islice(online(slots), comb(slots + 2, 2) - 1), 1):
         assert evaluations_from(stored, n, slots) == evaluations(n, slots)
 
 
-@each(1)
+@each_number_of_slots(1)
 def test_their_algorithm_1_is_optimal(slots):
     """But for the last step of some lengths: they count what is current at the end as stored."""
     history = list(stumm_walther_1(slots))
@@ -71,7 +52,7 @@ def test_their_algorithm_1_is_optimal(slots):
         assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 1
 
 
-@each(2)
+@each_number_of_slots(2)
 def test_their_algorithm_2_is_nearly_optimal(slots):
     first, history = comb(slots + 2, 2) - 1, list(stumm_walther_2(slots))
     assert first + len(history) == comb(slots + 3, 3) - 2
@@ -80,11 +61,11 @@ def test_their_algorithm_2_is_nearly_optimal(slots):
         assert 0 <= evaluations_from(stored, n, slots) - evaluations(n, slots) <= 3
 
 
-@each(1)
+@each_number_of_slots(1)
 def test_as_few_repetitions_as_possible(slots):
     """Wang, Moin & Iaccarino (2009): a step is replayed at most r times if n <= C(c + r, c)."""
     history = list(islice(wang_moin_iaccarino(slots), STEPS))
-    for n in lengths(slots, STEPS)[1:]:
+    for n in lengths(slots)[1:]:
         stored = history[n - 1]
         repetitions = next(r for r in range(n + 1) if comb(slots + r, r) >= n)
         constant = (stored for _ in range(n))  # only the replay counts
@@ -110,4 +91,7 @@ def test_many_steps(slots, most):
 
 
 def test_the_first_carry_is_never_dropped():
-    assert all(stored[0] == 0 for stored in islice(online(4), 5000))
+    history = list(islice(online(4), 5000))
+    assert all(stored[0] == 0 for stored in history)
+    for n in (1, 2, 100, 5000):
+        assert online_stored(n, 4) == history[n - 1]

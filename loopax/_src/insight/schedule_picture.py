@@ -6,7 +6,15 @@ from functools import cached_property
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int, static_bool, static_int
 from loopax._src.schedule.binomial import Action
-from loopax._src.schedule.saving import SMALL_STORE_BYTES, Blocks, EveryStep, Saving, counted, last_steps_of, saving_for
+from loopax._src.schedule.saving import (
+    SMALL_STORE_BYTES,
+    Blocks,
+    EveryStep,
+    Saving,
+    counted,
+    last_steps,
+    saving_for,
+)
 
 # More is not printed: in a terminal lines would wrap.
 WIDEST, TALLEST = 120, 40
@@ -184,6 +192,6 @@ def picture(
     saving = saving_for(
         checkpoints, bound, SMALL_STORE_BYTES + 1, length_known=length_known, always_to_bound=length_known
     )
-    if residuals and bound and checkpoints and (last := last_steps_of(bound, checkpoints, 1, 1)):
+    if residuals and bound and checkpoints and (last := last_steps(bound, checkpoints, 1, 1)):
         saving = Blocks(last.block, recorded=last.recorded)
     return SchedulePicture(steps, saving or EveryStep(), records=residuals and saving is not None)

@@ -6,7 +6,7 @@ from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, 
 from loopax._src.core.jaxpr.cost import costs
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, LastSteps, last_steps_of, saved_carries
+from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, LastSteps, last_steps, saved_carries
 
 _CHECKPOINTS = Why(
     "how much memory a gradient uses",
@@ -96,7 +96,7 @@ class Checkpointed(Kind):
         carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
         if not carry or costs().storing(residuals, residuals * bound) > loop.step.evaluation:
             return None
-        return last_steps_of(bound, count, carry, residuals)
+        return last_steps(bound, count, carry, residuals)
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`."""

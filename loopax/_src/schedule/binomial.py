@@ -2,17 +2,27 @@
 
 With c slots, n steps can be reversed such that none is advanced more than r times, where r is the
 least number with n <= C(c + r, c) (Griewank & Walther 2000).
+
+A slot may hold the residuals of a step in place of a carry (mixed checkpointing, Maddison 2024): they are what the
+derivative of the step needs, so the step is not evaluated again for it. The best schedule comes from a dynamic
+program, which is too slow for a loop that runs. With m_k(s) for the most steps of which none is evaluated more than k
+times, it has m_k(s) = m_k(s - 1) + m_(k - 1)(s) and m_1(s) = s + 1, so m_k(s) = C(s + k, k): for each k the limits are
+those of the binomial schedule. So carries are stored where `advance` says, and as soon as all steps that remain fit
+into the free slots, their residuals are stored instead.
+
+A loop records nothing on its way forward. It evaluates the steps of the last run twice, where the optimum evaluates
+them once: for 1000 steps and 10, 20 or 44 slots at most 0.9 % more evaluations in all. With 500 slots, where half of
+the steps are in the last run, it takes 2.0 evaluations a step, and the optimum 1.5.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import comb
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-# What a schedule consists of.
 
 
 class Action(NamedTuple):
@@ -41,88 +51,36 @@ class Action(NamedTuple):
     step: int
 
 
-def evaluations(num_steps: int, slots: int) -> int:
-    """Return the evaluations of the body, forward and gradient together, with the binomial schedule.
-
-    The evaluations are the fewest among the schedules that store at most `slots` carries and no residuals, and
-    evaluate each step again for its derivative (Griewank & Walther 2000).
-    """
-    return evaluations_from(list(starts(num_steps, slots)), num_steps, slots)
-
-
-def evaluations_from(stored: Sequence[int], num_steps: int, slots: int) -> int:
-    """Return the evaluations of the body if the forward pass has stored the carries before the steps `stored`.
-
-    The forward pass evaluates each step once, and each derivative evaluates its step again. In addition, a segment of n
-    steps between two stored carries takes r n - C(c + r, r - 1) evaluations. Here c is the number of slots that are
-    free when the segment is reversed (Griewank & Walther 2000, Prop. 1).
-    """
-    ends = [*stored[1:], num_steps] if stored else []
-    segments = (end - start for start, end in zip(stored, ends, strict=True))
-    return 2 * num_steps + sum(_advances(steps, slots - used) for used, steps in enumerate(segments))
-
-
-def _advances(num_steps: int, slots: int) -> int:
-    if num_steps <= 1 or slots == 1:
-        return num_steps * (num_steps - 1) // 2
-    repetitions, _ = _repetitions(num_steps, slots, NOW)
-    return repetitions * num_steps - comb(slots + repetitions, repetitions - 1)
+# How far to advance: with Python integers, and in compiled loops.
 
 
 def advance(num_steps: Any, slots: Any) -> Any:
     """Return how many steps to advance from a stored carry to the next carry to store.
+
+    Takes Python integers, or int32 arrays of one element, which may be traced.
 
     Parameters
     ----------
     num_steps
         The number of steps to reverse, at least 2.
     slots
-        The number of free slots, at least 1, including the slot of the stored carry.
-
-    Returns
-    -------
-    distance
-        The steps to advance. With one slot: to the last step.
-
-    Notes
-    -----
-    Takes Python integers, or int32 arrays of one element, which may be traced.
-
-    The steps ahead have one slot less. The steps that are passed have all slots and one repetition less (Griewank &
-    Walther 2000, Theorem 1).
+        The number of free slots, at least 1, including the slot of the stored carry. With one slot: to the last step.
 
     """
-    if isinstance(num_steps, jax.Array) or isinstance(slots, jax.Array):
-        steps, slots = (lax.convert_element_type(x, jnp.uint32) for x in (num_steps, slots))
-        return lax.convert_element_type(_advance(steps, slots, COMPILED), jnp.int32)
-    return _advance(num_steps, slots, NOW)
-
-
-class _Arithmetic(NamedTuple):
-    """Where integers are calculated: now in Python, or in the compiled program."""
-
-    while_loop: Callable[..., Any]
-    minimum: Callable[[Any, Any], Any]
-    where: Callable[[Any, Any, Any], Any]
-
-
-def _while_loop(goes_on: Callable[[Any], bool], body: Callable[[Any], Any], state: Any) -> Any:
-    while goes_on(state):
-        state = body(state)
-    return state
-
-
-NOW = _Arithmetic(_while_loop, min, lambda condition, a, b: a if condition else b)
-COMPILED = _Arithmetic(lax.while_loop, jnp.minimum, jnp.where)
-
-
-def _advance(num_steps: Any, slots: Any, arithmetic: _Arithmetic) -> Any:
-    repetitions, below = _repetitions(num_steps, slots, arithmetic)
+    compiled = isinstance(num_steps, jax.Array) or isinstance(slots, jax.Array)
+    if compiled:
+        num_steps, slots = (lax.convert_element_type(x, jnp.uint32) for x in (num_steps, slots))
+    repetitions, below = _repetitions(num_steps, slots, lax.while_loop if compiled else _while_loop)
+    # The steps that are passed have all slots and one repetition less: they are at most C(c + r - 1, c). The steps
+    # ahead have one slot less (Griewank & Walther 2000, Theorem 1), and are at least C(c + r - 2, c - 1).
     ahead = _fraction(below, slots, slots + repetitions - 1)
-    return arithmetic.where(slots == 1, num_steps - 1, arithmetic.minimum(below, num_steps - ahead))
+    if compiled:
+        distance = jnp.where(slots == 1, num_steps - 1, jnp.minimum(below, num_steps - ahead))
+        return lax.convert_element_type(distance, jnp.int32)
+    return num_steps - 1 if slots == 1 else min(below, num_steps - ahead)
 
 
-def _repetitions(num_steps: Any, slots: Any, arithmetic: _Arithmetic) -> tuple[Any, Any]:
+def _repetitions(num_steps: Any, slots: Any, while_loop: Callable[..., Any]) -> tuple[Any, Any]:
     """The least r with n <= C(c + r, c), and C(c + r - 1, c); with one slot, where r would be n - 1, (1, 1)."""
 
     def next_range(state: tuple[Any, Any]) -> Any:
@@ -135,12 +93,39 @@ def _repetitions(num_steps: Any, slots: Any, arithmetic: _Arithmetic) -> tuple[A
         return (slots > 1) & fits & (next_range(state) < num_steps)
 
     one = num_steps // num_steps
-    return arithmetic.while_loop(too_short, lambda state: (state[0] + one, next_range(state)), (one, one))
+    return while_loop(too_short, lambda state: (state[0] + one, next_range(state)), (one, one))
 
 
 def _fraction(value: Any, numerator: Any, denominator: Any) -> Any:
     """`value * numerator / denominator`, which is an integer, without the large product."""
     return value // denominator * numerator + value % denominator * numerator // denominator
+
+
+def _while_loop(goes_on: Callable[[Any], bool], body: Callable[[Any], Any], state: Any) -> Any:
+    while goes_on(state):
+        state = body(state)
+    return state
+
+
+# The schedule as actions.
+
+
+def binomial(num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
+    """Yield the actions of the binomial schedule, for a known number of steps.
+
+    Parameters
+    ----------
+    num_steps
+        The number of steps that the loop takes.
+    slots
+        The most carries that are stored, at least 1.
+    records
+        Whether recomputed steps store their residuals in slots, in place of carries. The default is False.
+
+    """
+    stored = list(starts(num_steps, slots))
+    yield from forward([s for s in stored if s <= step] for step in range(num_steps))
+    yield from replay(stored, num_steps, slots, records)
 
 
 def starts(num_steps: int, slots: int) -> Iterator[int]:
@@ -150,64 +135,6 @@ def starts(num_steps: int, slots: int) -> Iterator[int]:
         if step < num_steps:
             yield step
             step += advance(max(num_steps - step, 2), free)
-
-
-def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
-    """Yield the actions that reverse all steps, if the carries before the steps `stored` are stored.
-
-    `advance` divides the last segment until the remaining steps fit into the free slots, or no slot is free. The
-    carries of these steps are stored (their residuals, if `records` is True), and the steps are reversed. The file
-    `core/lowering/sweep_slots.py` compiles the same schedule.
-    """
-    reverse_run = _record_run if records else _reverse_run
-    kept, end = set(stored), num_steps
-    while end > 0:
-        step = max(kept)
-        row = len(kept) - 1  # of the slot for the current carry; those before it are in use
-        yield Action("restore", step)
-        while row < slots and end - step > slots - row + 1:
-            yield from _keep(step, kept)
-            distance = advance(end - step, slots - row)
-            yield from (Action("advance", step + i) for i in range(distance))
-            step, row = step + distance, row + 1
-        yield from reverse_run(step, end, kept)
-        end = step
-
-
-def _keep(step: int, kept: set[int]) -> Iterator[Action]:
-    if step not in kept:
-        kept.add(step)
-        yield Action("keep", step)
-
-
-def _reverse_run(start: int, end: int, kept: set[int]) -> Iterator[Action]:
-    """Store the carries of these steps, but not the last one's, which is current when it is needed."""
-    for step in range(start, end - 1):
-        yield from _keep(step, kept)
-        yield Action("advance", step)
-    for step in reversed(range(start, end)):
-        if step < end - 1:
-            yield Action("restore", step)
-        yield Action("reverse", step)
-        if step in kept:
-            kept.remove(step)
-            yield Action("drop", step)
-
-
-def _record_run(start: int, end: int, kept: set[int]) -> Iterator[Action]:
-    """Store the residuals of these steps, but not the last one's, which are used at once."""
-    if start in kept:
-        kept.remove(start)
-        yield Action("drop", start)
-    yield from (Action("record", step) for step in range(start, end - 1))
-    yield from (Action("reverse", step) for step in reversed(range(start, end)))
-
-
-def binomial(num_steps: int, slots: int) -> Iterator[Action]:
-    """Yield the actions of the binomial schedule, for a known number of steps and at most `slots` stored carries."""
-    stored = list(starts(num_steps, slots))
-    yield from forward([s for s in stored if s <= step] for step in range(num_steps))
-    yield from replay(stored, num_steps, slots)
 
 
 def forward(history: Iterable[Sequence[int]]) -> Iterator[Action]:
@@ -220,3 +147,107 @@ def forward(history: Iterable[Sequence[int]]) -> Iterator[Action]:
         if step in stored:
             yield from _keep(step, kept)
         yield Action("advance", step)
+
+
+def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
+    """Yield the actions that reverse all steps, if the forward pass has stored the carries before the steps `stored`.
+
+    `core/lowering/sweep_slots.py` compiles the same schedule.
+
+    Parameters
+    ----------
+    stored
+        The steps whose carries are stored, ascending; the first is 0.
+    num_steps
+        The number of steps that the loop took.
+    slots
+        The most carries that are stored.
+    records
+        Whether recomputed steps store their residuals in slots, in place of carries. The default is False.
+
+    """
+    kept, end = set(stored), num_steps
+    while end > 0:
+        step = max(kept)
+        row = len(kept) - 1  # of the slot for the current carry; those before it are in use
+        yield Action("restore", step)
+        # The last segment is divided until the steps that remain fit into the free slots, or none is free.
+        while row < slots and end - step > slots - row + 1:
+            yield from _keep(step, kept)
+            distance = advance(end - step, slots - row)
+            yield from (Action("advance", step + i) for i in range(distance))
+            step, row = step + distance, row + 1
+        yield from _reverse_run(step, end, kept, records)
+        end = step
+
+
+def _keep(step: int, kept: set[int]) -> Iterator[Action]:
+    if step not in kept:
+        kept.add(step)
+        yield Action("keep", step)
+
+
+def _reverse_run(start: int, end: int, kept: set[int], records: bool) -> Iterator[Action]:
+    """Store the carries or the residuals of these steps, but not the last one's, which are used at once."""
+    if records and start in kept:
+        kept.remove(start)
+        yield Action("drop", start)
+    for step in range(start, end - 1):
+        if not records:
+            yield from _keep(step, kept)
+        yield Action("record" if records else "advance", step)
+    for step in reversed(range(start, end)):
+        if step < end - 1 and not records:
+            yield Action("restore", step)
+        yield Action("reverse", step)
+        if step in kept:
+            kept.remove(step)
+            yield Action("drop", step)
+
+
+# How many evaluations it takes, from formulas.
+
+
+def evaluations(num_steps: int, slots: int, records: bool = False) -> int:
+    """The evaluations of the body, forward and gradient together, for a known number of steps."""
+    return evaluations_from(list(starts(num_steps, slots)), num_steps, slots, records)
+
+
+def evaluations_from(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> int:
+    """The evaluations of the body if the forward pass has stored the carries before the steps `stored`.
+
+    The forward pass evaluates each step once, and each derivative evaluates its step again; where replays record, just
+    that of the last step of each run. In addition, a segment of n steps between two stored carries takes
+    r n - C(c + r, r - 1) evaluations, where c slots are free when it is reversed (Griewank & Walther 2000, Prop. 1).
+    """
+    total = num_steps if records else 2 * num_steps
+    for used, (start, end) in enumerate(pairwise([*stored, num_steps])):
+        steps, free = end - start, slots - used
+        if steps <= 1 or free == 1:
+            total += steps * (steps - 1) // 2
+        else:
+            repetitions, _ = _repetitions(steps, free, _while_loop)
+            total += repetitions * steps - comb(free + repetitions, repetitions - 1)
+        total += _runs(steps, free) if records else 0
+    return total
+
+
+def _runs(num_steps: int, slots: int) -> int:
+    """Into how many runs a segment is divided; not by recursion, which may be as deep as the segment is long."""
+    known: dict[tuple[int, int], int] = {}
+    pending = [(num_steps, slots)]
+    while pending:
+        steps, free = pending[-1]
+        if steps <= free + 1:
+            known[pending.pop()] = 1
+        elif free == 1:
+            known[pending.pop()] = steps - 1
+        else:
+            distance = advance(steps, free)
+            parts = [(steps - distance, free - 1), (distance, free)]
+            missing = [part for part in parts if part not in known]
+            if missing:
+                pending += missing
+            else:
+                known[pending.pop()] = sum(known[part] for part in parts)
+    return known[num_steps, slots]

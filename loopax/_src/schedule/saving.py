@@ -8,7 +8,6 @@ from math import isqrt
 from typing import Any, ClassVar, NamedTuple
 
 from loopax._src.schedule.binomial import Action, binomial, evaluations, evaluations_from, forward, replay
-from loopax._src.schedule.mixed import mixed, mixed_evaluations, mixed_evaluations_from
 from loopax._src.schedule.online import online, online_stored
 
 # The two-level schedule: keep the carry at the start of every block, replay one block at a time.
@@ -22,10 +21,10 @@ SMALL_STORE_BYTES = 8 * 1024
 
 
 def block_size(bound: int, carry_bytes: int) -> int:
-    """Return the number of steps in a block, for at most `bound` steps and a carry of `carry_bytes` bytes.
+    """The number of steps in a block, for at most `bound` steps and a carry of `carry_bytes` bytes.
 
-    The size is about sqrt(bound). Then the number of stored carries (one for each block, and those of one block) is as
-    small as possible with two levels: about 2 sqrt(bound). Tiny carries have shorter blocks.
+    About sqrt(bound): then two levels store the fewest carries (one for each block, and those of one block), about
+    2 sqrt(bound). Tiny carries have shorter blocks.
     """
     balanced = isqrt(max(bound - 1, 0)) + 1
     quick = max(SMALL_LOOP_BYTES // max(carry_bytes, 1), 1)
@@ -35,80 +34,50 @@ def block_size(bound: int, carry_bytes: int) -> int:
 
 
 def shortest_block(bound: int, checkpoints: int) -> int | None:
-    """Return the fewest steps in a block for which two levels store at most `checkpoints` carries, or None.
+    """The fewest steps in a block for which two levels store at most `checkpoints` carries; None: these are too few.
 
-    None: there are too few checkpoints for two levels. A shorter block recomputes fewer steps: all steps of a block but
-    the last are recomputed.
+    A shorter block recomputes fewer steps: all steps of a block but the last are recomputed.
     """
     sizes = (size for size in range(2, isqrt(bound) + 2) if -(-bound // size) + size <= checkpoints)
     return next(sizes, None)
 
 
 class LastSteps(NamedTuple):
-    """Two levels of blocks; the forward pass stores the residuals of the last steps, and recomputed steps store theirs.
-
-    Attributes
-    ----------
-    recorded : int
-        The number of last steps whose residuals the forward pass stores.
-    block : int
-        The number of steps in a block of the other steps.
-
-    """
+    """Two levels of blocks. The forward pass stores the residuals of the last steps, and recomputed steps theirs."""
 
     recorded: int  # so many last steps
     block: int  # steps per block of the others
 
 
-def last_steps(num_steps: int, room: int, carry: int, residuals: int) -> LastSteps | None:
-    """Return for how many of the last steps the residuals fit into the given memory; None if even blocks do not fit.
+def last_steps(bound: int, checkpoints: int, carry: int, residuals: int) -> LastSteps | None:
+    """For how many of the last steps the residuals fit into the room of `checkpoints` carries.
 
-    The gradient evaluates `2 num_steps - recorded` steps.
-
-    Parameters
-    ----------
-    num_steps
-        The number of steps that the loop takes.
-    room
-        The memory, in any unit.
-    carry, residuals
-        The size of a carry, and of the residuals of a step, in the same unit.
-
-    Notes
-    -----
-    While the forward pass stores residuals, the carries at the starts of blocks are stored, too. Later, the residuals
-    or carries of one recomputed block use the memory of the forward pass's residuals.
-
+    `carry` and `residuals` are the sizes of a carry, and of the residuals of a step. The gradient evaluates the body
+    `2 * bound - recorded` times. None: even blocks do not fit, or with fewer than 2 sqrt(bound) carries, slots need
+    fewer evaluations.
     """
-    for starts in range(room // carry + 1):
-        left = room - starts * carry
-        recorded = min(left // max(residuals, 1), num_steps)
-        if recorded == num_steps:
+    if checkpoints * checkpoints < 4 * bound:
+        return None
+    # While the forward pass stores residuals, the carries at the starts of blocks are stored, too. Later, what one
+    # recomputed block stores takes the room of the forward pass's residuals.
+    for starts in range(checkpoints + 1):
+        left = (checkpoints - starts) * carry
+        recorded = min(left // max(residuals, 1), bound)
+        if recorded == bound:
             return LastSteps(recorded, 1)
         if starts:
-            block = -(-(num_steps - recorded) // starts)
+            block = -(-(bound - recorded) // starts)
             if block * max(carry, residuals) <= left:
                 return LastSteps(recorded, block)
     return None
 
 
 def two_level(num_steps: int, block: int, records: bool = False, recorded: int = 0) -> Iterator[Action]:
-    """Yield the actions of the two-level schedule: store the start of each block, recompute one block at a time.
+    """The actions of the two-level schedule: store the start of each block of steps, recompute one block at a time.
 
-    The schedule stores at most `ceil(num_steps / block) + block` carries, and advances no step more than twice. The
-    file `core/lowering/sweep.py` compiles the same schedule.
-
-    Parameters
-    ----------
-    num_steps
-        The number of steps that the loop took.
-    block
-        The number of steps in a block.
-    records
-        Whether recomputed steps store their residuals in place of carries. The default is False.
-    recorded
-        The number of last steps whose residuals the forward pass stores. The default is 0.
-
+    It stores at most `ceil(num_steps / block) + block` carries, and advances no step more than twice. Where it
+    `records`, recomputed steps store residuals in place of carries. The forward pass stores the residuals of the last
+    `recorded` steps. `core/lowering/sweep.py` compiles the same schedule.
     """
     replayed = num_steps - recorded
     for step in range(replayed):
@@ -117,9 +86,8 @@ def two_level(num_steps: int, block: int, records: bool = False, recorded: int =
         yield Action("advance", step)
     yield from (Action("record", step) for step in range(replayed, num_steps))
     yield from (Action("reverse", step) for step in reversed(range(replayed, num_steps)))
-    num_steps = replayed
-    for start in reversed(range(0, num_steps, block)):
-        end = min(start + block, num_steps)
+    for start in reversed(range(0, replayed, block)):
+        end = min(start + block, replayed)
         yield Action("restore", start)
         if records:
             yield Action("drop", start)
@@ -130,16 +98,11 @@ def two_level(num_steps: int, block: int, records: bool = False, recorded: int =
             yield Action("advance", step)
             yield Action("keep", step + 1)
         for step in reversed(range(start, end)):
-            yield Action("restore", step)
-            yield Action("reverse", step)
-            yield Action("drop", step)
+            yield from (Action("restore", step), Action("reverse", step), Action("drop", step))
 
 
-# Slots of a loop without a bound. Forward and gradient evaluate the body at most three times per step up to
-# 2187 steps, four times up to 35 594 (docs/kinds.md).
-DEFAULT_SLOTS = 64
-
-# Not NamedTuples: those compare as tuples, and `Blocks(3)` would be equal to `(3,)` as a key of caches.
+# What a loop saves: not NamedTuples, which compare as tuples, so that `Blocks(3)` would be equal to `(3,)` as a key of
+# caches.
 
 
 class Saving(ABC):
@@ -154,13 +117,13 @@ class Saving(ABC):
     def rows(self, bound: int | None) -> int:
         """The most carries that are saved."""
 
-    @abstractmethod
     def num_checkpoint_rows(self) -> int:
-        """How many numbers of rows are remembered with them."""
+        """How many numbers of rows are remembered with them: the first row, from which the others follow."""
+        return 1
 
-    @abstractmethod
     def room(self, num_steps: int) -> int:
         """The carries for which a gradient of so many steps sets memory aside."""
+        return self.rows(num_steps)
 
     def stored_bytes(self, num_steps: int, carry_bytes: int) -> int:
         """The memory that is."""
@@ -170,13 +133,14 @@ class Saving(ABC):
     def describe(self, num_steps: int) -> str:
         """The schedule in words."""
 
-    @abstractmethod
     def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
         """All of it; where it `records`, replays store residuals in the place of carries."""
+        raise NotImplementedError("a schedule by an inverse has no actions of checkpoints")
 
-    @abstractmethod
     def evaluations(self, num_steps: int, records: bool) -> int:
-        """How often forward and gradient evaluate the body, from a formula."""
+        """How often forward and gradient evaluate the body, from a formula: twice each step, if none is replayed."""
+        del records
+        return 2 * num_steps
 
     def derivatives(self, num_steps: int, records: bool) -> int:
         """How many of these are for derivatives of steps whose residuals are not stored."""
@@ -190,31 +154,15 @@ class Saving(ABC):
 
 @dataclass(frozen=True)
 class Blocks(Saving):
-    """Save the carry at the start of every block of steps.
+    """Save the carry at the start of every block of steps."""
 
-    Parameters
-    ----------
-    size
-        The number of steps in a block.
-    record_bytes
-        The bytes of the residuals of a step that recomputed steps may store, also if a carry is smaller. The default is
-        0.
-    recorded
-        The number of last steps whose residuals the forward pass stores. The default is 0.
-
-    """
-
-    size: int
+    size: int  # steps in a block
     record_bytes: int = field(default=0, repr=False)  # as in `Saving`
     recorded: int = field(default=0, repr=False)  # before the backward pass there are residuals of so many last steps
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""
         return -(-(bound or 0) // self.size)
-
-    def num_checkpoint_rows(self) -> int:
-        """The first row. All starts of blocks follow from it."""
-        return 1
 
     @property
     def without_recorded(self) -> "Blocks":
@@ -223,8 +171,7 @@ class Blocks(Saving):
 
     def room(self, num_steps: int) -> int:
         """See `Saving.room`: the carries at all starts, and those of one block."""
-        starts = self.rows(num_steps - self.recorded)
-        return starts + max(self.size, self.recorded)
+        return self.rows(num_steps - self.recorded) + max(self.size, self.recorded)
 
     def stored_bytes(self, num_steps: int, carry_bytes: int) -> int:
         """See `Saving.stored_bytes`."""
@@ -250,16 +197,7 @@ class Blocks(Saving):
 
 @dataclass(frozen=True)
 class Slots(Saving):
-    """Save at most `count` carries, by the binomial schedule, or by the online schedule if the length is unknown.
-
-    Parameters
-    ----------
-    count
-        The number of slots. A slot holds one carry.
-    length_known
-        Whether the number of steps is known when the loop starts.
-
-    """
+    """Save at most `count` carries, by the binomial schedule, or by the online schedule if the length is unknown."""
 
     count: int
     length_known: bool
@@ -274,11 +212,6 @@ class Slots(Saving):
         """The row of each slot."""
         return self.count
 
-    def room(self, num_steps: int) -> int:
-        """See `Saving.room`."""
-        del num_steps
-        return self.count
-
     def describe(self, num_steps: int) -> str:
         """See `Saving.describe`."""
         del num_steps
@@ -288,20 +221,23 @@ class Slots(Saving):
     def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
         """See `Saving.actions`."""
         if self.length_known:
-            return (mixed if records else binomial)(num_steps, self.count)
-        return _online_actions(num_steps, self.count, records)
+            return binomial(num_steps, self.count, records)
+        return self._online_actions(num_steps, records)
+
+    def _online_actions(self, num_steps: int, records: bool) -> Iterator[Action]:
+        history = list(islice(online(self.count), num_steps))
+        yield from forward(history)
+        yield from replay(history[-1] if history else (), num_steps, self.count, records)
 
     def evaluations(self, num_steps: int, records: bool) -> int:
         """See `Saving.evaluations`."""
         if self.length_known:
-            return (mixed_evaluations if records else evaluations)(num_steps, self.count)
-        stored = online_stored(num_steps, self.count)
-        return (mixed_evaluations_from if records else evaluations_from)(stored, num_steps, self.count)
+            return evaluations(num_steps, self.count, records)
+        return evaluations_from(online_stored(num_steps, self.count), num_steps, self.count, records)
 
     def derivatives(self, num_steps: int, records: bool) -> int:
         """See `Saving.derivatives`: residuals of some steps are stored."""
-        saved = self.evaluations(num_steps, False) - self.evaluations(num_steps, records)
-        return num_steps - saved
+        return num_steps - self.evaluations(num_steps, False) + self.evaluations(num_steps, records)
 
     @property
     def is_counted_slowly(self) -> bool:
@@ -311,7 +247,7 @@ class Slots(Saving):
 
 @dataclass(frozen=True)
 class Last(Saving):
-    """A loop saves the carry after its last step, from which an inverse walks back to the others."""
+    """Save the carry after the last step, from which an inverse walks back; its evaluations are not counted."""
 
     drift: Callable[[Any, Any, Any, Any], Any] | None = field(default=None, repr=False)  # as in `Saving`
 
@@ -320,28 +256,10 @@ class Last(Saving):
         del bound
         return 1
 
-    def num_checkpoint_rows(self) -> int:
-        """The first row."""
-        return 1
-
-    def room(self, num_steps: int) -> int:
-        """See `Saving.room`."""
-        del num_steps
-        return 1
-
     def describe(self, num_steps: int) -> str:
         """See `Saving.describe`."""
         del num_steps
         return "the last carry, and an inverse"
-
-    def actions(self, num_steps: int, records: bool) -> Iterator[Action]:
-        """See `Saving.actions`. An inverse is not an action that a machine of checkpoints has."""
-        raise NotImplementedError("a schedule by an inverse has no actions of checkpoints")
-
-    def evaluations(self, num_steps: int, records: bool) -> int:
-        """See `Saving.evaluations`: those of the inverse are not counted."""
-        del records
-        return 2 * num_steps
 
 
 @dataclass(frozen=True)
@@ -351,14 +269,6 @@ class EveryStep(Saving):
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""
         return bound or 0
-
-    def num_checkpoint_rows(self) -> int:
-        """None are needed."""
-        return 0
-
-    def room(self, num_steps: int) -> int:
-        """See `Saving.room`."""
-        return num_steps
 
     def describe(self, num_steps: int) -> str:
         """See `Saving.describe`."""
@@ -370,81 +280,42 @@ class EveryStep(Saving):
         del records
         return two_level(num_steps, 1)
 
-    def evaluations(self, num_steps: int, records: bool) -> int:
-        """See `Saving.evaluations`."""
-        del records
-        return 2 * num_steps
+
+# Slots of a loop without a bound. Forward and gradient evaluate the body at most three times per step up to
+# 2187 steps, four times up to 35 594 (docs/kinds.md).
+DEFAULT_SLOTS = 64
 
 
 def saving_for(
     checkpoints: int | None, bound: int | None, carry_bytes: int, *, length_known: bool, always_to_bound: bool
 ) -> Saving | None:
-    """Return how a loop of kind `Checkpointed(checkpoints)` saves its carries: `Blocks` or `Slots`.
+    """How a loop of kind `Checkpointed(checkpoints)` saves its carries; None: that before every step is stored.
 
-    Parameters
-    ----------
-    checkpoints
-        The most stored carries. None: about 2 sqrt(bound).
-    bound
-        The most steps that the loop takes. None: no bound.
-    carry_bytes
-        The bytes of a carry. Tiny carries have shorter blocks.
-    length_known
-        Whether the number of steps is known when the loop starts.
-    always_to_bound
-        Whether the loop always takes as many steps as its bound.
-
-    Returns
-    -------
-    Blocks, Slots or None
-        How the loop saves. None: the carry before every step is stored.
-
-    Notes
-    -----
-    Two levels of blocks need no schedule while the loop runs. Two levels are used if the loop always takes as many
-    steps as its bound, and there are at least about 2 sqrt(bound) checkpoints. For a bound of 1000, two levels need at
-    most 2 % more evaluations than the binomial schedule with up to 303 checkpoints, and 25 % more with 999.
-
+    `length_known`: whether the number of steps is known when the loop starts. `always_to_bound`: whether the loop
+    always takes as many steps as its bound. With at least about 2 sqrt(bound) checkpoints it has two levels of blocks,
+    which need no schedule while the loop runs. For a bound of 1000, they need at most 2 % more evaluations than the
+    binomial schedule with up to 303 checkpoints, and 25 % more with 999.
     """
     if bound is None:
         return Slots(checkpoints or DEFAULT_SLOTS, length_known)
     if checkpoints is None:
-        return _blocks(min(block_size(bound, carry_bytes), bound))
+        size = block_size(bound, carry_bytes)
+        return Blocks(size) if size > 1 else None
     if checkpoints >= bound:
         return None
     size = shortest_block(bound, checkpoints) if always_to_bound else None
     return Blocks(size) if size else Slots(checkpoints, length_known)
 
 
-def last_steps_of(bound: int, checkpoints: int, carry_bytes: int, residual_bytes: int) -> LastSteps | None:
-    """Two levels with residuals of the last steps, in the room of so many carries; None: slots need fewer evaluations.
-
-    With fewer than 2 sqrt(bound) carries there is no room for two levels.
-    """
-    if checkpoints * checkpoints < 4 * bound:
-        return None
-    return last_steps(bound, checkpoints * carry_bytes, carry_bytes, residual_bytes)
-
-
 def saved_carries(bound: int, carry_bytes: int) -> int:
     """How many carries are stored for a bound where no number of checkpoints is given."""
     size = block_size(bound, carry_bytes)
-    return bound if size == 1 else -(-bound // size) + size
-
-
-def _blocks(size: int) -> Saving | None:
-    return Blocks(size) if size > 1 else None
+    return bound if size == 1 else Blocks(size).room(bound)
 
 
 def length_known(saving: Saving) -> Saving:
     """How to save in a loop over the rows that another loop has walked: their number is known."""
     return replace(saving, length_known=True) if isinstance(saving, Slots) else saving
-
-
-def _online_actions(num_steps: int, slots: int, records: bool) -> Iterator[Action]:
-    history = list(islice(online(slots), num_steps))
-    yield from forward(history)
-    yield from replay(history[-1] if history else (), num_steps, slots, records)
 
 
 def counted(number: int, one: str, several: str = "") -> str:

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopax._src.core.ir.annotations import Stages
 from loopax._src.insight import lane_report as occupancy
-from loopax.schedule import Stages
 
 STAGES = st.builds(Stages, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
 STEPS = st.lists(st.integers(0, 30), max_size=80).map(lambda steps: np.array(steps, np.int64))

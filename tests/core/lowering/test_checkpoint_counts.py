@@ -1,9 +1,7 @@
 """How often steps are evaluated with a budget of checkpoints, with and without a bound."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,8 @@ import pytest
 
 import loopax as lx
 from benchmarks.counter import Counter
-from loopax import schedule
+from loopax._src.schedule.binomial import evaluations, evaluations_from
+from loopax._src.schedule.online import online
 from tests.core.lowering.test_memory import STATE, WEIGHTS, carries
 
 STEPS = 1000
@@ -32,18 +31,8 @@ def large(counter, x):
     return jnp.sin(counter(x))
 
 
-class Evaluations(NamedTuple):
-    """How many a schedule takes."""
-
-    of: Callable[[int, int], int]
-    given: Callable[[Any, int, int], int]
-
-
-SCHEDULES = {
-    small: Evaluations(schedule.mixed_evaluations, schedule.mixed_evaluations_from),
-    large: Evaluations(schedule.evaluations, schedule.evaluations_from),
-}
-EACH_STEP = pytest.mark.parametrize("step", SCHEDULES)
+RECORDS = {small: True, large: False}  # whether steps that are evaluated again store residuals
+EACH_STEP = pytest.mark.parametrize("step", RECORDS)
 
 
 def known(step, counter, x, n, checkpoints, bound=None):
@@ -57,15 +46,15 @@ def unknown(step, counter, x, n, checkpoints, bound=None):
 
 
 def online_evaluations(step, n, slots):
-    *_, stored = islice(schedule.online(slots), n)
-    return SCHEDULES[step].given(stored, n, slots)
+    *_, stored = islice(online(slots), n)
+    return evaluations_from(stored, n, slots, RECORDS[step])
 
 
 @EACH_STEP
 @pytest.mark.parametrize("checkpoints", [3, pytest.param(44, marks=pytest.mark.slow)])
 def test_as_many_evaluations_as_the_schedule_says(checkpoints, step):
     """For a length that is static, and for one that is not, with a bound."""
-    best = SCHEDULES[step].of(STEPS, checkpoints)
+    best = evaluations(STEPS, checkpoints, RECORDS[step])
     assert count_evaluations(lambda count, x: known(step, count, x, STEPS, checkpoints)) == best
     assert count_evaluations(lambda count, x, n: known(step, count, x, n, checkpoints, bound=1500), STEPS) == best
 
@@ -78,7 +67,7 @@ def test_any_number_of_steps(checkpoints, step):
     with_known = jax.jit(jax.grad(lambda x, n: known(step, counter, x, n, checkpoints)))
     with_unknown = jax.jit(jax.grad(lambda x, n: unknown(step, counter, x, n, checkpoints)))
     for n in (0, 1, 2, 3, 29, 30, 31, 32, 100, *([STEPS] if checkpoints > 2 else [])):
-        best = SCHEDULES[step].of(n, checkpoints)
+        best = evaluations(n, checkpoints, RECORDS[step])
         assert counter.of(with_known, 1.0, n) == best
         evaluated = counter.of(with_unknown, 1.0, n)
         assert evaluated == (online_evaluations(step, n, checkpoints) if n else 0)
@@ -99,7 +88,7 @@ def test_a_thousand_steps_with_small_residuals(checkpoints, optimum):
 def test_two_levels_where_the_checkpoints_allow_for_them():
     """64 checkpoints for 1000 steps: 32 blocks of 32 steps, within 2 % of the optimum."""
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))
-    assert schedule.evaluations(1000, 64) < evaluated <= 1.02 * schedule.evaluations(1000, 64)
+    assert evaluations(1000, 64) < evaluated <= 1.02 * evaluations(1000, 64)
     # Small residuals: each step is evaluated twice, but for the last ones, whose residuals are stored at once.
     assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 1960
 
@@ -129,7 +118,7 @@ def test_but_not_where_the_bound_may_be_far_above_the_steps_that_are_taken(step)
     with_known = jax.jit(jax.grad(lambda x, n: known(step, counter, x, n, 64, bound=1000)))
     with_unknown = jax.jit(jax.grad(lambda x, n: unknown(step, counter, x, n, 64, bound=1000)))
     for n in (50, 100, 1000):
-        best = SCHEDULES[step].of(n, 64)
+        best = evaluations(n, 64, RECORDS[step])
         assert counter.of(with_known, 1.0, n) == best
         assert counter.of(with_unknown, 1.0, n) == best
 

@@ -9,7 +9,7 @@ import pytest
 
 import loopax as lx
 from benchmarks.counter import Counter
-from loopax import schedule
+from loopax._src.schedule import binomial
 from tests.support.problem import KINDS, WITH_LAX, name_of
 
 
@@ -202,5 +202,5 @@ def test_the_same_body_under_every_kind():
         found.setdefault(name_of(kind), set()).add(counter.of(gradient, 1.0))
     assert found["Residuals"] == {100}
     assert found["Bounded"] == {200}
-    assert found["Checkpointed3"] == {schedule.mixed_evaluations(100, 3)}
+    assert found["Checkpointed3"] == {binomial.evaluations(100, 3, records=True)}
     assert found["Checkpointed"] == {200}

@@ -8,7 +8,8 @@ import pytest
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax._src.core.lowering import sweep_bodies as sweep_common
-from tests.core.lowering.test_checkpoint_counts import SCHEDULES, known, large, online_evaluations, small, unknown
+from loopax._src.schedule.binomial import evaluations
+from tests.core.lowering.test_checkpoint_counts import RECORDS, known, large, online_evaluations, small, unknown
 from tests.core.lowering.test_memory import STATE, WEIGHTS
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 7, 8, 29, 30, 31, 100)
@@ -30,7 +31,7 @@ def test_evaluations_and_gradients(slots, step):
         jax.grad(lambda x, n: lx.fori_loop(0, n, lambda i, x: step(counter, x), x, max_steps=100, kind="residuals"))
     )
     for n in LENGTHS:
-        assert counter.of(with_known, 1.0, n) == SCHEDULES[step].of(n, slots)
+        assert counter.of(with_known, 1.0, n) == evaluations(n, slots, RECORDS[step])
         assert counter.of(with_unknown, 1.0, n) == (online_evaluations(step, n, slots) if n else 0)
         for gradient in (with_known, with_unknown):
             np.testing.assert_allclose(gradient(1.0, n), stored(1.0, n), rtol=1e-12)

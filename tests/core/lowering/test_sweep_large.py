@@ -9,8 +9,8 @@ import pytest
 
 import loopax as lx
 from benchmarks.counter import Counter
-from loopax import schedule
 from loopax._src.core.lowering import sweep as sweep_large
+from loopax._src.schedule.binomial import evaluations
 from tests.support.reference import assert_close
 
 KINDS = [lx.Checkpointed(), lx.Checkpointed(1), lx.Checkpointed(3)]
@@ -115,7 +115,7 @@ def test_as_many_evaluations_as_the_schedule_says(checkpoints):
     )
     gradient = jax.jit(jax.grad(loop))
     for n in (0, 1, 2, 3, 29, 31):
-        assert counter.of(gradient, 1.0, n) == schedule.evaluations(n, checkpoints)
+        assert counter.of(gradient, 1.0, n) == evaluations(n, checkpoints)
 
 
 def test_the_step_stands_in_the_program_once():
