@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from loopax._src.core.ir.annotations import Stages
+from loopax._src.extras import optional
 from loopax._src.jax_internals import api_boundary
 from loopax._src.lanes import Compact
 from loopax._src.pytrees.leaves import LoopInfo, describe
@@ -182,9 +183,7 @@ class LaneReport:
         one of `lockstep` (the default), `groups`, `stages` and `sequential` of this report.
         """
         if axes is None:
-            from matplotlib import pyplot as plt
-
-            axes = plt.subplots()[1]
+            axes = optional("matplotlib.pyplot", "matplotlib", "A picture of lanes").subplots()[1]
         stretches = self.lockstep if stretches is None else stretches
         lanes = np.concatenate([np.full(len(s.lengths), s.lanes) for s in stretches])
         active = np.concatenate([s.active_in_run for s in stretches])
