@@ -25,7 +25,7 @@ from tests.support.example_files import load_example
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
-# The run that command.md shows: `python -m benchmarks --short --json` has written it.
+# The run that benchmark.md shows: `python -m benchmarks --short --json` has written it.
 COMMAND = HERE.parent / "benchmarks" / "command_bench.json"
 STEPS, SLOTS = 30, 5
 
