@@ -58,7 +58,6 @@ def test_rows(compared):
         assert row.traces == 2
         assert row.forward_ms == written.forward_ms  # one program, measured once
         assert min(row.forward_ms, row.gradient_ms, row.compile_seconds) > 0
-        assert abs(row.predicted_bytes - row.temporary_bytes) <= 64 * 1024
     assert "Choose a kind that has it" in none.problem
     assert math.isnan(none.gradient_ms)
 

@@ -13,8 +13,7 @@ from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.sweep_bodies import recording_of
 from loopax._src.core.masking import fill_inactive_p
-from loopax._src.insight.find_loops import FoundLoop, source_of
-from loopax._src.insight.memory import without_calls
+from loopax._src.insight.find_loops import FoundLoop, source_of, without_calls
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,

@@ -21,7 +21,6 @@ from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
-from loopax._src.insight.memory import temporary_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, api_boundary, as_closed, as_open, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static import Why, positive_int
@@ -286,10 +285,6 @@ class _Candidate:
         """Its gradient."""
         return jaxpr_as_fun(gradient_of(self._program(), self.asked.perturbed))(*arrays)
 
-    def predicted(self) -> int:
-        """The temporary memory of the gradient, predicted."""
-        return temporary_bytes(gradient_of(self._exchanged(self.asked.program.closed), self.asked.perturbed))
-
     def _program(self) -> ClosedJaxpr:
         def counted(*args: Any) -> Any:
             self.traces += 1
@@ -391,6 +386,5 @@ def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _T
         gradient.milliseconds,
         lowered.seconds + gradient.seconds,
         gradient.program.memory_analysis().temp_size_in_bytes,
-        candidate.predicted(),
         candidate.traces,
     )

@@ -6,7 +6,7 @@ from typing import Any
 from loopax._src.extras import optional
 from loopax._src.insight.advice import in_bytes
 
-_COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "predicted", "traces")
+_COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "traces")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,6 @@ class Measured:
         The seconds to trace and compile the gradient.
     temporary_bytes
         The temporary memory of the gradient in bytes, as XLA reports it.
-    predicted_bytes
-        The temporary memory of the gradient in bytes, as `explain` predicts it.
     traces
         How often the function was traced: once for each of the two programs.
     problem
@@ -39,7 +37,6 @@ class Measured:
     gradient_ms: float = float("nan")
     compile_seconds: float = float("nan")
     temporary_bytes: int = 0
-    predicted_bytes: int = 0
     traces: int = 0
     problem: str = ""
     is_chosen: bool = False
@@ -87,28 +84,18 @@ class Comparison:
     def plot(self, axes: Any = None) -> Any:
         """Draw the time of the gradient against its memory, and return the axes (needs matplotlib).
 
-        Both scales are logarithmic. Filled points: the memory that XLA reports. Hollow points: the predicted memory. A
-        ring marks the function as written.
+        Both scales are logarithmic. A ring marks the function as written.
         """
         if axes is None:
             axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison").subplots(
                 layout="constrained"
             )[1]
         rows = [row for row in self.rows if not row.problem]
-        for place, row in enumerate(rows):
-            color = f"C{place}"
-            memory = [max(size, 1) / 2**20 for size in (row.temporary_bytes, row.predicted_bytes)]
-            axes.plot(memory, [row.gradient_ms] * 2, color=color, linewidth=0.8, zorder=1)
-            axes.scatter(
-                memory[0],
-                row.gradient_ms,
-                color=color,
-                label=f"as written: {row.name}" if row.is_chosen else row.name,
-                zorder=2,
-            )
-            axes.scatter(memory[1], row.gradient_ms, facecolors="none", edgecolors=color, zorder=2)
+        for row in rows:
+            memory = max(row.temporary_bytes, 1) / 2**20
+            axes.scatter(memory, row.gradient_ms, label=f"as written: {row.name}" if row.is_chosen else row.name)
             if row.is_chosen:
-                axes.scatter(memory[0], row.gradient_ms, s=180, facecolors="none", edgecolors="black", zorder=3)
+                axes.scatter(memory, row.gradient_ms, s=180, facecolors="none", edgecolors="black", zorder=3)
         axes.set(xscale="log", yscale="log", xlabel="temporary memory of the gradient, MiB", ylabel="gradient, ms")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -129,6 +116,5 @@ def _cells(row: Measured) -> tuple[str, ...]:
         f"{row.gradient_ms:.3g} ms",
         f"{row.compile_seconds:.2f} s",
         in_bytes(row.temporary_bytes),
-        in_bytes(row.predicted_bytes),
         str(row.traces),
     )

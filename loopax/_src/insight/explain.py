@@ -8,10 +8,9 @@ from loopax._src.core import Loop
 from loopax._src.core.ir.annotations import Choice, OneByOne
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import explanation as showing
-from loopax._src.insight.advice import Advice, Stored, advice_for, in_bytes, stored_by
+from loopax._src.insight.advice import Advice, Stored, advice_for, stored_by
 from loopax._src.insight.explanation import Leaf, LoopExplanation
-from loopax._src.insight.find_loops import FoundLoop, Subject, Value, find, found_at, gradient_of, see, subject
-from loopax._src.insight.memory import temporary_bytes
+from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, see, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
 from loopax._src.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential
 
@@ -33,10 +32,6 @@ class Explanation:
         The arrays with respect to which a gradient is taken.
     loops
         The loops in the function itself. Loops in a body are in `inner` of the outer loop.
-    forward_bytes
-        The predicted temporary memory of the function, in bytes, as the compiler counts it.
-    gradient_bytes
-        The predicted temporary memory of the gradient, in bytes. None: there is no gradient.
     problem
         Why there is no gradient; empty if there is one.
 
@@ -45,8 +40,6 @@ class Explanation:
     name: str
     differentiated: tuple[str, ...]
     loops: tuple[LoopExplanation, ...]
-    forward_bytes: int
-    gradient_bytes: int | None
     problem: str
 
     @property
@@ -85,12 +78,8 @@ class Explanation:
     def _summary(self) -> list[str]:
         if not self.loops:
             return []
-        found = f"none ({self.problem})" if self.gradient_bytes is None else in_bytes(self.gradient_bytes)
-        return [
-            "",
-            f"predicted temporary memory: forward {in_bytes(self.forward_bytes)}, gradient {found}",
-            f"warnings: {len(self.warnings)}",
-        ]
+        problem = [f"no gradient: {self.problem}"] if self.problem else []
+        return ["", *problem, f"warnings: {len(self.warnings)}"]
 
 
 @api_boundary
@@ -119,8 +108,8 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
     -------
     Explanation
         The explanation: `print` shows a text, and `show()` draws tables. Each loop has its source line, kind, bound,
-        arrays, stored carries and body evaluations. Each loop also has the reason for its kind, and warnings that name
-        the line to change. The explanation also predicts the temporary memory of the function and of its gradient.
+        arrays, stored carries with their bytes, and body evaluations. Each loop also has the reason for its kind, and
+        warnings that name the line to change.
 
     Raises
     ------
@@ -137,30 +126,19 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
 
     A `jax.vmap` around the function is not seen, so explain the mapped function.
 
-    For the programs of the benchmark, the predicted memory is within 15 % of what the compiler reports on a CPU
-    (docs/explain.md).
+    All temporary memory of a program is known only when it is compiled: `compare` shows what XLA reports.
 
     """
     asked = subject("explain", fn, args, argnums)
     loops = tuple(map(_explained, find(asked.program.closed, asked.inputs)))
-    gradient_bytes, problem = _gradient_bytes(asked)
-    return Explanation(
-        asked.name,
-        tuple(value.name for value in asked.inputs if value.perturbed),
-        loops,
-        temporary_bytes(asked.program.closed),
-        gradient_bytes,
-        problem,
-    )
-
-
-def _gradient_bytes(asked: Subject) -> tuple[int | None, str]:
-    if not any(asked.perturbed):
-        return None, "no floating-point array among the arguments"
+    differentiated = tuple(value.name for value in asked.inputs if value.perturbed)
+    problem = "" if differentiated else "no floating-point array among the arguments"
     try:
-        return temporary_bytes(gradient_of(asked.program.closed, asked.perturbed)), ""
+        if differentiated:
+            gradient_of(asked.program.closed, asked.perturbed)
     except REFUSALS as error:
-        return None, str(error)
+        problem = str(error)
+    return Explanation(asked.name, differentiated, loops, problem)
 
 
 def explanation_of(eqn: Any) -> LoopExplanation:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,11 +16,20 @@ from loopax._src.core.batching.compact import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.stages import is_one_batch
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, members, of_equation
-from loopax._src.core.jaxpr.util import INDEX, inner_programs, merge_lists, reject, select, split_list, trace
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    bind_again,
+    evaluate,
+    inner_programs,
+    merge_lists,
+    reject,
+    select,
+    split_list,
+    trace,
+)
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import of_user
 from loopax._src.frontend.trace_program import TracedProgram, trace_program
-from loopax._src.insight.memory import without_calls
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -27,10 +37,14 @@ from loopax._src.jax_internals import (
     While,
     argument_names,
     as_closed,
+    called,
+    dce,
     eqns_of,
+    equation_context,
     has_tangents,
     invars_of,
     is_kernel,
+    is_of_jax,
     jaxpr_as_fun,
     lax_loop,
     stops_gradient,
@@ -69,6 +83,23 @@ class FoundLoop(NamedTuple):
     operands: list[Value]  # consts, carry and xs
     carry: list[Value]  # after any number of steps
     inner: list["FoundLoop"]
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Inline the calls of a program, without dead code. Operations of loopax stay as they are."""
+
+    def own_line(eqn: Any) -> AbstractContextManager[None]:
+        """Of an equation that has one, else that of the call: JAX drops lines where it traces custom derivatives."""
+        return equation_context(eqn) if any(of_user(user_lines(eqn))) else nullcontext()
+
+    def run(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        inner = called(eqn)
+        if inner is None:
+            return bind_again(eqn, operands)
+        return evaluate(inner, operands, run, (lambda _: nullcontext()) if is_of_jax(inner) else own_line)
+
+    flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, run))(*closed.in_avals)
+    return dce(flat, [True] * len(flat.out_avals), True)[0]
 
 
 def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:

@@ -111,7 +111,7 @@ is_slow_function = one_of(
     *("sinh", "cosh", "asinh", "acosh", "atanh", "random_bits", "threefry2x32", "bessel_i0e", "bessel_i1e"),
 )
 
-# ---- what XLA fuses on a CPU (`insight/memory.py`)
+# ---- what XLA fuses on a CPU
 
 # Computed by an operation of its own, into which XLA fuses the elementwise operations before it.
 takes_fused = one_of(
@@ -125,13 +125,7 @@ stands_alone = one_of(
     *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "custom_linear_solve", "shard_map"),
     *("pure_callback", "io_callback", "debug_callback", "reduce_window_max", "reduce_window_sum"),
 )
-renames = one_of("reshape", "squeeze", "expand_dims")  # the same bytes by another name
 moves = one_of("concatenate", "transpose", "rev", "gather", "dynamic_slice", "slice", "pad")  # element by other element
-# Computed once, where others are computed again in each operation that uses them.
-is_costly = one_of(
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "cbrt", "sqrt", "rsqrt", "div", "erf", "erf_inv"),
-    *("sin", "cos", "tan", "tanh", "lgamma", "digamma", "random_bits", "threefry2x32"),
-)
 
 
 # What JAX batches in such a way that a lane's results depend on the operands of other lanes.
