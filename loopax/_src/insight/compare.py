@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
-from loopax._src.jax_internals import ClosedJaxpr, Jaxpr, api_boundary, as_closed, as_open, jaxpr_as_fun, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, api_boundary, as_open, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static import Why, positive_int
 
@@ -35,24 +36,30 @@ def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
             f"{kind!r} brings the inverse of the steps of one loop. Give it to that loop, and compare the function as "
             "it is written."
         )
+
+    def exchanged(eqn: Any) -> Any:
+        if eqn.primitive is loop_p:
+            return eqn.replace(params=_of_kind(Loop(**eqn.params), kind)._asdict())
+        if eqn.primitive is not compact_vmap_p:
+            return map_programs(eqn, partial(with_kind, kind=kind))
+        batch = CompactVmap(**eqn.params)
+        if isinstance(batch.static, Loop):
+            avals = [atom.aval for atom in eqn.invars]
+            batch = compact_vmap_of(batch.rules, _of_kind(batch.static, kind), batch.axis, batch.mapped, avals)
+        return eqn.replace(params=batch._asdict())
+
     if kind.derivative != "exact":
         return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
     jaxpr = as_open(closed)
-    return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, [_equation(eqn, kind) for eqn in jaxpr.eqns])
+    return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, list(map(exchanged, jaxpr.eqns)))
 
 
-def _equation(eqn: Any, kind: Kind) -> Any:
-    if eqn.primitive is loop_p:
-        return eqn.replace(params=_loop(Loop(**eqn.params), kind)._asdict())
-    if eqn.primitive is compact_vmap_p:
-        compact_vmap = CompactVmap(**eqn.params)
-        if isinstance(compact_vmap.static, Loop):
-            avals = [atom.aval for atom in eqn.invars]
-            compact_vmap = compact_vmap_of(
-                compact_vmap.rules, _loop(compact_vmap.static, kind), compact_vmap.axis, compact_vmap.mapped, avals
-            )
-        return eqn.replace(params=compact_vmap._asdict())
-    return eqn.replace(params={name: _inside(value, kind) for name, value in eqn.params.items()})
+def _of_kind(loop: Loop, kind: Kind) -> Loop:
+    body, debug_info = with_kind(loop.body, kind), loop.debug_info
+    if debug_info is None:
+        return loop._replace(body=body)
+    storage = Asked.of(kind, loop.bound, debug_info.fixed, debug_info.bound_is_loose)
+    return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
 
 
 def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -62,7 +69,7 @@ def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
     loop = Loop(**eqn.params) if eqn.primitive is loop_p else None
     if loop is None or loop.debug_info is None:
         return bind_again(map_programs(eqn, partial(with_kind, kind=kind)), operands)
-    (low, high, *leaves), info, loop = operands, loop.debug_info, _loop(loop, kind)
+    (low, high, *leaves), info, loop = operands, loop.debug_info, _of_kind(loop, kind)
     call = LoopCall(
         loop,
         LoopOperands(low, high, *loop.inputs(leaves)),
@@ -73,25 +80,6 @@ def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         run_loop=run_with_tape,
     )
     return run_by(kind, call).leaves
-
-
-def _loop(loop: Loop, kind: Kind) -> Loop:
-    body, debug_info = with_kind(loop.body, kind), loop.debug_info
-    if debug_info is None:
-        return loop._replace(body=body)
-    storage = Asked.of(kind, loop.bound, debug_info.fixed, debug_info.bound_is_loose)
-    return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
-
-
-def _inside(value: Any, kind: Kind) -> Any:
-    """A parameter of an equation, with the loops of the programs in it."""
-    if isinstance(value, ClosedJaxpr):
-        return with_kind(value, kind)
-    if isinstance(value, Jaxpr):
-        return as_open(with_kind(as_closed(value), kind))
-    if type(value) in (tuple, list):
-        return type(value)(_inside(item, kind) for item in value)
-    return value
 
 
 # Compile programs, and time them in turn, so that whatever else the machine does hits all alike.
@@ -210,30 +198,6 @@ def compare(
     chosen = [to_kind(kind) for kind in kinds]
     rounds = positive_int("compare(rounds=...)", rounds, "runs of each program", _ROUNDS)
     asked = subject("compare", fn, args, argnums)
-    _refuse_types(asked)
-    if not any(asked.perturbed):
-        raise TypeError(
-            f"compare({asked.name}, ...): there is no floating-point array among the arguments, so there is no "
-            "gradient, and without one all kinds are the same."
-        )
-    loops = _of_loopax(find(asked.program.closed, asked.inputs))
-    if not loops:
-        raise ValueError(
-            f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
-            "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
-        )
-    written = _Candidate(fn, asked, None, _written(loops))
-    rows = _measured([written, *(_Candidate(fn, asked, kind, _named(kind)) for kind in chosen)], rounds)
-    return Comparison(asked.name, (replace(rows[0], is_chosen=True), *rows[1:]))
-
-
-def _named(kind: Kind) -> str:
-    """A kind, and that its derivative is not that of the steps, where it is not."""
-    has_own = kind.derivative != "exact"
-    return f"{kind!r} (derivative: {kind.derivative})" if has_own else repr(kind)
-
-
-def _refuse_types(asked: Subject) -> None:
     for value, array in zip(asked.inputs, asked.program.arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -245,146 +209,114 @@ def _refuse_types(asked: Subject) -> None:
                 f"compare({asked.name}, ...): {value.name} is a traced value. The function is compiled and run: call "
                 "`compare` outside of `jit`, `vmap` and `grad`."
             )
+    if not any(asked.perturbed):
+        raise TypeError(
+            f"compare({asked.name}, ...): there is no floating-point array among the arguments, so there is no "
+            "gradient, and without one all kinds are the same."
+        )
+    names = _as_written(find(asked.program.closed, asked.inputs))
+    if not names:
+        raise ValueError(
+            f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
+            "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
+        )
+    candidates = [_Candidate(fn, asked, None, ", ".join(filter(None, names)))]
+    for kind in chosen:
+        own = f" (derivative: {kind.derivative})" if kind.derivative != "exact" else ""
+        candidates.append(_Candidate(fn, asked, kind, f"{kind!r}{own}"))
+    first, *others = _measured(candidates, rounds)
+    return Comparison(asked.name, (replace(first, is_chosen=True), *others))
 
 
-def _of_loopax(found: Sequence[FoundLoop]) -> list[FoundLoop]:
-    """The loops of loopax among these and in their bodies."""
-    return [f for outer in found for f in (outer, *_of_loopax(outer.inner)) if f.seen.library == "loopax"]
-
-
-def _written(loops: Sequence[FoundLoop]) -> str:
-    """The kinds of the loops as they are written, and what they take."""
-    names = {}
+def _as_written(loops: Sequence[FoundLoop]) -> dict[str, None]:
+    """The kinds of the loops of loopax among these and in their bodies, and what they take."""
+    names: dict[str, None] = {}
     for found in loops:
-        debug_info = found.seen.loop.debug_info
-        if debug_info is not None:
-            names[_taken(found, repr(debug_info.kind))] = None
-    return ", ".join(names)
-
-
-def _taken(found: FoundLoop, name: str) -> str:
-    stored, _ = stored_of(found)
-    return name if stored is None or stored.kind == name else f"{name} takes {stored.kind}"
+        if found.seen.library == "loopax":
+            debug_info, (stored, _) = found.seen.loop.debug_info, stored_of(found)
+            name = repr(debug_info.kind) if debug_info else ""
+            names[f"{name} takes {stored.kind}" if name and stored and stored.kind != name else name] = None
+        names |= _as_written(found.inner)
+    return names
 
 
 @dataclass
 class _Candidate:
-    """A function with a kind for all its loops; None: as it is written."""
+    """A function with a kind for all its loops (None: as it is written), and its two programs."""
 
     fn: Callable[..., Any]
     asked: Subject
     kind: Kind | None
     name: str
     traces: int = 0
+    programs: tuple[Any, ...] = ()  # of the function and of its gradient, lowered
+    seconds: float = 0.0  # to trace the gradient
+    problem: str = ""  # why there are no programs
 
-    def forward(self, *arrays: Any) -> list[Any]:
-        """What the function computes."""
-        return jaxpr_as_fun(self._program())(*arrays)
+    def __post_init__(self) -> None:
+        """Trace both programs."""
 
-    def gradient(self, *arrays: Any) -> list[Any]:
-        """Its gradient."""
-        return jaxpr_as_fun(gradient_of(self._program(), self.asked.perturbed))(*arrays)
+        def program() -> ClosedJaxpr:
+            closed = trace_program("compare", counted, self.asked.args, {}).closed
+            return closed if self.kind is None else with_kind(closed, self.kind)
 
-    def _program(self) -> ClosedJaxpr:
         def counted(*args: Any) -> Any:
             self.traces += 1
             return self.fn(*args)
 
-        return self._exchanged(trace_program("compare", counted, self.asked.args, {}).closed)
-
-    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        return closed if self.kind is None else with_kind(closed, self.kind)
-
-
-@dataclass(frozen=True)
-class _Lowered:
-    """The two programs of a candidate, traced."""
-
-    forward: Any
-    gradient: Any
-    seconds: float  # to trace the gradient
-
-    @property
-    def texts(self) -> tuple[str, str]:
-        """What they are: kinds that come to the same have the same."""
-        return self.forward.as_text(), self.gradient.as_text()
+        arrays, perturbed = self.asked.program.arrays, self.asked.perturbed
+        try:
+            forward = jax.jit(jaxpr_as_fun(program())).lower(*arrays)
+            start = time.perf_counter()
+            gradient = jax.jit(jaxpr_as_fun(gradient_of(program(), perturbed))).lower(*arrays)
+            self.seconds, self.programs = time.perf_counter() - start, (forward, gradient)
+        except REFUSALS as error:
+            self.problem = str(error)
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A compiled program that has been run."""
+class _Run(NamedTuple):
+    """A compiled program that has been run once."""
 
     program: Any
     seconds: float  # to compile it
-    milliseconds: float = float("nan")
-    problem: str = ""  # why it cannot be run
+    call: Callable[[], Any]
+    problem: str  # why it cannot be run
+
+
+def _run(lowered: Any, arrays: Sequence[Any]) -> _Run:
+    start = time.perf_counter()
+    program = lowered.compile()
+    seconds, problem = time.perf_counter() - start, ""
+
+    def call() -> Any:
+        return jax.block_until_ready(program(*arrays))
+
+    try:
+        call()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as a check that fails in it
+        problem = text_of_check(error)
+    return _Run(program, seconds, call, problem)
 
 
 def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
-    """A row for each program, all measured in turn."""
-    arrays = candidates[0].asked.program.arrays
-    lowered = [_lowered(candidate, arrays) for candidate in candidates]
-    programs = {
-        text: program
-        for found in lowered
-        if isinstance(found, _Lowered)
-        for text, program in zip(found.texts, (found.forward, found.gradient), strict=True)
-    }
-    compiled = [_compiled(program) for program in programs.values()]
-    timed = dict(zip(programs, _timed(compiled, arrays, rounds), strict=True))
+    """A row for each program, all measured in turn. Kinds that come to the same have programs of the same text."""
+    texts = [tuple(program.as_text() for program in one.programs) for one in candidates]
+    lowered = dict(zip(chain(*texts), chain(*(one.programs for one in candidates)), strict=True))
+    run = {text: _run(program, candidates[0].asked.program.arrays) for text, program in lowered.items()}
+    good = [text for text, one in run.items() if not one.problem]
+    times = dict(zip(good, interleaved([run[text].call for text in good], rounds), strict=True))
     rows: dict[Any, Measured] = {}
-    for candidate, found in zip(candidates, lowered, strict=True):
-        if not isinstance(found, _Lowered):
-            rows[candidate.name] = Measured(candidate.name, problem=str(found))
-        elif found.texts in rows:
-            rows[found.texts] = rows[found.texts].shared_with(candidate.name)
+    for one, pair in zip(candidates, texts, strict=True):
+        problem = one.problem or next((run[text].problem for text in pair if run[text].problem), "")
+        if not pair:
+            rows[one.name] = Measured(one.name, problem=problem)
+        elif pair in rows:
+            rows[pair] = rows[pair].shared_with(one.name)
+        elif problem:
+            rows[pair] = Measured(one.name, problem=problem)
         else:
-            rows[found.texts] = _row(candidate, found, *(timed[text] for text in found.texts))
+            forward_ms, gradient_ms = (times[text] for text in pair)
+            program, seconds = run[pair[1]].program, one.seconds + run[pair[1]].seconds
+            temporary = program.memory_analysis().temp_size_in_bytes
+            rows[pair] = Measured(one.name, forward_ms, gradient_ms, seconds, temporary, one.traces)
     return list(rows.values())
-
-
-def _lowered(candidate: _Candidate, arrays: Sequence[Any]) -> _Lowered | Exception:
-    """The programs, or why they cannot be had."""
-    try:
-        forward = jax.jit(candidate.forward).lower(*arrays)
-        start = time.perf_counter()
-        gradient = jax.jit(candidate.gradient).lower(*arrays)
-        return _Lowered(forward, gradient, time.perf_counter() - start)
-    except REFUSALS as error:
-        return error
-
-
-def _compiled(lowered: Any) -> _Timed:
-    start = time.perf_counter()
-    program = lowered.compile()
-    return _Timed(program, time.perf_counter() - start)
-
-
-def _timed(compiled: Sequence[_Timed], arrays: Sequence[Any], rounds: int) -> list[_Timed]:
-    """Run each program once, then measure those that run in turn; adds the median time of each, or its problem."""
-    calls = [lambda one=one: jax.block_until_ready(one.program(*arrays)) for one in compiled]
-    tried = [replace(one, problem=_problem_of(call)) for one, call in zip(compiled, calls, strict=True)]
-    times = iter(interleaved([call for one, call in zip(tried, calls, strict=True) if not one.problem], rounds))
-    return [one if one.problem else replace(one, milliseconds=next(times)) for one in tried]
-
-
-def _problem_of(call: Callable[[], Any]) -> str:
-    """Why a program ends with an error, such as a check that fails in it; empty where it does not."""
-    try:
-        call()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        return text_of_check(error)
-    return ""
-
-
-def _row(candidate: _Candidate, lowered: _Lowered, forward: _Timed, gradient: _Timed) -> Measured:
-    if problem := forward.problem or gradient.problem:
-        return Measured(candidate.name, problem=problem)
-    return Measured(
-        candidate.name,
-        forward.milliseconds,
-        gradient.milliseconds,
-        lowered.seconds + gradient.seconds,
-        gradient.program.memory_analysis().temp_size_in_bytes,
-        candidate.traces,
-    )
