@@ -1,7 +1,7 @@
 """The loops in a program: those of loopax and those of `jax.lax`, each as a loop of the core, with what is in them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
@@ -106,51 +106,34 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     """The loops of a program, in order."""
     flat = without_calls(closed)
     values = dict(zip(invars_of(flat), inputs, strict=True))
-
-    def value(atom: Any) -> Value:
-        return Value() if isinstance(atom, Literal) else values.get(atom, Value())
-
     found: list[FoundLoop] = []
     for eqn in eqns_of(flat):
+        operands = [Value() if isinstance(atom, Literal) else values.get(atom, Value()) for atom in eqn.invars]
         seen = see(eqn)
         if seen is not None:
-            one = found_at(eqn, seen, list(map(value, seen.operands)))
-            found += one.inner if _is_a_condition(seen.loop) else [one]
-        elif not is_kernel(eqn):
-            found += _inside(eqn, list(map(value, eqn.invars)))
-        for variable in _perturbed_results(eqn, [value(atom).perturbed for atom in eqn.invars]):
-            values[variable] = Value(perturbed=True)
+            one = found_at(eqn, seen, operands[len(operands) - len(seen.operands) :])
+            # loopax itself writes a condition as a loop of one step at most (`core/nested_lanes.py`).
+            is_condition = seen.loop.debug_info is None and seen.loop.bound == 1
+            found += one.inner if is_condition else [one]
+        elif not is_kernel(eqn):  # a `cond`, say: the operands of the programs in it are its last ones
+            for inner in map(as_closed, inner_programs(eqn)):
+                count = len(inner.in_avals)
+                is_fed = count <= len(operands)
+                found += find(inner, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
+        flags = [value.perturbed for value in operands]
+        if any(flags) and not stops_gradient(eqn):
+            for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
+                if has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
+                    values[variable] = Value(perturbed=True)
     return found
-
-
-def _perturbed_results(eqn: Any, flags: Sequence[bool]) -> Iterator[Any]:
-    if not any(flags) or stops_gradient(eqn):
-        return
-    for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
-        if has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
-            yield variable
-
-
-def _inside(eqn: Any, operands: Sequence[Value]) -> Iterator[FoundLoop]:
-    """The loops in branches, or in what else an equation holds; the operands of these are its last ones."""
-    for inner in inner_programs(eqn):
-        closed = as_closed(inner)
-        count = len(closed.in_avals)
-        is_fed = count <= len(operands)
-        yield from find(closed, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
-
-
-def _is_a_condition(loop: Loop) -> bool:
-    """Whether a loop of one step at most is what loopax itself writes for a condition (`core/nested_lanes.py`)."""
-    return loop.debug_info is None and loop.bound == 1
 
 
 def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
     """A loop that is an equation, of these operands."""
     loop, names = seen.loop, seen.loop.names
     own = [*names.consts, *names.carry, *names.xs]
-    if loop.debug_info is not None and loop.debug_info.branch:
-        own = list(map(_name_in_branch, own))
+    if loop.debug_info is not None and loop.debug_info.branch:  # its carry is the operands, and arrays of the result
+        own = ["result" if name.startswith("carry[1]") else name.replace("carry[0]", "operands", 1) for name in own]
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
     consts, carry, xs = split_list(operands, loop.sizes)
     flags = (False, *(value.perturbed for value in operands))
@@ -159,93 +142,50 @@ def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
     return FoundLoop(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
 
 
-def _name_in_branch(name: str) -> str:
-    """What a leaf of the carry of a branch is: it carries the operands, and arrays of the result."""
-    return "result" if name.startswith("carry[1]") else name.replace("carry[0]", "operands", 1)
-
-
 def source_of(eqn: Any) -> str:
     """The line of the user's from which an equation comes; nothing where it is not known."""
     return str(next(of_user(user_lines(eqn)), ""))
 
 
-# ---- what an equation says
-
-
 def see(eqn: Any) -> Seen | None:
-    """The loop that an equation is; None where it is none."""
-    if eqn.primitive is loop_p:
-        return _see_loop(eqn)
-    if eqn.primitive is compact_vmap_p:
-        return _see_batch(eqn)
-    found = lax_loop(eqn)
-    if isinstance(found, Scan):
-        return _see_scan(eqn, found)
-    return None if found is None else _see_while(eqn, found)
+    """The loop that an equation is; None where it is none. Its operands are the last ones of the equation."""
+    batch = CompactVmap(**eqn.params) if eqn.primitive is compact_vmap_p else None
+    loop = Loop(**eqn.params) if eqn.primitive is loop_p else batch.static if batch else None
+    if isinstance(loop, Loop):
+        lanes = batch.axis.size if batch else 1
+        waiting = loop.debug_info.waiting if loop.debug_info else 1
+        if batch:
+            waiting = lanes if is_one_batch(loop, lanes) else 1
+        results = eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
+        return Seen(loop, "loopax", eqn.invars[2:], results, lanes, waiting)
+    found = lax_loop(eqn)  # not in a batch of reverse sweeps
+    return None if found is None or batch else _see_lax(eqn, found)
 
 
-def _see_loop(eqn: Any) -> Seen:
-    loop = Loop(**eqn.params)
-    return Seen(
-        loop, "loopax", eqn.invars[2:], _results(loop, eqn), waiting=loop.debug_info.waiting if loop.debug_info else 1
-    )
-
-
-def _see_batch(eqn: Any) -> Seen | None:
-    compact_vmap = CompactVmap(**eqn.params)
-    if not isinstance(compact_vmap.static, Loop):
-        return None  # a reverse sweep
-    loop, lanes = compact_vmap.static, compact_vmap.axis.size
-    waiting = lanes if is_one_batch(loop, lanes) else 1
-    return Seen(loop, "loopax", eqn.invars[2:], _results(loop, eqn), lanes=lanes, waiting=waiting)
-
-
-def _results(loop: Loop, eqn: Any) -> list[Any]:
-    return eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
-
-
-def _see_scan(eqn: Any, found: Scan) -> Seen:
-    consts, carry, xs = split_list(argument_names(found.body), found.sizes)
+def _see_lax(eqn: Any, found: Scan | While) -> Seen:
+    """A loop of JAX as one of the core; of a `while_loop`, what the condition reads is of no interest here."""
+    is_scan = isinstance(found, Scan)
+    sizes = found.sizes if is_scan else [found.num_consts, found.num_carry]
+    consts, carry, xs = split_list(argument_names(found.body), sizes)
+    names = Names(tuple(consts), tuple(carry), tuple(xs) if is_scan else (), ())
+    body = jaxpr_as_fun(found.body)
     loop = Loop(
-        _with_row(found.body),
+        trace(lambda _, *operands: body(*operands), [INDEX, *found.body.in_avals]),  # of the core: with a row's number
         found.num_consts,
         found.num_carry,
-        bound=found.length,
-        reverse=found.reverse,
+        bound=found.length if is_scan else None,
+        reverse=is_scan and found.reverse,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(keeps_all=True),
-        debug_info=_debug_info("scan", Names(tuple(consts), tuple(carry), tuple(xs), ()), fixed=True),
+        storage=EveryResidual(keeps_all=True) if is_scan else NoReverseMode(ValueError, NO_REVERSE_MODE),
+        debug_info=DebugInfo(
+            "scan" if is_scan else "while_loop", Lax(), Lockstep(), is_scan, bound_is_loose=False, names=names
+        ),
     )
-    return Seen(loop, "lax", eqn.invars, eqn.outvars)
-
-
-def _see_while(eqn: Any, found: While) -> Seen:
-    """A loop of the body alone: what the condition reads besides is of no interest here."""
-    consts, carry, _ = split_list(argument_names(found.body), [found.num_consts, found.num_carry])
-    loop = Loop(
-        _with_row(found.body),
-        found.num_consts,
-        found.num_carry,
-        bound=None,
-        reverse=False,
-        predicated=False,
-        unroll=1,
-        storage=NoReverseMode(ValueError, NO_REVERSE_MODE),
-        debug_info=_debug_info("while_loop", Names(tuple(consts), tuple(carry), (), ()), fixed=False),
-    )
-    lanes = prod(found.cond.out_avals[0].shape)
-    return Seen(loop, "lax", eqn.invars[found.num_cond_consts :], eqn.outvars, waiting=lanes)
-
-
-def _with_row(body: ClosedJaxpr) -> ClosedJaxpr:
-    """A body as those of the core: it is handed the number of the row, too."""
-    function = jaxpr_as_fun(body)
-    return trace(lambda _, *operands: function(*operands), [INDEX, *body.in_avals])
-
-
-def _debug_info(function: str, names: Names, fixed: bool) -> DebugInfo:
-    return DebugInfo(function, Lax(), Lockstep(), fixed, bound_is_loose=False, names=names)
+    if is_scan:
+        return Seen(loop, "lax", eqn.invars, eqn.outvars)
+    waiting = prod(found.cond.out_avals[0].shape)
+    return Seen(loop, "lax", eqn.invars[found.num_cond_consts :], eqn.outvars, waiting=waiting)
 
 
 # The function that a user asks about: traced, with names for its inputs, and its gradient.
@@ -268,9 +208,18 @@ class Subject(NamedTuple):
 def subject(caller: str, fn: Any, args: Sequence[Any], argnums: int | Sequence[int] | None) -> Subject:
     """Trace a function; an error where it is none, or where the arguments do not fit."""
     check_callable(f"fn of {caller}", fn)
-    names = _bound_names(caller, fn, args)
+    name, count = getattr(fn, "__name__", type(fn).__name__), len(args)
+    names = _bound_names(caller, name, fn, args)
     args = [jnp.asarray(arg) if isinstance(arg, float | complex) else arg for arg in args]
-    chosen = _chosen(caller, argnums, len(args))
+    every: Any = range(count) if argnums is None else argnums
+    numbers = list(every) if isinstance(every, range | list | tuple) else [every]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
+            raise ValueError(
+                f"{caller}(argnums=...): got {argnums!r}, expected the number of a positional argument, or several, "
+                f"from 0 to {count - 1}."
+            )
+    chosen = [number % count for number in numbers]
     program = trace_program(caller, fn, args, {})
     floating = inexact(program.closed.in_avals)
     inputs = [
@@ -282,15 +231,10 @@ def subject(caller: str, fn: Any, args: Sequence[Any], argnums: int | Sequence[i
             f"{caller}(argnums={argnums!r}): there are no floating-point arrays in these arguments, so there is no "
             "gradient. Give the numbers of arguments that hold some."
         )
-    return Subject(name_of(fn), args, program, inputs)
+    return Subject(name, args, program, inputs)
 
 
-def name_of(fn: Callable[..., Any]) -> str:
-    """What a function is called."""
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _bound_names(caller: str, fn: Any, args: Sequence[Any]) -> list[str]:
+def _bound_names(caller: str, function: str, fn: Any, args: Sequence[Any]) -> list[str]:
     """The name of the parameter behind each argument."""
     try:
         signature = inspect.signature(fn)
@@ -301,27 +245,14 @@ def _bound_names(caller: str, fn: Any, args: Sequence[Any]) -> list[str]:
     except TypeError as error:
         got = ", ".join(map(describe, args)) or "none"
         raise TypeError(
-            f"{caller}({name_of(fn)}, ...): the arguments do not fit: {error}. Got {got}, expected those of "
-            f"{name_of(fn)}{signature}. Give what you would call it with; bind keywords with `functools.partial`."
+            f"{caller}({function}, ...): the arguments do not fit: {error}. Got {got}, expected those of "
+            f"{function}{signature}. Give what you would call it with; bind keywords with `functools.partial`."
         ) from error
     names: list[str] = []
     for name, value in bound.arguments.items():
         is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}[{i}]" for i in range(len(value))] if is_rest else [name]
     return names
-
-
-def _chosen(caller: str, argnums: int | Sequence[int] | None, count: int) -> list[int]:
-    if argnums is None:
-        return list(range(count))
-    numbers: list[Any] = list(argnums) if isinstance(argnums, list | tuple) else [argnums]
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
-            raise ValueError(
-                f"{caller}(argnums=...): got {argnums!r}, expected the number of a positional argument, or several, "
-                f"from 0 to {count - 1}."
-            )
-    return [number % count for number in numbers]
 
 
 def gradient_of(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> ClosedJaxpr:
