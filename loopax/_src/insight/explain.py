@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopax._src.core import Loop
 from loopax._src.core.ir.annotations import Choice, OneByOne
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import explanation as showing
@@ -12,7 +11,7 @@ from loopax._src.insight.advice import Advice, Stored, advice_for, stored_by
 from loopax._src.insight.explanation import Leaf, LoopExplanation
 from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, see, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
-from loopax._src.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential
+from loopax._src.lanes import AutoLanes, Compact, Lockstep, Sequential
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -65,21 +64,19 @@ class Explanation:
         showing.show(self._heading(), self.loops, self._summary())
 
     def _heading(self) -> list[str]:
-        count = sum(1 for _ in self.walk())
-        branches = sum(1 for loop in self.walk() if loop.branch)
-        if not count:
+        if not self.loops:
             return [f"{self.name}: no loops, neither of loopax nor of jax.lax."]
+        branches = [bool(loop.branch) for loop in self.walk()]
+        counts = ((branches.count(False), "loop", "loops"), (branches.count(True), "branch", "branches"))
+        found = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
         names = self.differentiated
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         of = f", gradient with respect to {', '.join(names[:MOST_NAMES])}{more}" if names else ""
-        found = [showing.counted(count - branches, "loop", "loops"), showing.counted(branches, "branch", "branches")]
-        return [f"{self.name}: {' and '.join(filter(None, found))}{of}"]
+        return [f"{self.name}: {found}{of}"]
 
     def _summary(self) -> list[str]:
-        if not self.loops:
-            return []
         problem = [f"no gradient: {self.problem}"] if self.problem else []
-        return ["", *problem, f"warnings: {len(self.warnings)}"]
+        return ["", *problem, f"warnings: {len(self.warnings)}"] if self.loops else []
 
 
 @api_boundary
@@ -156,11 +153,14 @@ def _explained(found: FoundLoop) -> LoopExplanation:
     kind = None if is_lax or debug_info is None else debug_info.kind
     in_words = kind.in_words() if kind else ""
     stored, problem = (None, "") if in_words else stored_of(found)
+    lanes = taken = None if is_lax or debug_info is None else debug_info.lanes
+    if isinstance(lanes, AutoLanes) and not isinstance(loop.stages, Choice):  # it has chosen, in a batch
+        taken = Sequential() if isinstance(loop.stages, OneByOne) else Lockstep() if loop.stages is None else Compact()
     return LoopExplanation(
         f"{seen.library}.{debug_info.function}" if debug_info else "a loop of loopax",
         found.source,
         kind,
-        None if is_lax or debug_info is None else debug_info.lanes,
+        lanes,
         loop.bound if debug_info is None or debug_info.most_steps is None else debug_info.most_steps,
         bool(debug_info and debug_info.fixed),
         tuple(_leaves(found, stored)),
@@ -174,15 +174,8 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         tuple(map(_explained, found.inner)),
         debug_info.branch if debug_info else "",
         debug_info.mixed_by if debug_info else "",
-        None if is_lax or debug_info is None else _lanes_taken(loop, debug_info.lanes),
+        taken,
     )
-
-
-def _lanes_taken(loop: Loop, lanes: Lanes) -> Lanes:
-    """How a batch runs, where it was chosen: the choice stands in the loop."""
-    if not isinstance(lanes, AutoLanes) or isinstance(loop.stages, Choice):
-        return lanes
-    return Lockstep() if loop.stages is None else Sequential() if isinstance(loop.stages, OneByOne) else Compact()
 
 
 def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
@@ -205,23 +198,17 @@ def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     is_stored = stored.leaves if stored else (False,) * loop.num_carry
     # The steps of such a loop run on constants, and its result has a derivative all the same.
     has_own_derivative = loop.debug_info is not None and loop.debug_info.kind.derivative != "exact"
-    leaves = [_leaf(v, "constant", atom, False) for v, atom in zip(consts, const_vars, strict=True) if _is_data(atom)]
-    leaves += [
-        _leaf(value, "carried", atom, keep, has_own_derivative)
-        for value, atom, keep in zip(found.carry, carry_vars, is_stored, strict=True)
-        if value.name
-    ]
-    leaves += [_leaf(value, "stream", atom, False) for value, atom in zip(xs, xs_vars, strict=True)]
+
+    def leaf(value: Value, role: str, atom: Any, is_stored: bool = False) -> Leaf:
+        aval = atom.aval
+        is_differentiated = value.perturbed or (role == "carried" and has_own_derivative and has_tangents(aval))
+        return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, is_differentiated)
+
+    carried = zip(found.carry, carry_vars, is_stored, strict=True)
     rows = zip(loop.names.ys, seen.results[loop.num_carry :], strict=False)
-    return leaves + [_leaf(Value(name or "ys"), "stream", atom, False) for name, atom in rows]
-
-
-def _is_data(atom: Any) -> bool:
-    """Whether a constant is more than a number."""
-    return bool(atom.aval.shape)
-
-
-def _leaf(value: Value, role: str, atom: Any, is_stored: bool, has_own_derivative: bool = False) -> Leaf:
-    aval = atom.aval
-    is_differentiated = value.perturbed or (has_own_derivative and has_tangents(aval))
-    return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, is_differentiated)
+    return [
+        *(leaf(value, "constant", atom) for value, atom in zip(consts, const_vars, strict=True) if atom.aval.shape),
+        *(leaf(value, "carried", atom, keep) for value, atom, keep in carried if value.name),
+        *(leaf(value, "stream", atom) for value, atom in zip(xs, xs_vars, strict=True)),
+        *(leaf(Value(name or "ys"), "stream", atom) for name, atom in rows),
+    ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
-from loopax._src.insight.advice import Advice, Stored, in_bytes
+from loopax._src.insight.advice import Advice, Stored, in_bytes, typed
 from loopax._src.lanes import AutoLanes, Lockstep, Sequential
 
 
@@ -127,33 +127,24 @@ WIDTH = 88  # of a text
 
 def text(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> str:
     """As lines."""
-    return "\n".join([*heading, *_loops(loops, 0), *summary])
+    return "\n".join([*heading, *_lines(loops, ""), *summary])
 
 
-def _loops(loops: Sequence[LoopExplanation], depth: int) -> Iterator[str]:
+def _lines(loops: Sequence[LoopExplanation], indent: str) -> Iterator[str]:
     for loop in loops:
+        rows = leaf_rows(loop.leaves)
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+        lines = [title(loop)]
+        for row in rows:
+            cells = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            lines.append(f"  {'  '.join(cells).rstrip()}")
+        for line in facts(loop):
+            lines += wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+        for warning in loop.warnings:
+            lines += wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
         yield ""
-        for line in _lines(loop):
-            yield "    " * depth + line
-        yield from _loops(loop.inner, depth + 1)
-
-
-def _lines(loop: LoopExplanation) -> Iterator[str]:
-    yield title(loop)
-    rows = leaf_rows(loop.leaves)
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-    for row in rows:
-        yield (
-            "  "
-            + "  ".join(
-                cell.rjust(width) if i == 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-        )
-    for line in facts(loop):
-        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
-    for warning in loop.warnings:
-        yield from wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from (indent + line for line in lines)
+        yield from _lines(loop.inner, indent + "    ")
 
 
 def title(loop: LoopExplanation) -> str:
@@ -162,81 +153,57 @@ def title(loop: LoopExplanation) -> str:
     return f"{where}: {loop.branch}" if loop.branch else where
 
 
-def counted(count: int, one: str, many: str) -> str:
-    """So many of something; nothing where there are none."""
-    return f"{count} {one if count == 1 else many}" if count else ""
-
-
 def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
     """Name, role, type, size and what a gradient does with it; many constants are summed up."""
     constants = sorted((leaf for leaf in leaves if leaf.role == "constant"), key=lambda leaf: -leaf.size)
-    others = [leaf for leaf in leaves if leaf.role != "constant"]
-    rows = [_leaf_row(leaf) for leaf in [*others, *constants[:MOST_CONSTANTS]]]
+    rows: list[list[str]] = []
+    for leaf in [*(leaf for leaf in leaves if leaf.role != "constant"), *constants[:MOST_CONSTANTS]]:
+        note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
+        name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
+        rows.append([name, leaf.role, typed(leaf), in_bytes(leaf.size), note])
     if rest := constants[MOST_CONSTANTS:]:
         rows.append([f"{len(rest)} more", "constant", "", in_bytes(sum(leaf.size for leaf in rest)), ""])
     return rows
 
 
-def _leaf_row(leaf: Leaf) -> list[str]:
-    note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
-    shape = ",".join(map(str, leaf.shape))
-    name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
-    return [name, leaf.role, f"{leaf.dtype}[{shape}]", in_bytes(leaf.size), note]
-
-
 def facts(loop: LoopExplanation) -> Iterator[str]:
     """Steps, kind, what is stored, and body evaluations."""
+    stored, no_gradient = loop.stored, [f"no gradient: {loop.problem}"] if loop.problem else []
     if loop.branch:
         yield f"runs: {_runs(loop)}"
-        if loop.problem:
-            yield f"no gradient: {loop.problem}"
+        yield from no_gradient
         return
-    yield f"steps: {_steps(loop)}{_lanes(loop)}"
-    stored = loop.stored
-    if loop.kind is not None and stored is not None:
-        of_lane = f"for one of {_batch(loop)} lanes: " if _batch(loop) > 1 else ""
-        taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored.reason else ""
+    yield f"steps: {_steps(loop)}"
+    # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
+    lanes = loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
+    if loop.kind is not None:
+        of_lane = f"for one of {lanes} lanes: " if lanes > 1 else ""
+        taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored and stored.reason else ""
         yield f"kind: {loop.kind!r}{taken}"
-    elif loop.kind is not None:
-        yield f"kind: {loop.kind!r}"
     if loop.derivative != "exact":
         yield f"derivative: {loop.derivative}{', on purpose' if loop.derivative == 'another' else ''}"
     if loop.in_words:
         yield f"gradient stores {loop.in_words}"
     elif stored is not None:
-        yield f"gradient stores {_stores(loop, stored)}"
-        yield f"body evaluations: {_evaluations(loop)}"
-    elif loop.problem:
-        yield f"no gradient: {loop.problem}"
-
-
-def _stores(loop: LoopExplanation, stored: Stored) -> str:
-    if not stored.size:
-        return "nothing"
-    records = ", or residuals in their place" if stored.records else ""
-    lanes = f" x {_batch(loop)} lanes" if _batch(loop) > 1 else ""
-    return f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{lanes} = {in_bytes(loop.stored_bytes)}{records}"
-
-
-def _batch(loop: LoopExplanation) -> int:
-    """Of how many lanes a gradient stores as much; one, where the loop itself is of all lanes."""
-    stored = loop.stored
-    return loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
+        times = f" x {lanes} lanes" if lanes > 1 else ""
+        records = ", or residuals in their place" if stored.records else ""
+        each = f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{times}"
+        yield f"gradient stores {f'{each} = {in_bytes(loop.stored_bytes)}{records}' if stored.size else 'nothing'}"
+        yield f"body evaluations: {_evaluations(loop, stored)}"
+    else:
+        yield from no_gradient
 
 
 def _steps(loop: LoopExplanation) -> str:
-    if loop.most_steps is None:
-        return "no static bound"
-    return str(loop.most_steps) if loop.is_fixed else f"at most {loop.most_steps}"
-
-
-def _lanes(loop: LoopExplanation) -> str:
-    given = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
+    """How many there are, and how those of lanes run."""
+    most = "no static bound" if loop.most_steps is None else f"{'' if loop.is_fixed else 'at most '}{loop.most_steps}"
+    lanes = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
     if loop.mixed_by:
-        given += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
+        lanes += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
     elif loop.lanes_taken != loop.lanes:
-        given += f", which takes {loop.lanes_taken!r}"
-    return f"{given}, {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else given
+        lanes += f", which takes {loop.lanes_taken!r}"
+    waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
+    return f"{most}{lanes}{waiting}"
 
 
 def _runs(loop: LoopExplanation) -> str:
@@ -251,37 +218,30 @@ def _runs(loop: LoopExplanation) -> str:
     return "if it is taken"
 
 
-def _evaluations(loop: LoopExplanation) -> str:
-    assert loop.stored is not None
-    count = loop.stored.evaluations
-    back = ", and n times the inverse" if loop.stored.walks_back else ""
-    if count is None and back:
-        return f"forward n; with the gradient 2n{back}"
-    if count is None:
-        return "forward n; with the gradient at most 3n up to 2187 steps (docs/kinds.md)"
+def _evaluations(loop: LoopExplanation, stored: Stored) -> str:
+    back = ", and n times the inverse" if stored.walks_back else ""
+    if stored.evaluations is None:
+        most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
+        return f"forward n; with the gradient {most}"
     bound = "" if loop.is_fixed else " for as many steps as the bound"
-    return f"forward {loop.most_steps}, with the gradient {count}{back}{bound}"
+    return f"forward {loop.most_steps}, with the gradient {stored.evaluations}{back}{bound}"
 
 
 def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:
     """Print tables in a terminal, where rich is installed, else the text."""
-    console = _console() if sys.stdout.isatty() else None
-    if console is None:
+    try:
+        from rich import console as rich_console
+    except ImportError:
+        rich_console = None
+    if rich_console is None or not sys.stdout.isatty():
         print(text(heading, loops, summary))
         return
+    console = rich_console.Console()
     for line in heading:
         console.print(line, style="bold", highlight=False, markup=False)
     _show_loops(console, loops, 0)
     for line in summary:
         console.print(line, highlight=False, markup=False)
-
-
-def _console() -> Any:
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console()
 
 
 def _show_loops(console: Any, loops: Sequence[LoopExplanation], depth: int) -> None:
