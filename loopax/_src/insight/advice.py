@@ -29,7 +29,7 @@ from loopax._src.jax_internals import (
     updates,
 )
 from loopax._src.lanes import CPU_LANES
-from loopax._src.schedule.saving import EveryStep, Last, length_known
+from loopax._src.schedule.saving import EveryStep, Last, Saving, length_known
 
 # Sizes and types in words.
 
@@ -108,54 +108,32 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         raise plan.error
     pair = pair._replace(storage=plan)
     parts = partial_eval(pair, unknown)
-    carries, size = _kept(pair, plan, parts)
+    bound, saving, records = loop.bound, plan.shown(parts.known.saving), _records(plan, parts)
+    # Rows of residuals are stored, unless a step draws for all lanes once more: it needs carries.
+    if plan.stores_residuals and not parts.known.saving:
+        what, carries, evaluations = "residuals", bound or 0, bound
+        size = num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
+    else:
+        what, size = "carries", num_bytes(select(parts.states, parts.known.output_avals.carry))
+        if bound is None:
+            carries, evaluations = saving.rows(None) if saving else 0, None
+        else:
+            carries = -(-(saving or EveryStep()).stored_bytes(bound, size) // max(size, 1))
+            evaluations = _evaluations(bound, saving, any(parts.states), records)
+    # Known primal leaves of the carry may be stored; they stand in front of their tangents.
+    unknown_carry = parts.unknown.carry
+    leaves = merge_lists(unknown_carry, parts.states, (False,) * sum(unknown_carry))[: loop.num_carry]
+    walks_back = parts.linear.saving == Last()
     return Stored(
-        plan.name,
-        plan.reason,
-        "residuals" if _keeps_residuals(plan, parts) else "carries",
-        carries if size else 0,
-        size,
-        _records(plan, parts),
-        parts.linear.saving == Last(),
-        _stored_leaves(parts, loop.num_carry),
-        _evaluations(pair, plan, parts),
+        plan.name, plan.reason, what, carries if size else 0, size, records, walks_back, tuple(leaves), evaluations
     )
 
 
-def _keeps_residuals(plan: Plan, parts: PartialEval) -> bool:
-    """Whether rows of residuals are stored: a step that draws for all lanes once more needs carries."""
-    return plan.stores_residuals and not parts.known.saving
-
-
-def _kept(loop: Loop, plan: Plan, parts: PartialEval) -> tuple[int, int]:
-    """How many carries or residuals are stored, and the size of one."""
-    if _keeps_residuals(plan, parts):
-        return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
-    size = num_bytes(select(parts.states, parts.known.output_avals.carry))
-    saving = plan.shown(parts.known.saving)
-    if loop.bound is None:
-        return saving.rows(None) if saving else 0, size
-    stored = (saving or EveryStep()).stored_bytes(loop.bound, size)
-    return -(-stored // max(size, 1)), size
-
-
-def _stored_leaves(parts: PartialEval, num_carry: int) -> Mask:
-    """Which primal leaves of the carry are stored: they are known, and stand in front of their tangents."""
-    unknown = parts.unknown.carry
-    states = merge_lists(unknown, parts.states, (False,) * sum(unknown))
-    return tuple(states[:num_carry])
-
-
-def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
-    steps, saving = loop.bound, plan.shown(parts.known.saving)
-    if steps is None:
-        return None
-    if _keeps_residuals(plan, parts):
-        return steps
+def _evaluations(steps: int, saving: Saving | None, is_stored: bool, records: bool) -> int:
     if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
         return int(_ONLINE * length_known(saving).evaluations(steps, records=False))
-    stored = saving if saving is not None and any(parts.states) else EveryStep()
-    return stored.evaluations(steps, _records(plan, parts))
+    stored = saving if saving is not None and is_stored else EveryStep()
+    return stored.evaluations(steps, records)
 
 
 def _records(plan: Plan, parts: PartialEval) -> bool:
@@ -206,21 +184,33 @@ def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
 
 def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
-    loop = found.seen.loop
-    body = without_calls(loop.body)
+    body = without_calls(found.seen.loop.body)
     makers = {variable: eqn for eqn in eqns_of(body) for variable in eqn.outvars}
-    inputs = [invars_of(body)[i] for i in loop.carry_range]
+    inputs = [invars_of(body)[i] for i in found.seen.loop.carry_range]
     for value, start, end in zip(found.carry, inputs, outvars_of(body), strict=False):
-        name = value.name or "a leaf of the carry"
+        leaf = f"{value.name or 'a leaf of the carry'} ({typed(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
-            yield from _rows_written(name, body, start, write)
+            size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
+            if size < max(_LARGE, _MANY_ROWS * written):
+                continue
+            what = f"{leaf}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
+            cost = "A step of a gradient then touches all of it"
+            if _is_read(body, start):
+                name = "rows-written-in-carry"
+                way = "append to a `loopax.Buffer` in its place, or keep the last rows in a `loopax.History`."
+            else:
+                name, what = "trajectory-in-carry", f"{what} and never reads it"
+                way = (
+                    "return the rows as `ys` of `loopax.scan` in its place (or append to a `loopax.Buffer`, where not "
+                    "every step writes one)."
+                )
+            yield Advice(name, source_of(write), f"{what}. {cost}: {way}")
         elif (cast := _round_trip(start, end, makers)) is not None:
             yield Advice(
                 "dtype-round-trip",
                 source_of(cast),
-                f"{name} ({typed(start.aval)}) is returned through {cast.invars[0].aval.dtype}, so it changes, and is "
-                "carried, stored and batched at every step. Cast a copy of it for the computation, and return the "
-                "original as it came.",
+                f"{leaf}) is returned through {cast.invars[0].aval.dtype}, so it changes, and is carried, stored and "
+                "batched at every step. Cast a copy of it for the computation, and return the original as it came.",
             )
 
 
@@ -248,27 +238,6 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
     if is_select(eqn):  # the old value or the new one
         return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
     return updates(eqn) and _leads_to(start, eqn.invars[0], makers)
-
-
-def _rows_written(name: str, body: ClosedJaxpr, start: Any, write: Any) -> Iterator[Advice]:
-    size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
-    if size < max(_LARGE, _MANY_ROWS * written):
-        return
-    what = f"{name} ({typed(start.aval)}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
-    cost = "A step of a gradient then touches all of it"
-    if _is_read(body, start):
-        yield Advice(
-            "rows-written-in-carry",
-            source_of(write),
-            f"{what}. {cost}: append to a `loopax.Buffer` in its place, or keep the last rows in a `loopax.History`.",
-        )
-    else:
-        yield Advice(
-            "trajectory-in-carry",
-            source_of(write),
-            f"{what} and never reads it. {cost}: return the rows as `ys` of `loopax.scan` in its place (or append to a "
-            "`loopax.Buffer`, where not every step writes one).",
-        )
 
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
@@ -306,38 +275,23 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
     if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
         return
-    if debug_info is not None and debug_info.branch:
-        yield from _branch_for_all(found)
+    if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
+        if found.inner or any(map(stands_alone, eqns_of(without_calls(found.seen.loop.body)))):
+            yield Advice(
+                "branch-for-all-lanes",
+                found.source,
+                f"{debug_info.branch} is evaluated for all {lanes} lanes if one of them takes it. "
+                f'Where few do, `{debug_info.function}(..., lanes="compact")` gathers these into smaller batches.',
+            )
         return
-    here = (
-        f"{lanes} lanes run until the slowest of them is done, each step for all lanes. Where their steps differ much, "
+    way = (
+        'use `loopax.while_loop` with `lanes="compact"` (`loopax.rewrite_loops(f, lanes="compact")` for a loop that is '
+        "not yours)."
+        if found.seen.library == "lax"
+        else '`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.'
     )
-    if found.seen.library == "lax":
-        yield Advice(
-            "slowest-lane",
-            found.source,
-            f'{here}use `loopax.while_loop` with `lanes="compact"` (`loopax.rewrite_loops(f, lanes="compact")` for a '
-            "loop that is not yours).",
-        )
-    else:
-        yield Advice(
-            "slowest-lane",
-            found.source,
-            f'{here}`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.',
-        )
-
-
-def _branch_for_all(found: FoundLoop) -> Iterator[Advice]:
-    """A function that is evaluated for lanes that do not take it, where that costs something."""
-    debug_info = found.seen.loop.debug_info
-    assert debug_info is not None
-    if found.inner or any(map(stands_alone, eqns_of(without_calls(found.seen.loop.body)))):
-        yield Advice(
-            "branch-for-all-lanes",
-            found.source,
-            f"{debug_info.branch} is evaluated for all {found.seen.waiting} lanes if one of them takes it. "
-            f'Where few do, `{debug_info.function}(..., lanes="compact")` gathers these into smaller batches.',
-        )
+    here = f"{lanes} lanes run until the slowest of them is done, each step for all lanes"
+    yield Advice("slowest-lane", found.source, f"{here}. Where their steps differ much, {way}")
 
 
 def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:

@@ -1,6 +1,6 @@
 """What a batch of loops wastes: `lane_report`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -68,11 +68,6 @@ def in_stages(steps: np.ndarray, stages: Stages) -> list[Stretch]:
     return found
 
 
-def sequential(steps: np.ndarray) -> list[Stretch]:
-    """One lane after another."""
-    return [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))]
-
-
 def _stretch(steps: np.ndarray, lanes: int, start: int, end: int) -> Stretch:
     """Rows `start ... end - 1`. A run ends where a lane does."""
     ends = np.unique(np.clip(np.append(steps, [start, end]), start, end))
@@ -99,12 +94,7 @@ def free_lanes(inner: Sequence[np.ndarray]) -> Nested:
     """Lanes that do not wait: an outer step takes an iteration for each inner step, and one if there is none."""
     ends = [np.cumsum(np.maximum(lane, 1)) for lane in inner]
     iterations = max((int(lane[-1]) for lane in ends if len(lane)), default=0)
-    return Nested(iterations, len(set(_all(ends))))
-
-
-def _all(arrays: Sequence[np.ndarray]) -> Iterator[int]:
-    for array in arrays:
-        yield from array.tolist()
+    return Nested(iterations, len({int(end) for lane in ends for end in lane}))
 
 
 @dataclass(frozen=True)
@@ -149,7 +139,7 @@ class LaneReport:
 
     def share(self, stretches: list[Stretch]) -> float:
         """Return the share of useful lane-steps in these stretches; 1 if there are no lane-steps."""
-        return self.useful / (lane_steps(stretches) or 1) if self.useful else 1.0
+        return self.useful / (sum(s.lane_steps for s in stretches) or 1) if self.useful else 1.0
 
     def __str__(self) -> str:
         """Return the report as a table."""
@@ -167,9 +157,9 @@ class LaneReport:
             ("sequential", self.sequential),
         ]
         for name, stretches in rows:
-            count = sum(s.iterations for s in stretches)
+            iterations, lane_steps = sum(s.iterations for s in stretches), sum(s.lane_steps for s in stretches)
             same = "  as in lockstep: too few lanes" if name.startswith("compact") and len(stretches) == 1 else ""
-            lines.append(f"{name:<28}{count:>12}{lane_steps(stretches):>12}{self.share(stretches):>9.0%}{same}")
+            lines.append(f"{name:<28}{iterations:>12}{lane_steps:>12}{self.share(stretches):>9.0%}{same}")
         if self.nested and self.free:
             lines.append(f"{'nested':<28}{'iterations':>12}{'outer part evaluated':>23}")
             for name, found in (("lockstep", self.nested), ("free", self.free)):
@@ -194,11 +184,6 @@ class LaneReport:
         axes.margins(0)
         axes.legend(framealpha=1)
         return axes
-
-
-def lane_steps(stretches: list[Stretch]) -> int:
-    """Body evaluations, lane by lane."""
-    return sum(s.lane_steps for s in stretches)
 
 
 @overload
@@ -261,18 +246,15 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     _refuse_negative("info", counts, counts < 0)
     steps = counts.reshape(-1)
     stages = (Compact() if lanes is None else lanes).stages
-    nested = free = None
-    if inner is not None:
-        rows = _rows_of_lanes(steps, _counts("inner", inner))
-        nested, free = nested_lockstep(rows), free_lanes(rows)
+    rows = None if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
     return LaneReport(
         steps,
         lockstep(steps),
         in_groups(steps, stages),
         in_stages(steps, stages),
-        sequential(steps),
-        nested,
-        free,
+        [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))],  # one lane after another
+        None if rows is None else nested_lockstep(rows),
+        None if rows is None else free_lanes(rows),
     )
 
 
@@ -288,12 +270,16 @@ def _counts(name: str, value: Any) -> np.ndarray:
             f"lane_report({name}=...): got a traced value ({describe(counts)}). A report is made outside of `jit` and "
             "`vmap`: return the `LoopInfo` from there, and report on it."
         )
-    if not _are_integers(counts):
+    try:
+        array = np.asarray(counts if isinstance(counts, jax.Array | np.ndarray | list | tuple) else None)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "iu":
         raise TypeError(
             f"lane_report({name}=...): got {describe(value)}, expected a `LoopInfo` or an array of numbers of steps. "
             "A loop returns one with `info=True`."
         )
-    return np.asarray(counts, np.int64)
+    return array.astype(np.int64)
 
 
 def _refuse_negative(name: str, counts: np.ndarray, wrong: np.ndarray) -> None:
@@ -302,13 +288,6 @@ def _refuse_negative(name: str, counts: np.ndarray, wrong: np.ndarray) -> None:
     first = tuple(np.argwhere(wrong)[0].tolist())
     place = f"[{', '.join(map(str, first))}]" if first else ""
     raise ValueError(f"lane_report({name}=...): {name}{place} is {counts[first]}, expected 0 or more steps.")
-
-
-def _are_integers(counts: Any) -> bool:
-    try:
-        return isinstance(counts, jax.Array | np.ndarray | list | tuple) and np.asarray(counts).dtype.kind in "iu"
-    except ValueError:  # lists of different lengths
-        return False
 
 
 def _rows_of_lanes(steps: np.ndarray, inner: np.ndarray) -> list[np.ndarray]:
