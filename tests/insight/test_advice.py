@@ -7,13 +7,11 @@ from jax import lax
 
 import loopax as lx
 
-LINES = __file__
-
 
 def warned(function, *args, **options):
     """Names of the warnings and the lines that they name."""
     found = []
-    with open(LINES) as file:
+    with open(__file__) as file:
         lines = file.read().splitlines()
     for warning in lx.explain(function, *args, **options).warnings:
         assert "test_advice.py:" in warning.source
@@ -24,64 +22,51 @@ def warned(function, *args, **options):
 X = jnp.ones(8)
 
 
-def test_a_trajectory_in_the_carry():
-    def program(x):
-        def step(i, c):
-            x, trail = c
-            x = jnp.sin(x)
-            return x, trail.at[i].set(x)  # the trajectory
-
-        return lx.fori_loop(0, 100, step, (x, jnp.zeros((100, 8))))[1].sum()
-
-    assert warned(program, X) == [("trajectory-in-carry", "return x, trail.at[i].set(x)  # the trajectory")]
+def by_index(i, x, rows):
+    return jnp.sin(x), rows.at[i].set(x)  # written
 
 
-def test_a_trajectory_that_is_written_by_slices():
-    def program(x):
-        def step(c):
-            i, x, trail = c
-            trail = lax.dynamic_update_index_in_dim(trail, x, i, 0)  # the trajectory
-            return i + 1, jnp.sin(x), trail
+def by_slices(i, x, rows):
+    rows = lax.dynamic_update_index_in_dim(rows, x, i, 0)  # written
+    return jnp.sin(x), rows
 
-        return lax.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
 
-    line = "trail = lax.dynamic_update_index_in_dim(trail, x, i, 0)  # the trajectory"
+def under_a_constant_condition(i, x, rows):
+    new = rows.at[i].set(x)  # written
+    return jnp.sin(x), jnp.where(True, new, rows)
+
+
+def with_rows_read(i, x, rows):
+    x = jnp.sin(x + rows[i // 2])
+    return x, rows.at[i].set(x)  # written
+
+
+def of_rows(step, x, n=100):
+    return lx.fori_loop(0, n, lambda i, c: step(i, *c), (x, jnp.zeros((100, 8))), max_steps=100)[1].sum()
+
+
+@pytest.mark.parametrize("step", [by_index, by_slices, under_a_constant_condition])
+def test_a_trajectory_in_the_carry(step):
+    ((name, line),) = warned(lambda x: of_rows(step, x), X)
+    assert name == "trajectory-in-carry"
+    assert line.endswith("# written")
+
+
+def test_a_trajectory_in_a_loop_of_jax():
+    step = lambda c: (c[0] + 1, *by_slices(*c))
+    program = lambda x: lax.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
+    line = "rows = lax.dynamic_update_index_in_dim(rows, x, i, 0)  # written"
     assert warned(program, X) == [("trajectory-in-carry", line)]
 
 
-def test_a_trajectory_under_a_constant_condition():
-    def program(x):
-        def step(i, c):
-            new = c[1].at[i].set(c[0])  # under a condition
-            return jnp.sin(c[0]), jnp.where(True, new, c[1])
-
-        return lx.fori_loop(0, 100, step, (x, jnp.zeros((100, 8))))[1].sum()
-
-    assert warned(program, X) == [("trajectory-in-carry", "new = c[1].at[i].set(c[0])  # under a condition")]
-
-
 def test_a_trajectory_in_lanes_that_finish():
-    def program(x, n):
-        def step(i, c):
-            return jnp.sin(c[0]), c[1].at[i].set(c[0])  # in lanes
-
-        return lx.fori_loop(0, n, step, (x, jnp.zeros((100, 8))), max_steps=100)[1].sum()
-
-    mapped = jax.vmap(program)
-    found = warned(mapped, jnp.ones((4, 8)), jnp.arange(4))
-    assert [name for name, _ in found] == ["trajectory-in-carry"]
+    mapped = jax.vmap(lambda x, n: of_rows(by_index, x, n))
+    assert [name for name, _ in warned(mapped, jnp.ones((4, 8)), jnp.arange(4))] == ["trajectory-in-carry"]
 
 
 def test_rows_that_are_read_as_well():
-    def program(x):
-        def step(i, c):
-            x, window = c
-            x = jnp.sin(x + window[i // 2])
-            return x, window.at[i].set(x)  # written
-
-        return lx.fori_loop(0, 100, step, (x, jnp.zeros((100, 8))))[0].sum()
-
-    assert warned(program, X) == [("rows-written-in-carry", "return x, window.at[i].set(x)  # written")]
+    line = "return x, rows.at[i].set(x)  # written"
+    assert warned(lambda x: of_rows(with_rows_read, x), X) == [("rows-written-in-carry", line)]
 
 
 def test_no_rows_in_the_carry():

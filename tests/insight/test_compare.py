@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from loopax._src.core import Loop
 from loopax._src.core.batching.compact import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import inner_jaxprs
-from loopax._src.insight.compare import with_kind
+from loopax._src.insight.compare import interleaved, with_kind
 from loopax._src.insight.comparison import Measured
 
 
@@ -85,7 +86,7 @@ def test_kinds_that_come_to_the_same_program_share_a_row():
     assert several.shared_with("Residuals()").name == f"{several.name} = Residuals()"
 
 
-def test_the_picture(compared):
+def test_the_picture(compared, monkeypatch):
     mpl = pytest.importorskip("matplotlib")
     mpl.use("Agg")
     axes = compared.plot()
@@ -93,9 +94,6 @@ def test_the_picture(compared):
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == [f"as written: {compared.rows[0].name}", *(row.name for row in compared.rows[1:-1])]
     assert compared.plot(axes) is axes
-
-
-def test_a_picture_without_matplotlib(compared, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r"pip install loopax\[matplotlib\]"):
         compared.plot()
@@ -152,3 +150,21 @@ def test_a_check_that_fails_has_a_row():
 def test_bad_input(args, options, error, message):
     with pytest.raises(error, match=message):
         lx.compare(*args, **options)
+
+
+# ---- programs are called in turn, and as often as is asked for
+
+
+@pytest.mark.parametrize(("warm", "order"), [(False, "abab"), (True, "aabbaabb")])
+def test_calls_are_in_turn(warm, order):
+    called = []
+    times = interleaved([lambda: called.append("a"), lambda: called.append("b")], 2, warm=warm)
+    assert "".join(called) == order
+    assert len(times) == 2
+
+
+def test_slow_programs_are_called_in_three_rounds():
+    called = []
+    (milliseconds,) = interleaved([lambda: called.append(time.sleep(1e-3))], 5, seconds=1e-3)
+    assert len(called) == 3
+    assert milliseconds >= 1.0

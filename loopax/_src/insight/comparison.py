@@ -87,9 +87,8 @@ class Comparison:
         Both scales are logarithmic. A ring marks the function as written.
         """
         if axes is None:
-            axes = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison").subplots(
-                layout="constrained"
-            )[1]
+            pyplot = optional("matplotlib.pyplot", "matplotlib", "A picture of a comparison")
+            axes = pyplot.subplots(layout="constrained")[1]
         rows = [row for row in self.rows if not row.problem]
         for row in rows:
             memory = max(row.temporary_bytes, 1) / 2**20
@@ -110,11 +109,5 @@ def _cells(row: Measured) -> tuple[str, ...]:
     mark = "* " if row.is_chosen else "  "
     if row.problem:
         return (mark + row.name, "none")
-    return (
-        mark + row.name,
-        f"{row.forward_ms:.3g} ms",
-        f"{row.gradient_ms:.3g} ms",
-        f"{row.compile_seconds:.2f} s",
-        in_bytes(row.temporary_bytes),
-        str(row.traces),
-    )
+    times = f"{row.forward_ms:.3g} ms", f"{row.gradient_ms:.3g} ms", f"{row.compile_seconds:.2f} s"
+    return (mark + row.name, *times, in_bytes(row.temporary_bytes), str(row.traces))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any
 
@@ -229,14 +230,12 @@ def _evaluations(loop: LoopExplanation, stored: Stored) -> str:
 
 def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:
     """Print tables in a terminal, where rich is installed, else the text."""
-    try:
-        from rich import console as rich_console
-    except ImportError:
-        rich_console = None
-    if rich_console is None or not sys.stdout.isatty():
+    if not sys.stdout.isatty() or find_spec("rich") is None:
         print(text(heading, loops, summary))
         return
-    console = rich_console.Console()
+    from rich.console import Console
+
+    console = Console()
     for line in heading:
         console.print(line, style="bold", highlight=False, markup=False)
     _show_loops(console, loops, 0)

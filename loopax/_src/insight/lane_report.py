@@ -150,13 +150,9 @@ class LaneReport:
             f"{len(steps)} lanes, {self.useful} steps: mean {steps.mean():.4g}, most {steps.max()}",
             f"{'lanes':<28}{'iterations':>12}{'lane-steps':>12}{'useful':>9}",
         ]
-        rows = [
-            ("lockstep", self.lockstep),
-            ("compact, steps known", self.groups),
-            ("compact, steps not known", self.stages),
-            ("sequential", self.sequential),
-        ]
-        for name, stretches in rows:
+        names = "lockstep", "compact, steps known", "compact, steps not known", "sequential"
+        ways = self.lockstep, self.groups, self.stages, self.sequential
+        for name, stretches in zip(names, ways, strict=True):
             iterations, lane_steps = sum(s.iterations for s in stretches), sum(s.lane_steps for s in stretches)
             same = "  as in lockstep: too few lanes" if name.startswith("compact") and len(stretches) == 1 else ""
             lines.append(f"{name:<28}{iterations:>12}{lane_steps:>12}{self.share(stretches):>9.0%}{same}")
