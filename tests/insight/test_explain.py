@@ -57,12 +57,10 @@ def test_the_arrays_of_a_loop():
 def test_where_it_stands_and_what_it_is():
     loop = only(lx.explain(recurrent, *ARGS))
     assert loop.function == "loopax.scan"
-    assert "test_explain.py:" in loop.source
-    assert loop.source.endswith("(recurrent)")
     assert (loop.kind, loop.lanes, loop.most_steps, loop.is_fixed) == (lx.Auto(), lx.Lockstep(), 100, False)
-    line = int(loop.source.split(":")[1].split()[0])
     with open(__file__) as file:
-        assert "lx.scan(step" in file.read().splitlines()[line - 1]
+        line = 1 + next(i for i, text in enumerate(file) if "lx.scan(step, start, xs" in text)
+    assert loop.source == f"tests/insight/test_explain.py:{line} (recurrent)"
 
 
 def test_why_auto_chooses():
@@ -255,7 +253,9 @@ def test_what_is_differentiated():
     assert only(lx.explain(stopped, *arguments)).stored is None
 
 
-def test_no_steps_and_no_floats():
+def test_no_loops_no_steps_and_no_floats():
+    found = lx.explain(lambda x: x + 1, 1.0)
+    assert (found.loops, str(found)) == ((), "<lambda>: no loops, neither of loopax nor of jax.lax.")
     program = lambda x: lx.scan(lambda c, x: (c + x, c), x.dtype.type(0), x)[0]
     assert only(lx.explain(program, jnp.zeros(0))).most_steps == 0
     found = lx.explain(program, jnp.arange(3))
@@ -269,6 +269,61 @@ def test_a_kind_without_reverse_mode_is_said_so():
     assert "Choose a kind that has it" in only(found).problem
     found = lx.explain(lambda x: lx.fori_loop(0, 9, lambda i, x: jnp.sin(x), x, kind=lx.Auto(memory=1)), jnp.ones(4))
     assert "stores at least one carry" in only(found).problem
+
+
+# ---- branches
+
+
+def chosen(p, w, x, **options):
+    return lx.cond(p > 0, lambda w, x: jnp.tanh(w @ x), lambda w, x: x, w, x, **options)
+
+
+def mapped(size, **options):
+    program = jax.vmap(lambda p, w, x: chosen(p, w, x, **options), in_axes=(0, None, 0))
+    return lx.explain(program, jnp.ones(size), jnp.ones((4, 4)), jnp.ones((size, 4)))
+
+
+def test_branches_are_listed_as_such():
+    found = lx.explain(chosen, 1.0, jnp.ones((4, 4)), jnp.ones(4))
+    assert [loop.branch for loop in found.loops] == ["true_fun", "false_fun"]
+    first = found.loops[0]
+    assert {leaf.name: leaf.role for leaf in first.leaves} == {
+        "operands[0]": "constant",
+        "operands[1]": "constant",
+        "result": "carried",
+    }
+    text = str(found)
+    assert text.startswith("chosen: 2 branches, gradient")
+    assert f"loopax.cond at {first.source}: true_fun" in text
+    assert "runs: if it is taken\n" in text
+    assert "steps:" not in text
+
+
+def test_branches_beside_loops():
+    pick = lambda i, x: lx.switch(i % 3, [jnp.sin, jnp.cos, lambda x: x], x)
+    found = lx.explain(lambda x: lx.fori_loop(0, 5, pick, x), jnp.ones(2))
+    (loop,) = found.loops
+    assert (loop.branch, [inner.branch for inner in loop.inner]) == ("", [f"branches[{i}]" for i in range(3)])
+    assert str(found).startswith("<lambda>: 1 loop and 3 branches")
+
+
+def test_what_a_batch_pays():
+    found = mapped(64)
+    (warning,) = found.warnings
+    assert (warning.name, warning.source) == ("branch-for-all-lanes", found.loops[0].source)
+    assert '`cond(..., lanes="compact")`' in warning.message
+    assert mapped(8).warnings == mapped(64, lanes="compact").warnings == ()
+
+
+def test_for_whom_a_branch_runs():
+    runs = lambda **options: [line.strip() for line in str(mapped(64, **options)).splitlines() if "runs:" in line]
+    everybody = "runs: for all 64 lanes, if one of them takes it"
+    assert runs() == [everybody, everybody]
+    assert [loop.branch for loop in mapped(64, lanes="compact").loops] == ["true_fun", "false_fun"]
+    costly, cheap = runs(lanes="compact")
+    assert costly.startswith("runs: if it is taken, in a batch for the lanes that take it (Compact())")
+    assert cheap == everybody
+    assert set(runs(lanes="sequential")) == {"runs: if it is taken, for one lane after another"}
 
 
 # ---- what is printed
@@ -291,27 +346,18 @@ def test_many_constants_are_summed_up():
     assert "12 more" in str(lx.explain(program, weights, 1.0))
 
 
-def test_not_a_terminal(capsys):
+def test_tables_are_for_a_terminal(capsys, monkeypatch):
     found = lx.explain(recurrent, *ARGS)
     found.show()
     assert capsys.readouterr().out == f"{found}\n"
-
-
-def test_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    lx.explain(recurrent, *ARGS).show()
+    found.show()
     printed = capsys.readouterr().out
     assert "━" in printed
     assert "carry['h']" in printed
 
 
 # ---- bad input
-
-
-def test_a_function_without_loops():
-    found = lx.explain(lambda x: x + 1, 1.0)
-    assert found.loops == ()
-    assert str(found) == "<lambda>: no loops, neither of loopax nor of jax.lax."
 
 
 @pytest.mark.parametrize(
@@ -323,13 +369,9 @@ def test_a_function_without_loops():
         ((recurrent, *ARGS), {"argnums": 3}, ValueError, r"explain\(argnums=\.\.\.\): got 3, .* from 0 to 2"),
         ((recurrent, *ARGS), {"argnums": 1.0}, ValueError, r"explain\(argnums=\.\.\.\): got 1.0, expected"),
         ((recurrent, *ARGS), {"argnums": 2}, TypeError, "there are no floating-point arrays in these arguments"),
+        ((lambda x: 1 / 0, 1.0), {}, ZeroDivisionError, "division by zero"),  # of the user's
     ],
 )
 def test_bad_input(args, options, error, message):
     with pytest.raises(error, match=message):
         lx.explain(*args, **options)
-
-
-def test_an_error_in_the_function_is_the_users():
-    with pytest.raises(ZeroDivisionError):
-        lx.explain(lambda x: 1 / 0, 1.0)
