@@ -203,21 +203,3 @@ def test_without_its_journal_a_run_goes_on_from_where_it_is_good(forward: Any, t
     with pytest.raises(RuntimeError, match=r"\.checksums cannot be read \(FileNotFoundError") as error:
         run(tmp_path / "run", reverse=reverse)
     assert "no save in" in str(error.value)
-
-
-def test_outputs_of_format_1_get_checksums_when_the_run_goes_on(tmp_path: Any) -> None:
-    from tests.durable.stored_programs import PROGRAMS
-    from tests.durable.test_stored import unpack
-
-    directory = unpack("format1", tmp_path) / "outputs"
-    before = durable.outputs(directory)
-    assert before["['n']"][:9].tolist() == list(range(9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", durable.AnotherProgramWarning)
-        PROGRAMS["outputs"](directory, Steps(), resume="anyway")
-    assert durable.outputs(directory)["['n']"][:].tolist() == list(range(12))
-    flip(directory / "outputs" / "0001" / "0")
-    durable.outputs(directory)["['n']"][:]  # beyond the rows that there are
-    (directory / "outputs" / "0001" / "0").unlink()
-    with pytest.raises(RuntimeError, match="does not hold rows 0 to 11 as they were written"):
-        durable.outputs(directory)["['n']"][3]

@@ -90,10 +90,9 @@ def while_loop(
 
         - `"auto"` (the default): a run of the same program. A stored run of another program is an error. If no run is
           stored, a new run starts.
-        - `"anyway"`: also a run of another program, if the types of the carry are the same. A warning says what
-          differs.
-
-        A run also continues under another version of JAX, if a step computes the same there.
+        - `"anyway"`: also a run of another program or of another version of JAX or loopax, if the loop, its data (key,
+          `xs`, numbers of rows) and the types of the carry are the same. A warning says what differs, and the
+          directory keeps it.
     chunk_steps
         The steps in one compiled chunk. None: as many as take about 0.2 seconds. An interrupt waits for the end of a
         chunk. Results do not depend on it.

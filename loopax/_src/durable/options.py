@@ -200,7 +200,7 @@ class DamagedSaveWarning(UserWarning):
 
 
 class AnotherProgramWarning(UserWarning):
-    """A run continues with another program (`resume="anyway"`), or under another version of JAX."""
+    """A run continues with another program, or under another version of JAX or loopax (`resume="anyway"`)."""
 
 
 class DurableOptions(CommonOptions, total=False):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,7 @@ import numpy as np
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable import chunk as chunks
 from loopax._src.durable.chunk import Chunk
-from loopax._src.durable.identity import as_first, describe, refuse_unsavable
+from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Durability, agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs, Rows, Writer, with_rows
@@ -205,7 +204,7 @@ def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
     checked = check(name, durability)
     start = job.start(0)
     traced = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)
-    refuse_unsavable(name, traced)
+    refuse_unsavable(name, [*types_of("carry", traced.spec), *types_of("outputs", traced.y_spec)])
     with locked(name, checked.directory):
         return _run(job, checked, traced, start)
 
@@ -250,11 +249,10 @@ def _settle_program(
     job: Job, checked: Checked, one: chunks.TracedChunk, first: Sequence[jax.Array], start: list[Any]
 ) -> None:
     """Whether the run that is stored, if there is one, is the one that is asked for."""
-    name, named = job.options.name, {id(x): called for called, x in job.arrays.items()}
     step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
-    described = describe(name, step, one, first, named, job.options.key_data, job.settings)
-    in_first_format = partial(as_first, described, one.closed, named)
-    settle_program(name, checked.directory, described, in_first_format, checked.anyway)
+    name = job.options.name
+    described = describe(name, step, one, first, job.arrays, job.options.key_data, job.settings)
+    settle_program(name, checked.directory, described, checked.anyway)
 
 
 def _step(job: Job) -> tracing.Step:

@@ -16,13 +16,13 @@ from jax import core
 from jaxtyping import PyTree
 
 from loopax._src.durable.checksums import Description, Journal
-from loopax._src.durable.identity import StoredProgram, refuse_unknown, stored_program_of, types_of
+from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Directory, Durability, check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows, Writer, rows_at, with_rows
 from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import SavedState, Saves
-from loopax._src.durable.wording import write
+from loopax._src.durable.step_hash import write
 from loopax._src.durable.zarr import RowPlan, make_room
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
@@ -248,7 +248,9 @@ class _Run:
         self._lanes.items.ready_again(0, first)
         made = self._lanes.program.made
         states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(_where(self._lanes).inside)]
-        refuse_unknown(_NAME, [*types_of("item", self._lanes.items.spec), *types_of("results", made.results), *states])
+        refuse_unsavable(
+            _NAME, [*types_of("item", self._lanes.items.spec), *types_of("results", made.results), *states]
+        )
         self._rows = ResultRows(_NAME, checked.directory, made.results)
         self._pace = Pace(checked.every, None, 1)
 
@@ -271,17 +273,13 @@ class _Run:
 
     def _settle_program(self, directory: Directory) -> None:
         """Whether the run that is stored, if there is one, is the one that is asked for."""
-        described = self._described()
-        settle_program(_NAME, directory, described, lambda: described, self._checked.anyway)
-
-    def _described(self) -> StoredProgram:
-        lanes = self._lanes
-        made = lanes.program.made
+        lanes, made = self._lanes, self._lanes.program.made
         given = [*made.shared, *lanes.function_arrays]
         items = types_of("item", lanes.items.spec)
         written = write(made.program, [*[None] * len(given), *(path for path, _ in items)], {}, given)
         types = {path: aval.str_short() for path, aval in [*items, *types_of("results", made.results)]}
-        return stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, dict(written.arrays), written)
+        described = stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, {}, written)
+        settle_program(_NAME, directory, described, self._checked.anyway)
 
     def _go_on(self) -> None:
         """The lanes of the newest save, and the items that come after."""

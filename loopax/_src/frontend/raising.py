@@ -9,7 +9,7 @@ user's line, and nothing behind its text.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary, format_list
@@ -28,7 +28,6 @@ from jax import lax
 from jax.core import ShapedArray
 
 from loopax._src.jax_internals import (
-    ClosedJaxpr,
     Primitive,
     calling_lines,
     convert,
@@ -212,20 +211,6 @@ register(
     abstract_eval=lambda failed, *_, what: ShapedArray((), failed.dtype),  # noqa: ARG005
     batch_without_axis=_batch,
 )
-
-
-def written_out(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a check, as runs are stored with it; None for other equations."""
-    if eqn.primitive is not raise_by_callback_p:
-        return None
-    return jax.make_jaxpr(partial(_as_stored, **eqn.params))(*(x.aval for x in eqn.invars))
-
-
-def _as_stored(failed: Any, *amounts: Any, what: _Error) -> Any:
-    """A check as the first stored runs have it: with the largest amount, where a kind gives one, and without lanes."""
-    of_kinds = [x for x in amounts if jnp.issubdtype(x.dtype, jnp.inexact)]
-    largest = [eqxi.unvmap_max(jnp.where(failed, x, -jnp.inf)) for x in of_kinds]
-    return _program(what)(eqxi.unvmap_any(failed), *largest)
 
 
 def text_of_check(error: Exception) -> str:

@@ -275,11 +275,6 @@ def _would_be_cut(x: Any) -> bool:
 keep_bits_p = new_primitive("keep_bits")
 
 
-def wide_program(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a function that keeps 64 bits; None for any other equation."""
-    return eqn.params["program"] if eqn.primitive is keep_bits_p else None
-
-
 def _evaluate(*arrays: Any, program: ClosedJaxpr) -> list[Any]:
     """The meaning of the primitive."""
     with jax.enable_x64(True):

@@ -1,0 +1,283 @@
+"""A step as a hash, and the functions of Python that it calls as fingerprints."""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ContextDecorator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopax._src.core.effects import OnlyIf, only_if_p
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    function_object,
+    held_program,
+    inlinable,
+    is_custom,
+    is_identity,
+    meaningful_params,
+    only_shows,
+)
+
+# The Python functions that a program calls while it runs, or in rules for derivatives, and what tells two apart.
+#
+# A jaxpr holds such a function as an object. What can be compared is its code: instructions, constants and names,
+# also those of functions that it closes over, and of functions of its own module that it calls; and numbers, strings
+# and NumPy arrays that are given to it for good, as defaults or by `functools.partial`. What it reads when it is
+# called (variables, attributes, files) cannot be: it may rightly be another in each process.
+
+_LIBRARIES = ("jax", "equinox", "loopax")
+
+
+def fingerprint(callback: Any) -> dict[str, str]:
+    """The name of a function, and a checksum of its code (none where it has no Python code)."""
+    parts: list[Any] = []
+    todo = [callback]
+    while todo:
+        one = todo.pop(0)
+        if not any(one is other for other in parts):
+            parts.append(one)
+            todo += _within(one)
+    # Libraries are looked through: what counts is the user's.
+    users = [one for one in parts if isinstance(one, FunctionType) and not _is_of_a_library(one)]
+    lines = [line for function in users for line in _code(function.__code__)]
+    for one in parts:
+        if isinstance(one, functools.partial) and not _is_of_a_library(one.func):
+            lines += _given({**dict(enumerate(one.args)), **one.keywords})
+        elif isinstance(one, FunctionType) and not _is_of_a_library(one):
+            lines += _given({**dict(enumerate(one.__defaults__ or ())), **(one.__kwdefaults__ or {})})
+    named = users[0] if users else callback
+    name = getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or type(named).__qualname__
+    module = getattr(named, "__module__", None) or type(named).__module__
+    return {"name": f"{module}.{name}", "code": hash_of(*lines) if lines else ""}
+
+
+def _within(one: Any) -> Iterator[Any]:
+    """The functions of which a callable is made."""
+    if isinstance(one, functools.partial):
+        yield from (one.func, *one.args, *one.keywords.values())
+    elif isinstance(one, MethodType):
+        yield one.__func__
+    elif isinstance(one, FunctionType):
+        yield from _named_in(one)
+    elif hasattr(one, "call_wrapped"):  # what JAX makes of the functions of a rule for derivatives
+        yield one.f
+    elif hasattr(one, "callback_func"):  # and of the function of `jax.pure_callback`
+        yield one.callback_func
+    elif hasattr(one, "__wrapped__"):
+        yield one.__wrapped__
+    elif not isinstance(one, type) and callable(one):
+        yield type(one).__call__
+
+
+def _named_in(function: FunctionType) -> Iterator[Any]:
+    """The functions that a function closes over, and those of its own module that it calls."""
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if callable(value) or hasattr(value, "call_wrapped"):
+            yield value
+    if not _is_of_a_library(function):
+        called = (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from (f for f in called if isinstance(f, FunctionType) and f.__module__ == function.__module__)
+
+
+def _is_of_a_library(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").split(".")[0] in _LIBRARIES
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    """Instructions, constants and names, without places in the source."""
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_freevars} {code.co_argcount} {code.co_flags}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
+        else:
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def _given(values: Mapping[Any, Any]) -> list[str]:
+    """The values that are given to a function for good, as far as they can be compared between processes."""
+    return [f"{name}: {text}" for name, value in values.items() if (text := _text_of_value(value)) is not None]
+
+
+def _text_of_value(value: Any) -> str | None:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return f"{value.dtype}{value.shape} {sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, tuple | list):
+        texts = [_text_of_value(item) for item in value]
+        return None if None in texts else f"{type(value).__name__} {texts}"
+    return repr(value) if value is None or isinstance(value, bool | int | float | complex | str | bytes) else None
+
+
+def hash_of(*texts: str) -> str:
+    return sha256("\n".join(texts).encode()).hexdigest()[:32]
+
+
+# A step as a hash.
+
+# Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
+# compute. Where a loop is differentiated or batched, the program that this makes is another one by itself.
+_NO_VALUE = ("storage", "stages", "reporting", "rules", "when")
+
+
+@dataclass
+class Written:
+    """The hash of a program, and what it leaves out, by the names that stand in it: arrays and functions of Python."""
+
+    hash: str = ""
+    arrays: dict[str, Any] = field(default_factory=dict)
+    functions: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """What a program closes over. It gets a name where an operation reads it."""
+
+    array: Any
+
+
+def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int, str], given: Sequence[Any]) -> Written:
+    """Write a program down.
+
+    Each value is the hash of the operation that computes it, of its parameters and of the hashes of its operands. So
+    names of variables, the order of independent operations, and operations that nobody uses have no part in it.
+
+    Parameters
+    ----------
+    closed
+        The program.
+    inputs
+        The name of each input; None: it is one of `given`, in order, which the program closes over.
+    named
+        Names of closed-over arrays, by `id`.
+
+    """
+    arrays = map(_Constant, given)
+    writer = _Writer(named)
+    writer.written.hash = writer.program(closed, [next(arrays) if name is None else name for name in inputs])
+    return writer.written
+
+
+class _Writer:
+    """Writes a program and those in it."""
+
+    def __init__(self, named: Mapping[int, str]) -> None:
+        self.written = Written()
+        self._named, self._names = named, {}
+
+    def program(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any] | None = None) -> str:
+        """The hash of what it computes and does."""
+        jaxpr = getattr(program, "jaxpr", program)
+        inputs = inputs or [f"input {i} {type_of(x.aval)}" for i, x in enumerate(jaxpr.invars)]
+        happened: list[str] = []
+        results = self._results(program, inputs, happened)
+        return hash_of(*map(self._text, results), "does", *happened)
+
+    def _results(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any], happened: list[str]) -> list[Any]:
+        """The hashes of the results; what happens besides is added to the list. Calls are looked into."""
+        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {variable: _constant(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> Any:
+            return _constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in _needed(jaxpr):
+            operands = [read(atom) for atom in eqn.invars]
+            if is_identity(eqn):
+                results = operands[: len(eqn.outvars)]
+            elif (inner := inlinable(eqn)) is not None:
+                results = self._results(inner, operands, happened)
+            else:
+                word = hash_of(eqn.primitive.name, self._params(eqn), *map(self._text, operands))
+                if _acts(eqn):  # the second time is not the first: a reference, say, holds something else by then
+                    word = hash_of(word, str(len(happened)))
+                    happened.append(word)
+                results = [f"{word} {i} {type_of(out.aval)}" for i, out in enumerate(eqn.outvars)]
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _params(self, eqn: Any) -> str:
+        kind = "rule" if is_custom(eqn) else "callback"
+        if (function := function_object(eqn)) is not None:
+            program = held_program(function)
+            params = {name: value for name, value in function.params.items() if name != "traced"}
+            return self._text({"": type(function).__name__, "program": program, **params}, kind)
+        return self._text({name: x for name, x in meaningful_params(eqn).items() if name not in _NO_VALUE}, kind)
+
+    def _text(self, value: Any, kind: str = "callback") -> str:
+        """What stands for a value, a parameter or a part of one; `kind` is what a function is called."""
+        if isinstance(value, _Constant):
+            return self._array(value.array)
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return self.program(value)
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{name}: {self._text(value[name], kind)}' for name in sorted(value, key=str))}}}"
+        if isinstance(value, tuple | list):
+            return f"({', '.join(self._text(item, kind) for item in value)})"
+        if isinstance(value, frozenset | set):
+            return str(sorted(self._text(item, kind) for item in value))
+        if isinstance(value, type) and issubclass(value, np.generic):
+            return str(np.dtype(value))
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return self._array(value) if hasattr(value, "__array__") else type_of(value)
+        is_function = callable(value) and not isinstance(value, type | ContextDecorator)
+        if is_function or hasattr(value, "call_wrapped"):
+            return self._function(value, kind)
+        return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+    def _array(self, array: Any) -> str:
+        """The name of something closed over; it is in the arrays from then on."""
+        if id(array) not in self._names:
+            found = f"closed-over value {sum(k not in self._named for k in self._names)}, {type_of(jax.typeof(array))}"
+            self._names[id(array)] = self._named.get(id(array), found)
+            self.written.arrays[self._names[id(array)]] = array
+        return self._names[id(array)]
+
+    def _function(self, function: Any, kind: str) -> str:
+        """The name of a function; two with the same fingerprint have the same."""
+        functions, found = self.written.functions, fingerprint(function)
+        if not found["code"] and found["name"].startswith(_LIBRARIES):
+            return found["name"]
+        name = next((name for name, other in functions.items() if other == found and name.startswith(kind)), None)
+        name = name or f"{kind} {sum(name.startswith(kind) for name in functions)}"
+        functions[name] = found
+        return name
+
+
+def _needed(jaxpr: Jaxpr) -> list[Any]:
+    """The equations on which results depend or that act on the world, without those that only show something."""
+    needed, kept = set(map(id, jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        shows = only_shows(OnlyIf(**eqn.params).happening if eqn.primitive is only_if_p else eqn.primitive)
+        if not shows and (_acts(eqn) or not needed.isdisjoint(map(id, eqn.outvars))):
+            needed.update(map(id, eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _acts(eqn: Any) -> bool:
+    """Whether an equation has effects that count, also where nobody uses its results."""
+    return any("Debug" not in type(effect).__name__ for effect in eqn.effects)
+
+
+def _constant(value: Any, aval: Any) -> Any:
+    """A number as its text, or something that is closed over."""
+    if jnp.ndim(value) or not isinstance(getattr(aval, "dtype", None), np.dtype):
+        return _Constant(value)
+    return f"{np.asarray(value).item()!r}:{aval.dtype}"
+
+
+def type_of(aval: Any) -> str:
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
