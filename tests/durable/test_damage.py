@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable.checksums import checksums
 from loopax._src.durable.options import Directory
-from loopax._src.durable.saves import Saves
+from loopax._src.durable.saves import Saves, checksums
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 
 # Orbax leaves reads of a damaged save behind, which report to an event loop that it has closed.
@@ -168,7 +167,7 @@ def test_a_save_under_another_step_is_not_taken(stored: Any, tmp_path: Any) -> N
 
 def test_outputs_that_are_gone_are_an_error(stored: Any, tmp_path: Any) -> None:
     source, _ = stored
-    for name in ("outputs", "outputs/0000", "outputs/0000/.zarray"):
+    for name in ("outputs", "outputs/0000", "outputs/0000/zarr.json", "outputs/.loopax.json"):
         shutil.copytree(source, tmp_path / "run")
         path = tmp_path / "run" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

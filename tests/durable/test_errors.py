@@ -262,7 +262,7 @@ def test_paths(tmp_path: Any, monkeypatch: Any) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from loopax._src.durable.directory import Directory, locked
+from loopax._src.durable.options import Directory, locked
 with locked("a test", Directory(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,6 +15,7 @@ from equinox import EquinoxRuntimeError
 
 import loopax as lx
 from loopax import durable
+from loopax._src.durable import outputs as disk
 from loopax._src.durable import streams as result_rows
 from loopax._src.durable.saves import Saves
 from tests.queues.streams import collatz, expected
@@ -181,15 +182,19 @@ def test_damaged_saves_and_rows_are_noticed(tmp_path: Any) -> None:
         assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
 
 
-def test_damaged_rows_are_computed_again_from_the_save_before_them(tmp_path: Any) -> None:
+def test_damaged_rows_are_computed_again_from_the_save_before_them(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PIECE_BYTES", 16)
+    monkeypatch.setattr(disk, "_FEW_ROWS", 1)
     for stop in (20, 50):
         with pytest.raises(StopError):
             run(tmp_path, stopping_at(numbers(60), stop, StopError()))
-    path = tmp_path / "outputs" / "0002" / "0"
+    path = tmp_path / "outputs" / "0002" / "c" / "10"  # rows of items that the newest save has alone
     content = bytearray(path.read_bytes())
-    content[40 * 4] ^= 1  # the row of an item that the newest save has, and the one before has not
+    content[0] ^= 1
     path.write_bytes(content)
-    with pytest.warns(durable.DamagedSaveWarning, match="does not hold rows"):
+    with pytest.warns(durable.DamagedSaveWarning, match="does not hold rows 40 to 43"):
         assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from loopax._src.durable.checksums import checksums
 from loopax._src.durable.chunk import TracedChunk, row_types
 from loopax._src.durable.options import AnotherProgramWarning, Directory, on_first, write_whole
 from loopax._src.durable.options import tensorstore as import_tensorstore
+from loopax._src.durable.saves import checksums
 from loopax._src.durable.step_hash import Written, type_of, write
 from loopax._src.frontend.trace import Traced
 from loopax._src.jax_internals import dce

@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.rows import read
 from loopax._src.durable.options import Durability, DurableOptions, loop_options
+from loopax._src.durable.outputs import RowPlan
 from loopax._src.durable.run import EPOCH, Job, run_job, step_key_data
-from loopax._src.durable.zarr import RowPlan
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits
 from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
@@ -332,7 +332,7 @@ def scan(
         As in `loopax.scan`.
     ys
         A pytree of `durable.Rows`: arrays on disk. An index (`ys[1000:2000]`) reads only these rows; `np.asarray(ys)`
-        reads all rows. Each read checks the checksums that were written with the rows.
+        reads all rows. Each read compares the checksums of the pieces that it reads.
 
     Raises
     ------
@@ -345,7 +345,7 @@ def scan(
 
     Memory: at most some 32 MiB of rows that a chunk writes, and as many that wait to be written to disk.
 
-    Arrays on disk have the format of Zarr (version 2). There is one in `directory/outputs/` for each leaf.
+    Arrays on disk have the format of Zarr (version 3). There is one in `directory/outputs/` for each leaf.
 
     """
     words = arguments.Words("durable.scan", "f", "xs", "ys")

@@ -1,26 +1,60 @@
-"""Outputs of a durable scan as users read them: without loading more than is asked for."""
+"""Outputs of a durable run on disk: written as they come, and read without loading more than is asked for.
 
-import re
+Each leaf is an array in Zarr's format (version 3). TensorStore writes it in pieces of some rows, each a file with a
+checksum, and compares the checksum whenever it reads the piece. A description beside the arrays says what they are and
+which rows are written: it is written when those rows are on disk, and before the save begins to which they belong.
+"""
+
+import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import prod
+from operator import index as to_int
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopax._src.durable.checksums import Description, Journal, Pieces, damaged
 from loopax._src.durable.chunk import row_types
-from loopax._src.durable.options import Directory, SaveError, ocp, on_first, whole_path, write_whole
-from loopax._src.durable.zarr import PIECE_BYTES, RowPlan, create, in_bounds, is_there, make_room, open_array, pieces_of
+from loopax._src.durable.options import Directory, SaveError, ocp, on_first, tensorstore, whole_path, write_whole
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
-_ALL = ".all"  # in the directory of the arrays, when each has been begun
+PIECE_BYTES = 1 << 20  # of one stored piece of an array
+WAITING_BYTES = 8 << 20  # of rows that wait to be written
+WAITING_SECONDS = 1.0  # readers see what a run has written with this delay
+_FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed
+_DESCRIPTION, _METADATA = ".loopax.json", "zarr.json"  # ours, and Zarr's of one array, for other libraries
+
+
+class RowPlan(NamedTuple):
+    """Which rows of outputs belong to which steps of a scan."""
+
+    capacity: int
+    first: int  # the row of the first step
+    reverse: bool
+
+    @property
+    def direction(self) -> int:
+        """From the row of a step to that of the next."""
+        return -1 if self.reverse else 1
+
+    def of_step(self, steps: int) -> int:
+        """The row of the step that comes after so many."""
+        return self.first + self.direction * steps
+
+    def taken(self, steps: int, some: int) -> tuple[int, int]:
+        """The rows of some steps that come after so many, from and to."""
+        low = self.of_step(steps + some - 1 if self.reverse else steps)
+        return low, low + some
+
+
+# Arrays on disk, as users read them.
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +72,8 @@ class Rows:
     shape: tuple[int, ...]
     dtype: Any
     key_impl: str | None = None  # of PRNG keys, which stand there as integers
-    pieces: Pieces | None = field(default=None, repr=False)  # None: without checksums, as format 1 wrote them
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Zarr's
+    written: tuple[int, int] = field(default=(0, 0), repr=False)  # the rows that must be there, from and to
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -68,12 +103,16 @@ class Rows:
             The rows on disk differ from what was written; the error names the file and the rows.
 
         """
-        index = in_bounds(index, self.shape)
-        if self.pieces is not None:
-            self.pieces.check_read(_touched(index, len(self), self.pieces.rows))
+        index = _in_bounds(index, self.shape)
+        touched = _touched(index, len(self), self._piece_rows)
+        low, high = self.written
+        must_be_there = [part for part in self._parts(low, high) if part[0] // self._piece_rows in touched]
         try:
-            found = np.asarray(open_array(self.path)[index].read().result())
+            if self.nbytes and not all(self._file(start).exists() for start, _ in must_be_there):
+                raise ValueError("a piece is gone")
+            found = np.asarray(open_array(self.path, self.metadata)[index].read().result())
         except ValueError as error:
+            self._check_parts(must_be_there)
             raise damaged(self.path, f"cannot be read ({error})") from error
         return found if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(found), impl=self.key_impl)
 
@@ -89,33 +128,167 @@ class Rows:
         for start in range(0, len(self), some):
             yield from self[start : start + some]
 
+    def check(self, low: int, high: int) -> None:
+        """Raise where some of these rows are not on disk as they were written."""
+        self._check_parts(self._parts(low, high))
 
-def _touched(index: tuple[Any, ...], rows: int, some: int) -> Iterable[int]:
+    def keep_only(self, low: int, high: int) -> None:
+        """Remove the pieces without any of these rows. Their rows will be written again, whatever they hold."""
+        kept = {start // self._piece_rows for start, _ in self._parts(low, high)}
+        for path in (self.path / "c").glob("*"):
+            if int(path.name) not in kept:
+                for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
+                    file.unlink()
+
+    @property
+    def _piece_rows(self) -> int:
+        return self.metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
+
+    def _parts(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Some rows by piece."""
+        some = self._piece_rows
+        edges = range(low - low % some, high, some) if low < high else ()
+        return [(max(low, edge), min(high, edge + some)) for edge in edges]
+
+    def _file(self, start: int) -> Path:
+        """The piece that holds this row."""
+        zeros = ["0"] * (len(self.metadata["shape"]) - 1)
+        return self.path.joinpath("c", str(start // self._piece_rows), *zeros)
+
+    def _check_parts(self, parts: Sequence[tuple[int, int]]) -> None:
+        store = open_array(self.path, self.metadata, fill_missing_data_reads=False)
+        for low, high in parts:
+            try:
+                store[low:high].read().result()
+            except ValueError as error:
+                what = f"does not hold rows {low} to {high - 1} as they were written"
+                remedy = " call the same function again (where a save precedes the rows, it computes them again),"
+                raise damaged(self._file(low), what, remedy) from error
+
+
+def open_array(path: Path, metadata: Mapping[str, Any], **options: Any) -> Any:
+    """TensorStore's view of an array, of which our description says what it is."""
+    return tensorstore().open(_spec(path, metadata) | {"assume_metadata": True, **options}).result()
+
+
+def _spec(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Pieces of zeros are written too: one that is not there is lost."""
+    place = {"driver": "file", "path": f"{path}/"}
+    return {"driver": "zarr3", "kvstore": place, "metadata": metadata, "store_data_equal_to_fill_value": True}
+
+
+def damaged(file: Path, what: str, remedy: str = "") -> RuntimeError:
+    """The error for a file of outputs: what is wrong with it, and, on a line of its own, what to do."""
+    return RuntimeError(
+        f"the outputs of a loopax.durable.scan are damaged: {file} {what}.\nRestore the file from a backup,{remedy} "
+        "or delete the directory of the run to start anew."
+    )
+
+
+# NumPy's indices as TensorStore takes them: in bounds, and counted from the start.
+
+
+def _in_bounds(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Write an index with numbers from 0 on, slices cut to the array, and no ellipsis. IndexError as in NumPy."""
+    parts = [part for one in (index if isinstance(index, tuple) else (index,)) for part in _plain(one)]
+    taken = sum(part is not None and part is not ... for part in parts)
+    if taken > len(shape):
+        raise IndexError(f"too many indices for rows of shape {tuple(shape)}: {taken}")
+    places = [i for i, part in enumerate(parts) if part is ...]
+    if len(places) > 1:
+        raise IndexError("an index can only have a single ellipsis (`...`)")
+    at = places[0] if places else len(parts)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - taken)
+    axes = iter(range(len(shape)))
+    return tuple(None if part is None else _axis(part, axis := next(axes), shape[axis]) for part in parts)
+
+
+def _plain(part: Any) -> Iterator[Any]:
+    """Masks as the numbers of what they pick, and lists as arrays."""
+    if part is None or part is ... or isinstance(part, slice):
+        yield part
+        return
+    array = np.asarray(part)
+    if array.dtype == np.bool_ and array.ndim:
+        yield from array.nonzero()
+    elif np.issubdtype(array.dtype, np.integer):
+        yield array if array.ndim else to_int(part)
+    elif array.size == 0 and isinstance(part, list):
+        yield array.astype(np.int64)
+    else:
+        raise IndexError(f"got {part!r} as an index of rows, expected ints, slices, `...`, or arrays of ints or bools")
+
+
+def _axis(part: Any, axis: int, size: int) -> Any:
+    if isinstance(part, slice):
+        start, stop, step = part.indices(size)
+        if step < 0:
+            raise IndexError(
+                "rows on disk are read forwards: take a slice with a positive step, and turn what it gives"
+            )
+        return slice(start, max(start, stop), step)
+    low, high = (part, part) if isinstance(part, int) else (part.min(initial=0), part.max(initial=-1))
+    if low < -size or high >= size:
+        raise IndexError(f"index {low if low < -size else high} is out of bounds for axis {axis} with size {size}")
+    return (part + size if part < 0 else part) if isinstance(part, int) else np.where(part < 0, part + size, part)
+
+
+def _touched(index: tuple[Any, ...], rows: int, some: int) -> range | set[int]:
     """The pieces of which an index reads rows."""
     first = next((part for part in index if part is not None), slice(None))
     if isinstance(first, slice):
         start, stop, _ = first.indices(rows)
-        return range(start // some, -(-stop // some)) if stop > start else ()
-    return np.unique(np.asarray(first) // some).tolist()
+        return range(start // some, -(-stop // some)) if stop > start else range(0)
+    return set((np.unique(np.asarray(first)) // some).tolist())
 
 
-def rows_at(path: Path) -> Rows:
-    """What is on disk; an error where what describes it is damaged."""
-    description = Description.stored(path)
-    store = open_array(path)
-    pieces = pieces_of(path, store, description) if description.has_checksums else None
-    shape, dtype, impl = tuple(store.shape), store.dtype.numpy_dtype, description.key_impl
-    if impl is None:
-        return Rows(path, shape, dtype, None, pieces)
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-    data = jax.eval_shape(jax.random.key_data, key)
-    return Rows(path, shape[: len(shape) - data.ndim], key.dtype, impl, pieces)
+# What describes the arrays of a run: of each its path in the pytree, the implementation of PRNG keys, Zarr's metadata.
 
 
-def all_begun(directory: Path, count: int) -> None:
-    """Say to readers that every array is there: they see all of a run's or none."""
-    directory.mkdir(exist_ok=True)
-    write_whole(directory / _ALL, f"{count} arrays")
+def _describe(root: Path, arrays: Sequence[Mapping[str, Any]], written: tuple[int, int]) -> None:
+    """Write it, with a checksum of its own. From then on readers see the arrays, all of them."""
+    text = json.dumps({"arrays": list(arrays), "written": written})
+    write_whole(root / _DESCRIPTION, f"{text}\n{sha256(text.encode()).hexdigest()}")
+
+
+def _described(root: Path) -> dict[str, Any]:
+    """What has been written; an error where it is damaged."""
+    file = root / _DESCRIPTION
+    try:
+        text, _, seal = file.read_text().rpartition("\n")
+        if sha256(text.encode()).hexdigest() != seal:
+            raise ValueError("its checksum differs")
+        return json.loads(text)
+    except (OSError, ValueError) as error:
+        raise damaged(file, f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _named_rows(root: Path) -> list[tuple[str, Rows]]:
+    """The arrays, with their paths in the pytree."""
+    found = _described(root)
+    return [
+        (one["path"], _rows_at(_path(root, i), one["key_impl"], one["metadata"], tuple(found["written"])))
+        for i, one in enumerate(found["arrays"])
+    ]
+
+
+def rows_of(root: Path) -> list[Rows]:
+    """The arrays of a run."""
+    return [rows for _, rows in _named_rows(root)]
+
+
+def _path(root: Path, i: int) -> Path:
+    """The directory of an array."""
+    return root / f"{i:04d}"
+
+
+def _rows_at(path: Path, key_impl: str | None, metadata: Mapping[str, Any], written: tuple[int, int]) -> Rows:
+    shape, dtype = tuple(metadata["shape"]), tensorstore().dtype(metadata["data_type"]).numpy_dtype
+    if key_impl is not None:
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
+        shape = shape[: len(shape) - jax.eval_shape(jax.random.key_data, key).ndim]
+        dtype = key.dtype
+    return Rows(path, shape, dtype, key_impl, metadata, written)
 
 
 @api_boundary
@@ -140,29 +313,13 @@ def outputs(directory: Any) -> dict[str, Rows]:
     FileNotFoundError
         The directory holds no outputs.
     RuntimeError
-        A file that describes the outputs is damaged; the error names the file.
+        The file that describes the outputs is damaged; the error names the file.
 
     """
     root = whole_path("durable.outputs", directory) / "outputs"
-    if not (root / _ALL).exists():
+    if not (root / _DESCRIPTION).exists():
         raise FileNotFoundError(f"{root.parent} holds no outputs of a `loopax.durable.scan`.")
-    return {Description.stored(path).path: rows_at(path) for path in _arrays(root)}
-
-
-def _arrays(root: Path) -> list[Path]:
-    """The directories of all arrays."""
-    text = (root / _ALL).read_text(errors="replace")
-    found = re.fullmatch("([0-9]+) arrays", text)
-    if found:
-        return [root / array_name(i) for i in range(int(found[1]))]
-    if text:
-        raise damaged(root / _ALL, "does not say how many arrays there are")
-    return sorted(path for path in root.iterdir() if path.is_dir())  # of format 1
-
-
-def array_name(i: int) -> str:
-    """Of the directory of an array."""
-    return f"{i:04d}"
+    return dict(_named_rows(root))
 
 
 @api_boundary
@@ -175,20 +332,105 @@ def steps_saved(directory: Any) -> int:
     return max(ocp().utils.checkpoint_steps(saves), default=0) if saves.is_dir() else 0
 
 
-# Outputs of a durable scan go to disk as they come.
+# The arrays of a run as it makes them, and writes to them.
 
 
-WAITING_BYTES = 8 << 20  # of rows that wait to be written
-WAITING_SECONDS = 1.0  # readers see what a run has written with this delay
+@dataclass(frozen=True)
+class Outputs:
+    """The arrays of a run, one for each of `spec`."""
+
+    where: str
+    directory: Directory
+    spec: Spec
+    plan: RowPlan
+    fill: Mapping[int, int] = field(default_factory=dict)  # what rows hold that are not written, by array, if not zero
+
+    @property
+    def _root(self) -> Path:
+        return self.directory.outputs
+
+    def refuse_gone(self) -> None:
+        """Raise where those of a run that has begun are gone, or what describes them is damaged."""
+        paths = [_path(self._root, i) for i in range(len(self.spec.avals))]
+        needed = [self._root / _DESCRIPTION, *paths, *(path / _METADATA for path in paths)]
+        if gone := [str(path) for path in needed if not path.exists()]:
+            raise RuntimeError(
+                f"{self.where}: the outputs of the stored run, {', '.join(gone)}, are gone. Restore them, or delete "
+                "the directory of the run to start anew."
+            )
+        _described(self._root)
+
+    def check(self, steps: int) -> None:
+        """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
+
+        def check_all() -> None:
+            for rows in rows_of(self._root):
+                rows.check(*self.plan.taken(0, steps))
+
+        on_first(check_all)
+
+    def open(self, steps: int) -> None:
+        """Get ready to write after the rows of so many steps: to new arrays, if there are none."""
+        on_first(lambda: self._go_on(steps) if steps else self._make())
+
+    def rows(self) -> Any:
+        """The pytree of arrays on disk."""
+        rest = iter(rows_of(self._root))
+        return self.spec.treedef.unflatten(
+            next(rest) if isinstance(leaf, Dynamic) else leaf.value for leaf in self.spec.leaves
+        )
+
+    def _make(self) -> None:
+        """In the place of what a run has left that was never saved. Arrays of zeros take no room."""
+        (self._root / _DESCRIPTION).unlink(missing_ok=True)
+        arrays = []
+        for i, (name, (shape, dtype, key_impl)) in enumerate(zip(self.spec.names(), row_types(self.spec), strict=True)):
+            row_bytes = prod(shape) * np.dtype(dtype).itemsize
+            rows = max(min(PIECE_BYTES // max(row_bytes, 1), max(self.plan.capacity, _FEW_ROWS)), 1)
+            grid = {"chunk_shape": [rows, *(max(size, 1) for size in shape)]}
+            wanted = {
+                "shape": [self.plan.capacity, *shape],
+                "data_type": tensorstore().dtype(dtype).name,
+                "chunk_grid": {"name": "regular", "configuration": grid},
+                "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+            }
+            wanted |= {"fill_value": self.fill[i]} if i in self.fill else {}
+            spec = _spec(_path(self._root, i), wanted)
+            store = tensorstore().open(spec, create=True, delete_existing=True).result()
+            arrays.append({"path": name, "key_impl": key_impl, "metadata": store.spec().to_json()["metadata"]})
+        self._root.mkdir(exist_ok=True)
+        _describe(self._root, arrays, (0, 0))
+
+    def _go_on(self, steps: int) -> None:
+        good = self.plan.taken(0, steps)
+        _describe(self._root, _described(self._root)["arrays"], good)
+        for rows in rows_of(self._root):
+            rows.keep_only(*good)
+        make_room(self._root, self.plan.capacity)
+
+
+def make_room(root: Path, rows: int) -> None:
+    """Give the arrays of a run so many rows. The description, by which they are read, comes last."""
+    found = _described(root)
+    for i, one in enumerate(found["arrays"]):
+        metadata, shape = one["metadata"], [rows, *one["metadata"]["shape"][1:]]
+        rest = {name: value for name, value in metadata.items() if name != "shape"}
+        try:
+            tensorstore().open(_spec(_path(root, i), rest)).result().resize(exclusive_max=shape).result()
+        except ValueError as error:
+            raise damaged(_path(root, i) / _METADATA, f"cannot be read ({error})") from error
+        one["metadata"] = {**metadata, "shape": shape}
+    _describe(root, found["arrays"], tuple(found["written"]))
 
 
 class Writer:
     """Writes the rows of a run, which come in order, up or down; a few megabytes wait and are written together."""
 
-    def __init__(self, arrays: Sequence[Rows], journals: Sequence[Journal]) -> None:
-        """Write to these."""
-        self._stores, self._journals = [open_array(rows.path) for rows in arrays], journals
-        self._dtypes = [store.dtype.numpy_dtype for store in self._stores]
+    def __init__(self, root: Path) -> None:
+        """Write to the arrays that stand there."""
+        self._root = root
+        self._stores = [open_array(rows.path, rows.metadata) for rows in rows_of(root)]
+        self._known = self._written = tuple(_described(root)["written"])
         self._waiting: list[tuple[int, list[np.ndarray]]] = []
         self._writing: list[Any] = []
         self._begun = time.monotonic()
@@ -196,19 +438,21 @@ class Writer:
     def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
         """Rows from `start` on, for each array; they are not changed afterwards."""
         self._waiting.append((start, list(pieces)))
-        for journal, rows in zip(self._journals, pieces, strict=True):
-            journal.add(start, rows)
-        is_much = sum(_num_bytes(pieces) for _, pieces in self._waiting) >= WAITING_BYTES
+        low, high = self._written
+        stop = start + len(pieces[0])
+        self._written = (start, stop) if low == high else (min(low, start), max(high, stop))
+        is_much = sum(array.nbytes for _, pieces in self._waiting for array in pieces) >= WAITING_BYTES
         if is_much or time.monotonic() - self._begun >= WAITING_SECONDS:
             self._begin()
 
     def flush(self) -> None:
-        """Wait until everything is on disk, with its checksums."""
+        """Wait until everything is on disk, and say so."""
         self._begin()
         self._finish()
-        with _clear_errors():
-            for journal in self._journals:
-                journal.write()
+        if self._written != self._known:
+            self._known = self._written
+            with _clear_errors():
+                _describe(self._root, _described(self._root)["arrays"], self._written)
 
     def _finish(self) -> None:
         """Wait for what is being written."""
@@ -225,10 +469,10 @@ class Writer:
         self._begun = time.monotonic()
         waiting, self._waiting = sorted(self._waiting, key=lambda item: item[0]), []
         start = waiting[0][0]
-        for store, dtype, *parts in zip(self._stores, self._dtypes, *(pieces for _, pieces in waiting), strict=True):
+        for store, *parts in zip(self._stores, *(pieces for _, pieces in waiting), strict=True):
             rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
             if rows.size:
-                self._writing.append(store[start : start + len(rows)].write(rows.view(dtype)))
+                self._writing.append(store[start : start + len(rows)].write(rows))
 
 
 @contextmanager
@@ -240,82 +484,3 @@ def _clear_errors() -> Iterator[None]:
             f"writing outputs of a durable scan failed ({type(error).__name__}: {error}). The last good save is as "
             "it was. Make room or mend the file system, and call again to go on from there."
         ) from error
-
-
-def _num_bytes(arrays: Sequence[np.ndarray]) -> int:
-    return sum(array.nbytes for array in arrays)
-
-
-# The outputs of a durable scan as a pytree of arrays on disk.
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The arrays of a scan, one for each of `spec`."""
-
-    where: str
-    directory: Directory
-    spec: Spec
-    plan: RowPlan
-    fill: Mapping[int, int] = field(default_factory=dict)  # what rows hold that are not written, by array, if not zero
-
-    @property
-    def paths(self) -> list[Path]:
-        """Where they stand."""
-        return [self.directory.outputs / array_name(i) for i in range(len(self.spec.avals))]
-
-    def refuse_gone(self) -> None:
-        """Raise where those of a run that has begun are gone, or what describes them is damaged."""
-        if gone := [str(path) for path in self.paths if not is_there(path)]:
-            raise RuntimeError(
-                f"{self.where}: the outputs of the stored run, {', '.join(gone)}, are gone. Restore them, or delete "
-                "the directory of the run to start anew."
-            )
-        for path in self.paths:
-            rows_at(path)
-
-    def check(self, steps: int) -> None:
-        """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
-
-        def check_all() -> None:
-            for pieces in filter(None, (rows_at(path).pieces for path in self.paths)):
-                pieces.check_settled(*self.plan.taken(steps))
-
-        on_first(check_all)
-
-    def open(self, steps: int) -> tuple[list[Rows], list[Journal]]:
-        """The arrays, to be written after the rows of so many steps, and, in the first process, their journals."""
-        journals: list[Journal] = []
-        types = zip(self.paths, self.spec.names(), row_types(self.spec), strict=True)
-
-        def open_all() -> None:
-            for i, (path, name, (shape, dtype, key_impl)) in enumerate(types):
-                description = Description(name, key_impl, self.plan.reverse)
-                shape = (self.plan.capacity, *shape)
-                fill = self.fill.get(i, 0)
-                journals.append(_open(path, description, shape, dtype, self.plan.taken(steps), fill))
-            all_begun(self.directory.outputs, len(self.paths))
-
-        on_first(open_all)
-        return [rows_at(path) for path in self.paths], journals
-
-
-def _open(
-    path: Path, description: Description, shape: Sequence[int], dtype: Any, good: tuple[int, int], fill: int
-) -> Journal:
-    """Make an array, or go on with the one of which so many rows are good."""
-    is_new = good[0] == good[1]
-    if is_new:
-        create(path, description, shape, dtype, fill)
-    trusted = not Description.stored(path).has_checksums
-    pieces = pieces_of(path, open_array(path), description)
-    last = pieces.settle(*good, trusted)
-    if not is_new:  # the checksums are there, so it can say so now
-        make_room(path, description, shape[0])
-    return Journal(pieces, last)
-
-
-def with_rows(spec: Spec, arrays: Sequence[Rows]) -> Any:
-    """The pytree of outputs."""
-    rest = iter(arrays)
-    return spec.treedef.unflatten(next(rest) if isinstance(leaf, Dynamic) else leaf.value for leaf in spec.leaves)

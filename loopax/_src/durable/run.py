@@ -16,10 +16,9 @@ from loopax._src.durable.chunk import Chunk
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Durability, agreed, all_agree, check, locked
-from loopax._src.durable.outputs import Outputs, Rows, Writer, with_rows
+from loopax._src.durable.outputs import Outputs, RowPlan, Writer
 from loopax._src.durable.pace import Interrupts, Pace, shown, watching
 from loopax._src.durable.saves import SavedState, Saves
-from loopax._src.durable.zarr import RowPlan
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.checks import settle
@@ -118,7 +117,7 @@ def _take(run: DurableRun, state: SavedState, most: int, count: int) -> SavedSta
     if run.writer is not None and run.rows is not None and taken:
         pieces = [np.asarray(y)[:taken] for y in ys]
         pieces = [(piece[::-1] if run.rows.reverse else piece).copy() for piece in pieces]
-        run.writer.write(run.rows.lowest(state.steps, taken), pieces)
+        run.writer.write(run.rows.taken(state.steps, taken)[0], pieces)
     return SavedState(state.steps + taken, bool(goes_on), arrays)
 
 
@@ -233,8 +232,10 @@ def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) 
         check_rows = (lambda state: outputs.check(state.steps)) if outputs else None
         state = saves.newest(chunk.first, check_rows) or _first_state(job, chunk)
         _refuse_shorter(name, state, job.total)
-        arrays, journals = outputs.open(state.steps) if outputs else ([], [])
-        writer = Writer(arrays, journals) if arrays and jax.process_index() == 0 else None
+        if outputs:
+            outputs.open(state.steps)
+        has_rows = bool(chunk.traced.y_spec.avals)
+        writer = Writer(directory.outputs) if has_rows and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
         run = DurableRun(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
         reporter = job.options.reporter(job.called.functions[0])
@@ -242,7 +243,7 @@ def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) 
             state = advance(run, state, interrupts, show)
     finally:
         saves.close()
-    return _results(job, chunk, state, arrays)
+    return _results(job, chunk, state, outputs.rows() if outputs else None)
 
 
 def _settle_program(
@@ -293,7 +294,7 @@ def _refuse_shorter(name: str, state: SavedState, total: int | None) -> None:
         )
 
 
-def _results(job: Job, chunk: chunks.Chunk, state: SavedState, arrays: Sequence[Rows]) -> tuple[Any, Any, LoopInfo]:
+def _results(job: Job, chunk: chunks.Chunk, state: SavedState, ys: Any) -> tuple[Any, Any, LoopInfo]:
     """What the loop returns, or an error where `max_steps` has stopped it."""
     traced = chunk.traced
     reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)
@@ -301,4 +302,4 @@ def _results(job: Job, chunk: chunks.Chunk, state: SavedState, arrays: Sequence[
         raise eqx.EquinoxRuntimeError(arguments.limit_message(job.options.name, job.total))
     last = traced.spec.unpack(restore_weak(state.arrays, traced.carry_avals))
     carry = hand_over(job.where, job.init, last, traced.changes)
-    return carry, with_rows(traced.y_spec, arrays), LoopInfo(np.int64(state.steps), np.bool_(reached))  # pyright: ignore[reportArgumentType]
+    return carry, ys, LoopInfo(np.int64(state.steps), np.bool_(reached))  # pyright: ignore[reportArgumentType]

@@ -15,15 +15,13 @@ import numpy as np
 from jax import core
 from jaxtyping import PyTree
 
-from loopax._src.durable.checksums import Description, Journal
 from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Directory, Durability, check, locked, refuse_transformations
-from loopax._src.durable.outputs import Outputs, Rows, Writer, rows_at, with_rows
+from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer, make_room
 from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.step_hash import write
-from loopax._src.durable.zarr import RowPlan, make_room
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
@@ -46,33 +44,28 @@ class ResultRows:
         """Nothing is opened."""
         self._where, self._directory = where, directory
         self._spec = _with_rows_of(results)
-        self._arrays: list[Rows] = []
-        self._journals: list[Journal] = []
+        self._room = 0
         self._writer: Writer | None = None
         self.count = 0  # rows that are written, or are being written
 
-    def refuse_gone(self) -> None:
-        """Raise where what has been begun is gone."""
-        self._outputs(0).refuse_gone()
-
-    def check(self, rows: int) -> None:
-        """Raise where so many rows are not on disk as written."""
-        self._outputs(rows).check(rows)
+    def outputs(self, room: int = 0) -> Outputs:
+        """The arrays, with room for so many rows."""
+        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
 
     def open(self, rows: int) -> None:
         """Go on after so many rows."""
-        self.count = rows
-        self._arrays, self._journals = self._outputs(max(2 * rows, _FIRST_ROOM)).open(rows)
-        self._writer = Writer(self._arrays, self._journals)
+        self.count, self._room = rows, max(2 * rows, _FIRST_ROOM)
+        self.outputs(self._room).open(rows)
+        self._writer = Writer(self._directory.outputs)
 
     def append(self, indices: Sequence[int], failed: Sequence[bool], results: Sequence[np.ndarray]) -> None:
         """One more row for each item."""
         assert self._writer is not None
         if not indices:
             return
-        room, after = len(self._arrays[0]), self.count + len(indices)
-        if after > room:
-            self._resize(max(2 * room, after))
+        after = self.count + len(indices)
+        if after > self._room:
+            self._resize(max(2 * self._room, after))
         self._writer.write(self.count, [np.asarray(failed, bool), np.asarray(indices, np.int64), *results])
         self.count = after
 
@@ -86,17 +79,12 @@ class ResultRows:
         if self._writer is None:
             return None
         self._resize(self.count)
-        return with_rows(self._spec, self._arrays)
+        return self.outputs().rows()
 
     def _resize(self, rows: int) -> None:
         self.flush()  # a writer knows how many rows there were when it was made
-        for array in self._arrays:
-            make_room(array.path, Description.stored(array.path), rows)
-        self._arrays = [rows_at(array.path) for array in self._arrays]
-        self._writer = Writer(self._arrays, self._journals)
-
-    def _outputs(self, room: int) -> Outputs:
-        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
+        make_room(self._directory.outputs, rows)
+        self._room, self._writer = rows, Writer(self._directory.outputs)
 
 
 def _with_rows_of(results: Spec) -> Spec:
@@ -285,8 +273,8 @@ class _Run:
         """The lanes of the newest save, and the items that come after."""
         like = list(map(jnp.asarray, _packed(0, 0, _where(self._lanes))))
         if self._saves.newest_step:
-            self._rows.refuse_gone()
-        state = self._saves.newest(like, lambda state: self._rows.check(_counts(state.arrays)[0]))
+            self._rows.outputs().refuse_gone()
+        state = self._saves.newest(like, lambda state: self._rows.outputs().check(_counts(state.arrays)[0]))
         rows, begun = (0, 0) if state is None else _counts(state.arrays)
         self._before = 0 if state is None else state.steps
         self._rows.open(rows)
