@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
+from loopax._src.durable import saves
 from loopax._src.durable.pace import Every, Interrupts, Pace, checkpoint_every
 from loopax._src.durable.saves import SavedState
 
@@ -74,10 +75,12 @@ class Simulation:
         pace = Pace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
-        run = runs.DurableRun("a test", chunk, lambda steps: [steps], self.total, fake, None, None, pace, stops=False)
+        keeper = saves.Keeper(fake, pace, None)
+        run = runs.DurableRun(chunk, lambda steps: [steps], self.total, keeper, None, None, pace, stops=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paces, "time", self)
             patch.setattr(runs, "time", self)
+            patch.setattr(saves, "time", self)
             runs.advance(run, SavedState(0, True, []), Interrupts(), lambda _: None)
         assert sum(self.chunks) == self.total
 

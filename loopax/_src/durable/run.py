@@ -18,7 +18,7 @@ from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Durability, agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs, RowPlan, Writer
 from loopax._src.durable.pace import Interrupts, Pace, shown, watching
-from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.checks import settle
@@ -39,11 +39,10 @@ _FIRST_POLL_SECONDS = 1e-4
 class DurableRun:
     """Everything that a run needs, but for where it stands."""
 
-    where: str  # in error messages
     chunk: Chunk
     start: Callable[[int], Sequence[Any]]  # what steps are handed from this one on
     total: int | None  # steps
-    saves: Saves
+    keeper: Keeper
     writer: Writer | None
     rows: RowPlan | None
     pace: Pace
@@ -52,55 +51,48 @@ class DurableRun:
 
 def advance(run: DurableRun, state: SavedState, interrupts: Interrupts, show: Callable[[int], None]) -> SavedState:
     """Run to the end, saving; an interrupt saves too, and is raised then."""
-    run.pace.begin(state.steps)
+    keeper, pace = run.keeper, run.pace
+    pace.begin(state.steps)
     while state.goes_on and state.steps != run.total:
-        most = _next_chunk(run, state.steps)
-        count = _in_a_row(run, state.steps, most)
-        must_wait = run.pace.must_wait(state.steps, most * count)
+        most, count = _next_chunks(run, state.steps)
+        must_wait = pace.must_wait(state.steps, most * count)
         signal, most, count, must_wait = agreed(interrupts.received or 0, most, count, int(must_wait))
         if signal:
-            _stop(run, state, interrupts, signal)
+            break
         if must_wait:
-            _settle(run)
-            if all_agree(run.pace.must_wait(state.steps, most * count)):
-                _save(run, state)
-                _settle(run)
+            keeper.settle()
+            if all_agree(pace.must_wait(state.steps, most * count)):
+                keeper.save(state)
+                keeper.settle()
         state = _take(run, state, most, count)
         show(state.steps)
-        if not run.saves.in_progress():
-            run.pace.saved()
-        if all_agree(run.pace.should_save(state.steps)):
-            _save(run, state)
-    _save(run, state)
-    _settle(run)
+        keeper.look()
+        if all_agree(pace.should_save(state.steps)):
+            keeper.save(state)
+    keeper.save(state)
+    keeper.settle()
     (signal,) = agreed(interrupts.received or 0)
     if signal:
-        _stop(run, state, interrupts, signal)
+        interrupts.received = signal
+        raise keeper.interrupted(interrupts, f"{state.steps} steps")
     return state
 
 
-def _next_chunk(run: DurableRun, steps: int) -> int:
-    """Steps of the next chunk, within its rows."""
-    return min(run.pace.chunk(steps), run.chunk.rows, _ahead(run, steps))
+def _next_chunks(run: DurableRun, steps: int) -> tuple[int, int]:
+    """Steps of the next chunk, within its rows, and how many such chunks to start at once.
 
-
-def _ahead(run: DurableRun, steps: int) -> int:
-    """Steps to the end of the epoch of keys, or of the loop."""
-    epoch = EPOCH - steps % EPOCH
-    return epoch if run.total is None else min(epoch, run.total - steps)
-
-
-def _in_a_row(run: DurableRun, steps: int, most: int) -> int:
-    """How many such chunks to start at once, so that no device waits for Python between them.
-
-    One where a condition may end the loop, or where rows of outputs have to be fetched.
+    Several, so that no device waits for Python between them; one where a condition may end the loop, or where rows of
+    outputs have to be fetched.
     """
+    ahead = EPOCH - steps % EPOCH  # to the end of the epoch of keys, or of the loop
+    if run.total is not None:
+        ahead = min(ahead, run.total - steps)
+    most = min(run.pace.chunk(steps), run.chunk.rows, ahead)
     if run.stops or run.chunk.rows < MOST_STEPS:
-        return 1
-    ahead = _ahead(run, steps)
+        return most, 1
     if run.pace.every.in_steps:
         ahead = min(ahead, run.pace.next_save - steps)
-    return max(min(run.pace.in_a_row(most), ahead // most), 1)
+    return most, max(min(run.pace.in_a_row(most), ahead // most), 1)
 
 
 def _take(run: DurableRun, state: SavedState, most: int, count: int) -> SavedState:
@@ -110,8 +102,12 @@ def _take(run: DurableRun, state: SavedState, most: int, count: int) -> SavedSta
     for steps in before:
         arrays, *_ = run.chunk.run(arrays, run.start(steps), most)
     arrays, ys, num_steps, goes_on = run.chunk.run(arrays, run.start(last), most)
-    step_seconds = run.pace.step_seconds
-    _wait(num_steps, None if step_seconds is None else count * most * step_seconds)
+    # Wait, so that Python can handle signals meanwhile where that takes long or nobody knows.
+    expected = None if run.pace.step_seconds is None else count * most * run.pace.step_seconds
+    pause = _POLL_SECONDS if expected else _FIRST_POLL_SECONDS
+    while (expected is None or expected > 10 * _POLL_SECONDS) and not num_steps.is_ready():
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
     taken = (count - 1) * most + int(num_steps)
     run.pace.took(taken, time.monotonic() - begun)
     if run.writer is not None and run.rows is not None and taken:
@@ -119,44 +115,6 @@ def _take(run: DurableRun, state: SavedState, most: int, count: int) -> SavedSta
         pieces = [(piece[::-1] if run.rows.reverse else piece).copy() for piece in pieces]
         run.writer.write(run.rows.taken(state.steps, taken)[0], pieces)
     return SavedState(state.steps + taken, bool(goes_on), arrays)
-
-
-def _wait(x: Any, expected_seconds: float | None) -> None:
-    """Wait for a result, so that Python can handle signals meanwhile where that takes long or nobody knows."""
-    pause = _POLL_SECONDS if expected_seconds else _FIRST_POLL_SECONDS
-    while (expected_seconds is None or expected_seconds > 10 * _POLL_SECONDS) and not x.is_ready():
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL_SECONDS)
-    x.block_until_ready()
-
-
-def _save(run: DurableRun, state: SavedState) -> None:
-    """Begin to save a state, once the rows that belong to it are on disk."""
-    if run.saves.newest_step == state.steps:
-        return
-    if run.writer is not None:
-        run.writer.flush()
-    run.saves.start(state)
-    run.pace.saving(state.steps)
-
-
-def _settle(run: DurableRun) -> None:
-    """Wait until what has been saved is on disk."""
-    begun = time.monotonic()
-    run.saves.finish()
-    run.pace.saved()
-    run.pace.idle += time.monotonic() - begun
-
-
-def _stop(run: DurableRun, state: SavedState, interrupts: Interrupts, signal: int) -> None:
-    """Save, and raise what the interrupt is."""
-    interrupts.received = signal
-    _save(run, state)
-    _settle(run)
-    raise interrupts.stop(
-        f"{run.where}: interrupted after {state.steps} steps, which are saved in {run.saves.directory.parent}. "
-        "The same call goes on from there."
-    )
 
 
 # A durable loop from its arguments to its results.
@@ -202,10 +160,17 @@ def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
         raise ValueError(arguments.limit_message(name, job.total))
     checked = check(name, durability)
     start = job.start(0)
-    traced = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)
-    refuse_unsavable(name, [*types_of("carry", traced.spec), *types_of("outputs", traced.y_spec)])
+    # A chunk of one row describes the program, whatever the number of rows.
+    one = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)
+    refuse_unsavable(name, [*types_of("carry", one.spec), *types_of("outputs", one.y_spec)])
     with locked(name, checked.directory):
-        return _run(job, checked, traced, start)
+        chunk = _compile(job, one, start)
+        step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
+        described = describe(name, step, one, chunk.first, job.arrays, job.options.key_data, job.settings)
+        settle_program(name, checked.directory, described, checked.anyway)
+        outputs = Outputs(name, checked.directory, chunk.traced.y_spec, job.rows) if job.rows else None
+        state = _go_on(job, checked, chunk, outputs)
+        return _results(job, chunk, state, outputs.rows() if outputs else None)
 
 
 def _compile(job: Job, traced: chunks.TracedChunk, start: list[Any]) -> chunks.Chunk:
@@ -219,41 +184,36 @@ def _compile(job: Job, traced: chunks.TracedChunk, start: list[Any]) -> chunks.C
     return chunks.compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
 
 
-def _run(job: Job, checked: Checked, one: chunks.TracedChunk, start: list[Any]) -> tuple[Any, Any, LoopInfo]:
-    """`one` describes the program: a chunk of one row, whatever the number of rows."""
+def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | None) -> SavedState:
+    """Run to the end from the newest save that is whole, or from the first state."""
     name, directory = job.options.name, checked.directory
-    chunk = _compile(job, one, start)
-    _settle_program(job, checked, one, chunk.first, start)
     saves = Saves(name, directory, checked.keep)
     try:
-        outputs = Outputs(name, directory, chunk.traced.y_spec, job.rows) if job.rows else None
         if outputs and saves.newest_step:
             outputs.refuse_gone()
-        check_rows = (lambda state: outputs.check(state.steps)) if outputs else None
-        state = saves.newest(chunk.first, check_rows) or _first_state(job, chunk)
-        _refuse_shorter(name, state, job.total)
+        state = saves.newest(chunk.first, (lambda state: outputs.check(state.steps)) if outputs else None)
+        if state is None and job.condition is None:
+            state = SavedState(0, True, chunk.first)
+        elif state is None:
+            goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
+            state = SavedState(0, bool(goes_on), chunks.placed(arrays))
+        if job.total is not None and state.steps > job.total:
+            raise ValueError(
+                f"{name}: the stored run has taken {state.steps} steps, and only {job.total} are asked for. Ask for as "
+                "many or more, or give another directory."
+            )
         if outputs:
             outputs.open(state.steps)
         has_rows = bool(chunk.traced.y_spec.avals)
         writer = Writer(directory.outputs) if has_rows and jax.process_index() == 0 else None
         pace = Pace(checked.every, checked.chunk_steps, job.unroll)
-        run = DurableRun(name, chunk, job.start, job.total, saves, writer, job.rows, pace, job.stops)
+        keeper = Keeper(saves, pace, writer.flush if writer else None)
+        run = DurableRun(chunk, job.start, job.total, keeper, writer, job.rows, pace, job.stops)
         reporter = job.options.reporter(job.called.functions[0])
         with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
-            state = advance(run, state, interrupts, show)
+            return advance(run, state, interrupts, show)
     finally:
         saves.close()
-    return _results(job, chunk, state, outputs.rows() if outputs else None)
-
-
-def _settle_program(
-    job: Job, checked: Checked, one: chunks.TracedChunk, first: Sequence[jax.Array], start: list[Any]
-) -> None:
-    """Whether the run that is stored, if there is one, is the one that is asked for."""
-    step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
-    name = job.options.name
-    described = describe(name, step, one, first, job.arrays, job.options.key_data, job.settings)
-    settle_program(name, checked.directory, described, checked.anyway)
 
 
 def _step(job: Job) -> tracing.Step:
@@ -276,22 +236,6 @@ def _walk(job: Job) -> chunks.TakeSteps:
         return chunks.StepsTaken(done.hand_over(results[0]), thaw(results[1]), *results[2:])
 
     return walk
-
-
-def _first_state(job: Job, chunk: chunks.Chunk) -> SavedState:
-    """The state before the first step."""
-    if job.condition is None:
-        return SavedState(0, True, chunk.first)
-    goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
-    return SavedState(0, bool(goes_on), chunks.placed(arrays))
-
-
-def _refuse_shorter(name: str, state: SavedState, total: int | None) -> None:
-    if total is not None and state.steps > total:
-        raise ValueError(
-            f"{name}: the stored run has taken {state.steps} steps, and only {total} are asked for. Ask for as many "
-            "or more, or give another directory."
-        )
 
 
 def _results(job: Job, chunk: chunks.Chunk, state: SavedState, ys: Any) -> tuple[Any, Any, LoopInfo]:

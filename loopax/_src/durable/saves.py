@@ -1,5 +1,6 @@
 """States of a run on disk: saved while the run goes on, the newest good one found again. Orbax writes them."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from loopax._src.durable.options import DamagedSaveWarning, Directory, SaveError, ocp
+from loopax._src.durable.pace import Interrupts, Pace
 
 _MOST_TEXT = 1000  # of the error of a damaged file
 
@@ -169,6 +171,42 @@ def _warn_of_damage(where: str, directory: Any, problems: Sequence[str], step: i
         DamagedSaveWarning,
         stacklevel=2,
     )
+
+
+class Keeper:
+    """Saves the states of a run, each after the rows that belong to it, and keeps time."""
+
+    def __init__(self, saves: Saves, pace: Pace, flush: Callable[[], None] | None) -> None:
+        """`flush` waits until all rows are on disk."""
+        self._saves, self._pace, self._flush = saves, pace, flush
+
+    def save(self, state: SavedState) -> None:
+        """Begin to save a state, if it is not the newest one that is saved."""
+        if self._saves.newest_step == state.steps:
+            return
+        if self._flush is not None:
+            self._flush()
+        self._saves.start(state)
+        self._pace.saving(state.steps)
+
+    def look(self) -> None:
+        """Whether what is being saved is on disk."""
+        if not self._saves.in_progress():
+            self._pace.saved()
+
+    def settle(self) -> None:
+        """Wait until what has been saved is on disk."""
+        begun = time.monotonic()
+        self._saves.finish()
+        self._pace.saved()
+        self._pace.idle += time.monotonic() - begun
+
+    def interrupted(self, interrupts: Interrupts, what: str) -> BaseException:
+        """What the interrupt raises, once a state is saved after so much."""
+        return interrupts.stop(
+            f"{self._saves.where}: interrupted after {what}, which are saved in {self._saves.directory.parent}. "
+            "The same call goes on from there."
+        )
 
 
 # Checksums of arrays that do not depend on how they are spread over devices.

@@ -20,7 +20,7 @@ from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, Directory, Durability, check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer, make_room
 from loopax._src.durable.pace import Interrupts, Pace, watching
-from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.durable.step_hash import write
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
@@ -210,8 +210,8 @@ def lanes_stream(
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
-        shown = Shown(_NAME, progress, f, items)
-        return _Run(f, iter(items), lanes, chunk_steps, prefetch * lanes, throw, checked, shown).to_the_end()
+        run = _Run(f, iter(items), lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
+        return run.to_the_end(prefetch * lanes)
 
 
 class _Run:
@@ -221,35 +221,38 @@ class _Run:
         self,
         f: Callable[[Any], Any],
         items: Iterator[Any],
-        lanes: int,
+        num_lanes: int,
         chunk_steps: int | None,
-        ahead: int,
         throw: bool,
         checked: Checked,
         shown: Shown,
     ) -> None:
         """The first item says what all are like."""
-        self._throw, self._checked, self._ahead, self._shown = throw, checked, ahead, shown
-        self._lanes = WorkingLanes(f, lanes, ChunkPace(chunk_steps), _NAME)
+        self._throw, self._shown = throw, shown
+        self._lanes = lanes = WorkingLanes(f, num_lanes, ChunkPace(chunk_steps), _NAME)
         first = _first_of(items)
         self._items = chain([first], items)
-        self._lanes.items.ready_again(0, first)
-        made = self._lanes.program.made
-        states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(_where(self._lanes).inside)]
-        refuse_unsavable(
-            _NAME, [*types_of("item", self._lanes.items.spec), *types_of("results", made.results), *states]
-        )
+        lanes.items.ready_again(0, first)
+        made = lanes.program.made
+        item, results = types_of("item", lanes.items.spec), types_of("results", made.results)
+        states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(_where(lanes).inside)]
+        refuse_unsavable(_NAME, [*item, *results, *states])
+        # Whether the run that is stored, if there is one, is the one that is asked for.
+        given = [*made.shared, *lanes.function_arrays]
+        written = write(made.program, [*[None] * len(given), *(path for path, _ in item)], {}, given)
+        types = {path: aval.str_short() for path, aval in [*item, *results]}
+        described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
+        settle_program(_NAME, checked.directory, described, checked.anyway)
         self._rows = ResultRows(_NAME, checked.directory, made.results)
         self._pace = Pace(checked.every, None, 1)
+        self._saves = Saves(_NAME, checked.directory, checked.keep)
+        self._keeper = Keeper(self._saves, self._pace, self._rows.flush)
 
-    def to_the_end(self) -> StreamOutputs:
-        """Go on with what is stored, or begin."""
-        directory = self._checked.directory
-        self._settle_program(directory)
-        self._saves = Saves(_NAME, directory, self._checked.keep)
+    def to_the_end(self, ahead: int) -> StreamOutputs:
+        """Go on with what is stored, or begin; so many items are fetched ahead."""
         try:
             with watching() as interrupts:
-                self._go_on()
+                self._go_on(ahead)
                 self._advance(interrupts)
             self._shown.end(self._lanes, finished=True)
         finally:
@@ -259,17 +262,7 @@ class _Run:
             found = self._rows.close()
         return StreamOutputs(found["items"], found["failed"], found["results"])
 
-    def _settle_program(self, directory: Directory) -> None:
-        """Whether the run that is stored, if there is one, is the one that is asked for."""
-        lanes, made = self._lanes, self._lanes.program.made
-        given = [*made.shared, *lanes.function_arrays]
-        items = types_of("item", lanes.items.spec)
-        written = write(made.program, [*[None] * len(given), *(path for path, _ in items)], {}, given)
-        types = {path: aval.str_short() for path, aval in [*items, *types_of("results", made.results)]}
-        described = stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, {}, written)
-        settle_program(_NAME, directory, described, self._checked.anyway)
-
-    def _go_on(self) -> None:
+    def _go_on(self, ahead: int) -> None:
         """The lanes of the newest save, and the items that come after."""
         like = list(map(jnp.asarray, _packed(0, 0, _where(self._lanes))))
         if self._saves.newest_step:
@@ -281,7 +274,7 @@ class _Run:
         if state is not None:
             self._lanes.go_on(_unpacked(state.arrays, len(self._lanes.items.spec.avals)))
         self._lanes.num_begun = self._lanes.items.count = begun
-        self._lanes.fetch(_after(self._items, begun), self._ahead)
+        self._lanes.fetch(_after(self._items, begun), ahead)
 
     def _advance(self, interrupts: Interrupts) -> None:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
@@ -291,23 +284,20 @@ class _Run:
         while goes_on and interrupts.received is None:
             begun, before = time.monotonic(), self._number
             if self._pace.must_wait(before, 1):
-                self._settle()
+                self._keeper.settle()
             is_time = self._pace.should_save(before)
             goes_on = self._take(start_next=not is_time)
             self._pace.took(self._number - before, time.monotonic() - begun)
             if is_time:
                 self._save()
-            elif not self._saves.in_progress():
-                self._pace.saved()
+            else:
+                self._keeper.look()
         if self._lanes.is_running:
             self._take(start_next=False)
         self._save()
-        self._settle()
+        self._keeper.settle()
         if interrupts.received is not None:
-            raise interrupts.stop(
-                f"{_NAME}: interrupted after {self._rows.count} items, which are saved in "
-                f"{self._checked.directory.root}. The same call goes on from there."
-            )
+            raise self._keeper.interrupted(interrupts, f"{self._rows.count} items")
         self._lanes.raise_error()
 
     @property
@@ -330,20 +320,9 @@ class _Run:
         return True
 
     def _save(self) -> None:
-        """Begin to save where the lanes are, once the rows before are on disk. No chunk may run."""
-        if self._saves.newest_step == self._number:
-            return
-        self._rows.flush()
-        arrays = list(map(jnp.asarray, _packed(self._rows.count, self._lanes.num_begun, _where(self._lanes))))
-        self._saves.start(SavedState(self._number, True, arrays))
-        self._pace.saving(self._number)
-
-    def _settle(self) -> None:
-        """Wait until what has been saved is on disk."""
-        begun = time.monotonic()
-        self._saves.finish()
-        self._pace.saved()
-        self._pace.idle += time.monotonic() - begun
+        """Begin to save where the lanes are. No chunk may run."""
+        arrays = _packed(self._rows.count, self._lanes.num_begun, _where(self._lanes))
+        self._keeper.save(SavedState(self._number, True, list(map(jnp.asarray, arrays))))
 
 
 def _first_of(items: Iterator[Any]) -> Any:
