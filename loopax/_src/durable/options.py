@@ -67,31 +67,16 @@ except ImportError:  # Windows has none
     fcntl = None
 
 
-@dataclass(frozen=True)
 class Directory:
     """Where the parts of a run stand."""
 
-    root: Path
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that runs."""
-        return self.root / "lock"
-
-    @property
-    def program(self) -> Path:
-        """What is run: versions, types, checksums."""
-        return self.root / "program.json"
-
-    @property
-    def saves(self) -> Path:
-        """A directory for each save, which Orbax writes."""
-        return self.root / "saves"
-
-    @property
-    def outputs(self) -> Path:
-        """An array in Zarr's format for each leaf of a scan's outputs."""
-        return self.root / "outputs"
+    def __init__(self, root: Path) -> None:
+        """Nothing is made."""
+        self.root = root
+        self.lock = root / "lock"  # held by the process that runs
+        self.program = root / "program.json"  # what is run: versions, types, checksums
+        self.saves = root / "saves"  # a directory for each save, which Orbax writes
+        self.outputs = root / "outputs"  # an array in Zarr's format for each leaf of a scan's outputs
 
 
 def open_directory(where: str, path: Any) -> Directory:
@@ -131,27 +116,27 @@ def whole_path(where: str, path: Any) -> Path:
 @contextmanager
 def locked(where: str, directory: Directory) -> Iterator[None]:
     """Hold the directory; an error where another run does. The system lets go when the process ends, however."""
-    with ExitStack() as stack:
-        if fcntl is not None:
-            on_first(lambda: stack.enter_context(_held(where, directory)))
+    if fcntl is None:
         yield
+        return
+    flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+    with ExitStack() as stack:
 
+        def hold() -> None:
+            file = stack.enter_context(open(directory.lock, "a+"))
+            try:
+                fcntl.flock(file, flags)
+            except OSError as error:
+                file.seek(0)
+                raise RuntimeError(
+                    f"{where}(directory={str(directory.root)!r}) is in use by another run ({file.read().strip()}). "
+                    "Wait until it ends, or give another directory."
+                ) from error
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
 
-@contextmanager
-def _held(where: str, directory: Directory) -> Iterator[None]:
-    assert fcntl is not None
-    with open(directory.lock, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise RuntimeError(
-                f"{where}(directory={str(directory.root)!r}) is in use by another run ({file.read().strip()}). Wait "
-                "until it ends, or give another directory."
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
+        on_first(hold)
         yield
 
 

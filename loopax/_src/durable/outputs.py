@@ -7,7 +7,7 @@ which rows are written: it is written when those rows are on disk, and before th
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.durable.chunk import row_types
-from loopax._src.durable.options import Directory, SaveError, ocp, on_first, tensorstore, whole_path, write_whole
+from loopax._src.durable.options import SaveError, ocp, on_first, tensorstore, whole_path, write_whole
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
@@ -104,15 +104,14 @@ class Rows:
 
         """
         index = _in_bounds(index, self.shape)
-        touched = _touched(index, len(self), self._piece_rows)
-        low, high = self.written
-        must_be_there = [part for part in self._parts(low, high) if part[0] // self._piece_rows in touched]
+        pieces = _touched(index, len(self), self._piece_rows)
+        known = [self._file(number) for number, _, _ in self._parts(*self.written) if number in pieces]
         try:
-            if self.nbytes and not all(self._file(start).exists() for start, _ in must_be_there):
+            if self.nbytes and not all(file.exists() for file in known):
                 raise ValueError("a piece is gone")
-            found = np.asarray(open_array(self.path, self.metadata)[index].read().result())
+            found = np.asarray(_open(self.path, self.metadata, assume_metadata=True)[index].read().result())
         except ValueError as error:
-            self._check_parts(must_be_there)
+            self.check(*self.written, pieces)
             raise damaged(self.path, f"cannot be read ({error})") from error
         return found if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(found), impl=self.key_impl)
 
@@ -128,53 +127,45 @@ class Rows:
         for start in range(0, len(self), some):
             yield from self[start : start + some]
 
-    def check(self, low: int, high: int) -> None:
-        """Raise where some of these rows are not on disk as they were written."""
-        self._check_parts(self._parts(low, high))
+    def check(self, low: int, high: int, pieces: Container[int] | None = None) -> None:
+        """Raise where some of these rows are not on disk as they were written; `pieces`: of these alone."""
+        store = _open(self.path, self.metadata, assume_metadata=True, fill_missing_data_reads=False)
+        for number, start, stop in self._parts(low, high):
+            try:
+                if pieces is None or number in pieces:
+                    store[start:stop].read().result()
+            except ValueError as error:
+                what = f"does not hold rows {start} to {stop - 1} as they were written"
+                remedy = " call the same function again (where a save precedes the rows, it computes them again),"
+                raise damaged(self._file(number), what, remedy) from error
 
     def keep_only(self, low: int, high: int) -> None:
         """Remove the pieces without any of these rows. Their rows will be written again, whatever they hold."""
-        kept = {start // self._piece_rows for start, _ in self._parts(low, high)}
-        for path in (self.path / "c").glob("*"):
-            if int(path.name) not in kept:
-                for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
-                    file.unlink()
+        kept = {self._file(number) for number, _, _ in self._parts(low, high)}
+        for path in (self.path / "c").rglob("*"):
+            if path.is_file() and path not in kept:
+                path.unlink()
 
     @property
     def _piece_rows(self) -> int:
         return self.metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
 
-    def _parts(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Some rows by piece."""
+    def _parts(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Some rows by piece: its number, rows from and to."""
         some = self._piece_rows
-        edges = range(low - low % some, high, some) if low < high else ()
-        return [(max(low, edge), min(high, edge + some)) for edge in edges]
+        numbers = range(low // some, -(-high // some)) if low < high else ()
+        return [(n, max(low, n * some), min(high, (n + 1) * some)) for n in numbers]
 
-    def _file(self, start: int) -> Path:
-        """The piece that holds this row."""
-        zeros = ["0"] * (len(self.metadata["shape"]) - 1)
-        return self.path.joinpath("c", str(start // self._piece_rows), *zeros)
-
-    def _check_parts(self, parts: Sequence[tuple[int, int]]) -> None:
-        store = open_array(self.path, self.metadata, fill_missing_data_reads=False)
-        for low, high in parts:
-            try:
-                store[low:high].read().result()
-            except ValueError as error:
-                what = f"does not hold rows {low} to {high - 1} as they were written"
-                remedy = " call the same function again (where a save precedes the rows, it computes them again),"
-                raise damaged(self._file(low), what, remedy) from error
+    def _file(self, number: int) -> Path:
+        """The file of a piece."""
+        return self.path.joinpath("c", str(number), *["0"] * (len(self.metadata["shape"]) - 1))
 
 
-def open_array(path: Path, metadata: Mapping[str, Any], **options: Any) -> Any:
-    """TensorStore's view of an array, of which our description says what it is."""
-    return tensorstore().open(_spec(path, metadata) | {"assume_metadata": True, **options}).result()
-
-
-def _spec(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Pieces of zeros are written too: one that is not there is lost."""
+def _open(path: Path, metadata: Mapping[str, Any], **options: Any) -> Any:
+    """TensorStore's view of an array. Pieces of zeros are written too: one that is not there is lost."""
     place = {"driver": "file", "path": f"{path}/"}
-    return {"driver": "zarr3", "kvstore": place, "metadata": metadata, "store_data_equal_to_fill_value": True}
+    spec = {"driver": "zarr3", "kvstore": place, "metadata": metadata, "store_data_equal_to_fill_value": True}
+    return tensorstore().open({**spec, **options}).result()
 
 
 def damaged(file: Path, what: str, remedy: str = "") -> RuntimeError:
@@ -233,12 +224,12 @@ def _axis(part: Any, axis: int, size: int) -> Any:
     return (part + size if part < 0 else part) if isinstance(part, int) else np.where(part < 0, part + size, part)
 
 
-def _touched(index: tuple[Any, ...], rows: int, some: int) -> range | set[int]:
-    """The pieces of which an index reads rows."""
+def _touched(index: tuple[Any, ...], rows: int, some: int) -> Container[int]:
+    """The pieces of so many rows of which an index reads some."""
     first = next((part for part in index if part is not None), slice(None))
     if isinstance(first, slice):
         start, stop, _ = first.indices(rows)
-        return range(start // some, -(-stop // some)) if stop > start else range(0)
+        return range(start // some, -(-stop // some) if stop > start else 0)
     return set((np.unique(np.asarray(first)) // some).tolist())
 
 
@@ -263,32 +254,23 @@ def _described(root: Path) -> dict[str, Any]:
         raise damaged(file, f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _named_rows(root: Path) -> list[tuple[str, Rows]]:
-    """The arrays, with their paths in the pytree."""
-    found = _described(root)
-    return [
-        (one["path"], _rows_at(_path(root, i), one["key_impl"], one["metadata"], tuple(found["written"])))
-        for i, one in enumerate(found["arrays"])
-    ]
-
-
-def rows_of(root: Path) -> list[Rows]:
-    """The arrays of a run."""
-    return [rows for _, rows in _named_rows(root)]
+def rows_of(root: Path) -> dict[str, Rows]:
+    """The arrays of a run, by their paths in the pytree."""
+    found, arrays = _described(root), {}
+    for i, one in enumerate(found["arrays"]):
+        metadata, impl = one["metadata"], one["key_impl"]
+        shape, dtype = tuple(metadata["shape"]), tensorstore().dtype(metadata["data_type"]).numpy_dtype
+        if impl is not None:
+            key = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl))
+            shape = shape[: len(shape) - jax.eval_shape(jax.random.key_data, key).ndim]
+            dtype = key.dtype
+        arrays[one["path"]] = Rows(_path(root, i), shape, dtype, impl, metadata, tuple(found["written"]))
+    return arrays
 
 
 def _path(root: Path, i: int) -> Path:
     """The directory of an array."""
     return root / f"{i:04d}"
-
-
-def _rows_at(path: Path, key_impl: str | None, metadata: Mapping[str, Any], written: tuple[int, int]) -> Rows:
-    shape, dtype = tuple(metadata["shape"]), tensorstore().dtype(metadata["data_type"]).numpy_dtype
-    if key_impl is not None:
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
-        shape = shape[: len(shape) - jax.eval_shape(jax.random.key_data, key).ndim]
-        dtype = key.dtype
-    return Rows(path, shape, dtype, key_impl, metadata, written)
 
 
 @api_boundary
@@ -319,7 +301,7 @@ def outputs(directory: Any) -> dict[str, Rows]:
     root = whole_path("durable.outputs", directory) / "outputs"
     if not (root / _DESCRIPTION).exists():
         raise FileNotFoundError(f"{root.parent} holds no outputs of a `loopax.durable.scan`.")
-    return dict(_named_rows(root))
+    return rows_of(root)
 
 
 @api_boundary
@@ -340,31 +322,27 @@ class Outputs:
     """The arrays of a run, one for each of `spec`."""
 
     where: str
-    directory: Directory
+    root: Path
     spec: Spec
     plan: RowPlan
     fill: Mapping[int, int] = field(default_factory=dict)  # what rows hold that are not written, by array, if not zero
 
-    @property
-    def _root(self) -> Path:
-        return self.directory.outputs
-
     def refuse_gone(self) -> None:
         """Raise where those of a run that has begun are gone, or what describes them is damaged."""
-        paths = [_path(self._root, i) for i in range(len(self.spec.avals))]
-        needed = [self._root / _DESCRIPTION, *paths, *(path / _METADATA for path in paths)]
+        paths = [_path(self.root, i) for i in range(len(self.spec.avals))]
+        needed = [self.root / _DESCRIPTION, *paths, *(path / _METADATA for path in paths)]
         if gone := [str(path) for path in needed if not path.exists()]:
             raise RuntimeError(
                 f"{self.where}: the outputs of the stored run, {', '.join(gone)}, are gone. Restore them, or delete "
                 "the directory of the run to start anew."
             )
-        _described(self._root)
+        _described(self.root)
 
     def check(self, steps: int) -> None:
         """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
 
         def check_all() -> None:
-            for rows in rows_of(self._root):
+            for rows in rows_of(self.root).values():
                 rows.check(*self.plan.taken(0, steps))
 
         on_first(check_all)
@@ -375,14 +353,14 @@ class Outputs:
 
     def rows(self) -> Any:
         """The pytree of arrays on disk."""
-        rest = iter(rows_of(self._root))
+        rest = iter(rows_of(self.root).values())
         return self.spec.treedef.unflatten(
             next(rest) if isinstance(leaf, Dynamic) else leaf.value for leaf in self.spec.leaves
         )
 
     def _make(self) -> None:
         """In the place of what a run has left that was never saved. Arrays of zeros take no room."""
-        (self._root / _DESCRIPTION).unlink(missing_ok=True)
+        (self.root / _DESCRIPTION).unlink(missing_ok=True)
         arrays = []
         for i, (name, (shape, dtype, key_impl)) in enumerate(zip(self.spec.names(), row_types(self.spec), strict=True)):
             row_bytes = prod(shape) * np.dtype(dtype).itemsize
@@ -395,18 +373,17 @@ class Outputs:
                 "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
             }
             wanted |= {"fill_value": self.fill[i]} if i in self.fill else {}
-            spec = _spec(_path(self._root, i), wanted)
-            store = tensorstore().open(spec, create=True, delete_existing=True).result()
+            store = _open(_path(self.root, i), wanted, create=True, delete_existing=True)
             arrays.append({"path": name, "key_impl": key_impl, "metadata": store.spec().to_json()["metadata"]})
-        self._root.mkdir(exist_ok=True)
-        _describe(self._root, arrays, (0, 0))
+        self.root.mkdir(exist_ok=True)
+        _describe(self.root, arrays, (0, 0))
 
     def _go_on(self, steps: int) -> None:
         good = self.plan.taken(0, steps)
-        _describe(self._root, _described(self._root)["arrays"], good)
-        for rows in rows_of(self._root):
+        _describe(self.root, _described(self.root)["arrays"], good)
+        for rows in rows_of(self.root).values():
             rows.keep_only(*good)
-        make_room(self._root, self.plan.capacity)
+        make_room(self.root, self.plan.capacity)
 
 
 def make_room(root: Path, rows: int) -> None:
@@ -416,7 +393,7 @@ def make_room(root: Path, rows: int) -> None:
         metadata, shape = one["metadata"], [rows, *one["metadata"]["shape"][1:]]
         rest = {name: value for name, value in metadata.items() if name != "shape"}
         try:
-            tensorstore().open(_spec(_path(root, i), rest)).result().resize(exclusive_max=shape).result()
+            _open(_path(root, i), rest).resize(exclusive_max=shape).result()
         except ValueError as error:
             raise damaged(_path(root, i) / _METADATA, f"cannot be read ({error})") from error
         one["metadata"] = {**metadata, "shape": shape}
@@ -429,7 +406,7 @@ class Writer:
     def __init__(self, root: Path) -> None:
         """Write to the arrays that stand there."""
         self._root = root
-        self._stores = [open_array(rows.path, rows.metadata) for rows in rows_of(root)]
+        self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in rows_of(root).values()]
         self._known = self._written = tuple(_described(root)["written"])
         self._waiting: list[tuple[int, list[np.ndarray]]] = []
         self._writing: list[Any] = []

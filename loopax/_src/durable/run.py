@@ -168,7 +168,7 @@ def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
         step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
         described = describe(name, step, one, chunk.first, job.arrays, job.options.key_data, job.settings)
         settle_program(name, checked.directory, described, checked.anyway)
-        outputs = Outputs(name, checked.directory, chunk.traced.y_spec, job.rows) if job.rows else None
+        outputs = Outputs(name, checked.directory.outputs, chunk.traced.y_spec, job.rows) if job.rows else None
         state = _go_on(job, checked, chunk, outputs)
         return _results(job, chunk, state, outputs.rows() if outputs else None)
 

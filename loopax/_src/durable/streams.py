@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +18,7 @@ from jaxtyping import PyTree
 
 from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
-from loopax._src.durable.options import Checked, Directory, Durability, check, locked, refuse_transformations
+from loopax._src.durable.options import Checked, Durability, check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer, make_room
 from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
@@ -33,6 +34,7 @@ from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
 # Results of items on disk: rows in the order in which items are finished, with the indices of the items.
 
 
+_NAME = "durable.lanes_stream"
 _FIRST_ROOM = 1024  # rows; the room doubles where it is used up
 _ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row is written
 
@@ -40,23 +42,22 @@ _ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row
 class ResultRows:
     """Arrays on disk that grow: indices of items, whether they failed, and their results."""
 
-    def __init__(self, where: str, directory: Directory, results: Spec) -> None:
+    def __init__(self, root: Path, results: Spec) -> None:
         """Nothing is opened."""
-        self._where, self._directory = where, directory
-        self._spec = _with_rows_of(results)
+        self._root, self._spec = root, _with_rows_of(results)
         self._room = 0
         self._writer: Writer | None = None
         self.count = 0  # rows that are written, or are being written
 
     def outputs(self, room: int = 0) -> Outputs:
         """The arrays, with room for so many rows."""
-        return Outputs(self._where, self._directory, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
+        return Outputs(_NAME, self._root, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
 
     def open(self, rows: int) -> None:
         """Go on after so many rows."""
         self.count, self._room = rows, max(2 * rows, _FIRST_ROOM)
         self.outputs(self._room).open(rows)
-        self._writer = Writer(self._directory.outputs)
+        self._writer = Writer(self._root)
 
     def append(self, indices: Sequence[int], failed: Sequence[bool], results: Sequence[np.ndarray]) -> None:
         """One more row for each item."""
@@ -83,8 +84,8 @@ class ResultRows:
 
     def _resize(self, rows: int) -> None:
         self.flush()  # a writer knows how many rows there were when it was made
-        make_room(self._directory.outputs, rows)
-        self._room, self._writer = rows, Writer(self._directory.outputs)
+        make_room(self._root, rows)
+        self._room, self._writer = rows, Writer(self._root)
 
 
 def _with_rows_of(results: Spec) -> Spec:
@@ -99,7 +100,6 @@ def _with_rows_of(results: Spec) -> Spec:
     return Spec(treedef, (*own, *leaves))  # a dict is flattened in the order of its keys: failed, items, results
 
 
-_NAME = "durable.lanes_stream"
 _PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
 
 
@@ -243,7 +243,7 @@ class _Run:
         types = {path: aval.str_short() for path, aval in [*item, *results]}
         described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
         settle_program(_NAME, checked.directory, described, checked.anyway)
-        self._rows = ResultRows(_NAME, checked.directory, made.results)
+        self._rows = ResultRows(checked.directory.outputs, made.results)
         self._pace = Pace(checked.every, None, 1)
         self._saves = Saves(_NAME, checked.directory, checked.keep)
         self._keeper = Keeper(self._saves, self._pace, self._rows.flush)
