@@ -62,41 +62,30 @@ def trace(where: str, take_steps: TakeSteps, init: Any, start: Sequence[Any], ro
     init = freeze(init)
     while True:
         arrays, spec = pack(init)
+        found: dict[str, Any] = {}
+
+        def flat(*operands: Any, init: Any = init, spec: Spec = spec, found: dict[str, Any] = found) -> list[Any]:
+            arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
+            given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
+            carry, objects = thaw_numbered(given)
+            walked = take_steps(carry, start, most, rows)
+            carry, found["changes"] = take_back(where, given, objects, walked.carry)
+            if roots(ys := freeze(walked.ys)):
+                raise TypeError(
+                    f"{where} returns NNX objects as outputs, and outputs go to disk as arrays. Return what they hold "
+                    "instead, `variable[...]` or `nnx.to_pure_dict(nnx.state(module))`."
+                )
+            arrays, found["y_spec"] = pack(ys)
+            carry = match_carry(where, init, spec, carry)
+            found["carry_avals"] = list(map(jax.typeof, carry))
+            return [*map(strongly_typed, carry), *map(strongly_typed, arrays), walked.num_steps, walked.goes_on]
+
         try:
-            closed, found = _trace(where, take_steps, init, spec, start, rows)
+            most = jax.ShapeDtypeStruct((), jnp.int32)
+            closed = jax.make_jaxpr(flat)(*map(strong, spec.avals), *map(jax.typeof, start), most)
             return TracedChunk(closed, init, arrays, spec, **found)
         except CarryMismatchError as mismatch:
             init = mismatch.restart(init)
-
-
-def _trace(
-    where: str, take_steps: TakeSteps, init: Any, spec: Spec, start: Sequence[Any], rows: int | None
-) -> tuple[ClosedJaxpr, dict[str, Any]]:
-    found: dict[str, Any] = {}
-
-    def flat(*operands: Any) -> list[Any]:
-        arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
-        given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
-        carry, objects = thaw_numbered(given)
-        walked = take_steps(carry, start, most, rows)
-        carry, found["changes"] = take_back(where, given, objects, walked.carry)
-        if roots(ys := freeze(walked.ys)):
-            raise TypeError(_objects_message(where))
-        arrays, found["y_spec"] = pack(ys)
-        carry = match_carry(where, init, spec, carry)
-        found["carry_avals"] = list(map(jax.typeof, carry))
-        return [*map(strongly_typed, carry), *map(strongly_typed, arrays), walked.num_steps, walked.goes_on]
-
-    most = jax.ShapeDtypeStruct((), jnp.int32)
-    closed = jax.make_jaxpr(flat)(*map(strong, spec.avals), *map(jax.typeof, start), most)
-    return closed, found
-
-
-def _objects_message(where: str) -> str:
-    return (
-        f"{where} returns NNX objects as outputs, and outputs go to disk as arrays. Return what they hold instead, "
-        "`variable[...]` or `nnx.to_pure_dict(nnx.state(module))`."
-    )
 
 
 def rows_of_a_chunk(traced: TracedChunk, unroll: int) -> int:
@@ -115,7 +104,7 @@ def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> Chunk
     function = jax.jit(
         jaxpr_as_fun(opened),
         donate_argnums=range(num_consts, num_consts + num_carry),
-        out_shardings=[*shardings, *[whole] * num_ys, whole, whole] if _is_spread(first) else None,
+        out_shardings=[*shardings, *[whole] * num_ys, whole, whole] if _replicated(first) else None,
     )
     compiled = function.lower(*closed_over, *first, *start, np.int32(0)).compile()
 
@@ -140,10 +129,6 @@ def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.
     if where is None:
         return copies
     return [x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, where) for x in copies]
-
-
-def _is_spread(arrays: Sequence[jax.Array]) -> bool:
-    return _replicated(arrays) is not None
 
 
 def _replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:

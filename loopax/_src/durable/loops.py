@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.rows import read
-from loopax._src.durable.options import Durability, DurableOptions, loop_options
+from loopax._src.durable.options import DurableOptions, loop_options
 from loopax._src.durable.outputs import RowPlan
 from loopax._src.durable.run import EPOCH, Job, run_job, step_key_data
 from loopax._src.frontend import options as arguments
@@ -157,7 +157,7 @@ def while_loop(
         stops=True,
         condition=goes_on,
     )
-    carry, _, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
+    carry, _, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
     return options.with_info(carry, loop_info)
 
 
@@ -257,7 +257,7 @@ def fori_loop(
         unroll=arguments.unroll_steps(options.name, unroll, total, stops=False),
         settings={"lower": str(int(lower))},
     )
-    carry, _, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
+    carry, _, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
     return options.with_info(carry, loop_info)
 
 
@@ -376,7 +376,7 @@ def scan(
         settings={"first row": str(rows.first)} | ({"rows of xs": str(extent.capacity)} if arrays else {}),
         arrays={f"xs, array {i}": x for i, x in enumerate(arrays)},
     )
-    carry, ys, loop_info = run_job(job, Durability(directory, checkpoint_every, keep, resume, chunk_steps))
+    carry, ys, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
     return options.with_info((carry, ys), loop_info)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Required
+from typing import Any, Required
 
 import jax
 import numpy as np
@@ -150,7 +150,7 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-# Orbax and TensorStore, which only durable loops need: imported when the first one runs.
+# Orbax, and TensorStore on which it depends: imported when the first durable loop runs.
 
 
 def ocp() -> Any:
@@ -159,7 +159,7 @@ def ocp() -> Any:
 
 
 def tensorstore() -> Any:
-    """The module `tensorstore`, on which Orbax depends."""
+    """The module `tensorstore`."""
     return _imported("tensorstore")
 
 
@@ -198,16 +198,6 @@ class DurableOptions(CommonOptions, total=False):
     chunk_steps: int | None
 
 
-class Durability(NamedTuple):
-    """The arguments that make a loop durable, as given."""
-
-    directory: Any
-    checkpoint_every: Any
-    keep: Any
-    resume: Any
-    chunk_steps: Any
-
-
 @dataclass(frozen=True)
 class Checked:
     """Options after the check, as the classes that use them."""
@@ -219,18 +209,18 @@ class Checked:
     chunk_steps: int | None
 
 
-def check(name: str, given: Durability) -> Checked:
-    """Understand them."""
-    every = checkpoint_every(name, given.checkpoint_every)
-    keep = an_int(f"{name}(keep=...)", given.keep, ", the number of saves")
+def check(name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_steps: Any) -> Checked:
+    """Understand them. The directory is made last."""
+    every = checkpoint_every(name, every)
+    keep = an_int(f"{name}(keep=...)", keep, ", the number of saves")
     if keep < 1:
         raise ValueError(f"{name}(keep=...): got {keep}, expected at least 1, the number of saves that are kept.")
-    if given.resume not in ("auto", "anyway"):
-        raise ValueError(f"{name}(resume=...): got {given.resume!r}, expected 'auto' or 'anyway'.")
-    steps = given.chunk_steps
-    if steps is not None:
-        steps = int_within(f"{name}(chunk_steps=...)", steps, 1, MOST_STEPS, ", the steps of a compiled chunk")
-    return Checked(open_directory(name, given.directory), every, keep, given.resume == "anyway", steps)
+    if resume not in ("auto", "anyway"):
+        raise ValueError(f"{name}(resume=...): got {resume!r}, expected 'auto' or 'anyway'.")
+    if chunk_steps is not None:
+        what = ", the steps of a compiled chunk"
+        chunk_steps = int_within(f"{name}(chunk_steps=...)", chunk_steps, 1, MOST_STEPS, what)
+    return Checked(open_directory(name, directory), every, keep, resume == "anyway", chunk_steps)
 
 
 def loop_options(

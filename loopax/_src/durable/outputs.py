@@ -406,17 +406,30 @@ class Writer:
     def __init__(self, root: Path) -> None:
         """Write to the arrays that stand there."""
         self._root = root
-        self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in rows_of(root).values()]
-        self._known = self._written = tuple(_described(root)["written"])
         self._waiting: list[tuple[int, list[np.ndarray]]] = []
         self._writing: list[Any] = []
         self._begun = time.monotonic()
+        self._known = self._written = tuple(_described(root)["written"])
+        self._open()
+
+    def _open(self) -> None:
+        arrays = list(rows_of(self._root).values())
+        self._room = len(arrays[0])
+        self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in arrays]
+
+    def resize(self, rows: int) -> None:
+        """Make room for so many rows, or let go of the room behind them."""
+        self.flush()
+        make_room(self._root, rows)
+        self._open()
 
     def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
-        """Rows from `start` on, for each array; they are not changed afterwards."""
+        """Rows from `start` on, for each array; they are not changed afterwards. The room grows where it is used up."""
+        stop = start + len(pieces[0])
+        if stop > self._room:
+            self.resize(max(2 * self._room, stop))
         self._waiting.append((start, list(pieces)))
         low, high = self._written
-        stop = start + len(pieces[0])
         self._written = (start, stop) if low == high else (min(low, start), max(high, stop))
         is_much = sum(array.nbytes for _, pieces in self._waiting for array in pieces) >= WAITING_BYTES
         if is_much or time.monotonic() - self._begun >= WAITING_SECONDS:

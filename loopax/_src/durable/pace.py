@@ -18,9 +18,6 @@ from loopax._src.progress import Reporter
 # Ctrl-C and SIGTERM between the chunks of a durable loop.
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 class Interrupts:
     """The first signal is remembered; a second one does what it does without loopax."""
 
@@ -28,6 +25,13 @@ class Interrupts:
         """Nothing has been received."""
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Take signals, but for those that the process is told to ignore, as `nohup` and shells do."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous = signal.signal(number, self._remember)
+                self._previous[number] = signal.SIG_DFL if previous is None else previous  # None: not set by Python
 
     def _remember(self, number: int, _: Any) -> None:
         if self.received is None:
@@ -41,14 +45,6 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
-
-    def install(self) -> None:
-        """Take them, but for those that the process is told to ignore, as `nohup` and shells do."""
-        for number in SIGNALS:
-            if signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            previous = signal.signal(number, self._remember)
-            self._previous[number] = signal.SIG_DFL if previous is None else previous  # None: not set by Python
 
     def stop(self, message: str) -> BaseException:
         """What ends the run: what the signal would have raised, or how a process ends that was told to."""
@@ -172,16 +168,14 @@ class Pace:
 
     def chunk(self, steps: int) -> int:
         """Steps to take next, without regard to the end of the loop."""
-        most = self.chunk_steps or self._of_time()
+        most = self.chunk_steps
+        if most is None and self.step_seconds is None:
+            most = 1
+        elif most is None:  # as many as take about as long as a chunk should
+            most = max(min(int(self._look_seconds / max(self.step_seconds or 0, 1e-9)), _GROWTH * self.last_chunk), 1)
         if self.every.in_steps:
             most = min(most, max(self.next_save - steps, 1))
         return max(most - most % self.unroll, self.unroll)
-
-    def _of_time(self) -> int:
-        """Steps that take about as long as a chunk should."""
-        if self.step_seconds is None:
-            return 1
-        return max(min(int(self._look_seconds / max(self.step_seconds, 1e-9)), _GROWTH * self.last_chunk), 1)
 
     def in_a_row(self, chunk: int) -> int:
         """How many chunks of so many steps take about as long as the time between two looks at signals."""

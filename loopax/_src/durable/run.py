@@ -15,7 +15,7 @@ from loopax._src.durable import chunk as chunks
 from loopax._src.durable.chunk import Chunk
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
-from loopax._src.durable.options import Checked, Durability, agreed, all_agree, check, locked
+from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs, RowPlan, Writer
 from loopax._src.durable.pace import Interrupts, Pace, shown, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
@@ -153,12 +153,12 @@ def step_key_data(options: arguments.Options, steps: int) -> list[Any]:
     return [key if impl is None else jax.random.key_data(key)]
 
 
-def run_job(job: Job, durability: Durability) -> tuple[Any, Any, LoopInfo]:
-    """The carry, the rows of outputs and the numbers of a loop."""
+def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
+    """The carry, the rows of outputs and the numbers of a loop; `durability` is what `check` takes."""
     name = job.options.name
     if job.cut and not job.stops and job.options.throw:
         raise ValueError(arguments.limit_message(name, job.total))
-    checked = check(name, durability)
+    checked = check(name, *durability)
     start = job.start(0)
     # A chunk of one row describes the program, whatever the number of rows.
     one = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)

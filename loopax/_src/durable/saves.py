@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -28,28 +28,10 @@ class SavedState:
     arrays: list[jax.Array]  # the carry
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What is written beside the arrays of a save."""
-
-    steps: int
-    goes_on: bool
-    checksums: list[str]
-
-    def sealed(self) -> dict[str, Any]:
-        """As it is written, with a checksum of its own."""
-        return asdict(self) | {"seal": self._seal()}
-
-    def _seal(self) -> str:
-        return sha256(repr(astuple(self)).encode()).hexdigest()
-
-    @staticmethod
-    def opened(step: int, found: dict[str, Any]) -> "_Facts":
-        """What has been written about this step, or an error."""
-        facts = _Facts(found["steps"], found["goes_on"], found["checksums"])
-        if facts.steps != step or facts._seal() != found["seal"]:
-            raise ValueError("what is on disk is not what was saved (the checksum of its numbers differs)")
-        return facts
+def _sealed(steps: int, goes_on: bool, sums: list[str]) -> dict[str, Any]:
+    """What is written beside the arrays of a save, with a checksum of its own."""
+    seal = sha256(repr((steps, goes_on, sums)).encode()).hexdigest()
+    return {"steps": steps, "goes_on": goes_on, "checksums": sums, "seal": seal}
 
 
 class Saves:
@@ -66,12 +48,12 @@ class Saves:
     def start(self, state: SavedState) -> None:
         """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
         self.finish()
-        facts = _Facts(state.steps, state.goes_on, checksums(state.arrays))
+        facts = _sealed(state.steps, state.goes_on, checksums(state.arrays))
         # Orbax may write from the very memory of an array on a CPU, which the next chunk takes for its results.
         arrays = {name: jnp.copy(x) for name, x in _written(state.arrays).items()}
         args = ocp().args
         written = {"state": args.StandardSave(arrays)} if arrays else {}
-        items = args.Composite(facts=args.JsonSave(facts.sealed()), **written)
+        items = args.Composite(facts=args.JsonSave(facts), **written)
         with self._clear_errors():
             self._manager.save(state.steps, args=items)
 
@@ -105,12 +87,18 @@ class Saves:
                 if check_rows is not None:
                     check_rows(state)
             except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
-                problems.append(f"  step {step}: {type(error).__name__}: {_first_line(error)[:_MOST_TEXT]}")
+                first = next(iter(str(error).splitlines()), "")  # a bare `assert` in a library has no text
+                problems.append(f"  step {step}: {type(error).__name__}: {first[:_MOST_TEXT]}")
                 continue
             for damaged in steps[: len(problems)]:
                 self._manager.delete(damaged)
             if problems:
-                _warn_of_damage(self.where, self.directory, problems, step)
+                warnings.warn(
+                    f"{self.where}: saves in {self.directory}, or outputs that belong to them, are damaged. These "
+                    "saves have been removed:\n" + "\n".join(problems) + f"\nThe run goes on from step {step} instead.",
+                    DamagedSaveWarning,
+                    stacklevel=2,
+                )
             return state
         if problems:
             raise RuntimeError(
@@ -126,11 +114,13 @@ class Saves:
         }
         wanted = {"state": args.StandardRestore(shapes)} if shapes else {}
         found = self._manager.restore(step, args=args.Composite(facts=args.JsonRestore(), **wanted))
-        facts = _Facts.opened(step, found.facts)
-        arrays = [found.state[_name(i)] if x.size else jnp.copy(x) for i, x in enumerate(like)]
-        if checksums(arrays) != facts.checksums:
+        facts = found.facts
+        if facts != _sealed(step, facts["goes_on"], facts["checksums"]):
+            raise ValueError("what is on disk is not what was saved (the checksum of its numbers differs)")
+        arrays = [found.state[f"{i:05d}"] if x.size else jnp.copy(x) for i, x in enumerate(like)]
+        if checksums(arrays) != facts["checksums"]:
             raise ValueError("what is on disk is not what was saved (its checksum differs)")
-        return SavedState(facts.steps, facts.goes_on, arrays)
+        return SavedState(step, facts["goes_on"], arrays)
 
     def close(self) -> None:
         """Wait for what has been begun, and let Orbax's threads end."""
@@ -151,26 +141,7 @@ class Saves:
 
 def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """The arrays that Orbax writes, by name: it takes none without elements."""
-    return {_name(i): x for i, x in enumerate(arrays) if x.size}
-
-
-def _name(i: int) -> str:
-    return f"{i:05d}"
-
-
-def _first_line(error: Exception) -> str:
-    """Of its text, which may be empty: a bare `assert` in a library has none."""
-    return next(iter(str(error).splitlines()), "")
-
-
-def _warn_of_damage(where: str, directory: Any, problems: Sequence[str], step: int) -> None:
-    warnings.warn(
-        f"{where}: saves in {directory}, or outputs that belong to them, are damaged. These saves have been "
-        "removed:\n" + "\n".join(problems) + "\nThe run goes "
-        f"on from step {step} instead.",
-        DamagedSaveWarning,
-        stacklevel=2,
-    )
+    return {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
 
 
 class Keeper:
@@ -226,13 +197,13 @@ def checksums(arrays: Sequence[Any]) -> list[str]:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_sum(_words(x)) for x in arrays]
-
-
-def _sum(words: jax.Array) -> jax.Array:
     """Two sums of what each word and where it stands are mixed to; sums of weighted words would miss some swaps."""
-    mixed = _mix(words ^ _mix(_positions(words.shape)))
-    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in (mixed, _mix(mixed ^ jnp.uint32(_SEED)))])
+    sums = []
+    for words in map(_words, arrays):
+        mixed = _mix(words ^ _mix(_positions(words.shape)))
+        again = _mix(mixed ^ jnp.uint32(_SEED))
+        sums.append(jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in (mixed, again)]))
+    return sums
 
 
 def _positions(shape: Sequence[int]) -> jax.Array:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,8 +17,8 @@ from jaxtyping import PyTree
 
 from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
-from loopax._src.durable.options import Checked, Durability, check, locked, refuse_transformations
-from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer, make_room
+from loopax._src.durable.options import Checked, check, locked, refuse_transformations
+from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer
 from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.durable.step_hash import write
@@ -37,55 +36,6 @@ from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
 _NAME = "durable.lanes_stream"
 _FIRST_ROOM = 1024  # rows; the room doubles where it is used up
 _ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row is written
-
-
-class ResultRows:
-    """Arrays on disk that grow: indices of items, whether they failed, and their results."""
-
-    def __init__(self, root: Path, results: Spec) -> None:
-        """Nothing is opened."""
-        self._root, self._spec = root, _with_rows_of(results)
-        self._room = 0
-        self._writer: Writer | None = None
-        self.count = 0  # rows that are written, or are being written
-
-    def outputs(self, room: int = 0) -> Outputs:
-        """The arrays, with room for so many rows."""
-        return Outputs(_NAME, self._root, self._spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
-
-    def open(self, rows: int) -> None:
-        """Go on after so many rows."""
-        self.count, self._room = rows, max(2 * rows, _FIRST_ROOM)
-        self.outputs(self._room).open(rows)
-        self._writer = Writer(self._root)
-
-    def append(self, indices: Sequence[int], failed: Sequence[bool], results: Sequence[np.ndarray]) -> None:
-        """One more row for each item."""
-        assert self._writer is not None
-        if not indices:
-            return
-        after = self.count + len(indices)
-        if after > self._room:
-            self._resize(max(2 * self._room, after))
-        self._writer.write(self.count, [np.asarray(failed, bool), np.asarray(indices, np.int64), *results])
-        self.count = after
-
-    def flush(self) -> None:
-        """Wait until all rows are on disk."""
-        assert self._writer is not None
-        self._writer.flush()
-
-    def close(self) -> Any:
-        """Let go of room that no row takes; returns the pytree `{items, failed, results}` of rows."""
-        if self._writer is None:
-            return None
-        self._resize(self.count)
-        return self.outputs().rows()
-
-    def _resize(self, rows: int) -> None:
-        self.flush()  # a writer knows how many rows there were when it was made
-        make_room(self._root, rows)
-        self._room, self._writer = rows, Writer(self._root)
 
 
 def _with_rows_of(results: Spec) -> Spec:
@@ -206,7 +156,7 @@ def lanes_stream(
             f"{_NAME}(checkpoint_every=...): got {checkpoint_every!r}, expected seconds: a float or a "
             "datetime.timedelta. Lanes have no step in common that could be counted."
         )
-    checked = check(_NAME, Durability(directory, checkpoint_every, keep, resume, None))
+    checked = check(_NAME, directory, checkpoint_every, keep, resume, None)
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
@@ -243,10 +193,11 @@ class _Run:
         types = {path: aval.str_short() for path, aval in [*item, *results]}
         described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
         settle_program(_NAME, checked.directory, described, checked.anyway)
-        self._rows = ResultRows(checked.directory.outputs, made.results)
+        self._root = checked.directory.outputs
         self._pace = Pace(checked.every, None, 1)
         self._saves = Saves(_NAME, checked.directory, checked.keep)
-        self._keeper = Keeper(self._saves, self._pace, self._rows.flush)
+        self._writer: Writer | None = None
+        self._rows = 0  # that are written, or are being written
 
     def to_the_end(self, ahead: int) -> StreamOutputs:
         """Go on with what is stored, or begin; so many items are fetched ahead."""
@@ -259,18 +210,27 @@ class _Run:
             self._shown.end(self._lanes, finished=False)
             self._lanes.close()
             self._saves.close()
-            found = self._rows.close()
+            if self._writer is not None:
+                self._writer.resize(self._rows)
+        found = self._outputs().rows()
         return StreamOutputs(found["items"], found["failed"], found["results"])
+
+    def _outputs(self, room: int = 0) -> Outputs:
+        """The arrays, with room for so many rows."""
+        spec = _with_rows_of(self._lanes.program.made.results)
+        return Outputs(_NAME, self._root, spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
 
     def _go_on(self, ahead: int) -> None:
         """The lanes of the newest save, and the items that come after."""
         like = list(map(jnp.asarray, _packed(0, 0, _where(self._lanes))))
         if self._saves.newest_step:
-            self._rows.outputs().refuse_gone()
-        state = self._saves.newest(like, lambda state: self._rows.outputs().check(_counts(state.arrays)[0]))
-        rows, begun = (0, 0) if state is None else _counts(state.arrays)
+            self._outputs().refuse_gone()
+        state = self._saves.newest(like, lambda state: self._outputs().check(_counts(state.arrays)[0]))
+        self._rows, begun = (0, 0) if state is None else _counts(state.arrays)
         self._before = 0 if state is None else state.steps
-        self._rows.open(rows)
+        self._outputs(max(2 * self._rows, _FIRST_ROOM)).open(self._rows)
+        self._writer = Writer(self._root)
+        self._keeper = Keeper(self._saves, self._pace, self._writer.flush)
         if state is not None:
             self._lanes.go_on(_unpacked(state.arrays, len(self._lanes.items.spec.avals)))
         self._lanes.num_begun = self._lanes.items.count = begun
@@ -279,7 +239,7 @@ class _Run:
     def _advance(self, interrupts: Interrupts) -> None:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
         self._pace.begin(self._number)
-        self._shown.begin(self._rows.count)
+        self._shown.begin(self._rows)
         goes_on = True
         while goes_on and interrupts.received is None:
             begun, before = time.monotonic(), self._number
@@ -297,7 +257,7 @@ class _Run:
         self._save()
         self._keeper.settle()
         if interrupts.received is not None:
-            raise self._keeper.interrupted(interrupts, f"{self._rows.count} items")
+            raise self._keeper.interrupted(interrupts, f"{self._rows} items")
         self._lanes.raise_error()
 
     @property
@@ -315,13 +275,16 @@ class _Run:
         if self._throw and any(failed):
             at = failed.index(True)
             raise eqx.EquinoxRuntimeError(self._lanes.message(finished.indices[at], finished.errors[at]))
-        self._rows.append(finished.indices, failed, finished.arrays)
+        if finished.indices and self._writer is not None:
+            own = [np.asarray(failed, bool), np.asarray(finished.indices, np.int64)]
+            self._writer.write(self._rows, [*own, *finished.arrays])
+            self._rows += len(failed)
         self._shown.update(self._lanes)
         return True
 
     def _save(self) -> None:
         """Begin to save where the lanes are. No chunk may run."""
-        arrays = _packed(self._rows.count, self._lanes.num_begun, _where(self._lanes))
+        arrays = _packed(self._rows, self._lanes.num_begun, _where(self._lanes))
         self._keeper.save(SavedState(self._number, True, list(map(jnp.asarray, arrays))))
 
 
