@@ -136,6 +136,10 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "how a loop is differentiated": (while_of, lambda x: while_of(x, kind="bounded")),
     "steps in an iteration": (fori_of, lambda x: fori_of(x, unroll=2)),
     "steps in an iteration of lax": (lax_scan_of, lambda x: lax_scan_of(x, unroll=2)),
+    "how lanes are differentiated": (
+        lambda x: lanes_of(x, lanes="compact"),
+        lambda x: lanes_of(x, lanes="compact", kind="bounded"),
+    ),
     "progress": (fori_of, lambda x: fori_of(x, progress=progress)),
     "a check": (while_of, lambda x: while_of(x, throw=False)),
     "the message of a check": (checked("one"), checked("another")),

@@ -141,3 +141,25 @@ def row_types(spec: Spec) -> list[tuple[tuple[int, ...], Any, Any]]:
     """Of each array of outputs: the shape and dtype of a row, and the implementation of PRNG keys."""
     leaves = [leaf for leaf in spec.leaves if isinstance(leaf, Dynamic)]
     return [(leaf.aval.shape[1:], leaf.aval.dtype, leaf.key_impl) for leaf in leaves]
+
+
+class RowPlan(NamedTuple):
+    """Which rows of outputs belong to which steps of a scan."""
+
+    capacity: int
+    first: int  # the row of the first step
+    reverse: bool
+
+    @property
+    def direction(self) -> int:
+        """From the row of a step to that of the next."""
+        return -1 if self.reverse else 1
+
+    def of_step(self, steps: int) -> int:
+        """The row of the step that comes after so many."""
+        return self.first + self.direction * steps
+
+    def taken(self, steps: int, some: int) -> tuple[int, int]:
+        """The rows of some steps that come after so many, from and to."""
+        low = self.of_step(steps + some - 1 if self.reverse else steps)
+        return low, low + some

@@ -195,7 +195,5 @@ def _changed_functions(old: StoredProgram, new: StoredProgram) -> Iterator[str]:
     for name in sorted(old.functions.keys() | new.functions.keys()):
         a, b = old.functions.get(name, nothing), new.functions.get(name, nothing)
         has_code = bool(a["code"] and b["code"])
-        if has_code and old.python == new.python and a["code"] != b["code"]:
-            yield f"  {name}: stored {a['name']}, now {b['name']} with other code"
-        elif not has_code and a != b:
-            yield f"  {name}: stored {a['name']}, now {b['name']}"
+        if (a["code"] != b["code"] and old.python == new.python) if has_code else a != b:
+            yield f"  {name}: stored {a['name']}, now {b['name']}" + " with other code" * has_code

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.rows import read
+from loopax._src.durable.chunk import RowPlan
 from loopax._src.durable.options import DurableOptions, loop_options
-from loopax._src.durable.outputs import RowPlan
 from loopax._src.durable.run import EPOCH, Job, run_job, step_key_data
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits
@@ -115,7 +115,7 @@ def while_loop(
     ValueError
         - As in `loopax.while_loop`.
         - `checkpoint_every` is not positive.
-        - The directory holds a run of another program; the message shows what differs.
+        - The directory holds a run of another program or of another version; the message says what differs.
     equinox.EquinoxRuntimeError
         As in `loopax.while_loop`.
     loopax.durable.SaveError
@@ -142,16 +142,12 @@ def while_loop(
     """
     options = loop_options("durable.while_loop", (init_val,), key, progress, max_steps, throw, info)
     goes_on, call = while_step(options, cond_fun, body_fun)
-
-    def start(steps: int) -> list[Any]:
-        return [np.int32(steps % EPOCH), *step_key_data(options, steps)]
-
     job = Job(
         options,
         "body_fun of durable.while_loop",
         Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS),
         lambda row, extras, val, _: call(extras[0] + row, extras, val, None),
-        start,
+        lambda steps: [np.int32(steps % EPOCH), *step_key_data(options, steps)],
         init_val,
         options.max_steps,
         stops=True,
@@ -241,16 +237,12 @@ def fori_loop(
     limits = Limits.of(lower, upper, options.name)
     length, (first, is_weak) = limits.known_distance(), limits.first_index()
     total = length if options.max_steps is None else min(length, options.max_steps)
-
-    def start(steps: int) -> list[Any]:
-        return [np.asarray(int(first) + steps, first.dtype), *step_key_data(options, steps)]
-
     job = Job(
         options,
         "body_fun of durable.fori_loop",
         Called(options.name, (body_fun,), ("i", "carry"), _EXTRAS),
         fori_step(options, body_fun, is_weak),
-        start,
+        lambda steps: [np.asarray(int(first) + steps, first.dtype), *step_key_data(options, steps)],
         init_val,
         total,
         cut=total < length,
@@ -357,16 +349,12 @@ def scan(
     rows = RowPlan(extent.capacity or 0, high - 1 if reverse else low, reverse)
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     arrays, call = _reading(words, xs, rows, call)
-
-    def start(steps: int) -> list[Any]:
-        return [np.int32(rows.of_step(steps)), *step_key_data(options, 0)]
-
     job = Job(
         options,
         words.where,
         Called(words.name, (f,) if stop is None else (f, stop), ("carry", "x"), _EXTRAS),
         call,
-        start,
+        lambda steps: [np.int32(rows.of_step(steps)), *step_key_data(options, 0)],
         init,
         total,
         cut=extent.over_limit is True,

@@ -25,6 +25,11 @@ from loopax._src.lanes import Lockstep
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static import an_int, int_within
 
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
 # Decisions of several processes that run a loop together (`jax.distributed`); one process decides alone.
 
 
@@ -59,12 +64,6 @@ def on_first(action: Callable[[], Any]) -> None:
 
 
 # The directory of a durable run: where things stand in it, and that only one process uses it.
-
-
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
 
 
 class Directory:
@@ -173,11 +172,20 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-# What a durable loop raises and warns of.
-
-
 class SaveError(OSError):
     """A state or outputs could not be written. The run has stopped, and its last good save is unchanged."""
+
+
+@contextmanager
+def clear_errors(what: str, good: Callable[[], str]) -> Iterator[None]:
+    """Say what failed and which save is good, where something cannot be written."""
+    try:
+        yield
+    except Exception as error:
+        raise SaveError(
+            f"{what} failed ({type(error).__name__}: {error}). {good()}. Make room or mend the file system, and call "
+            "again to go on from there."
+        ) from error
 
 
 class DamagedSaveWarning(UserWarning):

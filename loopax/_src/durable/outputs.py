@@ -8,20 +8,19 @@ which rows are written: it is written when those rows are on disk, and before th
 import json
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from math import prod
-from operator import index as to_int
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopax._src.durable.chunk import row_types
-from loopax._src.durable.options import SaveError, ocp, on_first, tensorstore, whole_path, write_whole
+from loopax._src.durable.chunk import RowPlan, row_types
+from loopax._src.durable.options import clear_errors, ocp, on_first, tensorstore, whole_path, write_whole
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
@@ -31,30 +30,7 @@ WAITING_SECONDS = 1.0  # readers see what a run has written with this delay
 _FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed
 _DESCRIPTION, _METADATA = ".loopax.json", "zarr.json"  # ours, and Zarr's of one array, for other libraries
 
-
-class RowPlan(NamedTuple):
-    """Which rows of outputs belong to which steps of a scan."""
-
-    capacity: int
-    first: int  # the row of the first step
-    reverse: bool
-
-    @property
-    def direction(self) -> int:
-        """From the row of a step to that of the next."""
-        return -1 if self.reverse else 1
-
-    def of_step(self, steps: int) -> int:
-        """The row of the step that comes after so many."""
-        return self.first + self.direction * steps
-
-    def taken(self, steps: int, some: int) -> tuple[int, int]:
-        """The rows of some steps that come after so many, from and to."""
-        low = self.of_step(steps + some - 1 if self.reverse else steps)
-        return low, low + some
-
-
-# Arrays on disk, as users read them.
+_clear_errors = partial(clear_errors, "writing outputs of a durable scan", lambda: "The last good save is as it was")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,48 +156,33 @@ def damaged(file: Path, what: str, remedy: str = "") -> RuntimeError:
 
 
 def _in_bounds(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Write an index with numbers from 0 on, slices cut to the array, and no ellipsis. IndexError as in NumPy."""
-    parts = [part for one in (index if isinstance(index, tuple) else (index,)) for part in _plain(one)]
+    """Write an index with numbers from 0 on, slices cut to the array, no ellipsis and no mask; errors as in NumPy."""
+    np.broadcast_to(np.empty((), bool), shape)[index]
+    parts = []
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is None or part is ... or isinstance(part, slice):
+            parts.append(part)
+        elif (array := np.asarray(part)).dtype != np.bool_:
+            parts.append(array.astype(np.int64))
+        elif array.ndim:
+            parts += array.nonzero()
+        else:
+            raise IndexError(f"got {part!r} as an index of rows")
     taken = sum(part is not None and part is not ... for part in parts)
-    if taken > len(shape):
-        raise IndexError(f"too many indices for rows of shape {tuple(shape)}: {taken}")
-    places = [i for i, part in enumerate(parts) if part is ...]
-    if len(places) > 1:
-        raise IndexError("an index can only have a single ellipsis (`...`)")
-    at = places[0] if places else len(parts)
+    at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
     parts[at : at + 1] = [slice(None)] * (len(shape) - taken)
-    axes = iter(range(len(shape)))
-    return tuple(None if part is None else _axis(part, axis := next(axes), shape[axis]) for part in parts)
+    sizes = iter(shape)
+    return tuple(None if part is None else _axis(part, next(sizes)) for part in parts)
 
 
-def _plain(part: Any) -> Iterator[Any]:
-    """Masks as the numbers of what they pick, and lists as arrays."""
-    if part is None or part is ... or isinstance(part, slice):
-        yield part
-        return
-    array = np.asarray(part)
-    if array.dtype == np.bool_ and array.ndim:
-        yield from array.nonzero()
-    elif np.issubdtype(array.dtype, np.integer):
-        yield array if array.ndim else to_int(part)
-    elif array.size == 0 and isinstance(part, list):
-        yield array.astype(np.int64)
-    else:
-        raise IndexError(f"got {part!r} as an index of rows, expected ints, slices, `...`, or arrays of ints or bools")
-
-
-def _axis(part: Any, axis: int, size: int) -> Any:
-    if isinstance(part, slice):
-        start, stop, step = part.indices(size)
-        if step < 0:
-            raise IndexError(
-                "rows on disk are read forwards: take a slice with a positive step, and turn what it gives"
-            )
-        return slice(start, max(start, stop), step)
-    low, high = (part, part) if isinstance(part, int) else (part.min(initial=0), part.max(initial=-1))
-    if low < -size or high >= size:
-        raise IndexError(f"index {low if low < -size else high} is out of bounds for axis {axis} with size {size}")
-    return (part + size if part < 0 else part) if isinstance(part, int) else np.where(part < 0, part + size, part)
+def _axis(part: Any, size: int) -> Any:
+    if not isinstance(part, slice):
+        found = np.where(part < 0, part + size, part)
+        return found if found.ndim else int(found)
+    start, stop, step = part.indices(size)
+    if step < 0:
+        raise IndexError("rows on disk are read forwards: take a slice with a positive step, and turn what it gives")
+    return slice(start, max(start, stop), step)
 
 
 def _touched(index: tuple[Any, ...], rows: int, some: int) -> Container[int]:
@@ -314,9 +275,6 @@ def steps_saved(directory: Any) -> int:
     return max(ocp().utils.checkpoint_steps(saves), default=0) if saves.is_dir() else 0
 
 
-# The arrays of a run as it makes them, and writes to them.
-
-
 @dataclass(frozen=True)
 class Outputs:
     """The arrays of a run, one for each of `spec`."""
@@ -340,16 +298,12 @@ class Outputs:
 
     def check(self, steps: int) -> None:
         """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
-
-        def check_all() -> None:
-            for rows in rows_of(self.root).values():
-                rows.check(*self.plan.taken(0, steps))
-
-        on_first(check_all)
+        good = self.plan.taken(0, steps)
+        on_first(lambda: [rows.check(*good) for rows in rows_of(self.root).values()])
 
     def open(self, steps: int) -> None:
         """Get ready to write after the rows of so many steps: to new arrays, if there are none."""
-        on_first(lambda: self._go_on(steps) if steps else self._make())
+        on_first(lambda: self._go_on(self.plan.taken(0, steps)) if steps else self._make())
 
     def rows(self) -> Any:
         """The pytree of arrays on disk."""
@@ -378,8 +332,7 @@ class Outputs:
         self.root.mkdir(exist_ok=True)
         _describe(self.root, arrays, (0, 0))
 
-    def _go_on(self, steps: int) -> None:
-        good = self.plan.taken(0, steps)
+    def _go_on(self, good: tuple[int, int]) -> None:
         _describe(self.root, _described(self.root)["arrays"], good)
         for rows in rows_of(self.root).values():
             rows.keep_only(*good)
@@ -410,9 +363,9 @@ class Writer:
         self._writing: list[Any] = []
         self._begun = time.monotonic()
         self._known = self._written = tuple(_described(root)["written"])
-        self._open()
+        self._attach()
 
-    def _open(self) -> None:
+    def _attach(self) -> None:
         arrays = list(rows_of(self._root).values())
         self._room = len(arrays[0])
         self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in arrays]
@@ -421,7 +374,7 @@ class Writer:
         """Make room for so many rows, or let go of the room behind them."""
         self.flush()
         make_room(self._root, rows)
-        self._open()
+        self._attach()
 
     def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
         """Rows from `start` on, for each array; they are not changed afterwards. The room grows where it is used up."""
@@ -463,14 +416,3 @@ class Writer:
             rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
             if rows.size:
                 self._writing.append(store[start : start + len(rows)].write(rows))
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise SaveError(
-            f"writing outputs of a durable scan failed ({type(error).__name__}: {error}). The last good save is as "
-            "it was. Make room or mend the file system, and call again to go on from there."
-        ) from error

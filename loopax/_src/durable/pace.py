@@ -15,36 +15,11 @@ import numpy as np
 
 from loopax._src.progress import Reporter
 
-# Ctrl-C and SIGTERM between the chunks of a durable loop.
-
 
 class Interrupts:
-    """The first signal is remembered; a second one does what it does without loopax."""
+    """The first Ctrl-C or SIGTERM, which is remembered; a second one does what it does without loopax."""
 
-    def __init__(self) -> None:
-        """Nothing has been received."""
-        self.received: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def install(self) -> None:
-        """Take signals, but for those that the process is told to ignore, as `nohup` and shells do."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous = signal.signal(number, self._remember)
-                self._previous[number] = signal.SIG_DFL if previous is None else previous  # None: not set by Python
-
-    def _remember(self, number: int, _: Any) -> None:
-        if self.received is None:
-            self.received = number
-            return
-        self.restore()
-        signal.raise_signal(number)
-
-    def restore(self) -> None:
-        """Give signals back to those who had them."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+    received: int | None = None
 
     def stop(self, message: str) -> BaseException:
         """What ends the run: what the signal would have raised, or how a process ends that was told to."""
@@ -69,24 +44,36 @@ class Terminated(SystemExit):
 def watching() -> Iterator[Interrupts]:
     """Watch signals; outside of the main thread, which alone may, nothing is ever received."""
     interrupts = Interrupts()
-    if threading.current_thread() is threading.main_thread():
-        interrupts.install()
+    previous: dict[int, Any] = {}
+
+    def restore() -> None:
+        while previous:
+            signal.signal(*previous.popitem())
+
+    def remember(number: int, _: Any) -> None:
+        if interrupts.received is None:
+            interrupts.received = number
+            return
+        restore()
+        signal.raise_signal(number)
+
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and shells tell a process
+                    previous[number] = signal.signal(number, remember) or signal.SIG_DFL  # None: not set by Python
         yield interrupts
     finally:
-        interrupts.restore()
+        restore()
     if interrupts.received is not None:  # too late for the run to see it
         signal.raise_signal(interrupts.received)
-
-
-# How far a durable loop is, as other loops show it: one bar for all chunks.
 
 
 @contextmanager
 def shown(reporter: Reporter | None, steps: int, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a run that goes on after so many steps; gives a function that is told the steps that have been taken.
 
-    What is shown is counted from there, so that the rate is that of this process.
+    There is one bar for all chunks. What is shown is counted from there, so that the rate is that of this process.
     """
     if reporter is None:
         yield lambda _: None

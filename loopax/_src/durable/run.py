@@ -12,11 +12,11 @@ import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable import chunk as chunks
-from loopax._src.durable.chunk import Chunk
+from loopax._src.durable.chunk import Chunk, RowPlan
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
-from loopax._src.durable.outputs import Outputs, RowPlan, Writer
+from loopax._src.durable.outputs import Outputs, Writer
 from loopax._src.durable.pace import Interrupts, Pace, shown, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.frontend import options as arguments
@@ -164,24 +164,18 @@ def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
     one = chunks.trace(job.where, _walk(job), job.init, start, job.rows and 1)
     refuse_unsavable(name, [*types_of("carry", one.spec), *types_of("outputs", one.y_spec)])
     with locked(name, checked.directory):
-        chunk = _compile(job, one, start)
+        # A chunk has as many steps as its outputs have rows; how many there may be, `one` has told.
+        rows = None
+        if job.rows and one.y_spec.avals:
+            rows = min(chunks.rows_of_a_chunk(one, job.unroll), max(job.rows.capacity, 1))
+        traced = chunks.trace(job.where, _walk(job), job.init, start, rows) if job.rows else one
+        chunk = chunks.compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
         step = tracing.trace_step(_step(job), start, one.init, always if job.stops else None)
         described = describe(name, step, one, chunk.first, job.arrays, job.options.key_data, job.settings)
         settle_program(name, checked.directory, described, checked.anyway)
         outputs = Outputs(name, checked.directory.outputs, chunk.traced.y_spec, job.rows) if job.rows else None
         state = _go_on(job, checked, chunk, outputs)
         return _results(job, chunk, state, outputs.rows() if outputs else None)
-
-
-def _compile(job: Job, traced: chunks.TracedChunk, start: list[Any]) -> chunks.Chunk:
-    """A chunk of as many steps as its outputs have rows; how many there may be, tracing one of one row has told."""
-    if job.rows is None:
-        return chunks.compile_chunk(traced, start, MOST_STEPS)
-    rows = None
-    if traced.y_spec.avals:
-        rows = min(chunks.rows_of_a_chunk(traced, job.unroll), max(job.rows.capacity, 1))
-    traced = chunks.trace(job.where, _walk(job), job.init, start, rows)
-    return chunks.compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
 
 
 def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | None) -> SavedState:

@@ -2,8 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopax._src.durable.options import DamagedSaveWarning, Directory, SaveError, ocp
+from loopax._src.durable.options import DamagedSaveWarning, Directory, clear_errors, ocp
 from loopax._src.durable.pace import Interrupts, Pace
 
 _MOST_TEXT = 1000  # of the error of a damaged file
@@ -54,7 +53,7 @@ class Saves:
         args = ocp().args
         written = {"state": args.StandardSave(arrays)} if arrays else {}
         items = args.Composite(facts=args.JsonSave(facts), **written)
-        with self._clear_errors():
+        with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.save(state.steps, args=items)
 
     @property
@@ -68,7 +67,7 @@ class Saves:
 
     def finish(self) -> None:
         """Wait until what has been begun is on disk."""
-        with self._clear_errors():
+        with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
@@ -126,17 +125,9 @@ class Saves:
         """Wait for what has been begun, and let Orbax's threads end."""
         self._manager.close()
 
-    @contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            steps = ocp().utils.checkpoint_steps(self.directory)
-            good = f"The last good save is that of step {max(steps)}" if steps else "There is no save yet"
-            raise SaveError(
-                f"{self.where}: saving to {self.directory} failed ({type(error).__name__}: {error}). {good}. Make room "
-                "or mend the file system, and call again to go on from there."
-            ) from error
+    def _newest_good(self) -> str:
+        steps = ocp().utils.checkpoint_steps(self.directory)
+        return f"The last good save is that of step {max(steps)}" if steps else "There is no save yet"
 
 
 def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -180,14 +171,11 @@ class Keeper:
         )
 
 
-# Checksums of arrays that do not depend on how they are spread over devices.
-
-
 _SEED = 0x9E3779B1  # the golden ratio: a number without a pattern
 
 
 def checksums(arrays: Sequence[Any]) -> list[str]:
-    """Sixteen hexadecimal digits for each array.
+    """Sixteen hexadecimal digits for each array, which do not depend on how it is spread over devices.
 
     Sums of integers modulo 2**32 are the same in whatever order they are taken, so each device adds up what it holds.
     """

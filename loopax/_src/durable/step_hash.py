@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -121,23 +121,15 @@ def _text_of_value(value: Any) -> str | None:
 
 
 def hash_of(*texts: str) -> str:
+    """Of texts in this order."""
     return sha256("\n".join(texts).encode()).hexdigest()[:32]
 
 
 # A step as a hash.
 
 # Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
-# compute. Where a loop is differentiated or batched, the program that this makes is another one by itself.
-_NO_VALUE = ("storage", "stages", "reporting", "rules", "when")
-
-
-@dataclass
-class Written:
-    """The hash of a program, and what it leaves out, by the names that stand in it: arrays and functions of Python."""
-
-    hash: str = ""
-    arrays: dict[str, Any] = field(default_factory=dict)
-    functions: dict[str, dict[str, str]] = field(default_factory=dict)
+# compute, of what a batch is. The program that a derivative or a batch makes is another one by itself.
+_NO_VALUE = ("storage", "stages", "reporting", "rules", "static", "when")
 
 
 @dataclass(frozen=True)
@@ -147,33 +139,14 @@ class _Constant:
     array: Any
 
 
-def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int, str], given: Sequence[Any]) -> Written:
-    """Write a program down.
-
-    Each value is the hash of the operation that computes it, of its parameters and of the hashes of its operands. So
-    names of variables, the order of independent operations, and operations that nobody uses have no part in it.
-
-    Parameters
-    ----------
-    closed
-        The program.
-    inputs
-        The name of each input; None: it is one of `given`, in order, which the program closes over.
-    named
-        Names of closed-over arrays, by `id`.
-
-    """
-    arrays = map(_Constant, given)
-    writer = _Writer(named)
-    writer.written.hash = writer.program(closed, [next(arrays) if name is None else name for name in inputs])
-    return writer.written
-
-
-class _Writer:
-    """Writes a program and those in it."""
+class Written:
+    """The hash of a program, and what it leaves out, by the names that stand in it: arrays and functions of Python."""
 
     def __init__(self, named: Mapping[int, str]) -> None:
-        self.written = Written()
+        """Nothing is written yet."""
+        self.hash = ""
+        self.arrays: dict[str, Any] = {}
+        self.functions: dict[str, dict[str, str]] = {}
         self._named, self._names = named, {}
 
     def program(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any] | None = None) -> str:
@@ -242,18 +215,31 @@ class _Writer:
         if id(array) not in self._names:
             found = f"closed-over value {sum(k not in self._named for k in self._names)}, {type_of(jax.typeof(array))}"
             self._names[id(array)] = self._named.get(id(array), found)
-            self.written.arrays[self._names[id(array)]] = array
+            self.arrays[self._names[id(array)]] = array
         return self._names[id(array)]
 
     def _function(self, function: Any, kind: str) -> str:
         """The name of a function; two with the same fingerprint have the same."""
-        functions, found = self.written.functions, fingerprint(function)
+        functions, found = self.functions, fingerprint(function)
         if not found["code"] and found["name"].startswith(_LIBRARIES):
             return found["name"]
         name = next((name for name, other in functions.items() if other == found and name.startswith(kind)), None)
         name = name or f"{kind} {sum(name.startswith(kind) for name in functions)}"
         functions[name] = found
         return name
+
+
+def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int, str], given: Sequence[Any]) -> Written:
+    """Write a program down, from the names of its inputs and, by `id`, of arrays that it closes over.
+
+    An input without a name is one of `given`, in order, which the program closes over. Each value is the hash of the
+    operation that computes it, of its parameters and of the hashes of its operands. So names of variables, the order of
+    independent operations, and operations that nobody uses have no part in it.
+    """
+    arrays = map(_Constant, given)
+    written = Written(named)
+    written.hash = written.program(closed, [next(arrays) if name is None else name for name in inputs])
+    return written
 
 
 def _needed(jaxpr: Jaxpr) -> list[Any]:
@@ -280,4 +266,5 @@ def _constant(value: Any, aval: Any) -> Any:
 
 
 def type_of(aval: Any) -> str:
+    """Without what is weak, and where it is."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)

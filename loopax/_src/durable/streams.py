@@ -15,10 +15,11 @@ import numpy as np
 from jax import core
 from jaxtyping import PyTree
 
+from loopax._src.durable.chunk import RowPlan
 from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, check, locked, refuse_transformations
-from loopax._src.durable.outputs import Outputs, RowPlan, Rows, Writer
+from loopax._src.durable.outputs import Outputs, Rows, Writer
 from loopax._src.durable.pace import Interrupts, Pace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.durable.step_hash import write
@@ -30,11 +31,9 @@ from loopax._src.queues.chunks import Pace as ChunkPace
 from loopax._src.queues.lanes_stream import check_stream
 from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
 
-# Results of items on disk: rows in the order in which items are finished, with the indices of the items.
-
-
 _NAME = "durable.lanes_stream"
 _FIRST_ROOM = 1024  # rows; the room doubles where it is used up
+_PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
 _ITEMS, _NO_ITEM = 1, -1  # the array of indices, and what it holds where no row is written
 
 
@@ -48,9 +47,6 @@ def _with_rows_of(results: Spec) -> Spec:
     treedef = jax.tree.structure(names)
     own = [Dynamic(core.ShapedArray((1,), np.dtype(dtype))) for dtype in (bool, np.int64)]
     return Spec(treedef, (*own, *leaves))  # a dict is flattened in the order of its keys: failed, items, results
-
-
-_PATIENCE = 0.1  # seconds to wait for a slow item, until signals are looked at
 
 
 class StreamOutputs(NamedTuple):
@@ -130,7 +126,7 @@ def lanes_stream(
     ValueError
         - As in `loopax.lanes_stream`.
         - There is no item, or there are fewer items than the stored run has begun.
-        - The directory holds a run of another program; the message shows what differs.
+        - The directory holds a run of another program or of another version; the message says what differs.
     NotImplementedError
         There is more than one process (`jax.distributed`).
     equinox.EquinoxRuntimeError
@@ -180,12 +176,15 @@ class _Run:
         """The first item says what all are like."""
         self._throw, self._shown = throw, shown
         self._lanes = lanes = WorkingLanes(f, num_lanes, ChunkPace(chunk_steps), _NAME)
-        first = _first_of(items)
-        self._items = chain([first], items)
-        lanes.items.ready_again(0, first)
+        first = list(islice(items, 1))
+        if not first:
+            raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
+        self._items = chain(first, items)
+        lanes.items.ready_again(0, first[0])
         made = lanes.program.made
         item, results = types_of("item", lanes.items.spec), types_of("results", made.results)
-        states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(_where(lanes).inside)]
+        inside = _packed(0, 0, lanes)[2 + len(item) :]
+        states = [(f"state {i} of the loop", jax.typeof(x)) for i, x in enumerate(inside)]
         refuse_unsavable(_NAME, [*item, *results, *states])
         # Whether the run that is stored, if there is one, is the one that is asked for.
         given = [*made.shared, *lanes.function_arrays]
@@ -222,7 +221,7 @@ class _Run:
 
     def _go_on(self, ahead: int) -> None:
         """The lanes of the newest save, and the items that come after."""
-        like = list(map(jnp.asarray, _packed(0, 0, _where(self._lanes))))
+        like = list(map(jnp.asarray, _packed(0, 0, self._lanes)))
         if self._saves.newest_step:
             self._outputs().refuse_gone()
         state = self._saves.newest(like, lambda state: self._outputs().check(_counts(state.arrays)[0]))
@@ -232,7 +231,9 @@ class _Run:
         self._writer = Writer(self._root)
         self._keeper = Keeper(self._saves, self._pace, self._writer.flush)
         if state is not None:
-            self._lanes.go_on(_unpacked(state.arrays, len(self._lanes.items.spec.avals)))
+            _, indices, *rest = map(np.asarray, state.arrays)
+            num_inputs = len(self._lanes.items.spec.avals)
+            self._lanes.go_on(BusyLanes(indices.view(np.int64), rest[:num_inputs], rest[num_inputs:]))
         self._lanes.num_begun = self._lanes.items.count = begun
         self._lanes.fetch(_after(self._items, begun), ahead)
 
@@ -284,14 +285,8 @@ class _Run:
 
     def _save(self) -> None:
         """Begin to save where the lanes are. No chunk may run."""
-        arrays = _packed(self._rows, self._lanes.num_begun, _where(self._lanes))
+        arrays = _packed(self._rows, self._lanes.num_begun, self._lanes)
         self._keeper.save(SavedState(self._number, True, list(map(jnp.asarray, arrays))))
-
-
-def _first_of(items: Iterator[Any]) -> Any:
-    for item in items:
-        return item
-    raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
 
 
 def _after(items: Iterator[Any], count: int) -> Iterator[Any]:
@@ -305,14 +300,10 @@ def _after(items: Iterator[Any], count: int) -> Iterator[Any]:
     yield from items
 
 
-def _where(lanes: WorkingLanes) -> BusyLanes:
-    found = lanes.busy()
-    assert found is not None  # the first item has made the state
-    return found
-
-
-def _packed(rows: int, begun: int, at: BusyLanes) -> list[np.ndarray]:
+def _packed(rows: int, begun: int, lanes: WorkingLanes) -> list[np.ndarray]:
     """Arrays of a save. JAX has integers of 32 bits by default, so those of 64 are halved."""
+    at = lanes.busy()
+    assert at is not None  # the first item has made the state
     counts = np.array([rows, begun], np.int64)
     return [counts.view(np.uint32), at.indices.view(np.uint32), *at.inputs, *at.inside]
 
@@ -321,8 +312,3 @@ def _counts(arrays: Sequence[jax.Array]) -> tuple[int, int]:
     """Rows that are written, and items that were begun."""
     rows, begun = np.asarray(arrays[0]).view(np.int64).tolist()
     return rows, begun
-
-
-def _unpacked(arrays: Sequence[jax.Array], num_inputs: int) -> BusyLanes:
-    _, indices, *rest = map(np.asarray, arrays)
-    return BusyLanes(indices.view(np.int64), rest[:num_inputs], rest[num_inputs:])
