@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import loopax as lx
 from loopax import durable
@@ -196,8 +197,8 @@ OTHER: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "a buffer's rows": (with_a_buffer, lambda x: with_a_buffer(x, 3.0)),
     "when a reference is read": (partial(with_a_reference, first=True), partial(with_a_reference, first=False)),
     "how often something happens": (
-        lambda x: jax.experimental.io_callback(print, None, x),
-        lambda x: [jax.experimental.io_callback(print, None, x) for _ in range(2)],
+        lambda x: io_callback(print, None, x),
+        lambda x: [io_callback(print, None, x) for _ in range(2)],
     ),
     "a function with a rule": (ruled(2.0, 1.0), ruled(3.0, 1.0)),
     "that there is a rule": (renamed, ruled(2.0, 1.0)),

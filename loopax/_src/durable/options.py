@@ -118,13 +118,13 @@ def locked(where: str, directory: Directory) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+    flock, flags = fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB
     with ExitStack() as stack:
 
         def hold() -> None:
             file = stack.enter_context(open(directory.lock, "a+"))
             try:
-                fcntl.flock(file, flags)
+                flock(file, flags)
             except OSError as error:
                 file.seek(0)
                 raise RuntimeError(

@@ -186,11 +186,10 @@ def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | N
         if outputs and saves.newest_step:
             outputs.refuse_gone()
         state = saves.newest(chunk.first, (lambda state: outputs.check(state.steps)) if outputs else None)
-        if state is None and job.condition is None:
-            state = SavedState(0, True, chunk.first)
-        elif state is None:
+        if state is None and job.condition is not None:
             goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
             state = SavedState(0, bool(goes_on), chunks.placed(arrays))
+        state = state or SavedState(0, True, chunk.first)
         if job.total is not None and state.steps > job.total:
             raise ValueError(
                 f"{name}: the stored run has taken {state.steps} steps, and only {job.total} are asked for. Ask for as "

@@ -242,7 +242,7 @@ def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int,
     return written
 
 
-def _needed(jaxpr: Jaxpr) -> list[Any]:
+def _needed(jaxpr: Any) -> list[Any]:
     """The equations on which results depend or that act on the world, without those that only show something."""
     needed, kept = set(map(id, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
