@@ -125,6 +125,7 @@ def test_a_stream_that_is_killed_again_and_again_has_each_item_once_and_the_same
         for killed in range(kills):
             kill_stream(path, stream_victim.ITEMS * (killed + choose.random()) / kills, choose.uniform(0, 0.1))
         out, err = start_stream(path).communicate(timeout=120)
-        assert not err, err
+        said = [line for line in err.splitlines() if "Metadata file does not exist" not in line]  # of a save cut short
+        assert not said, err
         outputs.append(out.strip())
     assert outputs[0] == outputs[1] != ""

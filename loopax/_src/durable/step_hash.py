@@ -173,7 +173,7 @@ class Written:
             elif (inner := inlinable(eqn)) is not None:
                 results = self._results(inner, operands, happened)
             else:
-                word = hash_of(eqn.primitive.name, self._params(eqn), *map(self._text, operands))
+                word = hash_of(self._operation(eqn), *map(self._text, operands))
                 if _acts(eqn):  # the second time is not the first: a reference, say, holds something else by then
                     word = hash_of(word, str(len(happened)))
                     happened.append(word)
@@ -181,13 +181,15 @@ class Written:
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _params(self, eqn: Any) -> str:
+    def _operation(self, eqn: Any) -> str:
+        """What an equation does to its operands."""
         kind = "rule" if is_custom(eqn) else "callback"
         if (function := function_object(eqn)) is not None:
             program = held_program(function)
             params = {name: value for name, value in function.params.items() if name != "traced"}
             return self._text({"": type(function).__name__, "program": program, **params}, kind)
-        return self._text({name: x for name, x in meaningful_params(eqn).items() if name not in _NO_VALUE}, kind)
+        params = {name: value for name, value in meaningful_params(eqn).items() if name not in _NO_VALUE}
+        return f"{eqn.primitive.name} {self._text(params, kind)}"
 
     def _text(self, value: Any, kind: str = "callback") -> str:
         """What stands for a value, a parameter or a part of one; `kind` is what a function is called."""
