@@ -125,8 +125,6 @@ def hash_of(*texts: str) -> str:
     return sha256("\n".join(texts).encode()).hexdigest()[:32]
 
 
-# A step as a hash.
-
 # Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
 # compute, of what a batch is. The program that a derivative or a batch makes is another one by itself.
 _NO_VALUE = ("storage", "stages", "reporting", "rules", "static", "when")
