@@ -112,7 +112,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     # Rows of residuals are stored, unless a step draws for all lanes once more: it needs carries.
     if plan.stores_residuals and not parts.known.saving:
         what, carries, evaluations = "residuals", bound or 0, bound
-        size = num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
+        size = num_bytes(parts.stored)
     else:
         what, size = "carries", num_bytes(select(parts.states, parts.known.output_avals.carry))
         if bound is None:
