@@ -19,7 +19,15 @@ from loopax._src.frontend.checks import Check, KindCheck, settle
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.program import Given, Program, PythonSteps, Results, compiled, take_steps
-from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, note_key_use, overwrite, refuse_references_in
+from loopax._src.frontend.references import (
+    NO_REFERENCES,
+    KeyUse,
+    ReferenceRows,
+    note_key_use,
+    overwrite,
+    refuse_references_in,
+    with_kept_keys,
+)
 from loopax._src.frontend.steps import always, first_condition, functions_of_step, scan_rows, scan_step, within_length
 from loopax._src.frontend.trace import FirstCondition, Found, Step, Traced, trace_promoting
 from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
@@ -82,6 +90,7 @@ class _Ended:
     ys: list[Any]  # those that the body wrote to rows of xs first
     found: Found
     checks: Sequence[Check] = ()
+    key_use: KeyUse | None = None
 
 
 def run(
@@ -166,7 +175,7 @@ class _Call:
             overwrite(reference, value)
         checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
         carry = restore_weak(out.carry, traced.carry_avals)
-        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks)
+        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks, traced.key_use)
 
     def _loop(self, traced: Traced, extent: Extent, predicated: bool, num_carry: int) -> core.Loop:
         """The loop of a traced step."""
@@ -210,7 +219,7 @@ class _Call:
         return Finished(
             ended.num_steps,
             ended.goes_on,
-            ended.spec.unpack(ended.carry),
+            with_kept_keys(ended.key_use, freeze(self.init), ended.spec, ended.spec.unpack(ended.carry)),
             self.references.write_back(ys, walked),
             list(ended.checks),
             hand_over_all,

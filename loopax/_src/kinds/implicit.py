@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import BoundLoop, Cost, Derivative, Kind, LoopCall, LoopFacts, LoopInputs, NoReverseMode, Outcome
-from loopax._src.core.jaxpr.util import Mask, merge_lists, reject, select
+from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     api_boundary,
     convert,
     invars_of,
     jaxpr_as_fun,
+    linear_transpose,
     moved_like,
     on_device,
     open_constants,
@@ -310,6 +311,8 @@ class Implicit(Kind):
         unknowns = select(fixed_point.is_unknown, carry)
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
+        if calls_custom_vjp(fixed_point.call.loop.body.jaxpr):  # the solver would drop what its backward rule logs
+            jax.eval_shape(linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
         start = select(fixed_point.is_unknown, inputs[0].carry)
         b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)
