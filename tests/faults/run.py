@@ -3,12 +3,14 @@
     python -m tests.faults.run [--slow] [name of a fault ...]
 
 Each patch beside this file is one fault: a mask inverted, a slot off by one, a cotangent dropped. It is applied to a
-copy of the project, and the tests run there until one fails: first those in the folder of the changed file, then those
-around it, then all of `make test`, and with `--slow` those of `make test-slow`. A fault that no test notices is
-printed. The command fails where `make test` leaves more than two unnoticed, and where a test fails without a fault.
+copy of the project. First the test runs there that noticed the fault the last time (`noticed.toml`). Where that passes,
+tests run until one fails: those in the folder of the changed file, then those around it, then all of `make test`, and
+with `--slow` those of `make test-slow`. The command writes `noticed.toml`, prints each fault that no test notices, and
+fails where `make test` leaves more than two unnoticed, and where a test fails without a fault.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -16,13 +18,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PYTEST = ("-m", "pytest", "-v", "-n", "3", "--dist", "worksteal", "-p", "no:cacheprovider")
+NOTICED = HERE / "noticed.toml"
+PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
+PARALLEL = ("-n", "3", "--dist", "worksteal")
 FAILED = re.compile(r"(FAILED|ERROR) (?P<test>(tests|loopax)/\S+)")  # as workers report it
 MOST_SECONDS = 1800
 IGNORED = ("--ignore", "tests/project/test_faults.py")  # which holds that the fault can be applied: here it has been
@@ -53,6 +62,49 @@ def copied_project(to: Path) -> None:
         shutil.copy(ROOT / name, to / name)
 
 
+@contextmanager
+def project_with(patches: Iterable[Path]) -> Iterator[Path]:
+    """A copy of the project with these faults."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied_project(Path(folder))
+        for patch in patches:
+            subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=folder, check=True)
+        yield Path(folder)
+
+
+class Noticed(NamedTuple):
+    """What notices a fault."""
+
+    test: str
+    is_slow: bool
+    commit: str  # where it did so the last time
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there still is such a test."""
+        file, _, name = self.test.partition("::")
+        return (ROOT / file).is_file() and f"def {name.split('[')[0]}(" in (ROOT / file).read_text()
+
+
+def recorded() -> dict[str, Noticed]:
+    """What noticed each fault the last time."""
+    found = tomllib.loads(NOTICED.read_text()) if NOTICED.exists() else {}
+    return {name: Noticed(**entry) for name, entry in found.items() if name in faults()}
+
+
+def record(noticed: dict[str, Noticed]) -> None:
+    """Write what noticed faults; of others, what did so before."""
+    fields = lambda entry: ", ".join(f"{name} = {json.dumps(value)}" for name, value in entry._asdict().items())
+    lines = [f"{name} = {{ {fields(entry)} }}\n" for name, entry in sorted((recorded() | noticed).items())]
+    NOTICED.write_text("# Which test notices each fault: written by `make faults`.\n" + "".join(lines))
+
+
+def commit() -> str:
+    """The commit of this checkout."""
+    git = ["git", "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def is_noticed(project: Path, *arguments: str) -> str:
     """The first test that fails, or that tests do not end; empty where all pass.
 
@@ -75,25 +127,26 @@ def is_noticed(project: Path, *arguments: str) -> str:
     return failed["test"] if failed else f"pytest ended with {returncode}" if returncode else ""
 
 
-def fails_without_a_fault() -> str:
-    """The first test that fails in a copy without a fault: it would notice every one."""
-    with tempfile.TemporaryDirectory() as folder:
-        copied_project(Path(folder))
-        return is_noticed(Path(folder), "-m", "not slow")
+def noticed_again(name: str) -> bool:
+    """Whether the test that noticed a fault the last time does so again."""
+    with project_with([faults()[name]]) as project:
+        return is_noticed(project, "-x", recorded()[name].test).startswith("tests/")
 
 
-def noticed_by(patch: Path, with_slow: bool) -> str:
-    """Which part of the suite notices a fault, and the first test; empty where none does."""
-    with tempfile.TemporaryDirectory() as folder:
-        project = Path(folder)
-        copied_project(project)
-        subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=project, check=True)
+def noticed_by(patch: Path, with_slow: bool) -> Noticed | None:
+    """What notices a fault first."""
+    with project_with([patch]) as project:
         for folder in folders_of_tests(patch):
-            if failed := is_noticed(project, str(folder), "-m", "not slow"):
-                return f"make test: {failed}"
-        if with_slow and (failed := is_noticed(project, "-m", "slow")):
-            return f"make test-slow: {failed}"
-    return ""
+            if failed := is_noticed(project, *PARALLEL, str(folder), "-m", "not slow"):
+                return Noticed(failed, False, commit())
+        failed = is_noticed(project, *PARALLEL, "-m", "slow") if with_slow else ""
+    return Noticed(failed, True, commit()) if failed else None
+
+
+def fails_without_a_fault(tests: Sequence[str]) -> str:
+    """The first of these tests that fails in a copy without a fault: it would notice every one."""
+    with project_with([]) as project:
+        return is_noticed(project, *tests)
 
 
 def main() -> None:
@@ -102,16 +155,23 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="faults, without .patch; all unless given")
     parser.add_argument("--slow", action="store_true", help="also run the slow tests, on what the others do not notice")
     chosen = parser.parse_args()
-    if failed := fails_without_a_fault():
+    names = chosen.names or [*faults()]
+    found = {name: entry for name, entry in recorded().items() if name in names and entry.is_there}
+    tests = (
+        sorted({entry.test for entry in found.values()}) if len(found) == len(names) else [*PARALLEL, "-m", "not slow"]
+    )
+    if failed := fails_without_a_fault(tests):
         sys.exit(f"without a fault: {failed}")
-    missed = 0
-    for name, patch in faults().items():
-        if chosen.names and name not in chosen.names:
-            continue
-        found = noticed_by(patch, chosen.slow)
-        missed += not found.startswith("make test:")
-        print(f"{name}: {found or 'NOT NOTICED'}", flush=True)
-    sys.exit(missed > 2)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        again = dict(zip(found, pool.map(noticed_again, found), strict=True))
+    for name in names:
+        new = found[name]._replace(commit=commit()) if again.get(name) else noticed_by(faults()[name], chosen.slow)
+        found.pop(name, None)
+        if new:
+            found[name] = new
+            record(found)
+        print(f"{name}: {new.test if new else 'NOT NOTICED'}", flush=True)
+    sys.exit(sum(name not in found or found[name].is_slow for name in names) > 2)
 
 
 if __name__ == "__main__":
