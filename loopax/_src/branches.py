@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
 from loopax._src.frontend.checks import settle
@@ -24,7 +25,6 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.run import LoopSpec, run
 from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now, zero
 from loopax._src.kinds import Auto, Bounded
-from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.nnx.functional import is_object
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Called
@@ -221,7 +221,7 @@ def _run_one(
     name: str, branches: Sequence[Branch], is_taken: Sequence[Any], operands: tuple[Any, ...], how: Lanes
 ) -> Any:
     """The result of the branch that is taken."""
-    if how.is_free:
+    if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
     call = _Call(name, operands, common_results(name, branches, operands), how)
@@ -274,7 +274,7 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_
     called = Called(call.name, (branch.function,), ())
     traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called, once=True)
     extent = Extent(0, is_taken.astype(jnp.int32), 1, fixed=False)
-    kind = Auto() if call.lanes.stages is None else Bounded()
+    kind = Auto() if call.lanes == Lockstep() else Bounded()
     loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name, used_keys=used_keys)
     done = run(traced, loop_spec, [], (call.operands, result), None, None)
     return done.hand_over(settle(done.carry, done.checks))[1]

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from jaxtyping import Array, Int, PyTree
 
+from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Limits, fori_extent, while_extent
@@ -21,7 +22,6 @@ from loopax._src.frontend.steps import (
 )
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import KindLike
-from loopax._src.lanes import LanesLike
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import LoopInfo
 from loopax._src.pytrees.static import Called

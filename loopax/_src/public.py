@@ -8,6 +8,12 @@ from loopax._src.branches import cond as cond
 from loopax._src.branches import switch as switch
 from loopax._src.buffers import Buffer as Buffer
 from loopax._src.calibration import set_calibration as set_calibration
+from loopax._src.core.ir.lanes import AutoLanes as AutoLanes
+from loopax._src.core.ir.lanes import Compact as Compact
+from loopax._src.core.ir.lanes import Free as Free
+from loopax._src.core.ir.lanes import Lanes as Lanes
+from loopax._src.core.ir.lanes import Lockstep as Lockstep
+from loopax._src.core.ir.lanes import Sequential as Sequential
 from loopax._src.history import History as History
 from loopax._src.insight.compare import compare as compare
 from loopax._src.insight.comparison import Comparison as Comparison
@@ -24,12 +30,6 @@ from loopax._src.kinds import Lax as Lax
 from loopax._src.kinds import Residuals as Residuals
 from loopax._src.kinds import Reversible as Reversible
 from loopax._src.kinds import Truncated as Truncated
-from loopax._src.lanes import AutoLanes as AutoLanes
-from loopax._src.lanes import Compact as Compact
-from loopax._src.lanes import Free as Free
-from loopax._src.lanes import Lanes as Lanes
-from loopax._src.lanes import Lockstep as Lockstep
-from loopax._src.lanes import Sequential as Sequential
 from loopax._src.loops import fori_loop as fori_loop
 from loopax._src.loops import scan as scan
 from loopax._src.loops import while_loop as while_loop

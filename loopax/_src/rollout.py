@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from loopax._src.core import row_buffers as buffers
+from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
@@ -19,7 +20,6 @@ from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
 from loopax._src.kinds import KindLike
-from loopax._src.lanes import LanesLike
 from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike

@@ -16,12 +16,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_leaves
 
+from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.pace import Every, checkpoint_every
 from loopax._src.frontend.options import CommonOptions, Options, options
 from loopax._src.jax_internals import is_tracing
 from loopax._src.kinds import Lax
-from loopax._src.lanes import Lockstep
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static import an_int, int_within
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.core.effects import OnlyIf, only_if_p
+from loopax._src.core.ir.lanes import Lanes
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
@@ -127,7 +128,7 @@ def hash_of(*texts: str) -> str:
 
 # Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
 # compute, of what a batch is. The program that a derivative or a batch makes is another one by itself.
-_NO_VALUE = ("storage", "stages", "reporting", "rules", "static", "when")
+_NO_VALUE = ("storage", "reporting", "rules", "static", "when")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,11 @@ class Written:
             program = held_program(function)
             params = {name: value for name, value in function.params.items() if name != "traced"}
             return self._text({"": type(function).__name__, "program": program, **params}, kind)
-        params = {name: value for name, value in meaningful_params(eqn).items() if name not in _NO_VALUE}
+        params = {
+            name: value
+            for name, value in meaningful_params(eqn).items()
+            if not (name in _NO_VALUE or isinstance(value, Lanes))
+        }
         return f"{eqn.primitive.name} {self._text(params, kind)}"
 
     def _text(self, value: Any, kind: str = "callback") -> str:

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from loopax._src.core.ir.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.jax_internals import made_with
 from loopax._src.kinds import Kind, KindLike, to_kind
-from loopax._src.lanes import Lanes, LanesLike, to_lanes
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
 from loopax._src.pytrees.leaves import NO_RETURN, LoopInfo, describe, describe_node, is_static, stays
 from loopax._src.pytrees.static import (

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from loopax._src import core
+from loopax._src.core.ir.lanes import Free, Lanes, Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
@@ -32,7 +33,6 @@ from loopax._src.frontend.steps import always, first_condition, functions_of_ste
 from loopax._src.frontend.trace import FirstCondition, Found, Step, Traced, trace_promoting
 from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
 from loopax._src.kinds import Kind
-from loopax._src.lanes import Lanes
 from loopax._src.messages import derivative_and_references_message, derivative_message
 from loopax._src.nnx.functional import freeze, roots, thaw
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes
@@ -153,7 +153,7 @@ class _Call:
         loop = self._loop(traced, extent, predicated, int(predicated) + len(arrays) + num_flags + len(values))
         (low, first_row), (high, end_row) = map(_known, (extent.low, extent.high))
         given = Given(first_row, end_row, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays)
-        is_free, capacity = loop_spec.lanes.is_free, extent.capacity
+        is_free, capacity = isinstance(loop_spec.lanes, Free), extent.capacity
         program = Program(loop, is_free, low, high, first, len(extras), len(arrays), num_flags, capacity)
 
         def user_carry(leaves: Sequence[Any]) -> Any:
@@ -190,7 +190,7 @@ class _Call:
             unroll=loop_spec.unroll,
             storage=self.storage,
             inverse=traced.inverse,
-            stages=loop_spec.lanes.stages,
+            lanes=Lockstep() if isinstance(loop_spec.lanes, Free) else loop_spec.lanes,
             reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
             debug_info=core.DebugInfo(
                 loop_spec.name,
@@ -269,7 +269,7 @@ def _without_steps(call: _Call, steps: PythonSteps) -> Finished:
 def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:
     """Raise where a kind cannot give a loop another derivative."""
     kind = loop_spec.kind.without_functions()
-    if kind.derivative != "exact" and loop_spec.lanes.is_free:
+    if kind.derivative != "exact" and isinstance(loop_spec.lanes, Free):
         raise NotImplementedError(derivative_message(f"{loop_spec.name}(lanes='free')", kind))
     if kind.derivative != "exact" and has_references:
         raise NotImplementedError(derivative_and_references_message(step.where, kind))

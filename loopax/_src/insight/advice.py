@@ -9,6 +9,7 @@ from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
+from loopax._src.core.ir.lanes import CPU_LANES, Free
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.sweep_bodies import recording_of
@@ -28,7 +29,6 @@ from loopax._src.jax_internals import (
     update_of,
     updates,
 )
-from loopax._src.lanes import CPU_LANES
 from loopax._src.schedule.saving import EveryStep, Last, Saving, length_known
 
 # Sizes and types in words.
@@ -273,7 +273,7 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
 
 def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
-    if lanes <= CPU_LANES or (debug_info is not None and debug_info.lanes.is_free):
+    if lanes <= CPU_LANES or (debug_info is not None and isinstance(debug_info.lanes, Free)):
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
         if found.inner or any(map(stands_alone, eqns_of(without_calls(found.seen.loop.body)))):

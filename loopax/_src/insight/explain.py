@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopax._src.core.ir.annotations import Choice, OneByOne
+from loopax._src.core.ir.lanes import AutoLanes
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.insight import explanation as showing
 from loopax._src.insight.advice import Advice, Stored, advice_for, stored_by
 from loopax._src.insight.explanation import Leaf, LoopExplanation
 from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, see, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
-from loopax._src.lanes import AutoLanes, Compact, Lockstep, Sequential
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -154,8 +153,8 @@ def _explained(found: FoundLoop) -> LoopExplanation:
     in_words = kind.in_words() if kind else ""
     stored, problem = (None, "") if in_words else stored_of(found)
     lanes = taken = None if is_lax or debug_info is None else debug_info.lanes
-    if isinstance(lanes, AutoLanes) and not isinstance(loop.stages, Choice):  # it has chosen, in a batch
-        taken = Sequential() if isinstance(loop.stages, OneByOne) else Lockstep() if loop.stages is None else Compact()
+    if isinstance(lanes, AutoLanes) and not isinstance(loop.lanes, AutoLanes):  # it has chosen, in a batch
+        taken = loop.lanes
     return LoopExplanation(
         f"{seen.library}.{debug_info.function}" if debug_info else "a loop of loopax",
         found.source,

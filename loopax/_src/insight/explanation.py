@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any
 
+from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
 from loopax._src.insight.advice import Advice, Stored, in_bytes, typed
-from loopax._src.lanes import AutoLanes, Lockstep, Sequential
 
 
 @dataclass(frozen=True)

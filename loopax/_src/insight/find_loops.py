@@ -14,6 +14,7 @@ from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, NoR
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.stages import is_one_batch
+from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, members, of_equation
 from loopax._src.core.jaxpr.util import (
@@ -51,7 +52,6 @@ from loopax._src.jax_internals import (
     user_lines,
 )
 from loopax._src.kinds import Lax
-from loopax._src.lanes import Lockstep
 from loopax._src.pytrees.leaves import describe
 
 NO_REVERSE_MODE = "`jax.lax.while_loop` has no reverse mode: use `loopax.while_loop`, or `loopax.rewrite_loops`"

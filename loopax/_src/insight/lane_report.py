@@ -8,10 +8,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from loopax._src.core.ir.annotations import Stages
+from loopax._src.core.ir.lanes import Compact, group_sizes, stage_sizes
 from loopax._src.extras import optional
 from loopax._src.jax_internals import api_boundary
-from loopax._src.lanes import Compact
 from loopax._src.pytrees.leaves import LoopInfo, describe
 from loopax._src.queues.lanes_stream import LanesStream
 from loopax._src.queues.working_lanes import StreamReport
@@ -48,19 +47,19 @@ def lockstep(steps: np.ndarray) -> list[Stretch]:
     return [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))]
 
 
-def in_groups(steps: np.ndarray, stages: Stages) -> list[Stretch]:
+def in_groups(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where the numbers of steps are known at the start."""
     ordered, start, found = np.sort(steps)[::-1], 0, []
-    for number, size in stages.groups(len(steps)):
+    for number, size in group_sizes(how, len(steps)):
         for _ in range(number):
             group, start = ordered[start : start + size], start + size
             found.append(_stretch(group, size, 0, int(group.max(initial=0))))
     return found
 
 
-def in_stages(steps: np.ndarray, stages: Stages) -> list[Stretch]:
+def in_stages(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where they are not."""
-    ordered, sizes, row, found = np.sort(steps)[::-1], stages.sizes(len(steps)), 0, []
+    ordered, sizes, row, found = np.sort(steps)[::-1], stage_sizes(how, len(steps)), 0, []
     for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
         end = max(int(ordered[smaller]) if smaller < len(ordered) else 0, row)
         found.append(_stretch(ordered[:size], size, row, end))
@@ -241,13 +240,13 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     counts = _counts("info", info)
     _refuse_negative("info", counts, counts < 0)
     steps = counts.reshape(-1)
-    stages = (Compact() if lanes is None else lanes).stages
+    how = Compact() if lanes is None else lanes
     rows = None if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
     return LaneReport(
         steps,
         lockstep(steps),
-        in_groups(steps, stages),
-        in_stages(steps, stages),
+        in_groups(steps, how),
+        in_stages(steps, how),
         [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))],  # one lane after another
         None if rows is None else nested_lockstep(rows),
         None if rows is None else free_lanes(rows),

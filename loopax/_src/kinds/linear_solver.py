@@ -88,7 +88,7 @@ def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any
         predicated=True,
         unroll=1,
         storage=NoReverseMode(AssertionError, "a solver is not differentiated"),
-        stages=call.loop.stages,
+        lanes=call.loop.lanes,
     )
     return run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
 

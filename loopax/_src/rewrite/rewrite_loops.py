@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.branches import cond, switch
+from loopax._src.core.ir.lanes import Free, Lanes, LanesLike
 from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, inner_jaxprs, map_programs, split_list
 from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
@@ -40,7 +41,6 @@ from loopax._src.jax_internals import (
     outvars_of,
 )
 from loopax._src.kinds import Kind, KindLike, to_kind
-from loopax._src.lanes import Lanes, LanesLike
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.messages import rewritten_limit_problem
 from loopax._src.pytrees.static import Why, static_bool
@@ -292,7 +292,7 @@ def rewrite_loops(
     kind = to_kind(cast("KindLike", kind)) if isinstance(kind, type) else kind  # a class is no function that chooses
     is_chosen = callable(kind)
     options = arguments.options("rewrite_loops", "auto" if is_chosen else kind, lanes, max_steps=max_steps)
-    if options.lanes.is_free:
+    if isinstance(options.lanes, Free):
         raise ValueError(
             "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
             "asked of every loop in the function. Choose 'lockstep' or 'compact', or write the loop that is meant "

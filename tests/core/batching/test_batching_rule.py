@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.ir.annotations import Stages
+from loopax._src.core.ir.lanes import Compact, Lockstep
 from loopax._src.core.ir.loop import loop_p, run
 from loopax._src.core.jaxpr.util import INDEX, flatten, trace
 from tests.support.core_loops import BOUND, INPUTS, expected, loop_of
@@ -35,9 +35,9 @@ def loops_in(jaxpr):
 
 
 @pytest.mark.parametrize("lanes_of", [["a"], ["b"], ["h"], ["x"], ["high"], ["high", "x", "fixed"]], ids="-".join)
-@pytest.mark.parametrize("stages", [None, Stages(2.0, 1)], ids=["lockstep", "compact"])
-def test_every_lane_has_the_results_that_it_would_have_alone(lanes_of, stages):
-    function, operands = batched(lanes_of, stages=stages)
+@pytest.mark.parametrize("how", [Lockstep(), Compact(2.0, 1)], ids=["lockstep", "compact"])
+def test_every_lane_has_the_results_that_it_would_have_alone(lanes_of, how):
+    function, operands = batched(lanes_of, lanes=how)
     results = jax.jit(function)(*operands)
     for lane in range(LANES):
         high, *own = (x[lane] if name in lanes_of else x for name, x in zip(OPERANDS, operands, strict=True))

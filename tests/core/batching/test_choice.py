@@ -7,11 +7,10 @@ import pytest
 
 import loopax as lx
 from loopax._src.core.batching.loop import chosen
-from loopax._src.core.ir.annotations import Choice, OneByOne, Stages
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stage_sizes
 from loopax._src.core.jaxpr.cost import step_cost
 from tests.support.reference import assert_close
 
-STAGES = Stages(None, 4, 32)
 W = np.full((64, 64), 0.1, np.float32)
 X = np.ones((1000, 25), np.float32)
 
@@ -29,7 +28,7 @@ CHOICES = [
     ("functions", 64, "compact"),  # one operation on a large array, which runs on several cores
     ("layer", 1, "lockstep"),
 ]
-NAMES = {type(None): "lockstep", Stages: "compact", OneByOne: "sequential"}
+NAMES = {Lockstep: "lockstep", Compact: "compact", Sequential: "sequential"}
 
 
 def body_of(name):
@@ -39,16 +38,17 @@ def body_of(name):
 
 @pytest.mark.parametrize(("body", "lanes", "name"), CHOICES)
 def test_choices(body, lanes, name):
-    assert NAMES[type(chosen(Choice(STAGES, True), body_of(body), 0, lanes))] == name
+    assert NAMES[type(chosen(AutoLanes(), body_of(body), 0, lanes))] == name
 
 
-@pytest.mark.parametrize("lanes", [8, 1024])
-def test_no_lane_runs_alone_on_another_device(lanes):
-    found = chosen(Choice(Stages(None, 512), False), body_of("layer"), 0, lanes)
-    assert NAMES[type(found)] == ("compact" if lanes == 1024 else "lockstep")
+@pytest.mark.parametrize("lanes", [8, 1024, 16384])
+def test_no_lane_runs_alone_on_another_device(lanes, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = chosen(AutoLanes(), body_of("layer"), 0, lanes)
+    assert NAMES[type(found)] == ("compact" if lanes == 16384 else "lockstep")
 
 
-@pytest.mark.parametrize("how", [None, STAGES, OneByOne()])
+@pytest.mark.parametrize("how", [Lockstep(), Compact(), Sequential()])
 def test_what_is_no_choice_stays(how):
     assert chosen(how, body_of("layer"), 0, 32) is how
 
@@ -98,4 +98,4 @@ def test_gradients_of_each_lane():
     ],
 )
 def test_stages_by_default(lanes, is_cheap, sizes):
-    assert STAGES.sizes(lanes, is_cheap) == sizes
+    assert stage_sizes(Compact(), lanes, is_cheap) == sizes

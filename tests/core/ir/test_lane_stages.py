@@ -6,37 +6,37 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.core.ir.annotations import Stages
+from loopax._src.core.ir.lanes import Compact, group_sizes, stage_sizes
 from loopax._src.insight import lane_report as occupancy
 
-STAGES = st.builds(Stages, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
+COMPACT = st.builds(Compact, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
 STEPS = st.lists(st.integers(0, 30), max_size=80).map(lambda steps: np.array(steps, np.int64))
 
 
-@given(STAGES, st.integers(0, 2000))
-def test_stages_shrink_down_to_the_fewest_lanes(stages, lanes):
-    sizes = stages.sizes(lanes)
+@given(COMPACT, st.integers(0, 2000))
+def test_stages_shrink_down_to_the_fewest_lanes(compact, lanes):
+    sizes = stage_sizes(compact, lanes)
     assert sizes[0] == lanes
     for larger, smaller in pairwise(sizes):
-        assert stages.min_lanes <= smaller < larger
-        assert smaller == int(np.ceil(larger / stages.shrink))
+        assert compact.min_lanes <= smaller < larger
+        assert smaller == int(np.ceil(larger / compact.shrink))
 
 
-@given(STAGES, st.integers(0, 2000))
-def test_groups_have_a_place_for_every_lane(stages, lanes):
-    groups = stages.groups(lanes)
+@given(COMPACT, st.integers(0, 2000))
+def test_groups_have_a_place_for_every_lane(compact, lanes):
+    groups = group_sizes(compact, lanes)
     places = sum(number * size for number, size in groups)
     assert lanes <= places
     assert places - lanes < groups[-1][0]
-    assert all(size >= min(stages.min_lanes, lanes) for _, size in groups)
+    assert all(size >= min(compact.min_lanes, lanes) for _, size in groups)
 
 
-@given(STAGES, STEPS)
-def test_every_step_is_taken_once(stages, steps):
+@given(COMPACT, STEPS)
+def test_every_step_is_taken_once(compact, steps):
     for stretches in (
         occupancy.lockstep(steps),
-        occupancy.in_groups(steps, stages),
-        occupancy.in_stages(steps, stages),
+        occupancy.in_groups(steps, compact),
+        occupancy.in_stages(steps, compact),
     ):
         assert sum(int(s.active.sum()) for s in stretches) == steps.sum()
         assert all((s.active <= s.lanes).all() for s in stretches)

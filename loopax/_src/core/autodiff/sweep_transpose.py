@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
-from loopax._src.core.ir.annotations import HowLanesRun, without_effects
+from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.kind import part_of_inverse
+from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import LoopOutputs, run, traversal
 from loopax._src.core.ir.plan import Plan, Storage
 from loopax._src.core.ir.reverse_sweep import (
@@ -86,7 +87,7 @@ class LinearSweep(NamedTuple):
     reverse: bool
     unroll: int
     storage: Storage
-    stages: HowLanesRun = None  # as in `Loop`
+    lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole sweep, as in `ReverseSweep`
     may_discard: bool = False  # as in `Loop`
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from loopax._src.core.batching.groups import GroupProgram, in_groups
 from loopax._src.core.batching.lockstep import hull, lockstep_sweep, own_limits
 from loopax._src.core.effects import guarded
-from loopax._src.core.ir.annotations import Stages, strip_progress
+from loopax._src.core.ir.annotations import strip_progress
+from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, checkpoint_and_sweep
 from loopax._src.core.jaxpr.dependence import dependence
 from loopax._src.core.jaxpr.evaluate import jvp_expanded, linearize_expanded
@@ -214,14 +215,14 @@ def guard_compact_vmap(eqn: Any, active: Any, operands: list[Any]) -> Sequence[A
 
 def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *init, *carry, *xs`."""
-    assert isinstance(sweep.stages, Stages)
+    assert isinstance(sweep.lanes, Compact)
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         return _in_lockstep(sweep, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
 
     low, high = operands[:2]
     program = GroupProgram(run_group, mapped, _operand_axes(sweep), _result_axes(sweep))
-    return in_groups(program, sweep.stages, jnp.broadcast_to(high - low, (axis.size,)), operands)
+    return in_groups(program, sweep.lanes, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 
 def _in_lockstep(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.annotations import Stages
+from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes
@@ -117,10 +117,10 @@ class GroupProgram(NamedTuple):
     result_axes: Sequence[int]  # all results have one
 
 
-def in_groups(program: GroupProgram, stages: Stages, num_steps: Any, operands: Sequence[Any]) -> list[Any]:
+def in_groups(program: GroupProgram, how: Compact, num_steps: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of all lanes."""
     lanes = len(num_steps)
-    parts = stages.groups(lanes)
+    parts = group_sizes(how, lanes)
     if parts == [(1, lanes)]:
         return program.run_group(lanes, list(operands))
     places = sum(number * size for number, size in parts)  # those that are left repeat a lane, without its rows

@@ -16,6 +16,7 @@ from jax import lax
 
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.effects import acts, guarded
+from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
@@ -232,7 +233,7 @@ def lockstep_sweep(
         step=lanes_body(sweep.step, axis, windows, window_avals, [consts, (*carry, *state), xs]),
         inverse=sweep.inverse and lanes_body(sweep.inverse, axis, windows, window_avals, [consts, state, front]),
         num_consts=sweep.num_consts + len(window_avals),
-        stages=None,
+        lanes=Lockstep(),
     )
     return with_drift_of_lanes(lanes, axis, state, (True,) * (sweep.num_carry + len(sweep.y_avals)))
 
@@ -387,7 +388,7 @@ def _lanes_loop(
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
-        stages=None,
+        lanes=Lockstep(),
         may_discard=may_discard,
         debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_windows, num_extra),
     )

@@ -28,7 +28,7 @@ from loopax._src.core.batching.lockstep import (
     with_drift_of_lanes,
 )
 from loopax._src.core.batching.stages import LOOPS
-from loopax._src.core.ir.annotations import Choice, HowLanesRun, OneByOne, Stages
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stage_sizes
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -56,24 +56,25 @@ from loopax._src.messages import symbolic_lanes_message
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
 
 
-def chosen(how: HowLanesRun, body: ClosedJaxpr, num_consts: int, lanes: Any) -> HowLanesRun:
+def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
     """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together."""
     if kept_together(how, body):
-        return None
-    if not isinstance(how, Choice):
+        return Lockstep()
+    if not isinstance(how, AutoLanes):
         return how
     if not isinstance(lanes, int) or lanes < 2:
-        return None
+        return Lockstep()
     cost = step_cost(body, num_consts)
-    sizes = how.stages.sizes(lanes, cost.is_cheap)
-    if how.alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
-        return OneByOne()
-    return how.stages if len(sizes) > 1 and not cost.is_cheap else None
+    sizes = stage_sizes(Compact(), lanes, cost.is_cheap)
+    alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
+    if alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
+        return Sequential()
+    return Compact() if len(sizes) > 1 and not cost.is_cheap else Lockstep()
 
 
-def kept_together(how: HowLanesRun, body: ClosedJaxpr) -> str:
+def kept_together(how: Lanes, body: ClosedJaxpr) -> str:
     """The primitive for which no lane may leave a batch: other lanes see it. Empty if lanes may leave, or never do."""
-    return mixing_primitive(body) or "" if isinstance(how, Stages | Choice) else ""
+    return mixing_primitive(body) or "" if isinstance(how, Compact | AutoLanes) else ""
 
 
 def _in_batch(cost: StepCost, sizes: Sequence[int]) -> float:
@@ -124,11 +125,11 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     mapped = sweep.operands(dims[3:])
     batched, ys = _batched(sweep, axis, map_leaves(lambda d: d is not None, mapped), any(windows))
     if any(windows):
-        sweep = sweep._replace(stages=chosen(sweep.stages, sweep.forward, sweep.num_consts, axis.size))
-    if isinstance(sweep.stages, OneByOne) and axis.size and (any(windows) or not _sweep_acts_for_all(sweep, batched)):
+        sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, axis.size))
+    if isinstance(sweep.lanes, Sequential) and axis.size and (any(windows) or not _sweep_acts_for_all(sweep, batched)):
         alone = partial(reverse_sweep_p.bind, **sweep._asdict())
         return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
-    in_groups = isinstance(sweep.stages, Stages) and any(windows)
+    in_groups = isinstance(sweep.lanes, Compact) and any(windows)
     if is_saved_apart and not in_groups:
         return _save_again(axis_data, operands, dims, **params)
     given = _sweep_with_lanes(axis, sweep.operands(leaves), mapped, batched)
@@ -219,7 +220,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(windows) or (loop.predicated and outputs.carry[0])
     loop = _as_chosen(loop, axis) if differ else loop
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
-    if isinstance(loop.stages, OneByOne) and axis.size and (differ or not _loop_acts_for_all(loop, batched)):
+    if isinstance(loop.lanes, Sequential) and axis.size and (differ or not _loop_acts_for_all(loop, batched)):
         axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
         return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
     given = _loop_with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
@@ -242,9 +243,9 @@ def _loop_acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
 
 def _as_chosen(loop: Loop, axis: Axis) -> Loop:
     """The loop with the way in which its lanes run, and why that is not what was asked for."""
-    mixing = kept_together(loop.stages, loop.body)
+    mixing = kept_together(loop.lanes, loop.body)
     debug_info = loop.debug_info.mixed(mixing) if loop.debug_info and mixing else loop.debug_info
-    return loop._replace(stages=chosen(loop.stages, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
+    return loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
 
 
 def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:
@@ -281,7 +282,7 @@ def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOut
 
 def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
     """Lanes that stop at different steps."""
-    if isinstance(loop.stages, Stages) and not takes_any_step(loop):  # a select costs less than to gather the lanes
+    if isinstance(loop.lanes, Compact) and not takes_any_step(loop):  # a select costs less than to gather the lanes
         if not isinstance(axis.size, int):
             raise NotImplementedError(symbolic_lanes_message(axis.size))
         refuse_sharded_lanes(axis)

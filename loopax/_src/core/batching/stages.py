@@ -26,7 +26,7 @@ from loopax._src.core.batching.lockstep import (
     result_axes,
     run_lanes,
 )
-from loopax._src.core.ir.annotations import Stages
+from loopax._src.core.ir.lanes import Compact, Lockstep, fewest_in_group, group_sizes, stage_sizes
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs, Outcome, run
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint
@@ -54,10 +54,10 @@ def takes_one_step(loop: Loop) -> bool:
 
 def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outcome:
     """The results of all lanes; takes: bool[lanes]."""
-    assert isinstance(loop.stages, Stages)
+    assert isinstance(loop.lanes, Compact)
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
-    size = min(max(loop.stages.min_group, axis.size // _MOST_BATCHES), axis.size)
+    size = min(max(fewest_in_group(loop.lanes), axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
     order = jnp.pad(_taking_first(takes), (0, batches * size - axis.size))
     count = jnp.sum(takes, dtype=jnp.int32)
@@ -72,7 +72,7 @@ def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outco
         reverse=False,
         saving=None,
         saved=(),
-        stages=None,
+        lanes=Lockstep(),
         debug_info=None,
     )
     num_batches = -(-count // size)
@@ -111,14 +111,14 @@ def _body_of_batch(
 
 def is_one_batch(loop: Loop, lanes: int) -> bool:
     """Whether so many lanes are too few for stages or groups, and run in lockstep."""
-    assert isinstance(loop.stages, Stages)
+    assert isinstance(loop.lanes, Compact)
     if takes_one_step(loop):
         return False
-    return len(_sizes(loop, loop.stages, lanes) if loop.predicated else loop.stages.groups(lanes)) == 1
+    return len(_sizes(loop, loop.lanes, lanes) if loop.predicated else group_sizes(loop.lanes, lanes)) == 1
 
 
-def _sizes(loop: Loop, stages: Stages, lanes: int) -> list[int]:
-    return stages.sizes(lanes, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
+def _sizes(loop: Loop, how: Compact, lanes: int) -> list[int]:
+    return stage_sizes(how, lanes, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
 
 
 class Results(NamedTuple):
@@ -142,15 +142,15 @@ class Results(NamedTuple):
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch."""
-    assert isinstance(loop.stages, Stages)
+    assert isinstance(loop.lanes, Compact)
     low, high, lanes = _lanes(loop, mapped, operands)
     if takes_one_step(loop) and axis.size:
         out = in_batches(loop, axis, jnp.broadcast_to(low < high, (axis.size,)), lanes)
         return [*out.leaves, *nothing_saved(loop, axis)]
     if loop.predicated:
-        results = _in_stages(loop, loop.stages, axis, *hull(low, high), lanes)
+        results = _in_stages(loop, loop.lanes, axis, *hull(low, high), lanes)
     else:
-        results = _in_groups(loop, loop.stages, axis, mapped, operands)
+        results = _in_groups(loop, loop.lanes, axis, mapped, operands)
     return [results.num_steps, *results.carry, *results.ys, *nothing_saved(loop, axis)]
 
 
@@ -170,11 +170,11 @@ def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), checkpoint_rows]
 
 
-def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
+def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
     """Lanes whose windows are all that stops them."""
     low, high, _ = _lanes(loop, mapped, operands)
     num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    groups = sum(number for number, _ in stages.groups(axis.size))
+    groups = sum(number for number, _ in group_sizes(how, axis.size))
     reporting = loop.reporting and loop.reporting._replace(runs=groups, lanes=axis.size)
     loop = loop._replace(saving=None, saved=(), reporting=reporting)
 
@@ -187,7 +187,7 @@ def _in_groups(loop: Loop, stages: Stages, axis: Axis, mapped: Mask, operands: S
         return [*carry, *ys]
 
     program = GroupProgram(run_group, mapped, _operand_axes(loop), _result_axes(loop)[1:])
-    results = in_groups(program, stages, num_steps, operands)
+    results = in_groups(program, how, num_steps, operands)
     return Results(num_steps, *split_list(results, [loop.num_carry]))
 
 
@@ -197,12 +197,12 @@ def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) 
     return out.carry, out.ys
 
 
-def _in_stages(loop: Loop, stages: Stages, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Results:
+def _in_stages(loop: Loop, how: Compact, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Results:
     """Lanes whose predicates stop them: which go on is known only then.
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact_autodiff.py`).
     """
-    sizes = _sizes(loop, stages, axis.size)
+    sizes = _sizes(loop, how, axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     places = jnp.arange(axis.size, dtype=jnp.int32)

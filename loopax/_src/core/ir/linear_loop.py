@@ -9,7 +9,7 @@ stands (by `jax.linearize`), the linear part evaluates the whole loop, known par
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.annotations import HowLanesRun
+from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import (
     Loop,
     LoopInputs,
@@ -40,7 +40,7 @@ class LinearLoop(NamedTuple):
     storage: Storage
     saving: Saving | None = None
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
-    stages: HowLanesRun = None  # as in `Loop`
+    lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
     may_discard: bool = False  # as in `Loop`
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from jax import core
 
-from loopax._src.core.ir.annotations import DebugInfo, HowLanesRun, Names, Reporting
+from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
+from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
@@ -85,7 +86,7 @@ class Loop(NamedTuple):
     storage: Storage  # what reverse mode stores
     saving: Saving | None = None  # a loop that saves: when
     saved: Mask = ()  # a loop that saves: which leaves of the carry
-    stages: HowLanesRun = None  # how a batch runs; None: in lockstep
+    lanes: Lanes = Lockstep()  # how a batch runs
     reporting: Reporting | None = None  # how it shows how far it is; None: not
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`core/ir/kind.py`)
@@ -154,7 +155,7 @@ class Loop(NamedTuple):
         return self.saving.rows(self.bound) if self.saving else 0
 
 
-_TRAVERSAL = ("bound", "reverse", "unroll", "storage", "stages", "may_discard")
+_TRAVERSAL = ("bound", "reverse", "unroll", "storage", "lanes", "may_discard")
 
 
 def traversal(static: Any) -> dict[str, Any]:

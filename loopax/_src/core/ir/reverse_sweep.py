@@ -24,7 +24,8 @@ bodies. So second derivatives store no more than first ones do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.annotations import HowLanesRun, without_effects
+from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, traversal
 from loopax._src.core.ir.plan import Storage
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
@@ -84,7 +85,7 @@ class ReverseSweep(NamedTuple):
     reverse: bool  # the direction of `forward`
     unroll: int
     storage: Storage  # what reverse mode through the sweep stores
-    stages: HowLanesRun = None  # as in `Loop`
+    lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # (row, *consts, *state after a step, *forward x) -> state before it
     may_discard: bool = False  # as in `Loop`
 

@@ -1,13 +1,11 @@
 """Lanes: how a batch of loops under `jax.vmap` runs, when its lanes take different numbers of steps."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
 import jax
 
-from loopax._src.core.ir.annotations import Choice, HowLanesRun, OneByOne, Stages
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_arrays, refuse_tracers
@@ -19,18 +17,8 @@ _STAGES = Why("the sizes of the batches in the program", "choose one for all cal
 _LANES = Why("how the program runs a batch", "choose one for all calls: results do not depend on it")
 
 
-class Lanes(ABC):
+class Lanes:
     """How a batch of loops runs under `jax.vmap`. Use one of the subclasses."""
-
-    @property
-    @abstractmethod
-    def stages(self) -> HowLanesRun:
-        """How lanes are gathered into smaller batches; None: all lanes run together."""
-
-    @property
-    @abstractmethod
-    def is_free(self) -> bool:
-        """Whether an inner loop in the body becomes part of this loop."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +30,6 @@ class Lockstep(Lanes):
 
     A batch evaluates the body, lane by lane, as often as the number of lanes times the steps of the slowest lane.
     """
-
-    @property
-    def stages(self) -> None:
-        """See `Lanes.stages`."""
-
-    @property
-    def is_free(self) -> bool:
-        """See `Lanes.is_free`."""
-        return False
 
 
 @api_boundary
@@ -120,20 +99,6 @@ class Compact(Lanes):
         given = {"shrink": self.shrink, "min_lanes": self.min_lanes}
         return f"Compact({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
-    @property
-    def stages(self) -> Stages:
-        """See `Lanes.stages`."""
-        if self.min_lanes is not None:
-            return Stages(self.shrink, self.min_lanes)
-        if jax.default_backend() == "cpu":
-            return Stages(self.shrink, CPU_STAGE, CPU_LANES)
-        return Stages(self.shrink, OTHER_LANES)
-
-    @property
-    def is_free(self) -> bool:
-        """See `Lanes.is_free`."""
-        return False
-
 
 @dataclass(frozen=True)
 class Free(Lanes):
@@ -164,15 +129,6 @@ class Free(Lanes):
 
     """
 
-    @property
-    def stages(self) -> None:
-        """See `Lanes.stages`."""
-
-    @property
-    def is_free(self) -> bool:
-        """See `Lanes.is_free`."""
-        return True
-
 
 @dataclass(frozen=True)
 class Sequential(Lanes):
@@ -196,16 +152,6 @@ class Sequential(Lanes):
 
     """
 
-    @property
-    def stages(self) -> OneByOne:
-        """See `Lanes.stages`."""
-        return OneByOne()
-
-    @property
-    def is_free(self) -> bool:
-        """See `Lanes.is_free`."""
-        return False
-
 
 @dataclass(frozen=True)
 class AutoLanes(Lanes):
@@ -227,15 +173,68 @@ class AutoLanes(Lanes):
 
     """
 
-    @property
-    def stages(self) -> Choice:
-        """See `Lanes.stages`."""
-        return Choice(Compact().stages, jax.default_backend() == "cpu")
 
-    @property
-    def is_free(self) -> bool:
-        """See `Lanes.is_free`."""
-        return False
+# The smaller batches of `Compact`: stages or groups of lanes, and how large they are.
+#
+# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of
+# an eighth of the lanes, and at most so many times as large.
+PART = 8
+LARGER = 4
+# Stages by default: half of the lanes, then half of these, and so forth. Most steps are taken by many lanes; few lanes
+# take the last steps, and a stage for them saves less than it takes to compile.
+SHRINKS = (2.0, 2.0, 2.7)
+LAST_SHRINK, FEW_LANES = 4.0, 64
+# Of a step that costs little, a larger batch costs little more.
+SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
+
+
+def stage_sizes(compact: Compact, lanes: int, is_cheap: bool = False) -> list[int]:
+    """The sizes of the stages, from the whole batch down. A cheap step has fewer stages."""
+    fewest = _fewest(compact, CPU_STAGE)
+    if is_cheap and compact.shrink is None:
+        fewest = max(fewest, FEWEST_IF_CHEAP)
+    sizes = [lanes]
+    while (smaller := -int(-sizes[-1] // _shrink(compact, sizes, is_cheap))) >= fewest and smaller < sizes[-1]:
+        sizes.append(smaller)
+    return sizes
+
+
+def group_sizes(compact: Compact, lanes: int) -> list[tuple[int, int]]:
+    """The groups of a batch whose lanes are sorted by their numbers of steps: how many groups, of how many lanes each.
+
+    The lanes with the most steps differ most, so they are in smaller groups. All groups together may have a few places
+    more than there are lanes.
+    """
+    fewest = fewest_in_group(compact)
+    if lanes < 2 * fewest:
+        return [(1, lanes)]
+    few = max(lanes // PART // fewest, 1)
+    others = lanes - few * fewest
+    size = min(max(lanes // PART, fewest), LARGER * fewest)
+    number = max(others // size, 1)
+    return [(few, fewest), (number, -(-others // number))]
+
+
+def fewest_in_group(compact: Compact) -> int:
+    """The fewest lanes in a group."""
+    return _fewest(compact, CPU_LANES)
+
+
+def _fewest(compact: Compact, on_cpu: int) -> int:
+    if compact.min_lanes is not None:
+        return compact.min_lanes
+    return on_cpu if jax.default_backend() == "cpu" else OTHER_LANES
+
+
+def _shrink(compact: Compact, sizes: list[int], is_cheap: bool) -> float:
+    """The last of these sizes over the next."""
+    if compact.shrink is not None:
+        return compact.shrink
+    if is_cheap:
+        return SHRINK_IF_CHEAP
+    if sizes[-1] <= FEW_LANES:
+        return LAST_SHRINK
+    return SHRINKS[len(sizes) - 1] if len(sizes) <= len(SHRINKS) else SHRINK_IF_CHEAP
 
 
 def _check_shrink(shrink: object) -> None:
