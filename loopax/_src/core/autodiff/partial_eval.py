@@ -64,6 +64,7 @@ from loopax._src.jax_internals import (
     varying_axes,
     zeros,
 )
+from loopax._src.messages import no_reverse_mode_message
 from loopax._src.schedule.saving import Blocks, Saving
 
 
@@ -504,6 +505,8 @@ def loop_linearize(
     pairs = split_pairs(loop, outputs, known)
     depends = iter([tangent is None for tangent in (*pairs.carry, *pairs.ys, *pairs.saved)])
     results = pairs.results.leaves
+    if any(x is None for x in results):
+        raise ValueError(no_reverse_mode_message())
     mask = [flag and next(depends) for flag in loop.results_from(False, outputs, False).leaves]
 
     def linear(*tangents: Any) -> list[Any]:
