@@ -25,7 +25,7 @@ from loopax._src.jax_internals import (
 from loopax._src.kinds.auto import KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Lax
-from loopax._src.kinds.steps import Steps, in_windows, jvp, zero_tangent
+from loopax._src.kinds.steps import Steps, explained, in_windows, jvp, zero_tangent
 from loopax._src.pytrees.static import Why, positive_int
 
 # The derivative of the last steps of a loop alone.
@@ -93,8 +93,8 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
         dots = dots_of(found, ring, primals[0], tangents[0])
         return (found, ring), (dots, jax.tree.map(zero_tangent, ring))
 
-    run.defjvp(rule_of_run, symbolic_zeros=True)
-    run_with_ring.defjvp(rule_of_run_with_ring, symbolic_zeros=True)
+    run.defjvp(explained(rule_of_run, "Truncated(last=...)"), symbolic_zeros=True)
+    run_with_ring.defjvp(explained(rule_of_run_with_ring, "Truncated(last=...)"), symbolic_zeros=True)
     return run(call.operands)
 
 
@@ -191,6 +191,8 @@ class Truncated(Kind):
     TypeError
         - Both `last` and `window` are given, or neither.
         - `last` or `window` is not an int, or is traced.
+        - In a gradient of a batch, with `last` and a length that is known only at run time: the body calls a
+          `jax.custom_vjp` function.
     ValueError
         `last` or `window` is less than 1, or the derivative of `kind` is not that of the steps.
     NotImplementedError
