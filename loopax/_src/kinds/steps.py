@@ -21,7 +21,9 @@ from loopax._src.jax_internals import (
     jaxpr_as_fun,
     keep_bits,
     mapped_aval,
+    moved_like,
     no_tangent,
+    on_device,
     where,
     zeros,
 )
@@ -39,7 +41,9 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
         return function(structure.unflatten(merge_lists(has_dot, reject(has_dot, leaves), perturbed)))
 
     if any(has_dot):
-        return jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+        out, found = jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+        # JAX makes tangents of zero on the device, also of results on the host.
+        return out, jax.tree.map(lambda x, dot: moved_like(x, dot) if has_tangents(x) else dot, out, found)
     out = function(inputs)
     return out, jax.tree.map(zero_tangent, out)
 
@@ -161,7 +165,11 @@ def _by_step(body: ClosedJaxpr) -> ClosedJaxpr:
 
 def _turned(rows: Any, high: Any) -> Any:
     """From rows as they are to rows in the order of steps, which go from row high - 1 to row 0; and back."""
-    return keep_bits(lambda rows, high: jnp.roll(jnp.flip(rows, 0), high - rows.shape[0], 0), rows, high)
+    return on_device(lambda rows: keep_bits(_rolled, jnp.flip(rows, 0), high - rows.shape[0]), rows)
+
+
+def _rolled(rows: Any, shift: Any) -> Any:
+    return jnp.roll(rows, shift, 0)
 
 
 # A loop as a loop over windows of steps, each of which is a loop.
