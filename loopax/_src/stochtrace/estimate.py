@@ -21,35 +21,38 @@ from loopax._src.stochtrace.estimator import Budget, Estimator, Stop, Tolerance,
 from loopax._src.stochtrace.hutchinson import Hutchinson
 from loopax._src.stochtrace.operators import Operator, Products, to_operator
 
-# How many products an estimate may take, from what the user has said.
-
-
 # A standard error from fewer products is too uncertain to stop at.
 LEAST_FOR_TOLERANCE = 16
-_GIVE_BOUND = "give a static bound, and let the number itself be traced: `num_matvecs=n, max_matvecs=64`"
-_MAX_MATVECS = Why("the shapes of the largest arrays", _GIVE_BOUND)
+_MAX_MATVECS = Why(
+    "the shapes of the largest arrays",
+    "give a static bound, and let the number itself be traced: `num_matvecs=n, max_matvecs=64`",
+)
 _BATCH = Why(
     "how many products are evaluated together",
     "choose one for all calls: an estimate from so many products is the same",
 )
+_LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 
 
-def to_budget(
+def _budget(
     estimator: Estimator, operator: Operator, num_matvecs: Any, rtol: Any, atol: Any, max_matvecs: Any, batch: Any
 ) -> tuple[Budget, list[Check]]:
     """What an estimator may do, and what has to hold at run time."""
-    per_sample = estimator.products_per_sample
     tolerance, checks = _tolerance(operator, rtol, atol)
     if (num_matvecs is None) == (tolerance is None):
-        raise ValueError(_COUNT_OR_TOLERANCE.format("neither" if tolerance is None else "both"))
-    most = _most_matvecs(num_matvecs, max_matvecs)
-    _check_matvecs(estimator, operator, most, "num_matvecs" if max_matvecs is None else "max_matvecs")
-    capacity = most // per_sample
+        raise ValueError(
+            f"estimate_trace(num_matvecs=..., rtol=..., atol=...): got {'neither' if tolerance is None else 'both'} of "
+            "a count and a tolerance. Give num_matvecs= for so many matrix-vector products, or rtol= or atol= to stop "
+            "at a standard error of at most atol + rtol |value|."
+        )
+    most = _most_matvecs(estimator, operator, num_matvecs, max_matvecs)
+    least = estimator.products_per_sample
+    capacity = most // least
     limit = jnp.int32(capacity)
     if num_matvecs is not None:
         limit, checks = _limit(estimator, num_matvecs, most)
     batch = positive_int("estimate_trace(batch=...)", batch, "products", _BATCH)
-    minimum = -(-LEAST_FOR_TOLERANCE // per_sample)
+    minimum = -(-LEAST_FOR_TOLERANCE // least)
     return Budget(capacity, min(batch, capacity), minimum, Stop(limit, tolerance)), checks
 
 
@@ -74,63 +77,50 @@ def _tolerance(operator: Operator, rtol: Any, atol: Any) -> tuple[Tolerance | No
     return Tolerance(*values), checks
 
 
-def _most_matvecs(num_matvecs: Any, max_matvecs: Any) -> int:
-    """The static bound on the number of products."""
+def _most_matvecs(estimator: Estimator, operator: Operator, num_matvecs: Any, max_matvecs: Any) -> int:
+    """The static bound on the number of products; neither too few, nor more than make sense."""
     if max_matvecs is not None:
-        return positive_int("estimate_trace(max_matvecs=...)", max_matvecs, "products", _MAX_MATVECS)
-    if num_matvecs is None:
+        number = positive_int("estimate_trace(max_matvecs=...)", max_matvecs, "products", _MAX_MATVECS)
+    elif num_matvecs is None:
         raise ValueError(
             "estimate_trace(rtol=..., max_matvecs=None): a tolerance may need any number of products, and JAX needs a "
             "bound on it when it traces. Give max_matvecs= as an int; `converged` says whether it was enough."
         )
-    is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-    expected = "a Python int"
-    refuse_tracers("estimate_trace(num_matvecs=...)", num_matvecs, expected, _MAX_MATVECS)
-    return int(num_matvecs)
-
-
-def _check_matvecs(estimator: Estimator, operator: Operator, number: int, argument: str) -> None:
-    """Refuse too few, and more than make sense."""
+    else:
+        is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
+        refuse_tracers("estimate_trace(num_matvecs=...)", num_matvecs, "a Python int", _MAX_MATVECS)
+        number = int(num_matvecs)
     name, least = type(estimator).__name__, estimator.products_per_sample
+    what = f"estimate_trace({'num_matvecs' if max_matvecs is None else 'max_matvecs'}={number}): {name}"
     if not least <= number <= MOST_STEPS:
+        products = "product" if least == 1 else "products"
+        raise ValueError(f"{what} needs at least {least} matrix-vector {products} (and counts to {MOST_STEPS}).")
+    if estimator.has_basis and number // least > operator.size:
         raise ValueError(
-            f"estimate_trace({argument}={number}): {name} needs at least {least} matrix-vector product"
-            f"{'s' if least > 1 else ''} (and counts to {MOST_STEPS})."
+            f"{what} makes a basis of {number // least} vectors from so many products, and the operator's vectors have "
+            f"{operator.size} elements. Give at most {operator.size * least}; the {operator.size} products with unit "
+            "vectors give the trace exactly."
         )
-    most = estimator.most_samples(operator.size)
-    if most is not None and number // least > most:
-        raise ValueError(
-            f"estimate_trace({argument}={number}): {name} makes a basis of {number // least} vectors from so many "
-            f"products, and the operator's vectors have {operator.size} elements. Give at most {most * least}; the "
-            f"{operator.size} products with unit vectors give the trace exactly."
-        )
+    return number
 
 
 def _limit(estimator: Estimator, num_matvecs: Any, most: int) -> tuple[Any, list[Check]]:
     """The number of samples, where it is asked for."""
     is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-    least, known = estimator.products_per_sample, known_int(num_matvecs)
-    if known is not None and not least <= known <= most:
-        raise ValueError(
-            f"estimate_trace(num_matvecs={known}): {type(estimator).__name__} needs at least {least}, and "
-            f"max_matvecs is {most}."
-        )
+    name, least, known = type(estimator).__name__, estimator.products_per_sample, known_int(num_matvecs)
     if known is not None:
+        if not least <= known <= most:
+            raise ValueError(
+                f"estimate_trace(num_matvecs={known}): {name} needs at least {least}, and max_matvecs is {most}."
+            )
         return jnp.int32(known // least), []
     number = jnp.asarray(num_matvecs)
     wrong = (number < least) | (number > most)
     problem = (
-        f"num_matvecs{AMOUNT} is less than {least}, which {type(estimator).__name__} needs, or more than max_matvecs, "
-        f"which is {most}."
+        f"num_matvecs{AMOUNT} is less than {least}, which {name} needs, or more than max_matvecs, which is {most}."
     )
     limit = jnp.clip(number, least, min(most, int(jnp.iinfo(number.dtype).max))).astype(jnp.int32) // least
     return limit, [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, number)]
-
-
-_COUNT_OR_TOLERANCE = (
-    "estimate_trace(num_matvecs=..., rtol=..., atol=...): got {} of a count and a tolerance. Give num_matvecs= for so "
-    "many matrix-vector products, or rtol= or atol= to stop at a standard error of at most atol + rtol |value|."
-)
 
 
 class TraceEstimate(NamedTuple):
@@ -208,9 +198,6 @@ class TraceEstimate(NamedTuple):
         low, high = self.value.real - below * std_error, self.value.real + above * std_error
         beyond = jnp.where(jnp.isnan(self.std_error), jnp.nan, jnp.inf)
         return jnp.where(is_known, low, -beyond), jnp.where(is_known, high, beyond)
-
-
-_LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 
 
 @api_boundary
@@ -312,7 +299,7 @@ def estimate_trace(
         )
     square = to_operator(operator, size)
     estimator.check(square)
-    budget, checks = to_budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
+    budget, checks = _budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
     products = Products(square, budget.batch, differing(jax.tree.leaves((key, budget.stop))))
     found, converged = estimator.run(products, key, budget), jnp.ones((), bool)
     if (tolerance := budget.stop.tolerance) is not None:

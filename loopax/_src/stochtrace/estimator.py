@@ -14,9 +14,6 @@ from scipy.special import ndtri, stdtrit
 from loopax._src.loops import fori_loop, while_loop
 from loopax._src.stochtrace.operators import Operator, Probes, Products, check_probes
 
-# What samples say about the error of their mean: a standard error, and confidence intervals.
-
-
 LEVEL = 0.95  # of the interval that a tolerance bounds
 _TABULATED = 128  # degrees of freedom, beyond which a series for Student's quantiles is exact to 1e-6
 
@@ -65,7 +62,7 @@ def parts(numbers: Inexact[Array, "..."]) -> list[Float[Array, "..."]]:
 def variance_of_mean(moments: list[Moments], num_samples: Int[Array, ""]) -> Float[Array, ""]:
     """That of independent samples' mean; `moments` are those of each part."""
     count = num_samples.astype(moments[0].mean.dtype)
-    return _squares(moments) / jnp.maximum(count * (count - 1), 1)
+    return jnp.stack([part.squares for part in moments]).sum() / jnp.maximum(count * (count - 1), 1)
 
 
 def estimate_of(
@@ -77,21 +74,13 @@ def estimate_of(
     own = float(jnp.finfo(count.dtype).eps) ** 2 * jnp.stack([mean**2 for mean in means]).sum()
     of_rounding = rounding**2 + own
     std_error = jnp.where(num_samples > 1, safe_sqrt(variance + of_rounding), jnp.inf)
-    # Rounding errors are not skewed.
-    squares = _squares(moments) + count * (count - 1) * of_rounding
-    return Estimate(value, std_error, _skewness(moments[0], squares, count), num_samples)
-
-
-def _squares(moments: list[Moments]) -> Float[Array, ""]:
-    return jnp.stack([part.squares for part in moments]).sum()
-
-
-def _skewness(moments: Moments, squares: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
-    """That of a population, from the moments of a sample; zero where two or fewer say nothing about it."""
+    # The skewness of a population, from the moments of a sample. Rounding errors are not skewed.
+    squares = jnp.stack([part.squares for part in moments]).sum() + count * (count - 1) * of_rounding
     deviation = safe_sqrt(squares / count)
-    of_sample = moments.tilt * (moments.squares / or_one(squares)) / or_one(deviation)
+    of_sample = moments[0].tilt * (moments[0].squares / or_one(squares)) / or_one(deviation)
     unbiased = safe_sqrt(count * (count - 1)) / jnp.maximum(count - 2, 1)  # for normal samples (Joanes & Gill 1998)
-    return jnp.where(count > 2, unbiased * of_sample, 0)
+    skewness = jnp.where(count > 2, unbiased * of_sample, 0)  # two samples, or one, say nothing about it
+    return Estimate(value, std_error, skewness, num_samples)
 
 
 def or_one(x: Float[Array, ""]) -> Float[Array, ""]:
@@ -103,12 +92,6 @@ def safe_sqrt(x: Float[Array, ""]) -> Float[Array, ""]:
     """The square root, with the derivative zero at zero, and zero for what is negative."""
     is_zero = x <= 0  # not where it is NaN
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
-
-
-def half_length(estimate: Estimate) -> Float[Array, ""]:
-    """Half of the length of the 95 % interval, divided by what it is for normal errors: 1.96 standard errors."""
-    below, above = ends_in_errors(LEVEL, estimate.num_samples, estimate.skewness)
-    return estimate.std_error * ((below + above) / (2 * _normal_quantile(LEVEL)))
 
 
 def ends_in_errors(
@@ -165,7 +148,8 @@ class Tolerance(NamedTuple):
 
     def allows(self, estimate: Estimate) -> Bool[Array, ""]:
         """Whether the interval of an estimate is as short as that of a normal error of the allowed size."""
-        return half_length(estimate).astype(self.rtol.dtype) <= self._allowed(estimate)
+        half, allowed = self._compared(estimate)
+        return half <= allowed
 
     def raised(self, estimate: Estimate) -> Estimate:
         """An estimate that this has ended, with a standard error that is not too small for it.
@@ -175,15 +159,18 @@ class Tolerance(NamedTuple):
         """
         is_known = (estimate.std_error > 0) & jnp.isfinite(estimate.std_error)
         known = estimate._replace(std_error=jnp.where(is_known, estimate.std_error, 1))
-        half, allowed = half_length(known).astype(self.rtol.dtype), self._allowed(known)
+        half, allowed = self._compared(known)
         is_most = half * MOST_RAISED <= allowed
         is_between = (half < allowed) & ~is_most
         ratio = jnp.where(is_between, allowed, 1) / jnp.where(is_between, half, 1)
         raised = known.std_error * jnp.where(is_most, MOST_RAISED, ratio).astype(known.std_error.dtype)
         return estimate._replace(std_error=jnp.where(is_known, raised, estimate.std_error))
 
-    def _allowed(self, estimate: Estimate) -> Float[Array, ""]:
-        return self.atol + self.rtol * jnp.abs(estimate.value).astype(self.rtol.dtype)
+    def _compared(self, estimate: Estimate) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Half of the length of the 95 % interval, divided by 1.96; and the most that it may be."""
+        below, above = ends_in_errors(LEVEL, estimate.num_samples, estimate.skewness)
+        half = estimate.std_error * ((below + above) / (2 * _normal_quantile(LEVEL)))
+        return half.astype(self.rtol.dtype), self.atol + self.rtol * jnp.abs(estimate.value).astype(self.rtol.dtype)
 
 
 class Stop(NamedTuple):
@@ -210,10 +197,6 @@ class Budget(NamedTuple):
         """How many batches so many samples take, the last of which may not be full."""
         return -(-count // self.batch)
 
-    def whole_batches(self, count: Any) -> Any:
-        """The least number of samples in whole batches that is not less than `count`."""
-        return self.num_batches(count) * self.batch
-
     def spend(
         self,
         stop: Stop,
@@ -238,18 +221,16 @@ class Budget(NamedTuple):
         if tolerance is None or self.is_single_batch:
             return grown(sampled, none, stop.limit), stop.limit
 
-        def goes_on(state: tuple[Sampled, Int[Array, ""], Any]) -> Bool[Array, ""]:
-            _, number, is_exact = state
-            return (number < stop.limit) & ~is_exact
-
         def more(state: tuple[Sampled, Int[Array, ""], Any]) -> tuple[Sampled, Int[Array, ""], Any]:
             sampled, number, _ = state
             target = jnp.ceil(number.astype(jnp.float32) * GROWTH).astype(jnp.int32)
-            target = jnp.minimum(self.whole_batches(jnp.maximum(target, self.minimum)), stop.limit)
+            target = jnp.minimum(self.num_batches(jnp.maximum(target, self.minimum)) * self.batch, stop.limit)
             sampled = grown(sampled, number, target)
             return sampled, target, tolerance.allows(estimate(sampled, target))
 
-        return while_loop(goes_on, more, (sampled, none, jnp.zeros((), bool)))[:2]
+        # [samples, their number, whether the tolerance is reached]
+        start = sampled, none, jnp.zeros((), bool)
+        return while_loop(lambda state: (state[1] < stop.limit) & ~state[2], more, start)[:2]
 
 
 @dataclass(frozen=True)
@@ -259,14 +240,11 @@ class Estimator(ABC):
     probes: Probes = "rademacher"
 
     products_per_sample: ClassVar[int] = 1
+    has_basis: ClassVar[bool] = False  # then no more samples are useful than the operator's vectors have elements
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         check_probes(f"{type(self).__name__}(probes=...)", self.probes)
-
-    def most_samples(self, size: int) -> int | None:
-        """Return the most samples that are useful for an operator of this size; None: any number."""
-        del size
 
     def check(self, operator: Operator) -> None:
         """Raise an error if this estimator cannot estimate the trace of the operator."""

@@ -1,11 +1,10 @@
 """The mean of quadratic forms: products are used as they come, and none is kept."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Inexact, Int
 
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Checkpointed
@@ -68,20 +67,17 @@ class Hutchinson(Estimator):
         moments, count = sample(products.parameters, (key, budget.stop))
         estimate = _estimate(moments, count)
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
-        return _unless_few_are_equal(estimate, moments[0]) if are_signs else estimate
+        if not are_signs:
+            return estimate
+        # An infinite standard error where too few samples are equal, but for rounding errors.
+        rounding = jnp.finfo(estimate.value.dtype).eps * jnp.abs(estimate.value)
+        are_equal = moments[0].squares <= count.astype(rounding.dtype) * rounding**2
+        says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)
+        return estimate._replace(std_error=jnp.where(says_nothing, jnp.inf, estimate.std_error))
 
 
 def _estimate(moments: list[Moments], count: Int[Array, ""]) -> Estimate:
     return estimate_of(moments, count, variance_of_mean(moments, count))
-
-
-def _unless_few_are_equal(estimate: Estimate, moments: Moments) -> Estimate:
-    """With an infinite standard error where too few samples are equal, but for rounding errors."""
-    count = estimate.num_samples
-    rounding = jnp.finfo(estimate.value.dtype).eps * jnp.abs(estimate.value)
-    are_equal = moments.squares <= count.astype(rounding.dtype) * rounding**2
-    says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)
-    return estimate._replace(std_error=jnp.where(says_nothing, jnp.inf, estimate.std_error))
 
 
 @dataclass(frozen=True)
@@ -118,31 +114,26 @@ class _Stream:
         key, _ = others
 
         def step(i: Any, sums: list[Moments]) -> list[Moments]:
+            """Add the sums of a batch's rates, of d times them and of d^2 / squares times them, for deviations d."""
             start = i * self.budget.batch
             (samples, numbers), (rates, _) = along(lambda parameters: self.samples(parameters, key, start))
             rates = parts(jnp.where(numbers < count, rates, 0))
-            of_parts = zip(sums, moments, parts(samples), rates, strict=True)
-            return [_with_rates(sum_, part, sample, rate) for sum_, part, sample, rate in of_parts]
+            new = []
+            for sum_, part, sample, rate in zip(sums, moments, parts(samples), rates, strict=True):
+                away = sample - part.mean
+                of_tilt = (away * (away / or_one(part.squares)) * rate).sum()
+                new.append(Moments(sum_.mean + rate.sum(), sum_.squares + (away * rate).sum(), sum_.tilt + of_tilt))
+            return new
 
         zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
-        sums = step(0, zeros) if self.budget.is_single_batch else self._in_batches(count, step, zeros)
-        return [_rates_of_moments(part, sum_, count) for part, sum_ in zip(moments, sums, strict=True)]
-
-    def _in_batches(self, count: Int[Array, ""], step: Callable[..., list[Moments]], zeros: list[Moments]) -> Any:
-        """The step for each batch of samples that were taken."""
-        number, most = map(self.budget.num_batches, (count, self.budget.capacity))
-        return fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
-
-
-def _with_rates(sums: Moments, moments: Moments, samples: Float[Array, " b"], rates: Float[Array, " b"]) -> Moments:
-    """The sums of the samples' rates, of d times them and of d^2 / squares times them, for the deviations d."""
-    away = samples - moments.mean
-    of_tilt = (away * (away / or_one(moments.squares)) * rates).sum()
-    return Moments(sums.mean + rates.sum(), sums.squares + (away * rates).sum(), sums.tilt + of_tilt)
-
-
-def _rates_of_moments(moments: Moments, sums: Moments, count: Int[Array, ""]) -> Moments:
-    """The derivatives of moments, from such sums."""
-    mean, squares = sums.mean / count.astype(sums.mean.dtype), 2 * sums.squares
-    tilt = 3 * (sums.tilt - mean) - moments.tilt * squares / or_one(moments.squares)
-    return Moments(mean, squares, jnp.where(moments.squares == 0, 0, tilt))
+        if self.budget.is_single_batch:
+            sums = step(0, zeros)
+        else:
+            number, most = map(self.budget.num_batches, (count, self.budget.capacity))
+            sums = fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
+        rates = []
+        for part, sum_ in zip(moments, sums, strict=True):
+            mean, squares = sum_.mean / count.astype(sum_.mean.dtype), 2 * sum_.squares
+            tilt = 3 * (sum_.tilt - mean) - part.tilt * squares / or_one(part.squares)
+            rates.append(Moments(mean, squares, jnp.where(part.squares == 0, 0, tilt)))
+        return rates

@@ -47,42 +47,35 @@ class Operator:
 
 def to_operator(operator: Any, size: Any) -> Operator:
     """The operator that a user has given, or an error for what is none."""
-    if isinstance(operator, jax.Array | np.ndarray):
-        return _of_matrix(operator, size)
     lineax = sys.modules.get("lineax")  # who has one of its operators has imported it
-    if lineax is not None and isinstance(operator, lineax.AbstractLinearOperator):
-        return _of_lineax(lineax, operator, size)
+    is_lineax = lineax is not None and isinstance(operator, lineax.AbstractLinearOperator)
+    is_matrix = isinstance(operator, jax.Array | np.ndarray)
+    if size is not None and (is_matrix or is_lineax):
+        what = "a matrix" if is_matrix else "a lineax operator"
+        raise ValueError(f"estimate_trace(size={size!r}): {what} has a size of its own. Leave `size` out.")
+    if is_matrix:
+        shape = jnp.shape(operator)
+        if len(shape) != 2 or shape[0] != shape[1]:
+            raise ValueError(
+                f"estimate_trace(operator, ...): got an array of shape {shape}, expected a square matrix. Only a map "
+                "of a space to itself has a trace; for a stack of matrices use `jax.vmap`."
+            )
+        matrix = jnp.asarray(operator)
+        return Operator(lambda v: matrix @ v, shape[0], _checked_dtype(shape[0], {matrix.dtype}))
+    if lineax is not None and is_lineax:
+        if operator.in_size() != operator.out_size():
+            raise ValueError(
+                f"estimate_trace(operator, ...): the operator maps vectors of {operator.in_size()} elements to vectors "
+                f"of {operator.out_size()}. Only a square operator has a trace."
+            )
+        sign = int(lineax.is_positive_semidefinite(operator)) or -int(lineax.is_negative_semidefinite(operator))
+        return _of_structure(operator.mv, operator.in_structure(), sign)
     if callable(operator):
         return _of_function(operator, size)
     raise TypeError(
         f"estimate_trace(operator, ...): got {describe(operator)}, expected a square matrix, a function v -> A v with "
         "`size=`, or a lineax operator."
     )
-
-
-def _of_matrix(matrix: Any, size: Any) -> Operator:
-    _refuse_size("a matrix", size)
-    shape = jnp.shape(matrix)
-    if len(shape) != 2 or shape[0] != shape[1]:
-        raise ValueError(
-            f"estimate_trace(operator, ...): got an array of shape {shape}, expected a square matrix. Only a map of a "
-            "space to itself has a trace; for a stack of matrices use `jax.vmap`."
-        )
-    matrix = jnp.asarray(matrix)
-    _check_dtype(matrix.dtype)
-    _check_size(shape[0])
-    return Operator(lambda v: matrix @ v, shape[0], matrix.dtype)
-
-
-def _of_lineax(lineax: Any, operator: Any, size: Any) -> Operator:
-    _refuse_size("a lineax operator", size)
-    if operator.in_size() != operator.out_size():
-        raise ValueError(
-            f"estimate_trace(operator, ...): the operator maps vectors of {operator.in_size()} elements to vectors of "
-            f"{operator.out_size()}. Only a square operator has a trace."
-        )
-    sign = int(lineax.is_positive_semidefinite(operator)) or -int(lineax.is_negative_semidefinite(operator))
-    return _of_structure(operator.mv, operator.in_structure(), sign)
 
 
 def _of_function(function: Callable[[Any], Any], size: Any) -> Operator:
@@ -108,17 +101,16 @@ def _of_structure(function: Callable[[Any], Any], structure: PyTree[Any], sign: 
     structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), structure)
     leaves = jax.tree.leaves(structure)
     size = sum(math.prod(leaf.shape) for leaf in leaves)
-    _check_size(size)
-    dtype = leaves[0].dtype
-    if any(leaf.dtype != dtype for leaf in leaves):
-        names = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
-        raise TypeError(
-            f"estimate_trace(operator, ...): the operator's vectors have parts of different dtypes ({names}), and "
-            "probes have one. Let the function take one dtype, and cast in it."
-        )
-    _check_dtype(dtype)
+    dtype = _checked_dtype(size, {leaf.dtype for leaf in leaves})
     result = _result_type(function, structure)
-    _check_result(structure, result)
+    results = jax.tree.leaves(result)
+    types = f"estimate_trace(operator, ...): the operator takes {_types(structure)} and returns {_types(result)}."
+    is_same = same_structure(jax.tree.structure(structure), jax.tree.structure(result))
+    if not is_same or any(x.shape != y.shape for x, y in zip(leaves, results, strict=True)):
+        raise ValueError(f"{types} Only a map of a space to itself has a trace.")
+    got = jnp.result_type(*results)
+    if jnp.issubdtype(got, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{types} Give size=jax.ShapeDtypeStruct(shape, {got}), so that probes are complex too.")
     unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), structure))[1]
     return Operator(lambda v: ravel_pytree(function(unravel(v)))[0], size, dtype, sign)
 
@@ -134,46 +126,27 @@ def _result_type(function: Callable[[Any], Any], structure: PyTree[Any]) -> PyTr
         raise
 
 
-def _check_result(structure: PyTree[Any], result: PyTree[Any]) -> None:
-    same = same_structure(jax.tree.structure(structure), jax.tree.structure(result)) and all(
-        a.shape == b.shape for a, b in zip(jax.tree.leaves(structure), jax.tree.leaves(result), strict=True)
-    )
-    if not same:
-        raise ValueError(
-            f"estimate_trace(operator, ...): the operator takes {_types(structure)} and returns {_types(result)}. Only "
-            "a map of a space to itself has a trace."
-        )
-    given, got = jax.tree.leaves(structure)[0].dtype, jnp.result_type(*jax.tree.leaves(result))
-    if jnp.issubdtype(got, jnp.complexfloating) and not jnp.issubdtype(given, jnp.complexfloating):
+def _checked_dtype(size: int, dtypes: set[Any]) -> Any:
+    """The dtype of vectors of so many elements whose parts have these; an error where no probe is like them."""
+    if size == 0:
+        raise ValueError("estimate_trace(operator, ...): the operator's vectors have no elements.")
+    if len(dtypes) > 1:
         raise TypeError(
-            f"estimate_trace(operator, ...): the operator takes {_types(structure)} and returns {_types(result)}. Give "
-            f"size=jax.ShapeDtypeStruct(shape, {got}), so that probes are complex too."
+            "estimate_trace(operator, ...): the operator's vectors have parts of different dtypes "
+            f"({', '.join(sorted(map(str, dtypes)))}), and probes have one. Let the function take one dtype, and cast "
+            "in it."
         )
-
-
-def _check_dtype(dtype: Any) -> None:
+    (dtype,) = dtypes
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"estimate_trace(operator, ...): the operator has the dtype {dtype}, expected a floating or complex one. "
             "Cast it, for example with `matrix.astype(float)`."
         )
-
-
-def _check_size(size: int) -> None:
-    if size == 0:
-        raise ValueError("estimate_trace(operator, ...): the operator's vectors have no elements.")
-
-
-def _refuse_size(what: str, size: Any) -> None:
-    if size is not None:
-        raise ValueError(f"estimate_trace(size={size!r}): {what} has a size of its own. Leave `size` out.")
+    return dtype
 
 
 def _types(structure: PyTree[Any]) -> str:
     return str(jax.tree.map(lambda leaf: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", structure))
-
-
-# Products of the operator with random vectors, and the derivative of what loops make of them.
 
 
 Parameters = Sequence[Array]
@@ -212,15 +185,13 @@ class Products:
         self, parameters: Parameters, vectors: Inexact[Array, "m n"], count: Int[Array, ""]
     ) -> Inexact[Array, "m n"]:
         """A v for the first `count` rows v, a batch at a time; zero for the others."""
+
+        def batch(_: None, some: Inexact[Array, "b n"]) -> tuple[None, Inexact[Array, "b n"]]:
+            return None, self(parameters, some)
+
         batches = vectors.reshape(-1, self.batch, self.size)
-        _, images = scan(
-            lambda _, some: (None, self(parameters, some)),
-            None,
-            batches,
-            length=-(-count // self.batch),
-            kind=Checkpointed(),
-            throw=False,
-        )
+        number = -(-count // self.batch)
+        images = scan(batch, None, batches, length=number, kind=Checkpointed(), throw=False)[1]
         is_counted = jnp.arange(vectors.shape[0], dtype=jnp.int32) < count
         return jnp.where(is_counted[:, None], images.reshape(vectors.shape), 0)
 
@@ -230,8 +201,7 @@ Along = Callable[..., tuple[Any, Any]]
 
 
 def with_derivative(
-    run: Callable[[Parameters, Any], tuple[Any, Any]],
-    derivative: Callable[[Any, tuple[Any, Any], Along], Any],
+    run: Callable[[Parameters, Any], tuple[Any, Any]], derivative: Callable[[Any, tuple[Any, Any], Along], Any]
 ) -> Callable[[Parameters, Any], tuple[Any, Any]]:
     """`run(parameters, others) -> (results, integers)` with a derivative that does not go through its loops.
 
@@ -271,7 +241,18 @@ def with_derivative(
 
 def draw(probes: Probes, key: Array, numbers: Int[Array, " k"], size: int, dtype: Any) -> Inexact[Array, "k n"]:
     """The probes of these numbers, one a row; the same number is the same probe, however many are drawn at once."""
-    return jax.vmap(lambda number: _SAMPLERS[probes](jax.random.fold_in(key, number), size, dtype))(numbers)
+
+    def probe(number: Int[Array, ""]) -> Inexact[Array, " n"]:
+        own_key = jax.random.fold_in(key, number)
+        if probes == "rademacher":
+            return _signs(own_key, size, dtype)
+        direction = jax.random.normal(own_key, (size,), dtype)
+        if probes == "normal":
+            return direction
+        # uniform on the sphere of radius sqrt(size)
+        return direction * (jnp.sqrt(size) / jnp.linalg.norm(direction)).astype(dtype)
+
+    return jax.vmap(probe)(numbers)
 
 
 def check_probes(what: str, probes: Any) -> None:
@@ -286,7 +267,7 @@ def is_rotation_invariant(probes: Probes) -> bool:
     return probes != "rademacher"
 
 
-def _rademacher(key: Array, size: int, dtype: Any) -> Array:
+def _signs(key: Array, size: int, dtype: Any) -> Array:
     """Signs; for complex dtypes numbers of modulus one (Steinhaus)."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         angle = jax.random.uniform(key, (size,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
@@ -294,20 +275,3 @@ def _rademacher(key: Array, size: int, dtype: Any) -> Array:
     words = jax.random.bits(key, (-(-size // 32),), jnp.uint32)  # 32 signs from each, as drawing words is what costs
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
     return 1 - 2 * bits.reshape(-1)[:size].astype(dtype)
-
-
-def _normal(key: Array, size: int, dtype: Any) -> Array:
-    return jax.random.normal(key, (size,), dtype)
-
-
-def _sphere(key: Array, size: int, dtype: Any) -> Array:
-    """Uniform on the sphere of radius sqrt(size)."""
-    direction = _normal(key, size, dtype)
-    return direction * (jnp.sqrt(size) / jnp.linalg.norm(direction)).astype(dtype)
-
-
-_SAMPLERS: dict[str, Callable[[Array, int, Any], Array]] = {
-    "rademacher": _rademacher,
-    "normal": _normal,
-    "sphere": _sphere,
-}

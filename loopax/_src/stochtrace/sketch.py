@@ -5,6 +5,7 @@ All matrices are stored by rows, `(capacity, n)`, with zeros from the number of 
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -64,13 +65,10 @@ class Counted(NamedTuple):
 class SketchEstimator(Estimator):
     """An estimator that makes a sample from each row of a sketch."""
 
+    has_basis: ClassVar[bool] = True
     has_images: ClassVar[bool] = True
     has_others: ClassVar[bool] = False
     rounding_per_sample: ClassVar[float] = 0.0  # what each sample adds to `ROUNDING`
-
-    def most_samples(self, size: int) -> int | None:
-        """A basis has at most `size` directions."""
-        return size
 
     @abstractmethod
     def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
@@ -90,19 +88,13 @@ class SketchEstimator(Estimator):
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
             variance = _variance_with_shared_rows(samples, without, counted.is_counted, variance)
-        return estimate_of(moments, num_rows, variance, self._rounding(counted))
-
-    def _rounding(self, counted: Counted) -> Float[Array, ""]:
-        """What rounding errors make of an estimate, as a standard error.
-
-        On a basis they are those of n numbers of the size of the operator's Frobenius norm, whose square is the mean of
-        |A w|^2.
-        """
-        sketch, dtype = counted.sketch, counted.sketch.probes.real.dtype
-        count, size = counted.num_rows.astype(dtype), sketch.probes.shape[1]
+        # Rounding errors are those of n numbers of the size of the Frobenius norm, whose square is the mean of |A w|^2.
+        dtype = sketch.probes.real.dtype
+        count = num_rows.astype(dtype)
         squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
-        number = size**0.5 + ROUNDING + self.rounding_per_sample * count
-        return float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
+        number = sketch.probes.shape[1] ** 0.5 + ROUNDING + self.rounding_per_sample * count
+        rounding = float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
+        return estimate_of(moments, num_rows, variance, rounding)
 
 
 def _variance_with_shared_rows(
@@ -140,27 +132,19 @@ class _Growth:
     budget: Budget
 
     @property
-    def rows(self) -> int:
-        """Of the sketch."""
-        return self.budget.whole_batches(self.budget.capacity)
+    def capacity(self) -> int:
+        """The rows of the sketch: whole batches."""
+        return self.budget.num_batches(self.budget.capacity) * self.budget.batch
 
     def run(self, parameters: Parameters, others: tuple[Array, Stop]) -> tuple[Sketch, Int[Array, ""]]:
         """The sketch, and the number of its rows."""
         key, stop = others
-
-        def with_batch(sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]) -> Sketch:
-            return self._with_batch(parameters, key, sketch, start, target)
-
-        return self.budget.spend(stop, self._empty(), with_batch, self.estimator.estimate)
-
-    def _empty(self) -> Sketch:
-        def rows() -> Rows:
-            return jnp.zeros((self.rows, self.products.size), self.products.dtype)
-
-        square = jnp.zeros((self.rows, self.rows), self.products.dtype)
-        images = rows() if self.estimator.has_images else None
-        others = (rows(), rows()) if self.estimator.has_others else None
-        return Sketch(rows(), rows(), square, images, others)
+        none = partial(jnp.zeros, (self.capacity, self.products.size), self.products.dtype)
+        square = jnp.zeros((self.capacity, self.capacity), self.products.dtype)
+        images = none() if self.estimator.has_images else None
+        further = (none(), none()) if self.estimator.has_others else None
+        empty = Sketch(none(), none(), square, images, further)
+        return self.budget.spend(stop, empty, partial(self._with_batch, parameters, key), self.estimator.estimate)
 
     def _with_batch(
         self, parameters: Parameters, key: Array, sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]
@@ -172,8 +156,9 @@ class _Growth:
         def with_rows(old: Rows, new: Rows) -> Rows:
             return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
 
-        probes = self._draw(key, numbers)
-        others = self._draw(key, -1 - numbers) if self.estimator.has_others else probes[:0]
+        sample = partial(draw, self.estimator.probes, key, size=self.products.size, dtype=self.products.dtype)
+        probes = sample(numbers)
+        others = sample(-1 - numbers) if self.estimator.has_others else probes[:0]
         images, of_others = jnp.split(self.products(parameters, jnp.concatenate([probes, others])), [len(probes)])
         directions = self._orthonormal(sketch.basis, images, probes)
         basis = with_rows(sketch.basis, directions)
@@ -190,9 +175,6 @@ class _Growth:
             sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
         return sketch
 
-    def _draw(self, key: Array, numbers: Int[Array, " b"]) -> Rows:
-        return draw(self.estimator.probes, key, numbers, self.products.size, self.products.dtype)
-
     def _orthonormal(self, basis: Rows, images: Rows, probes: Rows) -> Rows:
         """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
 
@@ -202,7 +184,7 @@ class _Growth:
         norm = jnp.linalg.norm(images, axis=1).max()
         part = jnp.finfo(images.dtype).eps / self.products.size**0.5
         new = images + jnp.where(norm > 0, part * norm, 1).astype(images.dtype) * probes
-        if self.rows > self.budget.batch:  # there is a basis already
+        if self.capacity > self.budget.batch:  # there is a basis already
             # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
             new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
             new = _orthogonal_to(basis, new)
@@ -262,9 +244,6 @@ def dots(a: Inexact[Array, "m k"], b: Inexact[Array, "m k"]) -> Inexact[Array, "
 def abs2(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
     """The squared modulus."""
     return x.real**2 + x.imag**2
-
-
-# Hutch++: the trace on a basis exactly, and an estimate of the rest from other probes.
 
 
 @api_boundary

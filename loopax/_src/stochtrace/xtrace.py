@@ -13,9 +13,6 @@ from loopax._src.stochtrace.factorizations import inverse, inverse_root
 from loopax._src.stochtrace.operators import Operator, Probes, is_rotation_invariant
 from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
 
-# XNysTrace: the same idea for positive semidefinite operators, from one product a probe.
-
-
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
 
@@ -186,6 +183,7 @@ class XTrace(SketchEstimator):
         probes = counted.sketch.probes
         if not is_rotation_invariant(self.probes):
             return jnp.ones_like(inside)
-        outside = dots(probes.T, probes.T) - inside if inside.ndim == 1 else dots(probes.T, probes.T)[None] - inside
+        lengths = dots(probes.T, probes.T)
+        outside = (lengths if inside.ndim == 1 else lengths[None]) - inside
         dimensions = probes.shape[1] - counted.num_rows + 1 + others
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
