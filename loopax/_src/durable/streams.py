@@ -259,7 +259,7 @@ class _Run:
         self._keeper.settle()
         if interrupts.received is not None:
             raise self._keeper.interrupted(interrupts, f"{self._rows} items")
-        self._lanes.raise_error()
+        self._lanes.source.raise_error()
 
     @property
     def _number(self) -> int:

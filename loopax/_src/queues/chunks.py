@@ -13,9 +13,6 @@ from loopax._src.jax_internals import trace_context
 from loopax._src.pytrees.leaves import Spec, Static
 from loopax._src.queues.items import Settings
 
-# How many steps a chunk takes, from measured times.
-
-
 SECONDS = 0.05  # of a chunk, about: so long a finished item waits, and a new one, where items are slow to come
 FIRST = 64  # steps
 _GROWTH = 8
@@ -23,24 +20,19 @@ _MOST = 2**24
 
 
 class Pace:
-    """Steps between two looks of the host."""
+    """Steps between two looks of the host: the given number, or as many as take `SECONDS`."""
 
     def __init__(self, given: int | None) -> None:
-        """So many, or as many as take `SECONDS`."""
+        """`steps` is the most of the next chunk."""
         self._given = given
-        self._steps = FIRST if given is None else given
-
-    @property
-    def steps(self) -> int:
-        """The most of the next chunk."""
-        return self._steps
+        self.steps = FIRST if given is None else given
 
     def measured(self, steps: int, seconds: float, at_most: bool) -> None:
         """A chunk took so long, or `at_most` so long: it was done before the host looked."""
         if self._given is None and steps:
             wanted = int(SECONDS * steps / max(seconds, 1e-9))
-            least = self._steps if at_most else 1
-            self._steps = max(least, min(wanted, self._steps * _GROWTH, _MOST))
+            least = self.steps if at_most else 1
+            self.steps = max(least, min(wanted, self.steps * _GROWTH, _MOST))
 
 
 # A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
@@ -118,19 +110,16 @@ def results_of(found: Any) -> Chunk:
 
 def compiled(function: Spec, item: Spec, lanes: int) -> Program:
     """The program of a function and items like these; that of an earlier stream where it is the same."""
+    context = trace_context(), Settings.here()  # the former knows not all of the latter
     try:
         hash((function, item))
     except TypeError:
-        return _program(function, item, lanes)
-    return _cached(function, item, lanes, (trace_context(), Settings.here()))  # the former knows not all of the latter
+        return _program.__wrapped__(function, item, lanes, context)
+    return _program(function, item, lanes, context)
 
 
 @lru_cache(maxsize=_KEPT)
-def _cached(function: Spec, item: Spec, lanes: int, _: Any) -> Program:
-    return _program(function, item, lanes)
-
-
-def _program(function: Spec, item: Spec, lanes: int) -> Program:
+def _program(function: Spec, item: Spec, lanes: int, _: Any) -> Program:
     leaves = [leaf.value if isinstance(leaf, Static) else leaf.aval for leaf in function.leaves]
     made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function)
     places = max(lanes // PART, 1)

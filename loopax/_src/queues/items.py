@@ -3,8 +3,9 @@
 import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple
 
@@ -16,11 +17,9 @@ from loopax._src.frontend.references import refuse_references_in
 from loopax._src.nnx.functional import freeze
 from loopax._src.pytrees.leaves import Dynamic, Spec, pack, same_structure, same_value
 
-# Settings of JAX that belong to a thread, and to the place where a stream is made.
-
 
 class Settings(NamedTuple):
-    """Those that decide about arrays."""
+    """Settings of JAX that decide about arrays, and belong to a thread: to the one where a stream is made."""
 
     x64: bool
     promotion: Any
@@ -41,15 +40,13 @@ class Settings(NamedTuple):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Also somewhere else."""
-        with ExitStack() as stack:
-            stack.enter_context(jax.enable_x64(self.x64))
-            stack.enter_context(jax.numpy_dtype_promotion(self.promotion))
-            stack.enter_context(jax.default_device(self.device))
-            stack.enter_context(jax.default_prng_impl(self.prng))
+        with (
+            jax.enable_x64(self.x64),
+            jax.numpy_dtype_promotion(self.promotion),
+            jax.default_device(self.device),
+            jax.default_prng_impl(self.prng),
+        ):
             yield
-
-
-# Items on the host: their arrays, which must be alike.
 
 
 _ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
@@ -58,16 +55,11 @@ _ALIKE = "All items go through one compiled program: give each the structure, sh
 class ItemTypes:
     """What all items are like: the first."""
 
+    spec: Spec  # from the first item on
+
     def __init__(self) -> None:
         """No item is known."""
         self.count = 0  # of items that were made ready
-        self._spec: Spec | None = None
-
-    @property
-    def spec(self) -> Spec:
-        """From the first item on."""
-        assert self._spec is not None
-        return self._spec
 
     def ready(self, item: Any) -> tuple[int, list[np.ndarray]]:
         """The next item: its index and its arrays; an error where it is not like the others."""
@@ -77,22 +69,18 @@ class ItemTypes:
 
     def ready_again(self, index: int, item: Any) -> tuple[int, list[np.ndarray]]:
         """One that has an index."""
-        if self._spec is None:
-            self._spec = _spec_of(item, index)
-        return index, _arrays_of(item, index, self._spec)
+        frozen = freeze(item)
+        if not hasattr(self, "spec"):
+            refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
+            arrays, spec = pack(frozen)
+            types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
+            leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
+            self.spec = Spec(spec.treedef, tuple(leaves))
+        return index, _arrays_of(frozen, index, self.spec)
 
 
-def _spec_of(item: Any, index: int) -> Spec:
-    frozen = freeze(item)
-    refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
-    arrays, spec = pack(frozen)
-    types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
-    leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
-    return Spec(spec.treedef, tuple(leaves))
-
-
-def _arrays_of(item: Any, index: int, spec: Spec) -> list[np.ndarray]:
-    leaves, treedef = jax.tree.flatten(freeze(item))
+def _arrays_of(frozen: Any, index: int, spec: Spec) -> list[np.ndarray]:
+    leaves, treedef = jax.tree.flatten(frozen)
     if not same_structure(treedef, spec.treedef):
         raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")
     arrays = []
@@ -108,9 +96,11 @@ def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.nda
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(leaf) if is_key else None
     if impl != of.key_impl:
-        raise TypeError(_message(spec, place, index, _kind_of_key(impl), _kind_of_key(of.key_impl)))
-    given = np.asarray(jax.random.key_data(leaf)) if is_key else _copied(leaf)
-    array = given
+        kinds = ["no PRNG key" if key is None else f"a PRNG key of {key}" for key in (impl, of.key_impl)]
+        raise TypeError(_message(spec, place, index, *kinds))
+    # Arrays of JAX do not change; into others, the iterable may write again.
+    copied = np.asarray if isinstance(leaf, jax.Array) else np.array
+    array = given = copied(jax.random.key_data(leaf) if is_key else leaf)
     if array.dtype.kind in "biufcV":
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     if array is not given and array.dtype.kind in "iu" and (array != given).any():
@@ -118,15 +108,6 @@ def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.nda
     if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
         raise TypeError(_message(spec, place, index, described(array), described(of.aval)))
     return array
-
-
-def _copied(leaf: Any) -> np.ndarray:
-    """Arrays of JAX do not change; into others, the iterable may write again."""
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
-
-
-def _kind_of_key(impl: Any) -> str:
-    return "no PRNG key" if impl is None else f"a PRNG key of {impl}"
 
 
 def described(aval: Any) -> str:
@@ -155,7 +136,10 @@ class Source:
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         if ahead:
-            self._thread = Thread(target=self._as_here(), name="loopax items", daemon=True)
+            # The thread has the context variables and settings of this one.
+            context, settings = contextvars.copy_context(), Settings.here()
+            fetch = partial(context.run, self._fetch_ahead, settings)
+            self._thread = Thread(target=fetch, name="loopax items", daemon=True)
             self._thread.start()
 
     def take(self, most: int) -> list[Any]:
@@ -208,39 +192,23 @@ class Source:
             self._changed.notify_all()
         return fetched
 
-    def _as_here(self) -> Callable[[], None]:
-        """What another thread does: to fetch, with the context variables and settings of this one."""
-        context, settings = contextvars.copy_context(), Settings.here()
-
-        def fetch() -> None:
-            with settings.applied():
-                context.run(self._fetch_ahead)
-
-        return fetch
-
-    def _fetch_ahead(self) -> None:
-        while self._has_room():
-            self._fetch_one()
-
-    def _has_room(self) -> bool:
-        """Wait for room; false where nothing more is fetched."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._ended or len(self._fetched) < self._ahead)
-            return not (self._stopping or self._ended)
+    def _fetch_ahead(self, settings: Settings) -> None:
+        with settings.applied():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._ended or len(self._fetched) < self._ahead)
+                    if self._stopping or self._ended:
+                        return
+                self._fetch_one()
 
     def _fetch_one(self) -> None:
         try:
-            item = self._ready(next(self._iterator))
+            found = [self._ready(next(self._iterator))]
         except StopIteration:
-            self._end(None)
+            found = []
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised behind the items before it
-            self._end(error)
-        else:
-            with self._changed:
-                self._fetched.append(item)
-                self._changed.notify_all()
-
-    def _end(self, error: BaseException | None) -> None:
+            found, self._error = [], error
         with self._changed:
-            self._ended, self._error = True, error
+            self._fetched.extend(found)
+            self._ended |= not found
             self._changed.notify_all()

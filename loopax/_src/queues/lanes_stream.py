@@ -19,9 +19,6 @@ from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.queues.chunks import Pace
 from loopax._src.queues.working_lanes import BusyLanes, Finished, Shown, StreamReport, WorkingLanes
 
-# A stream that can go on: what `suspend()` returns, and `lanes_stream(resume=...)` takes.
-
-
 NO_ORDER = -1  # in the place of the next result
 
 
@@ -54,9 +51,6 @@ class SuspendedStream(NamedTuple):
     results: tuple[tuple[int, Any, str | None], ...]
     fetched: int
     next_result: int
-
-
-# A stream as users see it: results one by one, suspended and resumed.
 
 
 class LanesStream(Iterator[Any]):
@@ -97,22 +91,19 @@ class LanesStream(Iterator[Any]):
     def __next__(self) -> Any:
         """Return the next result; wait until there is one."""
         with self._one_at_a_time:
-            return self._next_result()
-
-    def _next_result(self) -> Any:
-        while not self._results:
-            finished = self._look()
-            if finished is None:
-                self._working.raise_error()
-                raise StopIteration
-            self._finish(finished)
-        index, result, message = self._results.popleft()
-        if not self._throw:
-            return index, result, message
-        if message is not None:
-            self.close()
-            raise eqx.EquinoxRuntimeError(message)
-        return index, result
+            while not self._results:
+                finished = self._look()
+                if finished is None:
+                    self._working.source.raise_error()
+                    raise StopIteration
+                self._finish(finished)
+            index, result, message = self._results.popleft()
+            if not self._throw:
+                return index, result, message
+            if message is not None:
+                self.close()
+                raise eqx.EquinoxRuntimeError(message)
+            return index, result
 
     def __enter__(self) -> Self:
         """Return the stream itself. The end of the `with` block closes the stream."""
@@ -127,7 +118,7 @@ class LanesStream(Iterator[Any]):
         self._working.fetch_no_more()  # a thread that waits for an item lets this one in
         with self._one_at_a_time:
             self._end()
-            self._working.forget_error()
+            self._working.source.forget_error()
 
     def _end(self) -> None:
         self._is_open = False
@@ -150,26 +141,28 @@ class LanesStream(Iterator[Any]):
 
         """
         with self._one_at_a_time:
-            return self._suspended()
-
-    def _suspended(self) -> SuspendedStream:
-        if not self._is_open:
-            raise ValueError("suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block.")
-        if self._working.is_running:
-            self._finish(self._working.look(start_next=False))
-        waiting = self._working.stop()
-        at = self._working.busy()
-        where, state, unfinished = np.full(self._lanes, NO_ITEM, np.int64), [], []
-        if at is not None:
-            where, state = at.indices, at.inside
-            unfinished = [(int(where[i]), [x[i] for x in at.inputs]) for i in np.flatnonzero(where != NO_ITEM)]
-        unfinished = [(index, self._as_given(arrays)) for index, arrays in (*unfinished, *waiting)]
-        results = (*self._results, *((index, *found) for index, found in sorted(self._held.items())))
-        following = self._results[0][0] if self._ordered and self._results else self._next
-        following = following if self._ordered else NO_ORDER
-        suspended = SuspendedStream(tuple(unfinished), where, state, results, self._working.items.count, following)
-        self._end()
-        return suspended
+            if not self._is_open:
+                raise ValueError(
+                    "suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block."
+                )
+            if self._working.is_running:
+                self._finish(self._working.look(start_next=False))
+            waiting = self._working.stop()
+            at = self._working.busy()
+            where, state, items = np.full(self._lanes, NO_ITEM, np.int64), [], []
+            if at is not None:
+                where, state = at.indices, at.inside
+                items = [(int(where[i]), [x[i] for x in at.inputs]) for i in np.flatnonzero(where != NO_ITEM)]
+            unfinished = tuple(
+                (index, thaw(self._working.items.spec.unpack([np.asarray(x) for x in arrays])))
+                for index, arrays in (*items, *waiting)
+            )
+            results = (*self._results, *((index, *found) for index, found in sorted(self._held.items())))
+            following = self._results[0][0] if self._results else self._next
+            following = following if self._ordered else NO_ORDER
+            suspended = SuspendedStream(unfinished, where, state, results, self._working.items.count, following)
+            self._end()
+            return suspended
 
     def report(self) -> StreamReport:
         """Return what the lanes have done so far."""
@@ -210,9 +203,6 @@ class LanesStream(Iterator[Any]):
         while self._next in self._held:
             self._results.append((self._next, *self._held.pop(self._next)))
             self._next += 1
-
-    def _as_given(self, arrays: list[Any]) -> Any:
-        return thaw(self._working.items.spec.unpack([np.asarray(x) for x in arrays]))
 
     def _resume(self, suspended: SuspendedStream) -> None:
         """Go on where another stream was suspended."""

@@ -20,8 +20,6 @@ from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Pace, Program, comp
 from loopax._src.queues.chunks import results_of as wait_for
 from loopax._src.queues.items import ItemTypes, Settings, Source, described
 
-# What the lanes of a stream did.
-
 
 class StreamReport(NamedTuple):
     """What the lanes of a stream did.
@@ -119,13 +117,17 @@ class WorkingLanes:
     @property
     def program(self) -> Program:
         """The compiled program, from the first item on."""
-        if self._program is None:
+        if self._program is None or self._state is None:
             with self._settings.applied():
-                self._program = compiled(self._function, self.items.spec, self.num_lanes)
-        if self._state is None:
-            with self._settings.applied():
+                self._program = self._program or compiled(self._function, self.items.spec, self.num_lanes)
                 self._state = self._program.empty()
         return self._program
+
+    @property
+    def source(self) -> Source:
+        """Where items are fetched from: there is one before the first look."""
+        assert self._source is not None
+        return self._source
 
     @property
     def num_busy(self) -> int:
@@ -143,38 +145,26 @@ class WorkingLanes:
         The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
         """
         with self._settings.applied():
-            return self._look(start_next, patience)
-
-    def _look(self, start_next: bool, patience: float | None) -> Finished | None:
-        source = self._fetching
-        if self._running is None and not self._start():
-            if source.is_empty:
-                return None
-            source.wait(patience)
-            return Finished([], [], [])
-        indices, chunk = self._collect()
-        if start_next:
-            self._start()  # the device runs while results and items are made ready, and used
-        flags, arrays = split_list(chunk.results(), [len(self.program.made.messages)])
-        errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
-        self._prepare()
-        return Finished(indices, errors, arrays)
+            if self._running is None and not self._start():
+                if self.source.is_empty:
+                    return None
+                self.source.wait(patience)
+                return Finished([], [], [])
+            indices, chunk = self._collect()
+            if start_next:
+                self._start()  # the device runs while results and items are made ready, and used
+            flags, arrays = split_list(chunk.results(), [len(self.program.made.messages)])
+            errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
+            self._prepare()
+            return Finished(indices, errors, arrays)
 
     def message(self, index: int, error: int) -> str:
         """What the error of an item says."""
         return f"item {index} of {self._name}: {with_amount(self.program.made.messages[error], None)}"
 
-    def raise_error(self) -> None:
-        """Raise what the iterable has raised, once."""
-        self._fetching.raise_error()
-
-    def forget_error(self) -> None:
-        """What the iterable has raised is not asked for any more."""
-        self._fetching.forget_error()
-
     def stop(self) -> list[tuple[int, list[np.ndarray]]]:
         """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
-        return [*self._waiting, *self._fetching.stop()]
+        return [*self._waiting, *self.source.stop()]
 
     def fetch_no_more(self) -> None:
         """Items that are fetched are lost, and the iterable is not asked again."""
@@ -201,15 +191,6 @@ class WorkingLanes:
     def go_on(self, at: BusyLanes) -> None:
         """Be where lanes were; a ValueError where another function has left them."""
         self.program  # noqa: B018 - makes the state
-        self._refuse_others(at)
-        indices = np.asarray(at.indices)
-        is_busy = indices != NO_ITEM
-        self._in_lanes = {int(index) % NUMBERS: int(index) for index in indices[is_busy]}
-        numbers = np.where(is_busy, indices % NUMBERS, NO_ITEM).astype(np.int32)
-        inside = jax.tree.structure(self._state.inside).unflatten(at.inside)
-        self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
-
-    def _refuse_others(self, at: BusyLanes) -> None:
         expected = [described(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
         got = [described(x) for x in [*at.inputs, *at.inside]]
         if got != expected:
@@ -217,6 +198,12 @@ class WorkingLanes:
                 f"{self._name}(resume=...): the suspended lanes are those of another function or of other items. They "
                 f"have the arrays {', '.join(got)}, and this function's have {', '.join(expected)}."
             )
+        indices = np.asarray(at.indices)
+        is_busy = indices != NO_ITEM
+        self._in_lanes = {int(index) % NUMBERS: int(index) for index in indices[is_busy]}
+        numbers = np.where(is_busy, indices % NUMBERS, NO_ITEM).astype(np.int32)
+        inside = jax.tree.structure(self._state.inside).unflatten(at.inside)
+        self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
 
     def wait_with(self, items: Iterable[tuple[int, list[np.ndarray]]]) -> None:
         """These items, which are made ready, are next."""
@@ -230,23 +217,19 @@ class WorkingLanes:
 
     # ---- chunks
 
-    @property
-    def _fetching(self) -> Source:
-        assert self._source is not None  # there is one before the first look
-        return self._source
-
     def _start(self) -> bool:
         """Start a chunk with the items that are there; false where there is nothing to run."""
         free = self.num_lanes - len(self._in_lanes)
-        block = self._prepared_for(free)
-        if block is None:
+        (first_item, block), self._block = self._block or (None, None), None
+        # The items that were placed are used where no other comes first, and enough lanes are free.
+        if not (block and self._waiting[0] is first_item and free >= block.first):
             if not self._fill() and not self._in_lanes:
                 return False
             block = self._place(free)
         program = self.program
         given = [self._waiting.popleft() for _ in range(sum(block.counts))]
-        is_last = self._fetching.is_empty and not self._waiting
-        has_more = bool(self._waiting) or (not is_last and self._fetching.num_fetched > 0)
+        is_last = self.source.is_empty and not self._waiting
+        has_more = bool(self._waiting) or (not is_last and self.source.num_fetched > 0)
         rows = program.rounds if is_last else len(block.counts) or 1
         wanted = program.places if is_last else 1
         counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
@@ -288,12 +271,6 @@ class WorkingLanes:
             numbers, inputs = jax.device_put((block.numbers, block.inputs))
             self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
 
-    def _prepared_for(self, free: int) -> Block | None:
-        """The items that were placed, where no other comes first, and enough lanes are free."""
-        (first_item, block), self._block = self._block or (None, None), None
-        is_next = block and self._waiting[0] is first_item and free >= block.first
-        return block if is_next else None
-
     def _place(self, free: int) -> Block:
         """The first items that wait, as many as a chunk takes."""
         program = self.program
@@ -302,11 +279,8 @@ class WorkingLanes:
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
         room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
-        self._waiting.extend(self._fetching.take(max(room - len(self._waiting), 0)))
+        self._waiting.extend(self.source.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
-
-
-# How far a stream is, as it is shown: items, and the steps of lanes.
 
 
 class Shown:
