@@ -20,21 +20,6 @@ class Arguments:
     lanes: int
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """An argument, or a part of one."""
-
-    path: str
-    value: Any
-    axis: int | None
-
-    @property
-    def lanes(self) -> int:
-        """How many there are."""
-        assert self.axis is not None
-        return jnp.shape(self.value)[self.axis]
-
-
 def lane_arguments(args: tuple[Any, ...], in_axes: Any) -> Arguments:
     """Find the lanes in the arguments; errors name the argument and the path in it."""
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
@@ -45,12 +30,24 @@ def lane_arguments(args: tuple[Any, ...], in_axes: Any) -> Arguments:
         if is_kept or (at is None and is_number(leaf)):
             specs.append(Static(leaf))
             continue
-        found.append(_Leaf(path, leaf, at if at is None else _in_range("in_axes", path, leaf, at)))
+        found.append((path, leaf, at if at is None else _in_range("in_axes", path, leaf, at)))
         array, spec = to_array(leaf)
         arrays.append(array)
         specs.append(spec)
     spec = Spec(jax.tree.structure(args), tuple(specs))
-    return Arguments(arrays, tuple(leaf.axis for leaf in found), spec, _number_of_lanes(found))
+    mapped = [(path, leaf, at, jnp.shape(leaf)[at]) for path, leaf, at in found if at is not None]
+    if not mapped:
+        raise ValueError(
+            "sharded_lanes: no argument has lanes. Give at least one array with an axis of lanes, and say in `in_axes` "
+            "which axis that is."
+        )
+    if len({lanes for *_, lanes in mapped}) > 1:
+        lines = [f"  {path}: {lanes} lanes at axis {at} ({describe(leaf)})\n" for path, leaf, at, lanes in mapped]
+        raise ValueError(
+            f"sharded_lanes needs as many lanes in all arguments. Got:\n{''.join(lines)}Give None in `in_axes` for an "
+            "argument that all lanes share."
+        )
+    return Arguments(arrays, tuple(at for *_, at in found), spec, mapped[0][-1])
 
 
 def move_lanes(results: Any, out_axes: Any) -> Any:
@@ -59,23 +56,19 @@ def move_lanes(results: Any, out_axes: Any) -> Any:
     leaves, treedef = jax.tree.flatten(results)
     paths = [f"result{keystr(path)}" for path, _ in tree_leaves_with_path(results)]
     moved = [
-        leaf if is_kept else jnp.moveaxis(leaf, 0, _out_axis(path, leaf, at))
+        leaf if is_kept else jnp.moveaxis(leaf, 0, _in_range("out_axes", path, leaf, at))
         for path, leaf, at, is_kept in zip(paths, leaves, axes, stays(results), strict=True)
     ]
     return treedef.unflatten(moved)
 
 
-def _out_axis(path: str, leaf: Any, at: int | None) -> int:
+def _in_range(name: str, path: str, leaf: Any, at: int | None) -> int:
+    """The axis counted from the front."""
     if at is None:
         raise ValueError(
-            f"sharded_lanes(out_axes=...): got None for {path}, but every result has lanes. Give an int; where all "
-            "lanes have the same result, take one of them: `jax.tree.map(lambda y: y[0], ...)`."
+            f"sharded_lanes({name}=...): got None for {path}, but every result has lanes. Give an int; where all lanes "
+            "have the same result, take one of them: `jax.tree.map(lambda y: y[0], ...)`."
         )
-    return _in_range("out_axes", path, leaf, at)
-
-
-def _in_range(name: str, path: str, leaf: Any, at: int) -> int:
-    """The axis counted from the front."""
     ndim = jnp.ndim(leaf)
     if not -ndim <= at < ndim:
         shared = " Give None where all lanes share it." if name == "in_axes" else ""
@@ -84,23 +77,6 @@ def _in_range(name: str, path: str, leaf: Any, at: int) -> int:
             f"cannot be at axis {at}.{shared}"
         )
     return at % ndim
-
-
-def _number_of_lanes(leaves: list[_Leaf]) -> int:
-    mapped = [leaf for leaf in leaves if leaf.axis is not None]
-    if not mapped:
-        raise ValueError(
-            "sharded_lanes: no argument has lanes. Give at least one array with an axis of lanes, and say in `in_axes` "
-            "which axis that is."
-        )
-    if len({leaf.lanes for leaf in mapped}) > 1:
-        lines = [f"  {x.path}: {x.lanes} lanes at axis {x.axis} ({describe(x.value)})" for x in mapped]
-        raise ValueError(
-            "sharded_lanes needs as many lanes in all arguments. Got:\n"
-            + "\n".join(lines)
-            + "\nGive None in `in_axes` for an argument that all lanes share."
-        )
-    return mapped[0].lanes
 
 
 def _spread_axes(name: str, axes: Any, tree: Any, what: str) -> list[int | None]:

@@ -32,7 +32,17 @@ class Devices:
         """
         in_force = jax.sharding.get_abstract_mesh()
         if AxisType.Manual in in_force.axis_types:
-            return replace(self, mesh=_around(in_force, self.axis))
+            # Within a `shard_map`, lanes are spread over one of the axes that it leaves.
+            types = dict(zip(in_force.axis_names, in_force.axis_types, strict=True))
+            left = [name for name, axis_type in types.items() if axis_type != AxisType.Manual]
+            if self.axis in left:
+                return replace(self, mesh=in_force)
+            names = ", ".join(map(repr, left)) or "none"
+            raise ValueError(
+                f"sharded_lanes(axis={self.axis!r}) is called within a `jax.shard_map` that leaves it no such axis. "
+                f"Axes that are left: {names}. Name fewer axes in its `axis_names`, or use `jax.vmap` there: each "
+                "device runs its own loop."
+            )
         meshes = [in_force, *(jax.typeof(x).sharding.mesh for x in arrays)]
         if any(AxisType.Explicit in mesh.axis_types for mesh in meshes if not mesh.empty):
             return self
@@ -49,8 +59,8 @@ class Devices:
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=tuple(PartitionSpec() if at is None else _at(at, self.axis) for at in axes),
-            out_specs=_at(0, self.axis),
+            in_specs=tuple(PartitionSpec() if at is None else PartitionSpec(*(None,) * at, self.axis) for at in axes),
+            out_specs=PartitionSpec(self.axis),
             axis_names={self.axis},
             check_vma=False,
         )
@@ -93,27 +103,11 @@ class Devices:
         return NamedSharding(self.mesh, PartitionSpec(*others))
 
 
-def _at(at: int, axis: str) -> PartitionSpec:
-    return PartitionSpec(*(None,) * at, axis)
-
-
 def _without(axis: str, entry: Any) -> Any:
     """What is left of an entry of a PartitionSpec: None, the name of an axis, or several."""
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
     return None if entry == axis else entry
-
-
-def _around(mesh: Any, axis: str) -> Any:
-    """The mesh of the `shard_map` within which lanes are to be spread over one of its other axes."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if types.get(axis, AxisType.Manual) != AxisType.Manual:
-        return mesh
-    names = ", ".join(repr(name) for name, axis_type in types.items() if axis_type != AxisType.Manual) or "none"
-    raise ValueError(
-        f"sharded_lanes(axis={axis!r}) is called within a `jax.shard_map` that leaves it no such axis. Axes that are "
-        f"left: {names}. Name fewer axes in its `axis_names`, or use `jax.vmap` there: each device runs its own loop."
-    )
 
 
 def check_mesh(mesh: Any, axis: Any) -> None:

@@ -1,7 +1,6 @@
 """Lanes on many devices: `sharded_lanes`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +15,9 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
 from loopax._src.nnx.writeback import refuse_changes
-from loopax._src.pytrees.leaves import Spec, describe, pack
+from loopax._src.pytrees.leaves import describe, pack
 from loopax._src.sharding.in_axes import Arguments, lane_arguments, move_lanes
 from loopax._src.sharding.mesh import Devices, check_mesh
-
-# Which device works on which lanes, so that all devices finish together.
-
 
 NO_ROOM = float("inf")
 MOST_WORK = 1e30  # of one lane: sums of it stay below the largest float32
@@ -41,7 +37,9 @@ def assign_lanes(lanes: int, counts: Any, devices: int) -> Assignment | None:
     if devices == 1 or lanes == 0 or (counts is None and lanes % devices == 0):
         return None
     if counts is None:
-        return _in_order(lanes, devices)
+        # The first lanes go to the first device, and so on; the last lane also fills what is left.
+        places = np.arange(_width(lanes, devices) * devices, dtype=np.int32)
+        return Assignment(np.minimum(places, lanes - 1), places[:lanes])
     if not isinstance(counts, np.ndarray):
         return by_work(counts, devices)
     with jax.ensure_compile_time_eval():
@@ -63,12 +61,6 @@ def _checked(counts: Any, lanes: int) -> Any:
             f"{lanes} lanes."
         )
     return array
-
-
-def _in_order(lanes: int, devices: int) -> Assignment:
-    """Lanes whose work is not known: the first to the first device, and so on; the last one also fills what is left."""
-    places = np.arange(_width(lanes, devices) * devices, dtype=np.int32)
-    return Assignment(np.minimum(places, lanes - 1), places[:lanes])
 
 
 class _Dealing(NamedTuple):
@@ -188,24 +180,14 @@ def sharded_lanes(
     def lanes(*args: Any, counts: Any = None) -> Any:
         arguments = lane_arguments(freeze(args), in_axes)
         devices = Devices(mesh, axis).with_shardings_of(arguments.arrays)
-        results = _run(f, devices, arguments, counts)
-        moved = move_lanes(results.spec.unpack(results.arrays), out_axes)
-        return thaw(settle(moved, results.checks, devices.mesh))
+        results, checks = _run(f, devices, arguments, counts)
+        return thaw(settle(move_lanes(results, out_axes), checks, devices.mesh))
 
     return lanes
 
 
-@dataclass(frozen=True)
-class _Results:
-    """What `f` returned, lanes first."""
-
-    arrays: list[jax.Array]
-    spec: Spec
-    checks: list[Check]
-
-
-def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: Any) -> _Results:
-    """Deal the lanes, run them, and put the results in order."""
+def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: Any) -> tuple[Any, list[Check]]:
+    """Deal the lanes, run them, and put the results, which have lanes first, in order."""
     found: dict[str, Any] = {}
 
     def lane(*arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -218,9 +200,8 @@ def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: 
         return [check.failed for check in checks], results
 
     each_device = devices.map(jax.vmap(lane, in_axes=arguments.axes), arguments.axes)
-    dealt = assign_lanes(
-        arguments.lanes, counts if counts is None else devices.known_everywhere(counts), devices.number
-    )
+    counts = counts if counts is None else devices.known_everywhere(counts)
+    dealt = assign_lanes(arguments.lanes, counts, devices.number)
 
     def program(arrays: list[Any], dealt: Assignment | None) -> tuple[list[Any], list[Any]]:
         if dealt is None:
@@ -233,4 +214,4 @@ def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: 
 
     failed, results = jax.jit(program)(arguments.arrays, dealt)
     checks = [Check(flag, message) for flag, message in zip(failed, found["messages"], strict=True)]
-    return _Results(results, found["spec"], checks)
+    return found["spec"].unpack(results), checks
