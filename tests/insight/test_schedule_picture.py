@@ -12,9 +12,10 @@ from benchmarks.counter import Counter
 from docs import schedule_figure
 from loopax import schedule
 from loopax._src.core.ir.kind import LoopFacts, StepFacts
+from loopax._src.core.ir.plan import BlocksThenResiduals, saving_of
+from loopax._src.insight.schedule_picture import actions_of
 from loopax._src.schedule.binomial import evaluations, evaluations_from
 from loopax._src.schedule.online import online
-from loopax._src.schedule.saving import EveryStep
 from tests.support.schedule_machine import execute
 
 CHECKPOINTS = [None, 1, 3, 8, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, 5, 20, 64))]
@@ -36,8 +37,9 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, resi
         if plan.stores_residuals:
             assert picture.evaluations == picture.forward == n
         else:
-            saving = plan.shown(plan.saving(bound, LARGE, length_known, has_inverse=False))
-            assert tuple((saving or EveryStep()).actions(n, picture.records)) == picture.actions
+            in_two = isinstance(plan, BlocksThenResiduals)
+            taken = plan if in_two else saving_of(plan, bound, LARGE, length_known, has_inverse=False)
+            assert tuple(actions_of(taken, n, picture.records)) == picture.actions
             assert checkpoints is None or picture.room <= checkpoints
 
 

@@ -12,20 +12,22 @@ from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 STEPS = 400
 
 
-def storages(jaxpr):
+def plans(jaxpr):
     """What the loops of a program store."""
     for eqn in jaxpr.eqns:
-        if "storage" in eqn.params:
-            yield eqn.params["storage"]
+        if "plan" in eqn.params:
+            yield eqn.params["plan"]
+        elif "kind" in eqn.params:
+            yield getattr(eqn.params["kind"], "decided", eqn.params["kind"])
         for value in eqn.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from storages(inner)
+                yield from plans(inner)
 
 
 def chosen(function, *args):
     """The one way in which all loops of a program store."""
-    found = set(storages(jax.make_jaxpr(function)(*args).jaxpr))
+    found = set(plans(jax.make_jaxpr(function)(*args).jaxpr))
     assert len(found) == 1
     return found.pop()
 
@@ -176,5 +178,5 @@ def test_a_solver_with_an_inner_loop_and_a_buffer():
     def energy(h, n):
         return lx.fori_loop(0, n, body, (lx.Buffer(100, like=h), h), max_steps=STEPS)[0].rows.sum()
 
-    found = storages(jax.make_jaxpr(jax.grad(energy))(STATE, 3).jaxpr)
-    assert not any(isinstance(storage, EveryResidual) for storage in found)
+    found = plans(jax.make_jaxpr(jax.grad(energy))(STATE, 3).jaxpr)
+    assert not any(isinstance(plan, EveryResidual) for plan in found)

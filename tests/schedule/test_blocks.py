@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.schedule.saving import SMALL_STORE_BYTES, block_size, last_steps, shortest_block, two_level
+from loopax._src.schedule.blocks import SMALL_STORE_BYTES, block_size, last_steps, shortest_block, two_level
 from tests.support.schedule_machine import execute
 
 

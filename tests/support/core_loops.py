@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import Loop
 from loopax._src.core.ir.plan import EveryCarry
 from loopax._src.core.jaxpr.util import INDEX, trace
@@ -21,7 +22,7 @@ def body(row, a, b, h, count, fixed_start, x):
     return [h, count + 1, fixed_start * 0.5 + b, h * h, x + 1.0]
 
 
-def loop_of(storage=None, **fields):
+def loop_of(plan=None, **fields):
     """A loop of that body, over at most `BOUND` rows."""
     f, i = jnp.zeros(()), jnp.int32(0)
     closed = trace(body, [INDEX, *(jnp.asarray(x).aval for x in (f, f, f, i, f, f))])
@@ -33,7 +34,7 @@ def loop_of(storage=None, **fields):
         reverse=False,
         predicated=False,
         unroll=1,
-        storage=storage or EveryCarry(),
+        kind=Decided(plan or EveryCarry()),
     )
     return loop._replace(**fields)
 

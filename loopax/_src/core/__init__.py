@@ -8,31 +8,47 @@ from loopax._src.core import rules
 from loopax._src.core.buffer_versions import run_with_tape
 from loopax._src.core.ir.annotations import UNNAMED, DebugInfo, Names, Reporting
 from loopax._src.core.ir.kind import (
-    Asked,
     Cost,
+    Decided,
     Derivative,
     Kind,
     LoopCall,
     LoopFacts,
     LoopOperands,
     StepFacts,
+    checked_kind,
     run_by,
     runs_plainly,
 )
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
-from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan, Storage
+from loopax._src.core.ir.plan import (
+    DEFAULT_SLOTS,
+    Blocks,
+    BlocksThenResiduals,
+    CheckedLastCarry,
+    Checkpoints,
+    EveryCarry,
+    EveryResidual,
+    LastCarry,
+    NoReverseMode,
+    Plan,
+)
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.core.nested_lanes import run_free
 from loopax._src.core.queue import NO_ITEM, ItemRows, queue_for, run_chunk, run_queue
 
 __all__ = [
+    "DEFAULT_SLOTS",
     "NO_ITEM",
     "UNNAMED",
-    "Asked",
+    "Blocks",
+    "BlocksThenResiduals",
     "BoundLoop",
+    "CheckedLastCarry",
     "Checkpoints",
     "Cost",
     "DebugInfo",
+    "Decided",
     "Derivative",
     "EveryCarry",
     "EveryResidual",
@@ -50,7 +66,7 @@ __all__ = [
     "Plan",
     "Reporting",
     "StepFacts",
-    "Storage",
+    "checked_kind",
     "mixing_primitive",
     "queue_for",
     "rules",

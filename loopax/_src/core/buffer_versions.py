@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from loopax._src.core.ir.kind import LoopOperands, num_recorded
-from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
+from loopax._src.core.ir.kind import LoopOperands
+from loopax._src.core.ir.loop import Loop, Outcome, loop_p, num_recorded, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import (
     Mask,

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core.ir.loop import Loop, Outcome, loop_p, run
-from loopax._src.core.ir.plan import EveryResidual, Storage
+from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.loop import Loop, Outcome, asked_as, loop_p, run
+from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import (
     INDEX,
@@ -149,9 +150,12 @@ def run_function(
     *,
     bound: int | None,
     predicated: bool,
-    storage: Storage,
+    **asked: Any,
 ) -> Outcome:
-    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it."""
+    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it.
+
+    `asked`: the kind, and what else is as in `asked_as`.
+    """
     opened, closed_over = open_constants(
         settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
     )
@@ -165,7 +169,7 @@ def run_function(
         reverse=False,
         predicated=predicated,
         unroll=1,
-        storage=storage,
+        **asked,
     )
     high = jnp.int32(MOST_STEPS if bound is None else bound)
     return run(loop, jnp.int32(0), high, closed_over, carry, xs)
@@ -177,8 +181,8 @@ def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequen
     def once(_: Any, __: Any, *values: Any) -> list[Any]:
         return [jnp.zeros((), bool), *function(*values)]
 
-    storage = EveryResidual(reason="one step or none")
-    return run_function(once, [needed, *values], bound=1, predicated=True, storage=storage).carry[1:]
+    kind = Decided(EveryResidual(reason="one step or none"))
+    return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind).carry[1:]
 
 
 class Stepper(NamedTuple):
@@ -338,7 +342,7 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         reverse=False,
         predicated=True,
         unroll=1,
-        storage=loop.storage,
+        **asked_as(loop),
         reporting=loop.reporting,
         debug_info=loop.debug_info,
     )
@@ -355,7 +359,7 @@ def run_free(
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
     single, structure = _as_one(loop)
-    if single.bound is None and loop.storage.needs_bound:
+    if single.bound is None and loop.kind.needs_bound:
         raise ValueError(FREE_NEEDS_BOUNDS)
     start = jax.tree.leaves(Machine(loop, stepper, low, high, consts, xs).start(carry))
     start = list(map(vary_like, start, single.body.out_avals))

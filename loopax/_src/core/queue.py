@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.groups import active_first, take
+from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.loop import asked_as
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list, stacked
 from loopax._src.core.lowering.rows import write
@@ -106,8 +108,8 @@ def run_queue(
         state, finished, outputs = _round(queue, treedef.unflatten(leaves), numbers, inputs)
         return [*jax.tree.leaves(state), finished, *outputs]
 
-    storage = Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items")
-    out = run_function(one_round, start, rows, bound=full + drained, predicated=False, storage=storage)
+    kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
+    out = run_function(one_round, start, rows, bound=full + drained, predicated=False, kind=kind)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
     return [take(y, order, 0) for y in outputs]
@@ -159,7 +161,7 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
 
     loop = queue.stepper.parts.loop  # whose bound is one for a round, too: after so many steps all lanes are done
     start = [too_many(state), *leaves]
-    out = run_function(step, start, bound=loop.bound, predicated=True, storage=loop.storage)
+    out = run_function(step, start, bound=loop.bound, predicated=True, **asked_as(loop))
     return treedef.unflatten(out.carry[1:])
 
 

@@ -109,8 +109,9 @@ def run(
     extent, kind = loop_spec.extent, loop_spec.kind
     frozen = freeze(init)
     refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
-    storage = core.Asked.of(kind, extent.bound, extent.fixed and goes_on is None, extent.bound_is_loose)
-    call = _Call(references.step(step), loop_spec, extras, init, xs, *pack(freeze(xs)), references, storage)
+    stored = core.checked_kind(kind, extent.bound)
+    is_fixed = extent.fixed and goes_on is None
+    call = _Call(references.step(step), loop_spec, extras, init, xs, *pack(freeze(xs)), references, stored, is_fixed)
     if runs_in_python() and kind.derivative == "exact":
         return _run_in_python(call, frozen, goes_on)
     return call.finished(call.traced(frozen, extent, goes_on))
@@ -128,7 +129,8 @@ class _Call:
     x_arrays: list[Any]
     x_spec: Spec
     references: ReferenceRows
-    storage: core.Asked
+    kind: core.Kind  # what the program keeps of it
+    is_fixed: bool  # as in `core.LoopFacts`
 
     def check(self, found: Found) -> None:
         """Refuse what a step does and a loop cannot."""
@@ -166,8 +168,9 @@ class _Call:
             if is_free:
                 return program.results(core.run_free(loop, *operands))
             checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
-            run_loop, is_fixed = core.run_with_tape, self.storage.is_fixed
-            call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
+            call = core.LoopCall(
+                loop, operands, self.is_fixed, step.where, user_carry, checked, run_loop=core.run_with_tape
+            )
             return program.results(core.run_by(loop_spec.kind, call))
 
         out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
@@ -188,16 +191,17 @@ class _Call:
             reverse=loop_spec.reverse,
             predicated=predicated,
             unroll=loop_spec.unroll,
-            storage=self.storage,
+            kind=self.kind,
+            is_fixed=self.is_fixed,
+            bound_is_loose=extent.bound_is_loose,
             inverse=traced.inverse,
             lanes=Lockstep() if isinstance(loop_spec.lanes, Free) else loop_spec.lanes,
             reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
             debug_info=core.DebugInfo(
                 loop_spec.name,
-                loop_spec.kind.without_functions(),
+                self.kind,
                 loop_spec.lanes,
-                self.storage.is_fixed,
-                extent.bound_is_loose,
+                self.is_fixed,
                 traced.names,
                 extent.bound,
                 branch=loop_spec.branch,

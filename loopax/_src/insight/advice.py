@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from loopax._src.core import Loop, Plan
+from loopax._src.core import BlocksThenResiduals, Loop, Plan
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
 from loopax._src.core.ir.lanes import CPU_LANES, Free
 from loopax._src.core.ir.loop import LoopInputs
+from loopax._src.core.ir.plan import Blocks, Slots, with_known_length
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.sweep_bodies import recording_of
 from loopax._src.core.masking import fill_inactive_p
 from loopax._src.insight.find_loops import FoundLoop, source_of, without_calls
+from loopax._src.insight.schedule_picture import evaluations_of, room_of
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -29,7 +31,6 @@ from loopax._src.jax_internals import (
     update_of,
     updates,
 )
-from loopax._src.schedule.saving import EveryStep, Last, Saving, length_known
 
 # Sizes and types in words.
 
@@ -106,9 +107,10 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     plan = plan_of(pair, unknown, partial_eval)
     if plan.error:
         raise plan.error
-    pair = pair._replace(storage=plan)
-    parts = partial_eval(pair, unknown)
-    bound, saving, records = loop.bound, plan.shown(parts.known.saving), _records(plan, parts)
+    parts = partial_eval(pair, plan, unknown)
+    # A loop with residuals of its last steps is made of two: the plan says what both of them store.
+    shown = plan if isinstance(plan, BlocksThenResiduals) else parts.known.saving
+    bound, records = loop.bound, _records(plan, parts)
     # Rows of residuals are stored, unless a step draws for all lanes once more: it needs carries.
     if plan.stores_residuals and not parts.known.saving:
         what, carries, evaluations = "residuals", bound or 0, bound
@@ -116,29 +118,39 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     else:
         what, size = "carries", num_bytes(select(parts.states, parts.known.output_avals.carry))
         if bound is None:
-            carries, evaluations = saving.rows(None) if saving else 0, None
+            carries, evaluations = room_of(shown, 0), None
         else:
-            carries = -(-(saving or EveryStep()).stored_bytes(bound, size) // max(size, 1))
-            evaluations = _evaluations(bound, saving, any(parts.states), records)
+            carries = -(-_stored_bytes(shown, bound, size) // max(size, 1))
+            evaluations = _evaluations(shown if any(parts.states) else None, bound, records)
     # Known primal leaves of the carry may be stored; they stand in front of their tangents.
     unknown_carry = parts.unknown.carry
     leaves = merge_lists(unknown_carry, parts.states, (False,) * sum(unknown_carry))[: loop.num_carry]
-    walks_back = parts.linear.saving == Last()
+    walks_back = parts.linear.saving is not None and parts.linear.saving.walks_back
     return Stored(
         plan.name, plan.reason, what, carries if size else 0, size, records, walks_back, tuple(leaves), evaluations
     )
 
 
-def _evaluations(steps: int, saving: Saving | None, is_stored: bool, records: bool) -> int:
-    if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
-        return int(_ONLINE * length_known(saving).evaluations(steps, records=False))
-    stored = saving if saving is not None and is_stored else EveryStep()
-    return stored.evaluations(steps, records)
+def _stored_bytes(plan: Plan | None, steps: int, carry_bytes: int) -> int:
+    """What the gradient sets aside: replays of a block may store residuals that are larger than a carry."""
+    if isinstance(plan, BlocksThenResiduals):
+        blocks, residuals = plan.blocks, plan.recorded * plan.blocks.record_bytes
+        starts = blocks.rows(steps - plan.recorded) * carry_bytes
+        return starts + max(residuals, blocks.size * max(carry_bytes, blocks.record_bytes))
+    if isinstance(plan, Blocks):
+        return plan.rows(steps) * carry_bytes + plan.size * max(carry_bytes, plan.record_bytes)
+    return room_of(plan, steps) * carry_bytes
+
+
+def _evaluations(plan: Plan | None, steps: int, records: bool) -> int:
+    if isinstance(plan, Slots) and not plan.length_known and steps > _COUNTED:
+        return int(_ONLINE * evaluations_of(with_known_length(plan), steps, records=False))
+    return evaluations_of(plan, steps, records)
 
 
 def _records(plan: Plan, parts: PartialEval) -> bool:
     """Whether the reverse sweep records residuals; it may leave out ys that have no cotangent."""
-    if plan.shown(None) is not None:  # blocks with residuals are planned
+    if isinstance(plan, BlocksThenResiduals):
         return True
     if parts.linear.saving is None:
         return False

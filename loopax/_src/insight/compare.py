@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from loopax._src.core import Asked, Kind, Loop, LoopCall, LoopOperands, run_by, run_with_tape
+from loopax._src.core import Kind, Loop, LoopCall, LoopOperands, checked_kind, run_by, run_with_tape
 from loopax._src.core.batching.compact import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
@@ -58,8 +58,8 @@ def _of_kind(loop: Loop, kind: Kind) -> Loop:
     body, debug_info = with_kind(loop.body, kind), loop.debug_info
     if debug_info is None:
         return loop._replace(body=body)
-    storage = Asked.of(kind, loop.bound, debug_info.fixed, debug_info.bound_is_loose)
-    return loop._replace(body=body, storage=storage, debug_info=replace(debug_info, kind=kind))
+    stored = checked_kind(kind, loop.bound)
+    return loop._replace(body=body, kind=stored, debug_info=replace(debug_info, kind=kind))
 
 
 def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -73,7 +73,7 @@ def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
     call = LoopCall(
         loop,
         LoopOperands(low, high, *loop.inputs(leaves)),
-        is_fixed=info.fixed,
+        is_fixed=loop.is_fixed,
         where=f"the body of loopax.{info.function}",
         unpack=lambda carry: list(carry[int(loop.predicated) :]),
         checked=KindCheck(f"loopax.{info.function}", throw=True),

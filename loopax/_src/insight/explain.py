@@ -184,7 +184,7 @@ def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
         return None, ""
     seen = found.seen
     try:
-        return stored_by(seen.loop._replace(storage=seen.loop.storage.part(1 / max(seen.lanes, 1))), perturbed), ""
+        return stored_by(seen.loop._replace(share=seen.loop.share / max(seen.lanes, 1)), perturbed), ""
     except REFUSALS as error:
         return None, str(error)
 

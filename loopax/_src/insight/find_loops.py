@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from loopax._src.core import UNNAMED, DebugInfo, EveryResidual, Loop, Names, NoReverseMode
+from loopax._src.core import UNNAMED, DebugInfo, Decided, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.stages import is_one_batch
@@ -177,10 +177,8 @@ def _see_lax(eqn: Any, found: Scan | While) -> Seen:
         reverse=is_scan and found.reverse,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(keeps_all=True) if is_scan else NoReverseMode(ValueError, NO_REVERSE_MODE),
-        debug_info=DebugInfo(
-            "scan" if is_scan else "while_loop", Lax(), Lockstep(), is_scan, bound_is_loose=False, names=names
-        ),
+        kind=Decided(EveryResidual(keeps_all=True) if is_scan else NoReverseMode(ValueError, NO_REVERSE_MODE)),
+        debug_info=DebugInfo("scan" if is_scan else "while_loop", Lax(), Lockstep(), is_scan, names=names),
     )
     if is_scan:
         return Seen(loop, "lax", eqn.invars, eqn.outvars)

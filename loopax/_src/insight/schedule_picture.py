@@ -1,23 +1,96 @@
 """What the gradient of a loop keeps and replays, as an object to count and to print."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
+from loopax._src.core.ir.plan import (
+    Blocks,
+    BlocksThenResiduals,
+    Checkpoints,
+    EveryCarry,
+    LastCarry,
+    Plan,
+    Slots,
+    saving_of,
+)
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int, static_bool, static_int
-from loopax._src.schedule.binomial import Action
-from loopax._src.schedule.saving import (
-    SMALL_STORE_BYTES,
-    Blocks,
-    EveryStep,
-    Saving,
-    counted,
-    last_steps,
-    saving_for,
-)
+from loopax._src.schedule.binomial import Action, binomial, evaluations, evaluations_from, forward, replay
+from loopax._src.schedule.blocks import SMALL_STORE_BYTES, last_steps, two_level
+from loopax._src.schedule.online import online, online_stored
 
 # More is not printed: in a terminal lines would wrap.
 WIDEST, TALLEST = 120, 40
+
+# What plans mean for a loop of so many steps. A plan that is none of these stores the carry before every step.
+
+
+def _in_words(plan: Plan, num_steps: int) -> str:
+    """The schedule in words."""
+    match plan:
+        case Blocks():
+            return f"two levels, {counted(plan.rows(num_steps), 'block')} of {plan.size} steps"
+        case BlocksThenResiduals():
+            replayed = num_steps - plan.recorded
+            then = f"then {plan.recorded} steps with residuals"
+            return f"{_in_words(plan.blocks, replayed)}, {then}" if replayed else "residuals of every step"
+        case Slots():
+            schedule = "binomial, known length" if plan.length_known else "online, unknown length"
+            return f"{schedule}, at most {counted(plan.count, 'carry', 'carries')}"
+    return "every carry"
+
+
+def actions_of(plan: Plan | None, num_steps: int, records: bool) -> Iterator[Action]:
+    """The whole schedule; where it `records`, replays store residuals in the place of carries."""
+    match plan:
+        case Blocks():
+            yield from two_level(num_steps, plan.size, records)
+        case BlocksThenResiduals():
+            yield from two_level(num_steps, plan.blocks.size, records, plan.recorded)
+        case Slots(length_known=True):
+            yield from binomial(num_steps, plan.count, records)
+        case Slots():
+            history = list(islice(online(plan.count), num_steps))
+            yield from forward(history)
+            yield from replay(history[-1] if history else (), num_steps, plan.count, records)
+        case _:
+            yield from two_level(num_steps, 1)
+
+
+def evaluations_of(plan: Plan | None, num_steps: int, records: bool) -> int:
+    """How often forward and gradient evaluate the body, from a formula: twice each step, if none is replayed."""
+    match plan:
+        case Blocks():
+            return 2 * num_steps if records else 3 * num_steps - plan.rows(num_steps)
+        case BlocksThenResiduals():
+            return 2 * num_steps - plan.recorded
+        case Slots(length_known=True):
+            return evaluations(num_steps, plan.count, records)
+        case Slots():  # followed step by step
+            return evaluations_from(online_stored(num_steps, plan.count), num_steps, plan.count, records)
+    return 2 * num_steps
+
+
+def room_of(plan: Plan | None, num_steps: int) -> int:
+    """The carries for which a gradient of so many steps sets memory aside."""
+    match plan:
+        case Blocks():
+            return plan.rows(num_steps) + plan.size
+        case BlocksThenResiduals():
+            return plan.blocks.rows(num_steps - plan.recorded) + max(plan.blocks.size, plan.recorded)
+        case Slots():
+            return plan.count
+        case LastCarry():
+            return 1
+    return num_steps
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number and a noun."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
 
 _WHY = Why("what is drawn", "call it outside of `jit`, with the number of steps that the loop took (`info=True`)")
 
@@ -36,18 +109,18 @@ class SchedulePicture:
     """
 
     num_steps: int
-    _saving: Saving = field(repr=False)
+    _plan: Plan = field(repr=False)
     records: bool = False
 
     @property
     def name(self) -> str:
         """The schedule in words."""
-        return self._saving.describe(self.num_steps)
+        return _in_words(self._plan, self.num_steps)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """All actions of the schedule, in order, computed at the first access."""
-        return tuple(self._saving.actions(self.num_steps, self.records))
+        return tuple(actions_of(self._plan, self.num_steps, self.records))
 
     @property
     def forward(self) -> int:
@@ -57,7 +130,11 @@ class SchedulePicture:
     @property
     def derivatives(self) -> int:
         """The evaluations for derivatives. A step whose residuals are stored needs none."""
-        return self._saving.derivatives(self.num_steps, self.records)
+        if not self.records:
+            return self.num_steps
+        if not isinstance(self._plan, Slots):
+            return 0
+        return self.num_steps - evaluations_of(self._plan, self.num_steps, False) + self.evaluations
 
     @property
     def replays(self) -> int:
@@ -67,7 +144,7 @@ class SchedulePicture:
     @cached_property
     def evaluations(self) -> int:
         """All evaluations of the body, from formulas. There may be too many actions to list."""
-        return self._saving.evaluations(self.num_steps, self.records)
+        return evaluations_of(self._plan, self.num_steps, self.records)
 
     @cached_property
     def most_stored(self) -> int:
@@ -86,7 +163,7 @@ class SchedulePicture:
 
         With blocks: the carry at each start, and the carries of one block.
         """
-        return self._saving.room(self.num_steps)
+        return room_of(self._plan, self.num_steps)
 
     def __str__(self) -> str:
         """Return the counts as a text, with a diagram if it fits into a terminal."""
@@ -189,9 +266,8 @@ def picture(
     length_known = static_bool("picture(length_known=...)", length_known, _WHY)
     residuals = static_bool("picture(residuals=...)", residuals, _WHY)
     bound = steps if length_known else None
-    saving = saving_for(
-        checkpoints, bound, SMALL_STORE_BYTES + 1, length_known=length_known, always_to_bound=length_known
-    )
+    asked = Checkpoints(checkpoints, always_to_bound=length_known)
+    plan: Plan | None = saving_of(asked, bound, SMALL_STORE_BYTES + 1, length_known, has_inverse=False)
     if residuals and bound and checkpoints and (last := last_steps(bound, checkpoints, 1, 1)):
-        saving = Blocks(last.block, recorded=last.recorded)
-    return SchedulePicture(steps, saving or EveryStep(), records=residuals and saving is not None)
+        plan = BlocksThenResiduals(Blocks(last.block), last.recorded, otherwise=asked)
+    return SchedulePicture(steps, plan or EveryCarry(), records=residuals and plan is not None)

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
-from loopax._src.core import Checkpoints, Cost, Kind, LoopFacts, Plan
+from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
 from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
-from loopax._src.schedule.saving import DEFAULT_SLOTS
 
 DEFAULT_MEMORY = 256 * 2**20
 _MEMORY = Why(

@@ -1,12 +1,22 @@
 """`Checkpointed`: some carries are stored, and the steps between them evaluated again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from loopax._src.core import Checkpoints, Cost, EveryResidual, Kind, LoopFacts, Plan
+from loopax._src.core import (
+    DEFAULT_SLOTS,
+    Blocks,
+    BlocksThenResiduals,
+    Checkpoints,
+    Cost,
+    EveryResidual,
+    Kind,
+    LoopFacts,
+    Plan,
+)
 from loopax._src.core.jaxpr.cost import costs
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.schedule.saving import DEFAULT_SLOTS, Blocks, LastSteps, last_steps, saved_carries
+from loopax._src.schedule.blocks import LastSteps, block_size, last_steps
 
 _CHECKPOINTS = Why(
     "how much memory a gradient uses",
@@ -86,7 +96,7 @@ class Checkpointed(Kind):
         residuals = f"{loop.step.residual_bytes} bytes of residuals"
         if last.recorded == loop.bound:
             return EveryResidual(f"{residuals} for each step fit in {self.checkpoints} carries")
-        return replace(plan, blocks=Blocks(last.block, loop.step.residual_bytes, last.recorded))
+        return BlocksThenResiduals(Blocks(last.block, loop.step.residual_bytes), last.recorded, otherwise=plan)
 
     def _last_steps(self, loop: LoopFacts) -> LastSteps | None:
         """How to store residuals of the last steps on the way forward; None: there is no room, or it does not pay."""
@@ -121,4 +131,7 @@ class Checkpointed(Kind):
         """How many are stored, at most."""
         if self.checkpoints is not None:
             return self.checkpoints
-        return DEFAULT_SLOTS if loop.bound is None else saved_carries(loop.bound, loop.step.carry_bytes)
+        if loop.bound is None:
+            return DEFAULT_SLOTS
+        size = block_size(loop.bound, loop.step.carry_bytes)
+        return loop.bound if size == 1 else -(-loop.bound // size) + size

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core import Loop, LoopCall, NoReverseMode, run
+from loopax._src.core import Decided, Loop, LoopCall, NoReverseMode, run
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list
 from loopax._src.jax_internals import invars_of, open_constants, outvars_of, replace_jaxpr, vary_like
@@ -87,7 +87,7 @@ def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any
         reverse=False,
         predicated=True,
         unroll=1,
-        storage=NoReverseMode(AssertionError, "a solver is not differentiated"),
+        kind=Decided(NoReverseMode(AssertionError, "a solver is not differentiated")),
         lanes=call.loop.lanes,
     )
     return run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry

@@ -9,10 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from loopax._src.core import Cost, Kind, LastCarry, Loop, LoopCall, LoopFacts, LoopOperands, Outcome, run
+from loopax._src.core import (
+    CheckedLastCarry,
+    Cost,
+    Kind,
+    LastCarry,
+    Loop,
+    LoopCall,
+    LoopFacts,
+    LoopOperands,
+    Outcome,
+    run,
+)
 from loopax._src.core.buffer_versions import buffers, keep_rows
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.kind import needed_by_inverse, num_recorded
+from loopax._src.core.ir.loop import needed_by_inverse, num_recorded
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
 from loopax._src.jax_internals import (
@@ -329,7 +340,7 @@ class Reversible(Kind):
     def plan(self, loop: LoopFacts) -> LastCarry:
         """See `Kind.plan`."""
         del loop
-        return LastCarry(drift=self.drift)
+        return LastCarry() if self.drift is None else CheckedLastCarry(drift=self.drift)
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`: a backward step evaluates the inverse, and the step for its derivative."""

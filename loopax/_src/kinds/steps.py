@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from loopax._src.core import Asked, BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, run
+from loopax._src.core import BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, checked_kind, run
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.kind import num_recorded
+from loopax._src.core.ir.loop import num_recorded
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, padded, reject, select, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers import put
 from loopax._src.jax_internals import (
@@ -123,7 +123,10 @@ class Steps:
             inverse=self.loop.inverse and _from_step(self.loop.inverse),
             num_consts=self.loop.num_consts + 1,
             bound=bound,
-            storage=Asked.of(kind, bound, is_fixed, bound_is_loose=False),
+            kind=checked_kind(kind, bound),
+            is_fixed=is_fixed,
+            bound_is_loose=False,
+            share=1.0,
             reporting=None,
             debug_info=self.loop.debug_info if is_shown else None,
         )
@@ -203,7 +206,10 @@ def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut
         num_consts=len(consts),
         num_carry=len(carry),
         bound=num_windows,
-        storage=Asked.of(of_windows, num_windows, is_fixed, bound_is_loose=False),
+        kind=checked_kind(of_windows, num_windows),
+        is_fixed=is_fixed,
+        bound_is_loose=False,
+        share=1.0,
         unroll=1,
         inverse=None,
     )

@@ -275,7 +275,8 @@ class Truncated(Kind):
         bound, size = call.loop.bound, self.window or self.last
         assert size is not None
         if bound is not None and size >= bound:
-            return to_kind(self.kind).run(call.stored_by(self.kind))
+            kind = to_kind(self.kind)
+            return kind.run(call.stored_by(kind))
         call, kind = to_kind(self.kind).of_steps(call)
         if self.last is not None:
             return differentiate_last(call, size, kind)

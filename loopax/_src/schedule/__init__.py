@@ -5,6 +5,5 @@ May import: nothing of loopax.
 
 from loopax._src.schedule.binomial import advance
 from loopax._src.schedule.online import Online, start, store
-from loopax._src.schedule.saving import saving_for
 
-__all__ = ["Online", "advance", "saving_for", "start", "store"]
+__all__ = ["Online", "advance", "start", "store"]

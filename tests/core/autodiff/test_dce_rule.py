@@ -7,8 +7,8 @@ import pytest
 
 from loopax._src.core.autodiff.dce import loop_dce, loop_partial_eval_custom
 from loopax._src.core.ir.loop import Loop, loop_p, run
+from loopax._src.core.ir.plan import Blocks
 from loopax._src.core.jaxpr.util import flatten
-from loopax._src.schedule.saving import Blocks
 from tests.support.core_loops import INPUTS, loop_of
 
 RESULTS = ["num_steps", "h", "count", "fixed", "row of h", "row of x"]

@@ -16,9 +16,9 @@ from tests.support.reference import assert_close
 NOTHING = LoopInputs((False, False), (False, False, False), (False,))
 OF_B = NOTHING._replace(consts=(False, True))  # reaches the third leaf of the carry, and with it the first
 OF_A = NOTHING._replace(consts=(True, False))
-STORAGES = [Checkpoints(2), Checkpoints(), EveryCarry(), EveryResidual()]
-name_of_storage = lambda storage: type(storage).__name__ + str(getattr(storage, "count", None) or "")
-each_storage = pytest.mark.parametrize("storage", STORAGES, ids=name_of_storage)
+PLANS = [Checkpoints(2), Checkpoints(), EveryCarry(), EveryResidual()]
+name_of_plan = lambda plan: type(plan).__name__ + str(getattr(plan, "count", None) or "")
+each_plan = pytest.mark.parametrize("plan", PLANS, ids=name_of_plan)
 
 
 def test_what_is_unknown_after_some_steps():
@@ -27,9 +27,9 @@ def test_what_is_unknown_after_some_steps():
     assert unknown_outputs(loop_of(), NOTHING) == ((False, False, False), (False, False))
 
 
-@each_storage
-def test_known_leaves_make_a_loop_of_their_own(storage):
-    parts = partial_eval(loop_of(storage), OF_A)
+@each_plan
+def test_known_leaves_make_a_loop_of_their_own(plan):
+    parts = partial_eval(loop_of(), plan, OF_A)
     assert parts.unknown == OF_A._replace(carry=(True, False, False))
     assert [parts.known.num_consts, parts.known.num_carry] == [1, 2]  # b; the count and the third leaf
     assert parts.num_known_ys == 1
@@ -38,27 +38,27 @@ def test_known_leaves_make_a_loop_of_their_own(storage):
 
 def test_what_the_linear_part_uses():
     """The derivative of `sin(a h) + x k` needs a, h, x and k. Nothing needs the count."""
-    parts = partial_eval(loop_of(), OF_A)
+    parts = partial_eval(loop_of(), EveryCarry(), OF_A)
     assert parts.uses.consts[0]
     assert not parts.uses.carry[1]
     assert parts.states == (False, True)
 
 
-@each_storage
+@each_plan
 @pytest.mark.parametrize("unknown", [OF_A, OF_B, NOTHING._replace(carry=(True, False, False))], ids=["a", "b", "h"])
-def test_both_parts_give_the_whole(storage, unknown):
+def test_both_parts_give_the_whole(plan, unknown):
     """The linear part as it stands is the whole loop, on the values that are said to be unknown."""
-    loop, steps = loop_of(storage), 3
+    loop, steps = loop_of(plan), 3
     inputs = LoopInputs(*map(list, INPUTS))
 
     @jax.jit
     def both(inputs):
-        parts = partial_eval(loop, unknown)
+        parts = partial_eval(loop, loop.kind.plan(None), unknown)
         known, operands = run_known(loop, parts, jnp.int32(0), jnp.int32(steps), inputs)
         return known.leaves, linear_loop_p.bind(*operands.leaves, **parts.linear._asdict())
 
     known, linear = both(inputs)
-    mask = loop.results_from(False, partial_eval(loop, unknown).unknown_outputs, False).leaves
+    mask = loop.results_from(False, partial_eval(loop, loop.kind.plan(None), unknown).unknown_outputs, False).leaves
     assert_close(merge_lists(mask, known, linear), expected(steps))
 
 

@@ -25,12 +25,12 @@ def linear_step(row, k, c, d, s, x):
     return [k * d + s * c + x, s * 0.5 + 1.0, d * s]
 
 
-def linear(storage):
+def linear(plan):
     """The linear part of a loop of that step, and which of its operands are linear."""
     body = trace(linear_step, [INDEX, F, F, F, F, F])
-    loop = loop_of(storage, body=body, num_consts=2, num_carry=2, bound=3)
+    loop = loop_of(plan, body=body, num_consts=2, num_carry=2, bound=3)
     unknown = LoopInputs((False, True), (True, False), (True,))
-    return loop, unknown, partial_eval(loop, unknown)
+    return loop, unknown, partial_eval(loop, loop.kind.plan(None), unknown)
 
 
 def written_out(c, d, xs):
@@ -64,10 +64,10 @@ def test_the_known_recurrence():
     assert s == 0.4 * 0.5 + 1.0
 
 
-@pytest.mark.parametrize("storage", [Checkpoints(2), Checkpoints(), EveryCarry(), EveryResidual()], ids=repr)
+@pytest.mark.parametrize("plan", [Checkpoints(2), Checkpoints(), EveryCarry(), EveryResidual()], ids=repr)
 @pytest.mark.parametrize("with_ys", [True, False])
-def test_all_steps(storage, with_ys):
-    loop, unknown, parts = linear(storage)
+def test_all_steps(plan, with_ys):
+    loop, unknown, parts = linear(plan)
     start = [np.float64(0.5), np.float64(2.0), XS]  # c, d, xs: where a linear function is transposed does not matter
 
     @jax.jit

@@ -6,8 +6,7 @@ from typing import Any
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep import known_sweep, needs, sweep_fixpoint, with_inputs
 from loopax._src.core.ir.annotations import strip_progress_of_equation, strip_progress_of_params
-from loopax._src.core.ir.kind import part_of_inverse
-from loopax._src.core.ir.loop import Loop, LoopOutputs
+from loopax._src.core.ir.loop import Loop, LoopOutputs, part_of_inverse
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.util import Mask, either, flatten, map_leaves, reject, select
 from loopax._src.jax_internals import Literal, Primitive, happens

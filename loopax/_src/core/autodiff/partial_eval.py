@@ -1,6 +1,6 @@
 """Partial evaluation of a loop: a known loop, and the linear part that depends on unknown inputs.
 
-The linear part needs the known carry of each step. How the known loop hands it over is the loop's `storage`: the states
+The linear part needs the known carry of each step. How the known loop hands it over is its plan: the states
 before some steps, the state before every step, or the residuals of every step.
 """
 
@@ -17,14 +17,24 @@ from loopax._src.core.autodiff.jvp import (
     tangents_of_results,
     tangents_or_zeros,
 )
-from loopax._src.core.autodiff.planning import Part, in_two, joined, planned
+from loopax._src.core.autodiff.planning import Part, in_two, joined, plan_of
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
 from loopax._src.core.buffer_versions import buffers, frozen_body, keep_rows
 from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
-from loopax._src.core.ir.kind import part_of_inverse
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.linear_loop import LinearLoop, LinearOperands, linear_loop_p
-from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, LoopOutputs, Outcome, loop_p, run, traversal
-from loopax._src.core.ir.plan import Plan
+from loopax._src.core.ir.loop import (
+    BoundLoop,
+    Loop,
+    LoopInputs,
+    LoopOutputs,
+    Outcome,
+    loop_p,
+    part_of_inverse,
+    run,
+    traversal,
+)
+from loopax._src.core.ir.plan import Blocks, Plan, Saving, saving_of
 from loopax._src.core.jaxpr.cost import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.types import retyped
@@ -65,7 +75,6 @@ from loopax._src.jax_internals import (
     zeros,
 )
 from loopax._src.messages import no_reverse_mode_message
-from loopax._src.schedule.saving import Blocks, Saving
 
 
 class PartialEval(NamedTuple):
@@ -98,13 +107,9 @@ class PartialEval(NamedTuple):
 
 
 @weakly_cached
-def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
-    """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs.
-
-    The loop's storage is a plan already (`planning.py`).
-    """
-    plan = loop.storage
-    assert isinstance(plan, Plan)
+def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
+    """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
+    loop = loop._replace(kind=Decided(plan))
     if plan.stores_residuals:
         parts = _keep_residuals(loop, plan, unknown)
         if not mixing_primitive(parts.linear.body):
@@ -126,6 +131,7 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
         (*linear.consts, *(False,) * sum(last)),
         tuple(linear.carry),
         tuple(linear.xs),
+        plan=plan,
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
         inverse=inverse,
@@ -163,7 +169,7 @@ def _saving(loop: Loop, plan: Plan, parts: PartialEval) -> Saving | None:
     """Which states that the linear part uses the known loop keeps; None: all of them."""
     carry_bytes = num_bytes(select(parts.states, parts.known.output_avals.carry))
     has_inverse = parts.linear.inverse is not None
-    return loop.saving or plan.saving(loop.bound, carry_bytes, not loop.predicated, has_inverse)
+    return loop.saving or saving_of(plan, loop.bound, carry_bytes, not loop.predicated, has_inverse)
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
@@ -263,6 +269,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
+        plan=plan,
         **traversal(loop),
     )
     return PartialEval(
@@ -423,7 +430,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 
     A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
     No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
-    known carry of each step: from checkpoints, as rows, or as residuals, as `loop.storage` says. The whole loop is
+    known carry of each step: from checkpoints, as rows, or as residuals, as the plan says. The whole loop is
     staged if its number of steps is unknown, if all its results are unknown and nothing happens on the way (a loop that
     returns its carry unchanged may print), or if no operand is.
     """
@@ -432,8 +439,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     if low or high or not any(unknown):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     masks = map_leaves(bool, loop.inputs(unknown))
-    loop = planned(loop, masks, partial_eval)
-    parts = partial_eval(loop, masks)
+    parts = partial_eval(loop, plan_of(loop, masks, partial_eval), masks)
     nothing_known = all(flatten(parts.unknown_outputs)) and not happens(parts.known.body.effects)
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
@@ -458,8 +464,7 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
         return [None] * (2 + len(operands))
     inputs = loop.inputs(operands)
     unknown = map_leaves(ad.is_undefined_primal, inputs)
-    loop = planned(loop, unknown, partial_eval)
-    parts = partial_eval(loop, unknown)
+    parts = partial_eval(loop, plan_of(loop, unknown, partial_eval), unknown)
     _, given = run_known(loop, parts, low, high, inputs)
     ct = loop.results(cts)
     linear_cts = select_each(parts.unknown_outputs, LoopOutputs(ct.carry, ct.ys))
@@ -537,18 +542,21 @@ def _run_in_parts(
     """The results, None for those that are unknown now, and a function from all inputs to all results."""
     bound = BoundLoop.of(loop, low, high, inputs)
     unknown = bound.masks(unknown)
-    loop = planned(bound.loop, unknown, partial_eval)
-    given, two = bound.inputs(inputs), in_two(loop)
-    known, finish = _run_two(loop, *two, unknown, given) if two else _run_one(loop, unknown, low, high, given)
+    plan = plan_of(bound.loop, unknown, partial_eval)
+    given, two = bound.inputs(inputs), in_two(bound.loop, plan)
+    if two:
+        known, finish = _run_two(bound.loop, *two, unknown, given)
+    else:
+        known, finish = _run_one(bound.loop, plan, unknown, low, high, given)
     carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
     return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
 
 
 def _run_one(
-    loop: Loop, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
+    loop: Loop, plan: Plan, unknown: LoopInputs, low: Any, high: Any, inputs: LoopInputs
 ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
     """`_run_in_parts` of a loop that is bound as it is."""
-    parts = partial_eval(loop, unknown)
+    parts = partial_eval(loop, plan, unknown)
     known, given = run_known(loop, parts, low, high, inputs)
 
     def finish(inputs: LoopInputs) -> Outcome:
@@ -564,11 +572,11 @@ def _run_two(
     loop: Loop, first: Part, last: Part, unknown: LoopInputs, inputs: LoopInputs
 ) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
     """`_run_one` of a loop that is made of two: the second begins where the first ends."""
-    start, finish_first = _run_one(first.loop, unknown, *first.window, first.inputs(inputs))
+    start, finish_first = _run_one(first.loop, first.plan, unknown, *first.window, first.inputs(inputs))
     avals = loop.output_avals.carry
     middle = [ad.UndefinedPrimal(aval) if x is None else x for x, aval in zip(start.carry, avals, strict=True)]
     unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
-    end, finish_last = _run_one(last.loop, unknown, *last.window, last.inputs(inputs._replace(carry=middle)))
+    end, finish_last = _run_one(last.loop, last.plan, unknown, *last.window, last.inputs(inputs._replace(carry=middle)))
 
     def finish(inputs: LoopInputs) -> Outcome:
         start = finish_first(first.inputs(inputs))

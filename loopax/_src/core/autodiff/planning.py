@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.autodiff.transpose import transposed_step
-from loopax._src.core.ir.kind import Asked, LoopFacts, StepFacts
+from loopax._src.core.ir.kind import Decided, LoopFacts, StepFacts
 from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
-from loopax._src.core.ir.plan import EveryCarry, EveryResidual, Plan
+from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import cost as tiny
 from loopax._src.core.jaxpr.cost import arithmetic, costs, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
 from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, as_open, dce, jaxpr_as_fun, keep_bits
+from loopax._src.messages import no_plan, plan_needs_bound
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
 #
@@ -34,6 +35,7 @@ class Part(NamedTuple):
     """One of the two loops: it takes the rows `start ... start + loop.bound - 1` of the whole one."""
 
     loop: Loop
+    plan: Plan
     start: int
 
     @property
@@ -54,17 +56,14 @@ class Part(NamedTuple):
         return keep_bits(rows, x)
 
 
-def in_two(loop: Loop) -> tuple[Part, Part] | None:
+def in_two(loop: Loop, plan: Plan) -> tuple[Part, Part] | None:
     """The first and the second loop; None: the plan does not ask for two."""
-    assert isinstance(loop.storage, Plan)
-    plans = None if loop.bound is None or loop.saving else loop.storage.in_two(loop.bound)
-    if plans is None:
+    if not isinstance(plan, BlocksThenResiduals) or loop.bound is None or loop.saving:
         return None
-    assert loop.bound is not None
-    first, last = (plans.num_steps, 0), (loop.bound - plans.num_steps, plans.num_steps)
-    if loop.reverse:
-        first, last = (first[0], last[0]), (last[0], 0)
-    return _part(loop, plans.first, *first), _part(loop, plans.last, *last)
+    replayed = loop.bound - plan.recorded
+    starts = (plan.recorded, 0) if loop.reverse else (0, replayed)
+    first = _part(loop, plan.blocks, replayed, starts[0])
+    return first, _part(loop, EveryResidual(plan.reason), plan.recorded, starts[1])
 
 
 def _part(loop: Loop, plan: Plan, num_steps: int, start: int) -> Part:
@@ -72,10 +71,10 @@ def _part(loop: Loop, plan: Plan, num_steps: int, start: int) -> Part:
         body=_from_row(loop.body, start) if start else loop.body,
         inverse=None,
         bound=num_steps,
-        storage=plan,
+        kind=Decided(plan),
         reporting=loop.reporting and loop.reporting._replace(runs=2 * loop.reporting.runs),
     )
-    return Part(part, start)
+    return Part(part, plan, start)
 
 
 @weakly_cached
@@ -98,37 +97,35 @@ def _concatenated(front: Any, back: Any) -> Any:
     return keep_bits(lambda *parts: jnp.concatenate(parts), front, back)
 
 
-Split = Callable[[Loop, LoopInputs], Any]  # a loop, and which inputs are unknown -> a `PartialEval`
-
-
-def planned(loop: Loop, unknown: LoopInputs, split: Split) -> Loop:
-    """The loop with a plan as its storage."""
-    return loop._replace(storage=plan_of(loop, unknown, split))
+Split = Callable[[Loop, Plan, LoopInputs], Any]  # a loop, its plan, and which inputs are unknown -> a `PartialEval`
 
 
 @weakly_cached
 def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
-    """What a gradient of the loop stores; `unknown` marks consts, carry and xs."""
-    return loop.storage.planned(partial(_facts, loop, unknown, split))
-
-
-def _facts(loop: Loop, unknown: LoopInputs, split: Split, asked: Asked) -> LoopFacts:
-    return LoopFacts(
-        loop.bound,
-        asked.is_fixed,
-        asked.bound_is_loose,
-        length_is_known=not loop.predicated,
-        sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
-        share=asked.share,
-        measure=partial(_measure, loop, unknown, split),
+    """What a gradient of the loop stores, as its kind says; `unknown` marks consts, carry and xs."""
+    plan = loop.kind.plan(
+        LoopFacts(
+            loop.bound,
+            loop.is_fixed,
+            loop.bound_is_loose,
+            length_is_known=not loop.predicated,
+            sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
+            share=loop.share,
+            measure=partial(_measure, loop, unknown, split),
+        )
     )
+    if not isinstance(plan, Plan):
+        raise TypeError(no_plan(loop.kind, plan))
+    if plan.needs_bound and loop.bound is None:
+        raise ValueError(plan_needs_bound(loop.kind, plan))
+    return plan
 
 
 def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     """Measure one step: evaluate the loop partially with carries stored, and with residuals stored."""
-    by_carry = split(loop._replace(storage=EveryCarry()), unknown)
+    by_carry = split(loop, EveryCarry(), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
-    by_residual = split(loop._replace(storage=EveryResidual()), unknown)
+    by_residual = split(loop, EveryResidual(), unknown)
     rows = by_residual.stored
     read = num_bytes(by_carry.known.input_avals.xs)
     again = evaluation(by_carry.known.body) + costs().cached_byte * read

@@ -13,8 +13,7 @@ from loopax._src.core.autodiff.sweep_transpose import (
     transpose_linear_sweep,
 )
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.kind import needed_by_inverse, part_of_inverse
-from loopax._src.core.ir.loop import LoopOutputs, traversal
+from loopax._src.core.ir.loop import LoopOutputs, needed_by_inverse, part_of_inverse, traversal
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -155,6 +154,7 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
         step_of(sweep, uses, (*uses.carry, *uses.state, *ys)),
         *map(tuple, select_each(uses, unknown)),
         num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
+        plan=sweep.plan,
         saving=sweep.saving,
         inverse=part_of_inverse(sweep.inverse, sweep.forward_inputs(uses), uses.state),
         **traversal(sweep),

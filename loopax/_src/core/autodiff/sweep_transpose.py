@@ -22,10 +22,9 @@ import jax
 
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.kind import part_of_inverse
 from loopax._src.core.ir.lanes import Lanes, Lockstep
-from loopax._src.core.ir.loop import LoopOutputs, run, traversal
-from loopax._src.core.ir.plan import Plan, Storage
+from loopax._src.core.ir.loop import LoopOutputs, part_of_inverse, run, traversal
+from loopax._src.core.ir.plan import Blocks, Plan, Saving, saving_of
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -70,7 +69,6 @@ from loopax._src.jax_internals import (
     zeros,
 )
 from loopax._src.messages import REVERSE_TWICE_NEEDS_BOUND
-from loopax._src.schedule.saving import Blocks, Saving
 
 
 class LinearSweep(NamedTuple):
@@ -86,7 +84,7 @@ class LinearSweep(NamedTuple):
     saving: Saving
     reverse: bool
     unroll: int
-    storage: Storage
+    plan: Plan
     lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole sweep, as in `ReverseSweep`
     may_discard: bool = False  # as in `Loop`
@@ -110,6 +108,7 @@ class LinearSweep(NamedTuple):
             num_state=len(self.linear_state),
             num_carry=len(self.linear_carry),
             num_forward_xs=self.num_forward_xs,
+            plan=self.plan,
             saving=self.saving,
             inverse=self.inverse,
             **traversal(self),
@@ -357,9 +356,8 @@ def _saving_of_pairs(sweep: LinearSweep, states: Sequence[Any]) -> Saving:
     """When to save (s, p). An inverse walks s back and not p, so such a sweep saves checkpoints here."""
     if sweep.inverse is None:
         return sweep.saving
-    assert isinstance(sweep.storage, Plan)
     carry_bytes = num_bytes(map(jax.typeof, states))
-    saving = sweep.storage.saving(sweep.bound, carry_bytes, length_known=True, has_inverse=False)
+    saving = saving_of(sweep.plan, sweep.bound, carry_bytes, length_known=True, has_inverse=False)
     return saving or Blocks(1)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.buffer_versions import chained, read_only
-from loopax._src.core.ir.kind import part_of_inverse
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.linear_loop import (
     LinearLoop,
     LinearOperands,
@@ -21,7 +21,7 @@ from loopax._src.core.ir.linear_loop import (
     linear_typecheck,
     whole_loop,
 )
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, run, traversal
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, part_of_inverse, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.dependence import needed_inputs, step_limits
 from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
@@ -206,6 +206,7 @@ def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
         num_state=carry,
         num_carry=sum(linear.linear_carry) + sum(linear.linear_consts),
         num_forward_xs=xs,
+        plan=linear.plan,
         saving=linear.saving,
         inverse=part_of_inverse(linear.inverse, invert(flatten(linear.masks)), invert(linear.linear_carry)),
         **traversal(linear),
@@ -217,7 +218,8 @@ def _run_back(
 ) -> LoopOutputs:
     """Take the transposed steps in a loop: they need no known carry, or read it from rows of xs."""
     consts = given.known.consts
-    loop = Loop(step, num_consts=len(consts), num_carry=len(carry), predicated=False, **traversal(linear))
+    sizes = {"num_consts": len(consts), "num_carry": len(carry)}
+    loop = Loop(step, predicated=False, kind=Decided(linear.plan), **sizes, **traversal(linear))
     out = run(loop._replace(reverse=not linear.reverse), given.low, given.high, consts, carry, xs)
     return LoopOutputs(out.carry, out.ys)
 

@@ -26,8 +26,7 @@ from loopax._src.core.batching.compact import (
 )
 from loopax._src.core.batching.stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.kind import part_of_inverse
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome
+from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits
 from loopax._src.core.jaxpr.types import Axis
 from loopax._src.core.jaxpr.util import (

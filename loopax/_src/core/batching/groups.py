@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -69,7 +70,7 @@ def over_rows(
         reverse=False,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(reason=reason),
+        kind=Decided(EveryResidual(reason=reason)),
     )
     return list(run(loop, jnp.int32(0), jnp.int32(number), shared, [], rows).ys)
 

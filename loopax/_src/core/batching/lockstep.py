@@ -16,6 +16,7 @@ from jax import lax
 
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.effects import acts, guarded
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -143,7 +144,7 @@ def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> li
         reverse=False,
         predicated=False,
         unroll=1,
-        storage=EveryResidual(reason="a step that a batch may pass over"),
+        kind=Decided(EveryResidual(reason="a step that a batch may pass over")),
     )
     out = run(loop, jnp.int32(0), taken.astype(jnp.int32), step.consts, carry, [])
     return [*out.carry, *(y[0] for y in out.ys)]

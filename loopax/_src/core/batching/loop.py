@@ -251,7 +251,7 @@ def _as_chosen(loop: Loop, axis: Axis) -> Loop:
 def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:
     """The loop of a lane, one of so many: it has its share of the memory, and shows its part of the progress."""
     reporting = loop.reporting and loop.reporting._replace(runs=axis.size, lanes=axis.size, size=1)
-    loop = loop._replace(storage=loop.storage.part(1 / axis.size), reporting=reporting)
+    loop = loop._replace(share=loop.share / axis.size, reporting=reporting)
     return lambda *operands: loop_p.bind(*operands, **loop._asdict())
 
 

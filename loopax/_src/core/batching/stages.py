@@ -180,7 +180,7 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         part = loop._replace(
-            storage=loop.storage.part(lanes / max(axis.size, 1)),
+            share=loop.share * lanes / max(axis.size, 1),
             reporting=loop.reporting and loop.reporting._replace(size=lanes),
         )
         carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)

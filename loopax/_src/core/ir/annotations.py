@@ -173,8 +173,7 @@ class DebugInfo:
     function: str
     kind: Any  # as it was given
     lanes: Any
-    fixed: bool  # always as many steps, known when traced
-    bound_is_loose: bool  # the bound is `max_steps`
+    fixed: bool  # the call always takes as many steps, known when traced
     names: Names
     most_steps: int | None = None  # of the call, from which a kind may make several loops
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done

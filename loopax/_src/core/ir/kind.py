@@ -1,4 +1,4 @@
-"""The seam between kinds and the core.
+"""Kinds: what a user chose that a gradient of a loop stores.
 
 A kind is asked for its plan where a gradient of a loop is taken. One that has another derivative than the loop's also
 runs the loop.
@@ -8,20 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, result_avals
-from loopax._src.core.ir.plan import Plan, Storage
-from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun
-from loopax._src.messages import (
-    kind_needs_bound,
-    no_outcome,
-    no_plan,
-    other_outcome,
-    plan_needs_bound,
-    unhashable_kind,
-)
+from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, num_recorded, result_avals
+from loopax._src.core.ir.plan import Plan
+from loopax._src.jax_internals import jaxpr_as_fun
+from loopax._src.messages import kind_needs_bound, no_outcome, other_outcome, unhashable_kind
 
 # A loop that a user has called, with its operands: what a kind runs.
 
@@ -101,38 +94,9 @@ class LoopCall:
         """Return the same loop with other operands."""
         return replace(self, operands=operands)
 
-    def stored_by(self, kind: Any) -> "LoopCall":
+    def stored_by(self, kind: "Kind") -> "LoopCall":
         """Return the same loop; its gradients store what this kind says."""
-        return replace(self, loop=self.loop._replace(storage=self.loop.storage.stored_by(kind)))
-
-
-# The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.
-#
-# A kind may bring one (`Kind.inverse`). It has the inputs of the body, and is rewritten wherever the body is. Whether
-# a leaf of the carry has a tangent, an axis of lanes or an unknown value is decided for both bodies together. So a
-# part of a loop holds all that its inverse reads.
-#
-# The inverse of a loop that is not yet bound may have more inputs: a row of a tape (`core/buffer_versions.py`).
-
-
-def num_recorded(body: ClosedJaxpr, inverse: ClosedJaxpr | None) -> int:
-    """Of how many arrays a row of the tape is, which the body returns as its last ys; 0 where there is no tape."""
-    return 0 if inverse is None else len(inverse.in_avals) - len(body.in_avals)
-
-
-def needed_by_inverse(inverse: ClosedJaxpr, carry: Sequence[bool]) -> list[bool]:
-    """Which inputs behind the row it takes to walk these leaves of the carry back."""
-    return dce(inverse, carry, False)[1][1:]
-
-
-def part_of_inverse(inverse: ClosedJaxpr | None, inputs: Sequence[bool], carry: Sequence[bool]) -> ClosedJaxpr | None:
-    """The inverse for these leaves of the carry alone. It has these inputs behind the row, and needs no others."""
-    if inverse is None:
-        return None
-    keep = [True, *inputs]
-    part, used = dce(inverse, carry, keep)
-    assert used == keep
-    return part
+        return replace(self, loop=self.loop._replace(kind=kind.without_functions()))
 
 
 # What a kind may know of a loop whose gradient is taken, and what it may say of its cost.
@@ -324,6 +288,33 @@ class Kind(ABC):
         return None
 
 
+@dataclass(frozen=True)
+class Decided(Kind):
+    """A plan that is already there: of loops that loopax makes, and of a loop whose kind was asked."""
+
+    decided: Plan
+
+    @property
+    def needs_bound(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of this object
+        """See `Kind.needs_bound`."""
+        return self.decided.needs_bound
+
+    def plan(self, loop: LoopFacts) -> Plan:
+        """See `Kind.plan`."""
+        del loop
+        return self.decided
+
+
+def checked_kind(kind: Kind, bound: int | None) -> Kind:
+    """What a program keeps of a kind; raises where the kind needs a bound and there is none, or has no hash."""
+    if kind.needs_bound and bound is None:
+        raise ValueError(kind_needs_bound(kind))
+    stored = kind.without_functions()
+    if type(stored).__hash__ is None:
+        raise TypeError(unhashable_kind(stored))
+    return stored
+
+
 def run_by(kind: Kind, call: LoopCall) -> Outcome:
     """Run a loop as its kind says; raises where the results are not of the types that the loop has."""
     out: Any = kind.run(call)
@@ -363,46 +354,3 @@ def _in_words(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return f"{type(x).__name__} {x!r}"
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-@dataclass(frozen=True)
-class Asked(Storage):
-    """A kind, which is asked for its plan where a gradient is taken."""
-
-    kind: Kind
-    is_fixed: bool  # these three as in `LoopFacts`
-    bound_is_loose: bool
-    share: float = 1.0
-
-    @classmethod
-    def of(cls, kind: Kind, bound: int | None, is_fixed: bool, bound_is_loose: bool) -> "Asked":
-        """For a loop with this bound; raises where the kind needs one and there is none."""
-        if kind.needs_bound and bound is None:
-            raise ValueError(kind_needs_bound(kind))
-        stored = kind.without_functions()
-        if type(stored).__hash__ is None:
-            raise TypeError(unhashable_kind(stored))
-        return cls(stored, is_fixed, bound_is_loose)
-
-    @property
-    def needs_bound(self) -> bool:
-        """See `Storage.needs_bound`."""
-        return self.kind.needs_bound
-
-    def planned(self, facts_for: Callable[["Asked"], LoopFacts]) -> Plan:
-        """See `Storage.planned`."""
-        facts = facts_for(self)
-        plan = self.kind.plan(facts)
-        if not isinstance(plan, Plan):
-            raise TypeError(no_plan(self.kind, plan))
-        if plan.needs_bound and facts.bound is None:
-            raise ValueError(plan_needs_bound(self.kind, plan))
-        return plan
-
-    def part(self, share: float) -> "Asked":
-        """See `Storage.part`."""
-        return replace(self, share=self.share * share)
-
-    def stored_by(self, kind: Kind) -> Self:
-        """See `Storage.stored_by`."""
-        return replace(self, kind=kind.without_functions())

@@ -9,6 +9,7 @@ stands (by `jax.linearize`), the linear part evaluates the whole loop, known par
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import (
     Loop,
@@ -20,11 +21,10 @@ from loopax._src.core.ir.loop import (
     run,
     traversal,
 )
-from loopax._src.core.ir.plan import Plan, Storage
+from loopax._src.core.ir.plan import Plan, Saving
 from loopax._src.core.jaxpr.types import check_count
 from loopax._src.core.jaxpr.util import Mask, flatten, merge_each, reject_each, select, split_list
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
-from loopax._src.schedule.saving import Saving
 
 
 class LinearLoop(NamedTuple):
@@ -37,18 +37,12 @@ class LinearLoop(NamedTuple):
     bound: int | None
     reverse: bool
     unroll: int
-    storage: Storage
-    saving: Saving | None = None
+    plan: Plan  # what a gradient stores, of this part, too
+    saving: Saving | None = None  # which known carries the loop has saved
     saved: Mask = ()  # which linear leaves of the carry are saved, if the loop itself saves
     lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
     may_discard: bool = False  # as in `Loop`
-
-    @property
-    def plan(self) -> Plan:
-        """What the known loop stores: its kind has been asked."""
-        assert isinstance(self.storage, Plan)
-        return self.storage
 
     @property
     def masks(self) -> LoopInputs:
@@ -95,6 +89,7 @@ class LinearLoop(NamedTuple):
             num_consts=len(self.linear_consts),
             num_carry=len(self.linear_carry),
             predicated=False,
+            kind=Decided(self.plan),
             inverse=self.inverse,
             saving=self.saving if any(self.saved) else None,
             saved=tuple(linear and next(of_linear) for linear in self.linear_carry) if any(self.saved) else (),

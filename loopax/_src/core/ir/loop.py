@@ -25,7 +25,7 @@ from jax import core
 
 from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
-from loopax._src.core.ir.plan import Storage
+from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
 from loopax._src.core.jaxpr.util import (
@@ -43,6 +43,7 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    dce,
     invars_of,
     know_sparse,
     new_primitive,
@@ -50,7 +51,6 @@ from loopax._src.jax_internals import (
     replace_jaxpr,
     with_varying_axes,
 )
-from loopax._src.schedule.saving import Saving
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 
@@ -83,8 +83,11 @@ class Loop(NamedTuple):
     reverse: bool
     predicated: bool  # carry[0] is a bool scalar: go on while it is True
     unroll: int
-    storage: Storage  # what reverse mode stores
-    saving: Saving | None = None  # a loop that saves: when
+    kind: Any  # a `Kind`: it is asked what reverse mode stores (`core/ir/kind.py`)
+    is_fixed: bool = False  # these three are for the kind, as in `LoopFacts`
+    bound_is_loose: bool = False
+    share: float = 1.0
+    saving: Saving | None = None  # a loop that saves: which carries
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lanes: Lanes = Lockstep()  # how a batch runs
     reporting: Reporting | None = None  # how it shows how far it is; None: not
@@ -155,12 +158,17 @@ class Loop(NamedTuple):
         return self.saving.rows(self.bound) if self.saving else 0
 
 
-_TRAVERSAL = ("bound", "reverse", "unroll", "storage", "lanes", "may_discard")
+_TRAVERSAL = ("bound", "reverse", "unroll", "lanes", "may_discard")
 
 
 def traversal(static: Any) -> dict[str, Any]:
-    """The fields that loops, sweeps and their linear parts share: how rows are walked, and what a gradient stores."""
+    """The fields that loops, sweeps and their linear parts share: how rows are walked."""
     return {field: getattr(static, field) for field in _TRAVERSAL}
+
+
+def asked_as(loop: Loop) -> dict[str, Any]:
+    """The fields from which a kind makes its plan, for another loop that is to store what this one would."""
+    return {field: getattr(loop, field) for field in ("kind", "is_fixed", "bound_is_loose", "share")}
 
 
 class Outcome(NamedTuple):
@@ -363,3 +371,32 @@ def check_checkpoints(
     """Raise where these are not the states that were saved, and the numbers of their rows."""
     check_rows(f"{what}: saved", expected, given, saving.rows(bound))
     check_numbers(f"{what}: checkpoint_rows", [numbers], (saving.num_checkpoint_rows(),))
+
+
+# The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.
+#
+# A kind may bring one (`Kind.inverse`). It has the inputs of the body, and is rewritten wherever the body is. Whether
+# a leaf of the carry has a tangent, an axis of lanes or an unknown value is decided for both bodies together. So a
+# part of a loop holds all that its inverse reads.
+#
+# The inverse of a loop that is not yet bound may have more inputs: a row of a tape (`core/buffer_versions.py`).
+
+
+def num_recorded(body: ClosedJaxpr, inverse: ClosedJaxpr | None) -> int:
+    """Of how many arrays a row of the tape is, which the body returns as its last ys; 0 where there is no tape."""
+    return 0 if inverse is None else len(inverse.in_avals) - len(body.in_avals)
+
+
+def needed_by_inverse(inverse: ClosedJaxpr, carry: Sequence[bool]) -> list[bool]:
+    """Which inputs behind the row it takes to walk these leaves of the carry back."""
+    return dce(inverse, carry, False)[1][1:]
+
+
+def part_of_inverse(inverse: ClosedJaxpr | None, inputs: Sequence[bool], carry: Sequence[bool]) -> ClosedJaxpr | None:
+    """The inverse for these leaves of the carry alone. It has these inputs behind the row, and needs no others."""
+    if inverse is None:
+        return None
+    keep = [True, *inputs]
+    part, used = dce(inverse, carry, keep)
+    assert used == keep
+    return part

@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, traversal
-from loopax._src.core.ir.plan import Storage
+from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
 from loopax._src.core.jaxpr.util import Mask, flatten, split_list, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
-from loopax._src.schedule.saving import Saving, length_known
 
 
 class SweepInputs(NamedTuple):
@@ -84,7 +84,7 @@ class ReverseSweep(NamedTuple):
     saving: Saving  # what the forward loop saved
     reverse: bool  # the direction of `forward`
     unroll: int
-    storage: Storage  # what reverse mode through the sweep stores
+    plan: Plan  # what reverse mode through the sweep stores
     lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # (row, *consts, *state after a step, *forward x) -> state before it
     may_discard: bool = False  # as in `Loop`
@@ -232,8 +232,9 @@ def checkpointing_loop(sweep: ReverseSweep) -> Loop:
         num_consts=sweep.num_consts,
         num_carry=sweep.num_state,
         predicated=False,
+        kind=Decided(sweep.plan),
         inverse=sweep.inverse,
-        saving=length_known(sweep.saving),
+        saving=with_known_length(sweep.saving),
         saved=(True,) * sweep.num_state,
         **traversal(sweep),
     )

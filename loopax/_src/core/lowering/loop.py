@@ -10,6 +10,7 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
+from loopax._src.core.ir.plan import Blocks, LastCarry, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, select, stacked
 from loopax._src.core.lowering.rows import (
@@ -26,7 +27,6 @@ from loopax._src.core.lowering.rows import (
 )
 from loopax._src.core.masking import common_rows, unmasked
 from loopax._src.jax_internals import jaxpr_as_fun, unwritten, where, zeros
-from loopax._src.schedule.saving import Blocks, Last, Saving, Slots
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -81,7 +81,7 @@ def _save_in_slots(
 
 @run_saving.register
 def _save_the_last(
-    saving: Last, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+    saving: LastCarry, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
 ) -> tuple[LoopState, list[Any]]:
     del saving
     first_row = state.position[None]

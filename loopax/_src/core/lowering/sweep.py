@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import schedule
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, traversal
+from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
@@ -19,7 +21,6 @@ from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
 from loopax._src.jax_internals import ClosedJaxpr, as_open, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
-from loopax._src.schedule.saving import Blocks, Saving, Slots
 
 # A reverse sweep by an inverse: `saved` holds the state after the last step, and each step back finds the one before.
 #
@@ -36,6 +37,7 @@ def sweep_inverse(sweep: ReverseSweep, track: Track, operands: SweepOperands) ->
         num_consts=sweep.num_consts,
         num_carry=sweep.num_carry + sweep.num_state,
         predicated=False,
+        kind=Decided(sweep.plan),
         **traversal(sweep),
     )
     loop = loop._replace(reverse=not sweep.reverse)

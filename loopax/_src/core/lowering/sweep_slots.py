@@ -16,11 +16,11 @@ from jax import lax
 
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
+from loopax._src.core.ir.plan import Slots
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track
 from loopax._src.jax_internals import where, zeros
-from loopax._src.schedule.saving import Slots
 
 
 class Segment(NamedTuple):
