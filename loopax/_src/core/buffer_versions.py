@@ -171,7 +171,7 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
         mask = [b and not saved for b, saved in zip(mask, loop.saved_mask, strict=True)]
     elif primitive is reverse_sweep_p:
         sweep = ReverseSweep(**eqn.params)
-        leaf, first = position - 3 - sum(sweep.sizes[:3]), 0
+        leaf, first = position - 3 - sweep.num_consts - 2 * sweep.num_state, 0
         start = 1 + sweep.num_consts
         mask = buffers(sweep.backward, range(start, start + sweep.num_carry), only_appended)
     else:
@@ -328,7 +328,7 @@ def _run_frozen(loop: Loop, mask: Sequence[bool], operands: list[Any]) -> list[A
 @weakly_cached
 def _frozen_loop(loop: Loop, is_last: Mask) -> Loop:
     return loop._replace(
-        body=frozen_body(loop.body, loop.sizes, is_last),
+        body=frozen_body(loop.body, [loop.num_consts, loop.num_carry], is_last),
         num_consts=loop.num_consts + sum(is_last),
         num_carry=loop.num_carry - sum(is_last),
         saved=tuple(reject(is_last, loop.saved)) if loop.saved else (),

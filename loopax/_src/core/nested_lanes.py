@@ -105,7 +105,8 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
         raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
     if loop.inverse is not None:
         raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
-    (low, high), consts, carry, xs = split_list(at.invars, [2, *loop.sizes])
+    low, high, *operands = at.invars
+    consts, carry, xs = loop.inputs(operands)
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *outvars_of(flat)]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
     inputs = invars_of(flat)

@@ -116,15 +116,15 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         what, carries, evaluations = "residuals", bound or 0, bound
         size = num_bytes(parts.stored)
     else:
-        what, size = "carries", num_bytes(select(parts.states, parts.known.output_avals.carry))
+        what, size = "carries", num_bytes(parts.states)
         if bound is None:
             carries, evaluations = room_of(shown, 0), None
         else:
             carries = -(-_stored_bytes(shown, bound, size) // max(size, 1))
-            evaluations = _evaluations(shown if any(parts.states) else None, bound, records)
+            evaluations = _evaluations(shown if parts.states else None, bound, records)
     # Known primal leaves of the carry may be stored; they stand in front of their tangents.
     unknown_carry = parts.unknown.carry
-    leaves = merge_lists(unknown_carry, parts.states, (False,) * sum(unknown_carry))[: loop.num_carry]
+    leaves = merge_lists(unknown_carry, parts.used.carry, (False,) * sum(unknown_carry))[: loop.num_carry]
     walks_back = parts.linear.saving is not None and parts.linear.saving.walks_back
     return Stored(
         plan.name, plan.reason, what, carries if size else 0, size, records, walks_back, tuple(leaves), evaluations

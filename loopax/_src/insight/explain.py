@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopax._src.core.ir.lanes import AutoLanes
-from loopax._src.core.jaxpr.util import num_bytes, split_list
+from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.insight import explanation as showing
 from loopax._src.insight.advice import Advice, Stored, advice_for, stored_by
 from loopax._src.insight.explanation import Leaf, LoopExplanation
@@ -192,8 +192,8 @@ def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
 def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     """The arrays of a loop; what is there for its own sake (its condition, its checks) has no name and is no leaf."""
     seen, loop = found.seen, found.seen.loop
-    consts, _, xs = split_list(found.operands, loop.sizes)
-    const_vars, carry_vars, xs_vars = split_list(seen.operands, loop.sizes)
+    consts, _, xs = loop.inputs(found.operands)
+    const_vars, carry_vars, xs_vars = loop.inputs(seen.operands)
     is_stored = stored.leaves if stored else (False,) * loop.num_carry
     # The steps of such a loop run on constants, and its result has a derivative all the same.
     has_own_derivative = loop.debug_info is not None and loop.debug_info.kind.derivative != "exact"

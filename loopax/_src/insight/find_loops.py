@@ -135,7 +135,7 @@ def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
     if loop.debug_info is not None and loop.debug_info.branch:  # its carry is the operands, and arrays of the result
         own = ["result" if name.startswith("carry[1]") else name.replace("carry[0]", "operands", 1) for name in own]
     operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
-    consts, carry, xs = split_list(operands, loop.sizes)
+    consts, carry, xs = loop.inputs(operands)
     flags = (False, *(value.perturbed for value in operands))
     reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]

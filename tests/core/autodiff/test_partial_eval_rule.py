@@ -39,9 +39,8 @@ def test_known_leaves_make_a_loop_of_their_own(plan):
 def test_what_the_linear_part_uses():
     """The derivative of `sin(a h) + x k` needs a, h, x and k. Nothing needs the count."""
     parts = partial_eval(loop_of(), EveryCarry(), OF_A)
-    assert parts.uses.consts[0]
-    assert not parts.uses.carry[1]
-    assert parts.states == (False, True)
+    assert parts.taken == OF_A._replace(carry=(True, False, False))
+    assert parts.used.carry == (False, True)
 
 
 @each_plan

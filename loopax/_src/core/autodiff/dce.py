@@ -8,7 +8,7 @@ from loopax._src.core.autodiff.sweep import known_sweep, needs, sweep_fixpoint, 
 from loopax._src.core.ir.annotations import strip_progress_of_equation, strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopOutputs, part_of_inverse
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
-from loopax._src.core.jaxpr.util import Mask, either, flatten, map_leaves, reject, select
+from loopax._src.core.jaxpr.util import either, flatten, invert, map_leaves, select
 from loopax._src.jax_internals import Literal, Primitive, happens
 
 
@@ -48,7 +48,7 @@ def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequ
     inputs = inputs._replace(carry=outputs.carry)
     known = known_loop(loop, inputs, outputs)
     unknown_in, unknown_out = [False, False, *flatten(inputs)], loop.results_from(False, outputs, False).leaves
-    return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return stage_all(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
 
 
 def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
@@ -65,15 +65,16 @@ def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Seq
     known = known_sweep(sweep, inputs, ys)
     unknown_in = [False, False, False, *flatten(SweepOperands.of(inputs))]
     unknown_out = [*inputs.carry, *ys]
-    return stage_all(eqn, instantiated, _part(eqn, unknown_in, unknown_out, known), unknown_out)
+    return stage_all(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
 
 
-def _part(eqn: Any, unknown_in: Sequence[bool], unknown_out: Sequence[bool], known: Loop | ReverseSweep) -> Any:
+def _part(eqn: Any, used_in: Sequence[bool], used_out: Sequence[bool], static: Loop | ReverseSweep) -> Any:
+    """The equation of a part of a loop or a sweep, which has these operands and gives these results."""
     return eqn.replace(
-        invars=reject(unknown_in, eqn.invars),
-        outvars=reject(unknown_out, eqn.outvars),
-        params=known._asdict(),
-        effects=(known.body if isinstance(known, Loop) else known.step).effects,
+        invars=select(used_in, eqn.invars),
+        outvars=select(used_out, eqn.outvars),
+        params=static._asdict(),
+        effects=(static.body if isinstance(static, Loop) else static.step).effects,
     )
 
 
@@ -93,7 +94,8 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     if not any(used) and not happens(eqn.effects):
         return [False] * len(eqn.invars), None
     _, carry, ys, saved, checkpoint_rows = loop.results(used)
-    saved_mask = _used_of_saved(loop, saved)
+    used_of_saved = iter(saved)
+    saved_mask = tuple(keep and next(used_of_saved) for keep in loop.saved_mask)
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
@@ -112,16 +114,8 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
         debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.keep(*inputs, ys)),
     )
     used_in = [True, True, *flatten(inputs)]
-    return used_in, eqn.replace(
-        invars=select(used_in, eqn.invars),
-        outvars=select([True, *kept, *ys, *saved, *(saving is not None for _ in checkpoint_rows)], eqn.outvars),
-        params=slim._asdict(),
-    )
-
-
-def _used_of_saved(loop: Loop, used: Sequence[bool]) -> Mask:
-    flags = iter(used)
-    return tuple(keep and next(flags) for keep in loop.saved_mask)
+    used_out = [True, *kept, *ys, *saved, *(saving is not None for _ in checkpoint_rows)]
+    return used_in, _part(eqn, used_in, used_out, slim)
 
 
 def sweep_dce(used: list[bool], *rest: Any) -> Any:
@@ -140,8 +134,4 @@ def sweep_dce(used: list[bool], *rest: Any) -> Any:
     keep = needs(sweep, carry, ys)
     slim = with_inputs(sweep, keep, ys)
     used_in = [True, True, True, *flatten(SweepOperands.of(keep))]
-    return used_in, eqn.replace(
-        invars=select(used_in, eqn.invars),
-        outvars=select([*keep.carry, *ys], eqn.outvars),
-        params=slim._asdict(),
-    )
+    return used_in, _part(eqn, used_in, [*keep.carry, *ys], slim)

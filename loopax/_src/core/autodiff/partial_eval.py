@@ -5,7 +5,7 @@ before some steps, the state before every step, or the residuals of every step.
 """
 
 from collections.abc import Callable, Sequence
-from operator import not_
+from operator import and_, not_
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from loopax._src.core.ir.loop import (
     run,
     traversal,
 )
-from loopax._src.core.ir.plan import Blocks, Plan, Saving, saving_of
+from loopax._src.core.ir.plan import Blocks, Plan, saving_of
 from loopax._src.core.jaxpr.cost import Residual, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.types import retyped
@@ -60,7 +60,6 @@ from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
-    as_open,
     dce,
     happens,
     invars_of,
@@ -82,10 +81,11 @@ class PartialEval(NamedTuple):
 
     known: Loop  # takes all known inputs; its last ys may be residuals
     linear: LinearLoop
-    unknown: LoopInputs  # which inputs are unknown, the carry at the fixed point
+    unknown: LoopInputs  # of the loop's inputs, the carry at the fixed point
     unknown_outputs: LoopOutputs
-    uses: LoopInputs  # which inputs the linear part uses
-    last: Mask = ()  # of which known leaves of the carry it is given the last version (`core/buffer_versions.py`)
+    used: LoopInputs  # of the known inputs: which the linear part reads, of the carry before each step
+    taken: LoopInputs  # of the loop's inputs: which the linear part takes as linear ones, of the carry all unknown ones
+    last: Mask = ()  # of the known carry: buffers that the linear part reads after the last step (`buffer_versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
     residual_avals: tuple[Any, ...] = ()  # the types of a step's residuals, also of those that are not stored
 
@@ -95,15 +95,14 @@ class PartialEval(NamedTuple):
         return self.unknown_outputs.ys.count(False)
 
     @property
-    def stored(self) -> Sequence[Any]:
-        """The types of what the known loop stores of a step: a carry if it saves some, else further rows of ys."""
-        rows = self.known.output_avals.ys[self.num_known_ys :]
-        return select(self.states, self.known.output_avals.carry) if self.linear.saving else rows
+    def states(self) -> Sequence[Any]:
+        """The types of the known leaves of the carry that the linear part reads before each step."""
+        return select(self.used.carry, self.known.output_avals.carry)
 
     @property
-    def states(self) -> Mask:
-        """Which known leaves of the carry the linear part uses."""
-        return tuple(reject(self.unknown.carry, self.uses.carry))
+    def stored(self) -> Sequence[Any]:
+        """The types of what the known loop stores of a step: a carry if it saves some, else further rows of ys."""
+        return self.states if self.linear.saving else self.known.output_avals.ys[self.num_known_ys :]
 
 
 @weakly_cached
@@ -117,59 +116,68 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
-    loop, body, uses = _linear_body_and_inverse(loop, plan, unknown, outputs)
-    inverse = part_of_inverse(loop.inverse, flatten(uses), uses.carry)
+
+    # The linear part has what its outputs need of the body, known or not. It keeps the inverse only where states are
+    # walked back to, since the inverse may read more inputs.
+    body, inverse = without_effects(loop.body), loop.inverse
+    forward, uses = prune(loop._replace(inverse=None), body, outputs)
+    if inverse is None or not plan.walks_back or not any(reject_each(unknown, uses).carry):
+        body, inverse = forward, None
+    else:
+        body, uses = prune(loop, body, outputs)
+        inverse = part_of_inverse(inverse, flatten(uses), uses.carry)
+
+    # Buffers that steps only append to are read after the last step.
+    # Before: [*consts, *carry, *xs]. After: [*consts, *last versions, *rest of the carry, *xs].
     appended = buffers(loop.body, loop.carry_range, True)
-    last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
-    if any(last):
-        sizes, is_last = [sum(uses.consts), sum(uses.carry)], tuple(select(uses.carry, last))
-        body, inverse = frozen_body(body, sizes, is_last), inverse and _frozen_inverse(inverse, sizes, is_last)
-        uses = uses._replace(carry=tuple(used and not is_last for used, is_last in zip(uses.carry, last, strict=True)))
-    linear = select_each(uses, unknown)
-    part = LinearLoop(
+    is_last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
+    read_last = uses._replace(carry=is_last)
+    last = tuple(reject_each(unknown, read_last).carry)
+    if any(is_last):
+        sizes, of_used = [sum(uses.consts), sum(uses.carry)], tuple(select_each(uses, read_last).carry)
+        body, inverse = frozen_body(body, sizes, of_used), inverse and _frozen_inverse(inverse, sizes, of_used)
+        uses = uses._replace(carry=tuple(map(and_, uses.carry, invert(is_last))))
+
+    linear_consts, linear_carry, linear_xs = map(tuple, select_each(uses, unknown))
+    linear = LinearLoop(
         body,
-        (*linear.consts, *(False,) * sum(last)),
-        tuple(linear.carry),
-        tuple(linear.xs),
+        (*linear_consts, *(False,) * sum(last)),
+        linear_carry,
+        linear_xs,
         plan=plan,
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
         inverse=inverse,
         **traversal(loop),
     )
-    parts = PartialEval(known, part, unknown, outputs, uses, last)
-    if plan.error or not any(parts.states):
+    used = LoopInputs(*map(tuple, reject_each(unknown, uses)))
+    parts = PartialEval(known, linear, unknown, outputs, used, _taken(unknown, uses), last)
+    if plan.error or not parts.states:
         return parts
-    saving = _saving(loop, plan, parts)
-    if saving is None and mixing_primitive(part.body):
+    carry_bytes, has_inverse = num_bytes(parts.states), inverse is not None
+    saving = loop.saving or saving_of(plan, loop.bound, carry_bytes, not loop.predicated, has_inverse)
+    if saving is None and mixing_primitive(linear.body):
         # What is read of other lanes is not in rows: lanes that have finished have written none.
         saving = Blocks(1)
-    return _keep_some_carries(parts, saving) if saving else _keep_every_carry(parts)
+    if saving is None:
+        return _keep_every_carry(parts)
+    # The known loop saves what the linear part reads, with what it saves already.
+    known = known._replace(saving=saving, saved=either(known.saved_mask, used.carry))
+    return parts._replace(known=known, linear=linear._replace(saving=saving))
+
+
+def _taken(unknown: LoopInputs, uses: LoopInputs) -> LoopInputs:
+    """See `PartialEval.taken`."""
+    uses = uses._replace(carry=unknown.carry)
+    return map_leaves(lambda is_unknown, is_used: is_unknown and is_used, unknown, uses)
 
 
 def _frozen_inverse(inverse: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr | None:
     """The inverse, which is given the last versions of buffers; None where it does more than read their rows."""
     num_consts, num_carry = sizes
     unchanged = keep_rows(inverse, range(1 + num_consts, 1 + num_consts + num_carry))
-    return frozen_body(inverse, sizes, is_last) if all(select(is_last, unchanged)) else None
-
-
-def _linear_body_and_inverse(
-    loop: Loop, plan: Plan, unknown: LoopInputs, outputs: LoopOutputs
-) -> tuple[Loop, ClosedJaxpr, LoopInputs]:
-    """The body of the linear part, and its inputs. The loop keeps its inverse only if states are walked back to."""
-    forward = loop._replace(inverse=None)
-    body, uses = prune(forward, without_effects(loop.body), outputs)
-    if loop.inverse is None or not plan.walks_back or not any(reject(unknown.carry, uses.carry)):
-        return forward, body, uses
-    return loop, *prune(loop, without_effects(loop.body), outputs)
-
-
-def _saving(loop: Loop, plan: Plan, parts: PartialEval) -> Saving | None:
-    """Which states that the linear part uses the known loop keeps; None: all of them."""
-    carry_bytes = num_bytes(select(parts.states, parts.known.output_avals.carry))
-    has_inverse = parts.linear.inverse is not None
-    return loop.saving or saving_of(plan, loop.bound, carry_bytes, not loop.predicated, has_inverse)
+    reads_only = all(unchanged[i] for i, last in enumerate(is_last) if last)
+    return frozen_body(inverse, sizes, is_last) if reads_only else None
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
@@ -222,28 +230,20 @@ def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJa
     return pruned, inputs
 
 
-def _keep_some_carries(parts: PartialEval, saving: Saving) -> PartialEval:
-    """The known loop saves the states that the linear part needs, with those it saves already."""
-    known = parts.known
-    saved = either(known.saved_mask, parts.states)
-    return parts._replace(known=known._replace(saving=saving, saved=saved), linear=parts.linear._replace(saving=saving))
-
-
 def _keep_every_carry(parts: PartialEval) -> PartialEval:
     """The known loop writes the states that the linear part needs as rows, which that part reads as rows of xs."""
     known, linear = parts.known, parts.linear
     inputs, outputs = invars_of(known.body), outvars_of(known.body)
-    states = select(parts.states, [inputs[i] for i in known.carry_range])
+    states = select(parts.used.carry, [inputs[i] for i in known.carry_range])
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
-    jaxpr = as_open(linear.body)
-    consts, carry, xs = linear.inputs(jaxpr.invars[1:])
-    new_carry, ys = linear.outputs(jaxpr.outvars)
-    body = replace_jaxpr(
-        linear.body,
-        [jaxpr.invars[0], *consts, *select(linear.linear_carry, carry), *xs, *reject(linear.linear_carry, carry)],
-        [*select(linear.linear_carry, new_carry), *ys],
-    )
+    # Before: (row, *consts, *carry, *xs) -> (*carry, *ys).
+    # After: (row, *consts, *linear carry, *xs, *known carry) -> (*linear carry, *ys).
+    row, *operands = invars_of(linear.body)
+    inputs, outputs = linear.inputs(operands), linear.outputs(outvars_of(linear.body))
+    of_carry = map_leaves(lambda _: True, inputs)._replace(carry=linear.linear_carry)
+    operands = [*flatten(select_each(of_carry, inputs)), *flatten(reject_each(of_carry, inputs))]
+    body = replace_jaxpr(linear.body, [row, *operands], flatten(select_each(linear.linear_outputs, outputs)))
     linear = linear._replace(
         body=dce(body, [True] * len(body.out_avals), True)[0],
         linear_carry=(True,) * sum(linear.linear_carry),
@@ -283,8 +283,9 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         linear,
         unknown,
         outputs,
-        uses=unknown._replace(xs=tuple(merge_lists(unknown.xs, x_used, (True,) * sum(unknown.xs)))),
-        last=(False,) * loop.num_carry,
+        used=LoopInputs((False,) * sizes[0], (False,) * sizes[1], x_used),
+        taken=_taken(unknown, map_leaves(lambda _: True, unknown)),
+        last=(False,) * sizes[1],
         residual_avals=tuple(known.out_avals[p] for p in of_steps),
         hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
@@ -378,28 +379,30 @@ def run_known(
     known = reject_each(parts.unknown, inputs)
     out = run(parts.known, low, high, *known)
     ys, residual_rows = out.ys[: parts.num_known_ys], out.ys[parts.num_known_ys :]
-    used = reject_each(parts.unknown, parts.uses)
-    saved = dict(zip(select(parts.known.saved_mask, range(len(known.carry))), out.saved, strict=True))
-    states = [] if all(parts.linear.linear_carry) else select(parts.states, range(len(known.carry)))
-    is_saved = bool(states) and parts.linear.saving is not None
-    consts = _hoisted(parts.hoisted, known.consts, out) if parts.hoisted else select(used.consts, known.consts)
-    last = select(reject(parts.unknown.carry, parts.last), out.carry)
+    # Of each leaf of the known carry: its saved rows, if the known loop saves it.
+    rows_of_saved = iter(out.saved)
+    saved = [next(rows_of_saved) if is_saved else None for is_saved in parts.known.saved_mask]
+    used = select_each(parts.used, known)
+    reads_states = not all(parts.linear.linear_carry)  # before each step; if not, it reads them as rows
+    is_saved = reads_states and parts.linear.saving is not None
+    consts = _hoisted(parts.hoisted, known.consts, out) if parts.hoisted else used.consts
     operands = LinearOperands(
         *window_walked(loop, low, high, out.num_steps),
-        LoopInputs([*consts, *last], [known.carry[i] for i in states], [*select(used.xs, known.xs), *residual_rows]),
-        saved=[saved[i] for i in states if is_saved],
+        known=LoopInputs(
+            [*consts, *select(parts.last, out.carry)], used.carry if reads_states else [], [*used.xs, *residual_rows]
+        ),
+        saved=select(parts.used.carry, saved) if is_saved else [],
         checkpoint_rows=out.checkpoint_rows if is_saved else [],
         linear=linear_inputs(parts, inputs),
     )
-    wanted = [i for i, keep in enumerate(reject(parts.unknown.carry, loop.saved_mask)) if keep]
+    saved_by_loop = reject(parts.unknown.carry, loop.saved_mask)  # of the known carry, what the whole loop saves
     rows = out.checkpoint_rows if loop.saving else []
-    return Outcome(out.num_steps, out.carry, ys, [saved[i] for i in wanted], rows), operands
+    return Outcome(out.num_steps, out.carry, ys, select(saved_by_loop, saved), rows), operands
 
 
 def linear_inputs(parts: PartialEval, inputs: LoopInputs) -> LoopInputs:
     """The inputs of the loop that the linear part takes as linear ones: of the carry, all that are unknown."""
-    uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
-    return select_each(select_each(parts.unknown, uses), select_each(parts.unknown, inputs))
+    return select_each(parts.taken, inputs)
 
 
 def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
@@ -470,14 +473,10 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
     linear_cts = select_each(parts.unknown_outputs, LoopOutputs(ct.carry, ct.ys))
     avals = map_leaves(type_of_linear, given.linear)
     found = transpose_linear_loop(linear_cts, parts.linear, given, avals)
-    return [None, None, *flatten(_cotangents_of_inputs(parts, unknown, found))]
-
-
-def _cotangents_of_inputs(parts: PartialEval, unknown: LoopInputs, cts: LoopInputs) -> LoopInputs:
-    """Cotangents of the linear part's inputs as cotangents of the loop's; None for those that get none."""
-    uses = parts.uses._replace(carry=(True,) * len(parts.uses.carry))
-    used = map_leaves(lambda is_unknown, is_used: is_unknown and is_used, parts.unknown, uses)
-    return map_leaves(lambda ct, is_unknown: ct if is_unknown else None, fill_each(used, None, cts), unknown)
+    # A leaf of the carry that became unknown on the way started with a value, which gets no cotangent.
+    cts_of_inputs = fill_each(parts.taken, None, found)
+    wanted = map_leaves(lambda ct, is_unknown: ct if is_unknown else None, cts_of_inputs, unknown)
+    return [None, None, *flatten(wanted)]
 
 
 # Linearisation, which JAX asks for in reverse mode: results now, and later their tangents as a linear function.

@@ -20,7 +20,7 @@ from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResid
 from loopax._src.core.jaxpr import cost as tiny
 from loopax._src.core.jaxpr.cost import arithmetic, costs, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
-from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
+from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, as_open, dce, jaxpr_as_fun, keep_bits
 from loopax._src.messages import no_plan, plan_needs_bound
 
@@ -124,7 +124,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
 def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     """Measure one step: evaluate the loop partially with carries stored, and with residuals stored."""
     by_carry = split(loop, EveryCarry(), unknown)
-    carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
+    carry = num_bytes(by_carry.states)
     by_residual = split(loop, EveryResidual(), unknown)
     rows = by_residual.stored
     read = num_bytes(by_carry.known.input_avals.xs)

@@ -33,12 +33,9 @@ from loopax._src.core.jaxpr.util import (
     invert,
     map_leaves,
     merge_each,
-    merge_lists,
-    reject,
     reject_each,
     select,
     select_each,
-    split_list,
     trace,
     unflatten,
     weakly_cached,
@@ -62,36 +59,38 @@ from loopax._src.jax_internals import (
 
 @weakly_cached
 def carry_with_cotangents(linear: LinearLoop, nonzero_carry: Mask, nonzero_ys: Mask) -> Mask:
-    """Which leaves of the carry the transpose needs: the known ones, and the linear ones that get a cotangent."""
+    """Which leaves of the linear carry get a cotangent after some number of steps, if these results have one."""
     of_linear = iter(nonzero_carry)
     nonzero = [not is_linear or next(of_linear) for is_linear in linear.linear_carry]
     start = 1 + len(linear.linear_consts)
-    carry = range(start, start + len(nonzero))
-    used = needed_inputs(linear.body, carry, [*nonzero, *nonzero_ys])
-    return used[carry.start : carry.stop]
+    used = needed_inputs(linear.body, range(start, start + len(nonzero)), [*nonzero, *nonzero_ys])
+    return tuple(select_each(linear.masks, linear.inputs(used[1:])).carry)
 
 
 @weakly_cached
-def without_others(linear: LinearLoop, needed: Mask) -> LinearLoop:
-    """The loop with these leaves of the carry alone: the others get no cotangent."""
-    avals = linear.inputs(linear.body.in_avals[1:])
+def without_others(linear: LinearLoop, kept: Mask) -> LinearLoop:
+    """The loop without those leaves of the linear carry that get no cotangent; zeros stand for them in the body."""
+    of_linear, avals = iter(kept), linear.input_avals
+    keep = map_leaves(lambda _: True, avals)
+    keep = keep._replace(carry=tuple(not is_linear or next(of_linear) for is_linear in linear.linear_carry))
+    kept_avals, others = select_each(keep, avals), reject_each(keep, avals)
 
     def with_zeros(body: ClosedJaxpr) -> ClosedJaxpr:
         function = jaxpr_as_fun(body)
 
+        # Before: (row, *consts, *carry, *x) -> (*carry, *y). After: the same with the kept leaves of the carry alone.
         def slim(row: Any, *operands: Any) -> list[Any]:
-            consts, kept, xs = split_list(operands, [len(avals.consts), sum(needed)])
-            carry = merge_lists(needed, list(map(zeros, reject(needed, avals.carry))), kept)
-            carry, ys = linear.outputs(function(row, *consts, *carry, *xs))
-            return [*select(needed, carry), *ys]
+            inputs = merge_each(keep, map_leaves(zeros, others), unflatten(kept_avals, operands))
+            out = linear.outputs(function(row, *flatten(inputs)))
+            return flatten(select_each(LoopOutputs(keep.carry, [True] * len(out.ys)), out))
 
-        closed = trace(slim, [body.in_avals[0], *avals.consts, *select(needed, avals.carry), *avals.xs])
+        closed = trace(slim, [body.in_avals[0], *flatten(kept_avals)])
         return dce(closed, [True] * len(closed.out_avals), True)[0]
 
     return linear._replace(
         body=with_zeros(linear.body),
-        linear_carry=tuple(select(needed, linear.linear_carry)),
-        saved=linear.saved and tuple(select(select(linear.linear_carry, needed), linear.saved)),
+        linear_carry=tuple(select_each(keep, linear.masks).carry),
+        saved=linear.saved and tuple(select(kept, linear.saved)),
         inverse=linear.inverse and with_zeros(linear.inverse),
     )
 
@@ -152,8 +151,9 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
 
         def linear_part(linear_inputs: LoopInputs) -> _LinearOutputs:
             out, last = function(row, *flatten(merge_each(linear.masks, known, linear_inputs)))
-            known_carry[:] = map(known_now, reject(linear.linear_carry, linear.outputs(out).carry))
-            return select_each(wanted, _LinearOutputs(*linear.outputs(out), linear.inputs(last[1:]).consts))
+            outputs = linear.outputs(out)
+            known_carry[:] = map(known_now, reject_each(linear.linear_outputs, outputs).carry)
+            return select_each(wanted, _LinearOutputs(*outputs, linear.inputs(last[1:]).consts))
 
         (found,) = linear_transpose(linear_part, map_leaves(strong, cts))(
             _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
@@ -172,28 +172,29 @@ def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOpe
     if error := linear.plan.error:
         raise error
     nonzero_carry, nonzero_ys = map_leaves(lambda ct: not isinstance(ct, ad.Zero), cts)
-    needed = carry_with_cotangents(linear, nonzero_carry, nonzero_ys)
-    if not all(needed):
-        slim, keep = without_others(linear, needed), select(linear.linear_carry, needed)
-        kept = cts._replace(carry=select(keep, cts.carry))
-        found = transpose_linear_loop(kept, slim, given, avals._replace(carry=select(keep, avals.carry)))
-        none = map(ad.Zero, reject(keep, avals.carry))
-        return found._replace(carry=merge_lists(keep, none, found.carry))
+    kept = carry_with_cotangents(linear, nonzero_carry, nonzero_ys)
+    if not all(kept):
+        keep = map_leaves(lambda _: True, avals)._replace(carry=kept)  # of the linear inputs
+        cts = select_each(LoopOutputs(kept, [True] * len(cts.ys)), cts)
+        found = transpose_linear_loop(cts, without_others(linear, kept), given, select_each(keep, avals))
+        return merge_each(keep, map_leaves(ad.Zero, reject_each(keep, avals)), found)
     step = transposed_step(linear, nonzero_ys)
     start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]
-    xs = [*given.known.xs, *select(nonzero_ys, cts.ys)]
-    carry, ct_xs = (_sweep_back if given.known.carry else _run_back)(linear, step, given, start, xs)
+    known, low, high = given.known, given.low, given.high
+    xs = [*known.xs, *select(nonzero_ys, cts.ys)]
+    if known.carry:
+        # A reverse sweep recomputes the known carry before each step.
+        (rows,) = given.checkpoint_rows
+        sweep = sweep_of(linear, step)
+        carry, ct_xs = run_sweep(sweep, low, high, rows, known.consts, known.carry, given.saved, start, xs)
+    else:
+        # The steps need no known carry, or read it from rows of xs: a loop over the rows in the other direction.
+        sizes = {"num_consts": len(known.consts), "num_carry": len(start)}
+        loop = Loop(step, predicated=False, kind=Decided(linear.plan), **sizes, **traversal(linear))
+        out = run(loop._replace(reverse=not linear.reverse), low, high, known.consts, start, xs)
+        carry, ct_xs = out.carry, out.ys
     num_carry = len(cts.carry)
     return LoopInputs(consts=carry[num_carry:], carry=carry[:num_carry], xs=ct_xs)
-
-
-def _sweep_back(
-    linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
-) -> LoopOutputs:
-    """Take the transposed steps in a reverse sweep, which recomputes the known carry before each step."""
-    known, (rows,) = given.known, given.checkpoint_rows
-    sweep = sweep_of(linear, step)
-    return run_sweep(sweep, given.low, given.high, rows, known.consts, known.carry, given.saved, carry, xs)
 
 
 def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
@@ -211,17 +212,6 @@ def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
         inverse=part_of_inverse(linear.inverse, invert(flatten(linear.masks)), invert(linear.linear_carry)),
         **traversal(linear),
     )
-
-
-def _run_back(
-    linear: LinearLoop, step: ClosedJaxpr, given: LinearOperands, carry: list[Any], xs: list[Any]
-) -> LoopOutputs:
-    """Take the transposed steps in a loop: they need no known carry, or read it from rows of xs."""
-    consts = given.known.consts
-    sizes = {"num_consts": len(consts), "num_carry": len(carry)}
-    loop = Loop(step, predicated=False, kind=Decided(linear.plan), **sizes, **traversal(linear))
-    out = run(loop._replace(reverse=not linear.reverse), given.low, given.high, consts, carry, xs)
-    return LoopOutputs(out.carry, out.ys)
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from loopax._src.core.ir.loop import (
 )
 from loopax._src.core.ir.plan import Plan, Saving
 from loopax._src.core.jaxpr.types import check_count
-from loopax._src.core.jaxpr.util import Mask, flatten, merge_each, reject_each, select, split_list
+from loopax._src.core.jaxpr.util import Mask, flatten, grouped, merge_each, reject_each, select_each, split_list
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 
 
@@ -50,6 +50,11 @@ class LinearLoop(NamedTuple):
         return LoopInputs(self.linear_consts, self.linear_carry, self.linear_xs)
 
     @property
+    def linear_outputs(self) -> LoopOutputs:
+        """Which leaves of the carry and which ys are linear: of the ys, all."""
+        return LoopOutputs(self.linear_carry, (True,) * (len(self.body.out_avals) - len(self.linear_carry)))
+
+    @property
     def known_sizes(self) -> list[int]:
         """Lengths of known consts, known init, saved, checkpoint_rows and known xs among the operands."""
         consts, carry, xs = (mask.count(False) for mask in self.masks)
@@ -63,11 +68,11 @@ class LinearLoop(NamedTuple):
 
     def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
         """By name what stands for each input of the body behind the row."""
-        return LoopInputs(*split_list(leaves, [len(self.linear_consts), len(self.linear_carry)]))
+        return grouped(LoopInputs, leaves, len(self.linear_consts), len(self.linear_carry))
 
     def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
         """By name what stands for each output of the body."""
-        return LoopOutputs(*split_list(leaves, [len(self.linear_carry)]))
+        return grouped(LoopOutputs, leaves, len(self.linear_carry))
 
     @property
     def input_avals(self) -> LoopInputs:
@@ -77,8 +82,7 @@ class LinearLoop(NamedTuple):
     @property
     def output_avals(self) -> LoopOutputs:
         """The types of the linear carry and of rows of ys, which are all linear."""
-        carry, ys = self.outputs(self.body.out_avals)
-        return LoopOutputs(select(self.linear_carry, carry), ys)
+        return select_each(self.linear_outputs, self.outputs(self.body.out_avals))
 
     @property
     def as_loop(self) -> Loop:
@@ -111,8 +115,9 @@ class LinearOperands(NamedTuple):
     def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "LinearOperands":
         """From the flat list."""
         low, high, *rest = operands
-        known, carry, saved, rows, known_xs, *groups, _ = split_list(rest, [*linear.known_sizes, *linear.linear_sizes])
-        return cls(low, high, LoopInputs(known, carry, known_xs), saved, rows, LoopInputs(*groups))
+        sizes = [*linear.known_sizes, *linear.linear_sizes]
+        consts, carry, saved, rows, xs, *groups, _ = split_list(rest, sizes)
+        return cls(low, high, LoopInputs(consts, carry, xs), saved, rows, LoopInputs(*groups))
 
     @property
     def leaves(self) -> list[Any]:
@@ -130,7 +135,7 @@ def whole_loop(*flat: Any, **params: Any) -> list[Any]:
     linear = LinearLoop(**params)
     given = LinearOperands.of(linear, flat)
     out = run(linear.as_loop, given.low, given.high, *merge_each(linear.masks, given.known, given.linear))
-    return [*select(linear.linear_carry, out.carry), *out.ys, *out.saved]
+    return [*flatten(select_each(linear.linear_outputs, LoopOutputs(out.carry, out.ys))), *out.saved]
 
 
 def linear_abstract_eval(*_: Any, **params: Any) -> list[Any]:

@@ -18,7 +18,7 @@ were taken, `EMPTY_SLOT` where there were fewer; for two-level checkpoints, the 
 A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax import core
@@ -33,11 +33,11 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     flatten,
     forwarded_from,
+    grouped,
     map_leaves,
     merge_lists,
     reject,
     select,
-    split_list,
     stacked,
     weakly_cached,
 )
@@ -105,30 +105,23 @@ class Loop(NamedTuple):
         """Where the carry stands among the body's inputs."""
         return range(1 + self.num_consts, 1 + self.num_consts + self.num_carry)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of consts and carry, for `split_list`; what remains is xs."""
-        return [self.num_consts, self.num_carry]
-
     def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
         """By name what stands for each input behind `low` and `high`, or behind the row."""
-        return LoopInputs(*split_list(leaves, self.sizes))
+        return grouped(LoopInputs, leaves, self.num_consts, self.num_carry)
 
     def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
         """By name what stands for each leaf of the carry and each of the ys."""
-        return LoopOutputs(*split_list(leaves, [self.num_carry]))
+        return grouped(LoopOutputs, leaves, self.num_carry)
 
     def results(self, leaves: Sequence[Any]) -> "Outcome":
         """By name what stands for each result."""
-        sizes = [1, self.num_carry, len(self.output_avals.ys), sum(self.saved_mask)]
-        (num_steps,), *groups = split_list(leaves, sizes)
-        return Outcome(num_steps, *groups)
+        out = grouped(Outcome, leaves, 1, self.num_carry, len(self.output_avals.ys), sum(self.saved_mask))
+        return out._replace(num_steps=out.num_steps[0])
 
     def results_from(self, num_steps: Any, outputs: LoopOutputs, checkpoint_rows: Any) -> "Outcome":
         """What stands for each result, from what stands for the outputs of the body: a saved carry is a carry."""
         carry, ys = map(list, outputs)
-        saved = select(self.saved_mask, carry)
-        return Outcome(num_steps, carry, ys, saved, [checkpoint_rows] if self.saving else [])
+        return Outcome(num_steps, carry, ys, self.saved_of(carry), [checkpoint_rows] if self.saving else [])
 
     @property
     def input_avals(self) -> LoopInputs:
@@ -151,6 +144,10 @@ class Loop(NamedTuple):
     def saved_mask(self) -> Mask:
         """`saved`, spelled out also where nothing is."""
         return self.saved or (False,) * self.num_carry
+
+    def saved_of(self, carry: Iterable[Any]) -> list[Any]:
+        """Of what stands for each leaf of the carry, that for the leaves that the loop saves."""
+        return select(self.saved_mask, carry)
 
     @property
     def saved_rows(self) -> int:
@@ -278,7 +275,7 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
         row, *inputs = invars_of(body)
         outputs = loop.outputs(outvars_of(body))
         operands = flatten(_with_fixed_as_consts(loop.inputs(inputs), fixed))
-        return replace_jaxpr(body, [row, *operands], [*reject(fixed, outputs.carry), *outputs.ys])
+        return replace_jaxpr(body, [row, *operands], flatten(outputs._replace(carry=reject(fixed, outputs.carry))))
 
     names = loop.names
     consts, carry, xs = _with_fixed_as_consts(LoopInputs(names.consts, names.carry, names.xs), fixed)

@@ -31,7 +31,7 @@ from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, 
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
-from loopax._src.core.jaxpr.util import Mask, flatten, split_list, stacked, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, flatten, grouped, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 
 
@@ -105,22 +105,17 @@ class ReverseSweep(NamedTuple):
         """Where the rows of xs stand among the inputs of the step."""
         return range(1 + self.num_consts + self.num_carry + self.num_state, len(self.step.in_avals))
 
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of consts, init, saved and carry among the operands, for `split_list`."""
-        return [self.num_consts, self.num_state, self.num_state, self.num_carry]
-
     def operands(self, leaves: Sequence[Any]) -> SweepOperands:
         """By name what stands for each operand behind `low, high, checkpoint_rows`."""
-        return SweepOperands(*split_list(leaves, self.sizes))
+        return grouped(SweepOperands, leaves, self.num_consts, self.num_state, self.num_state, self.num_carry)
 
     def outputs(self, leaves: Sequence[Any]) -> LoopOutputs:
         """By name what stands for each leaf of the carry and each of the ys."""
-        return LoopOutputs(*split_list(leaves, [self.num_carry]))
+        return grouped(LoopOutputs, leaves, self.num_carry)
 
     def step_outputs(self, leaves: Sequence[Any]) -> SweepOutputs:
         """By name what stands for each result of the step."""
-        return SweepOutputs(*split_list(leaves, [self.num_carry, self.num_state]))
+        return grouped(SweepOutputs, leaves, self.num_carry, self.num_state)
 
     def forward_inputs(self, inputs: SweepInputs) -> list[Any]:
         """In the order of the forward body, behind the row."""
@@ -132,13 +127,12 @@ class ReverseSweep(NamedTuple):
 
     def of_forward(self, leaves: Sequence[Any]) -> SweepInputs:
         """The inverse of `forward_inputs`; nothing stands for the carry."""
-        consts, state, xs = split_list(leaves, [self.num_consts, self.num_state])
-        return SweepInputs(consts, state, [], xs)
+        return grouped(SweepInputs, leaves, self.num_consts, self.num_state, 0)
 
     def of_backward(self, leaves: Sequence[Any]) -> SweepInputs:
         """The inverse of `backward_inputs`."""
-        consts, carry, state, xs = split_list(leaves, [self.num_consts, self.num_carry, self.num_state])
-        return SweepInputs(consts, state, carry, xs)
+        given = grouped(SweepInputs, leaves, self.num_consts, self.num_carry, self.num_state)
+        return given._replace(state=given.carry, carry=given.state)  # there, the carry stands before the state
 
     @property
     def state_range(self) -> range:

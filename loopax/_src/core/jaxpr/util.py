@@ -323,6 +323,11 @@ def unflatten(groups: Groups, leaves: Iterable[Any]) -> Groups:
     return _of_same_class(groups, split_list(leaves, sizes)[:-1])
 
 
+def grouped(cls: type[Groups], leaves: Iterable[Any], *sizes: int) -> Groups:
+    """Leaves of a flat list in the groups of a class: as many in each as the sizes say, the rest in the last."""
+    return cls(*split_list(leaves, sizes))
+
+
 def map_leaves(function: Callable[..., Any], groups: Groups, *others: Groups) -> Groups:
     """Apply a function to each leaf, with those at its place in others. Groups are tuples then: masks are hashable."""
     return _of_same_class(groups, (tuple(map(function, *group)) for group in zip(groups, *others, strict=True)))
