@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
-from loopax._src.core.jaxpr.util import inner_jaxprs, inner_programs, map_programs
+from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs
 from loopax._src.jax_internals import ClosedJaxpr, held_program
 from tests.support.progress_recorder import once, recorder  # noqa: F401 - a fixture
 
@@ -131,7 +131,7 @@ def test_another_program_in_an_object() -> None:
     function = with_vjp()
     closed = jax.make_jaxpr(lambda x: function(x) + 1.0)(X)
     (eqn, *_) = closed.jaxpr.eqns
-    (inner,) = inner_programs(eqn)
+    (inner,) = inner_jaxprs(eqn)
     assert held_program(eqn.params["_prim"]) is inner
     assert map_programs(eqn, lambda program: program).params["_prim"] is eqn.params["_prim"]
     other = jax.make_jaxpr(lambda x: 7.0 * x)(X)

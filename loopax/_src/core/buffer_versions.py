@@ -36,11 +36,8 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
     dce,
-    eqns_of,
     inlinable,
-    invars_of,
     jaxpr_as_fun,
-    outvars_of,
     zeros,
 )
 
@@ -104,7 +101,7 @@ def buffers(closed: ClosedJaxpr, carry: range, only_appended: bool = False) -> M
     The carry is the body's first outputs, and its inputs at these positions; `only_appended` leaves out those of which
     rows are overwritten.
     """
-    flows, inputs, outputs = _flows(closed, carry, only_appended), invars_of(closed), outvars_of(closed)
+    flows, inputs, outputs = _flows(closed, carry, only_appended), closed.invars, closed.outvars
     ends = zip(carry, flows, outputs, strict=False)
     return tuple(not flow.strays and flow.last is out and flow.last is not inputs[i] for i, flow, out in ends)
 
@@ -114,7 +111,7 @@ def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
 
     As in `buffers`, the carry is the body's first outputs.
     """
-    flows, outputs = _flows(closed, carry, True), outvars_of(closed)
+    flows, outputs = _flows(closed, carry, True), closed.outvars
     return tuple(not flow.strays and flow.last is out for flow, out in zip(flows, outputs, strict=False))
 
 
@@ -132,9 +129,9 @@ class _Flow(NamedTuple):
 
 @weakly_cached
 def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flow]:
-    roots: dict[Any, int] = {invars_of(closed)[i]: place for place, i in enumerate(inputs)}
-    flows = [_Flow(invars_of(closed)[i], []) for i in inputs]
-    for eqn in eqns_of(closed):
+    roots: dict[Any, int] = {closed.invars[i]: place for place, i in enumerate(inputs)}
+    flows = [_Flow(closed.invars[i], []) for i in inputs]
+    for eqn in closed.eqns:
         for position, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal) or atom not in roots:
                 continue
@@ -144,7 +141,7 @@ def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flo
             else:
                 flows[place] = flows[place]._replace(last=eqn.outvars[result])
                 roots[eqn.outvars[result]] = place
-    for place, atom in enumerate(outvars_of(closed)):
+    for place, atom in enumerate(closed.outvars):
         if not isinstance(atom, Literal) and atom in roots and roots[atom] != place:
             flows[roots[atom]].strays.append("return")
     return flows
@@ -182,9 +179,9 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
 @weakly_cached
 def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
     """Which inputs are touched by nothing but reads of their rows."""
-    variables = [invars_of(closed)[i] for i in inputs]
-    reads = {eqn.invars[0] for eqn in eqns_of(closed) if eqn.primitive in (get_p, view_p)}
-    versions = {eqn.outvars[1]: eqn.invars[0] for eqn in eqns_of(closed) if eqn.primitive in (get_p, view_p)}
+    variables = [closed.invars[i] for i in inputs]
+    reads = {eqn.invars[0] for eqn in closed.eqns if eqn.primitive in (get_p, view_p)}
+    versions = {eqn.outvars[1]: eqn.invars[0] for eqn in closed.eqns if eqn.primitive in (get_p, view_p)}
 
     def first_version(atom: Any) -> Any:
         while atom in versions:
@@ -193,18 +190,18 @@ def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
 
     touched = {
         first_version(atom)
-        for eqn in eqns_of(closed)
+        for eqn in closed.eqns
         for position, atom in enumerate(eqn.invars)
         if not isinstance(atom, Literal) and not (position == 0 and eqn.primitive in (get_p, view_p))
     }
-    touched |= {first_version(atom) for atom in outvars_of(closed) if not isinstance(atom, Literal)}
+    touched |= {first_version(atom) for atom in closed.outvars if not isinstance(atom, Literal)}
     return tuple(variable in reads and variable not in touched for variable in variables)
 
 
 @weakly_cached
 def uses_buffers(closed: ClosedJaxpr) -> bool:
     """Whether there is an operation of a buffer anywhere in it."""
-    return any(map(touches_buffers, eqns_of(closed)))
+    return any(map(touches_buffers, closed.eqns))
 
 
 def touches_buffers(eqn: Any) -> bool:

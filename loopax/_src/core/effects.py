@@ -15,7 +15,7 @@ from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expan
 from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
-    inner_programs,
+    inner_jaxprs,
     of_selected,
     split_list,
     trace,
@@ -25,7 +25,6 @@ from loopax._src.core.masking import fill_inactive
 from loopax._src.core.row_buffers import VERSION, add_p, get_p, lanes_of, nowhere, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     Primitive,
     Scan,
     While,
@@ -33,7 +32,6 @@ from loopax._src.jax_internals import (
     bind_linear_solve,
     bind_while,
     branches,
-    eqns_of,
     happens,
     inlinable,
     is_cond,
@@ -165,13 +163,13 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
 
 
 @weakly_cached
-def acts(program: ClosedJaxpr | Jaxpr) -> bool:
+def acts(program: ClosedJaxpr) -> bool:
     """Whether a program has effects, or writes to a buffer, or its derivative has effects."""
-    return any(map(_acts, eqns_of(program) if isinstance(program, ClosedJaxpr) else program.eqns))
+    return any(map(_acts, program.eqns))
 
 
 def _acts(eqn: Any) -> bool:
-    if happens(eqn.effects) or eqn.primitive in VERSION or any(map(acts, inner_programs(eqn))):
+    if happens(eqn.effects) or eqn.primitive in VERSION or any(map(acts, inner_jaxprs(eqn))):
         return True
     rule = rule_of(eqn) if is_custom(eqn) else None
     return rule is not None and happens(rule.effects)

@@ -23,13 +23,10 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
     ad,
-    eqns_of,
-    invars_of,
     is_nonzero,
     is_number,
     new_primitive,
     on_device,
-    outvars_of,
     register,
     replace_jaxpr,
     spec_of,
@@ -123,9 +120,9 @@ class CommonRows(NamedTuple):
 
 def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     """Of a body (row, *consts, ...) that asks which lanes are active; None if it does not."""
-    row, *inputs = invars_of(body)[: 1 + len(consts)]
+    row, *inputs = body.invars[: 1 + len(consts)]
     values = dict(zip(inputs, consts, strict=True))
-    for eqn in eqns_of(body):
+    for eqn in body.eqns:
         if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
             window, windows = [values[atom] for atom in eqn.invars[1:]], ActiveLanes(**eqn.params).windows
             return CommonRows(
@@ -137,7 +134,7 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
 
 def asks_for_active(body: ClosedJaxpr) -> bool:
     """Whether a body asks which lanes are active."""
-    return any(eqn.primitive is active_p for eqn in eqns_of(body))
+    return any(eqn.primitive is active_p for eqn in body.eqns)
 
 
 def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -190,7 +187,7 @@ def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
 @weakly_cached
 def _fills_later(jaxpr: Any) -> bool:
     """Whether an equation anywhere inside fills in derivatives."""
-    return any(map(_is_filled_later, eqns_of(jaxpr) if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns))
+    return any(map(_is_filled_later, jaxpr.eqns))
 
 
 def _is_filled_later(eqn: Any) -> bool:
@@ -201,8 +198,8 @@ def _is_filled_later(eqn: Any) -> bool:
 
 @weakly_cached
 def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr:
-    eqns = [_equation_filled_now(eqn) if _is_filled_later(eqn) else eqn for eqn in eqns_of(closed)]
-    return replace_jaxpr(closed, invars_of(closed), outvars_of(closed), eqns)
+    eqns = [_equation_filled_now(eqn) if _is_filled_later(eqn) else eqn for eqn in closed.eqns]
+    return replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
 
 
 def _equation_filled_now(eqn: Any) -> Any:

@@ -35,13 +35,10 @@ from loopax._src.core.lowering.rows import RowLoop, read, write
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
-    eqns_of,
     inlinable,
-    invars_of,
     is_jit,
     jaxpr_as_fun,
     open_constants,
-    outvars_of,
     replace_jaxpr,
     vary_like,
     where,
@@ -92,13 +89,13 @@ class LaneState(NamedTuple):
 def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> SplitProgram:
     """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
     flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
-    loops = [eqn for eqn in eqns_of(flat) if eqn.primitive is loop_p]
+    loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
         _refuse_other_derivative(Loop(**eqn.params))
     if len(loops) != 1:
         raise refuse(len(loops))
     (at,) = loops
-    front, behind = _around(eqns_of(flat), at)
+    front, behind = _around(flat.eqns, at)
     made = {variable for eqn in front for variable in eqn.outvars}
     loop = Loop(**at.params)
     if loop.reporting is not None:
@@ -107,13 +104,13 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
         raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
     low, high, *operands = at.invars
     consts, carry, xs = loop.inputs(operands)
-    used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *outvars_of(flat)]
+    used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
-    inputs = invars_of(flat)
+    inputs = flat.invars
     return SplitProgram(
         before=replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
         operands=replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
-        after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], outvars_of(flat), behind),
+        after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.outvars, behind),
         loop=loop,
     )
 
@@ -140,7 +137,7 @@ def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
 def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
     """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
     program = inlinable(eqn) if is_jit(eqn) else None
-    has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in eqns_of(program))
+    has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.eqns)
     return program if has_loop else None
 
 
@@ -161,9 +158,9 @@ def run_function(
         settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
     )
     carry = list(map(vary_like, carry, opened.out_avals))
-    consts, (row, *rest) = split_list(invars_of(opened), [len(closed_over)])
+    consts, (row, *rest) = split_list(opened.invars, [len(closed_over)])
     loop = Loop(
-        replace_jaxpr(opened, [row, *consts, *rest], outvars_of(opened)),
+        replace_jaxpr(opened, [row, *consts, *rest], opened.outvars),
         num_consts=len(consts),
         num_carry=len(carry),
         bound=bound,
@@ -334,9 +331,9 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
 
     state = trace(start, [INDEX, INDEX, *carry]).out_avals
     body = settled(step, INDEX, state, operands)
-    row, leaves, given = split_list(invars_of(body), [1, len(state)])
+    row, leaves, given = split_list(body.invars, [1, len(state)])
     single = Loop(
-        replace_jaxpr(body, [*row, *given, *leaves], outvars_of(body)),
+        replace_jaxpr(body, [*row, *given, *leaves], body.outvars),
         num_consts=len(operands),
         num_carry=len(state),
         bound=_bound(loop, stepper.parts.loop),

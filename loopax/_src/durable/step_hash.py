@@ -17,8 +17,8 @@ from loopax._src.core.effects import OnlyIf, only_if_p
 from loopax._src.core.ir.lanes import Lanes
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     Literal,
+    constants_of,
     function_object,
     held_program,
     inlinable,
@@ -148,24 +148,22 @@ class Written:
         self.functions: dict[str, dict[str, str]] = {}
         self._named, self._names = named, {}
 
-    def program(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any] | None = None) -> str:
+    def program(self, program: ClosedJaxpr, inputs: Sequence[Any] | None = None) -> str:
         """The hash of what it computes and does."""
-        jaxpr = getattr(program, "jaxpr", program)
-        inputs = inputs or [f"input {i} {type_of(x.aval)}" for i, x in enumerate(jaxpr.invars)]
+        inputs = inputs or [f"input {i} {type_of(x.aval)}" for i, x in enumerate(program.invars)]
         happened: list[str] = []
         results = self._results(program, inputs, happened)
         return hash_of(*map(self._text, results), "does", *happened)
 
-    def _results(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any], happened: list[str]) -> list[Any]:
+    def _results(self, program: ClosedJaxpr, inputs: Sequence[Any], happened: list[str]) -> list[Any]:
         """The hashes of the results; what happens besides is added to the list. Calls are looked into."""
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        values = dict(zip(jaxpr.invars, inputs, strict=True))
-        values |= {variable: _constant(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
+        values = dict(zip(program.invars, inputs, strict=True))
+        values |= {variable: _constant(x, variable.aval) for variable, x in constants_of(program).items()}
 
         def read(atom: Any) -> Any:
             return _constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
-        for eqn in _needed(jaxpr):
+        for eqn in _needed(program):
             operands = [read(atom) for atom in eqn.invars]
             if is_identity(eqn):
                 results = operands[: len(eqn.outvars)]
@@ -178,7 +176,7 @@ class Written:
                     happened.append(word)
                 results = [f"{word} {i} {type_of(out.aval)}" for i, out in enumerate(eqn.outvars)]
             values.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return [read(atom) for atom in program.outvars]
 
     def _operation(self, eqn: Any) -> str:
         """What an equation does to its operands."""
@@ -198,8 +196,8 @@ class Written:
         """What stands for a value, a parameter or a part of one; `kind` is what a function is called."""
         if isinstance(value, _Constant):
             return self._array(value.array)
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            return self.program(value)
+        if (program := held_program(value)) is not None:
+            return self.program(program)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{name}: {self._text(value[name], kind)}' for name in sorted(value, key=str))}}}"
         if isinstance(value, tuple | list):
@@ -247,7 +245,7 @@ def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int,
     return written
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: ClosedJaxpr) -> list[Any]:
     """The equations on which results depend or that act on the world, without those that only show something."""
     needed, kept = set(map(id, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):

@@ -16,12 +16,10 @@ from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import is_only_itself, without_flags
 from loopax._src.jax_internals import (
     Literal,
-    constants_of,
     convert,
-    invars_of,
     made_at,
     memory_space,
-    outvars_of,
+    open_constants,
     source_here,
     spec_of,
     to_weak,
@@ -166,9 +164,9 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
     closed = jax.make_jaxpr(call)(arrays)
     (of_result,) = found
     leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
-    tree, consts = of_result.treedef.unflatten(leaves), closed.consts
-    inputs = {var: i for i, var in enumerate([*constants_of(closed), *invars_of(closed)])}
-    places = [None if isinstance(out, Literal) else inputs.get(out) for out in outvars_of(closed)]
+    tree, (opened, consts) = of_result.treedef.unflatten(leaves), open_constants(closed)
+    inputs = {var: i for i, var in enumerate(opened.invars)}
+    places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
 
     def at(arrays: Sequence[Any]) -> _Found:
         values = [*consts, *arrays]

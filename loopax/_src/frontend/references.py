@@ -15,12 +15,9 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     checks_keys,
     consume_keys,
-    eqns_of,
-    invars_of,
     is_reference,
     keys_of,
     new_primitive,
-    outvars_of,
     register,
     replace_jaxpr,
     strong,
@@ -111,11 +108,11 @@ def row_of_tape(avals: Sequence[Any]) -> list[Any]:
 
 def take_out_row_of_tape(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr without the equation that stands for a row, and the variables of the row. They are defined nowhere."""
-    eqns = eqns_of(closed)
+    eqns = closed.eqns
     rows = [eqn for eqn in eqns if eqn.primitive is _row_of_tape_p]
     rest = [eqn for eqn in eqns if eqn.primitive is not _row_of_tape_p]
     variables = [variable for eqn in rows for variable in eqn.outvars]
-    return replace_jaxpr(closed, invars_of(closed), outvars_of(closed), rest), variables
+    return replace_jaxpr(closed, closed.invars, closed.outvars, rest), variables
 
 
 register(_row_of_tape_p, abstract_eval=lambda *, avals: list(avals))

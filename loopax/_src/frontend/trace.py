@@ -29,7 +29,6 @@ from loopax._src.frontend.references import (
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    as_open,
     convert,
     dce,
     is_reference,
@@ -362,12 +361,11 @@ def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     `both` has the carry after the step as its last inputs, and what the inverse returns as its last results.
     """
     both, of_tape = take_out_row_of_tape(both)
-    jaxpr = as_open(both)
     num_after = len(carry)
-    inputs, after = jaxpr.invars[:-num_after], jaxpr.invars[-num_after:]
-    body = replace_jaxpr(both, inputs, jaxpr.outvars[:-num_after])
+    inputs, after = both.invars[:-num_after], both.invars[-num_after:]
+    body = replace_jaxpr(both, inputs, both.outvars[:-num_after])
     of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :], *of_tape]
-    inverse = replace_jaxpr(without_effects(both), of_inverse, jaxpr.outvars[-num_after:])
+    inverse = replace_jaxpr(without_effects(both), of_inverse, both.outvars[-num_after:])
     return dce(body, [True] * len(body.out_avals), True)[0], dce(inverse, [True] * num_after, True)[0]
 
 

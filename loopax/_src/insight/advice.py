@@ -20,13 +20,10 @@ from loopax._src.insight.schedule_picture import evaluations_of, room_of
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
-    eqns_of,
     has_tangents,
-    invars_of,
     is_cast,
     is_select,
     keeps_values,
-    outvars_of,
     stands_alone,
     update_of,
     updates,
@@ -197,9 +194,9 @@ def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
 def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
     body = without_calls(found.seen.loop.body)
-    makers = {variable: eqn for eqn in eqns_of(body) for variable in eqn.outvars}
-    inputs = [invars_of(body)[i] for i in found.seen.loop.carry_range]
-    for value, start, end in zip(found.carry, inputs, outvars_of(body), strict=False):
+    makers = {variable: eqn for eqn in body.eqns for variable in eqn.outvars}
+    inputs = [body.invars[i] for i in found.seen.loop.carry_range]
+    for value, start, end in zip(found.carry, inputs, body.outvars, strict=False):
         leaf = f"{value.name or 'a leaf of the carry'} ({typed(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
             size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
@@ -255,7 +252,7 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
     """Whether an array that is written in place is also used for something else."""
     versions = {start}
-    for eqn in eqns_of(body):
+    for eqn in body.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         if not versions.intersection(operands):
             continue
@@ -288,7 +285,7 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     if lanes <= CPU_LANES or (debug_info is not None and isinstance(debug_info.lanes, Free)):
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
-        if found.inner or any(map(stands_alone, eqns_of(without_calls(found.seen.loop.body)))):
+        if found.inner or any(map(stands_alone, without_calls(found.seen.loop.body).eqns)):
             yield Advice(
                 "branch-for-all-lanes",
                 found.source,

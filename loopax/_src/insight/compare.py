@@ -22,7 +22,7 @@ from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.comparison import Comparison, Measured
 from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
-from loopax._src.jax_internals import ClosedJaxpr, api_boundary, as_open, jaxpr_as_fun, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static import Why, positive_int
 
@@ -50,8 +50,7 @@ def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
 
     if kind.derivative != "exact":
         return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
-    jaxpr = as_open(closed)
-    return replace_jaxpr(closed, jaxpr.invars, jaxpr.outvars, list(map(exchanged, jaxpr.eqns)))
+    return replace_jaxpr(closed, closed.invars, closed.outvars, list(map(exchanged, closed.eqns)))
 
 
 def _of_kind(loop: Loop, kind: Kind) -> Loop:

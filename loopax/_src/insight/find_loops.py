@@ -21,7 +21,7 @@ from loopax._src.core.jaxpr.util import (
     INDEX,
     bind_again,
     evaluate,
-    inner_programs,
+    inner_jaxprs,
     merge_lists,
     reject,
     select,
@@ -37,13 +37,10 @@ from loopax._src.jax_internals import (
     Scan,
     While,
     argument_names,
-    as_closed,
     called,
     dce,
-    eqns_of,
     equation_context,
     has_tangents,
-    invars_of,
     is_kernel,
     is_of_jax,
     jaxpr_as_fun,
@@ -105,9 +102,9 @@ def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     """The loops of a program, in order."""
     flat = without_calls(closed)
-    values = dict(zip(invars_of(flat), inputs, strict=True))
+    values = dict(zip(flat.invars, inputs, strict=True))
     found: list[FoundLoop] = []
-    for eqn in eqns_of(flat):
+    for eqn in flat.eqns:
         operands = [Value() if isinstance(atom, Literal) else values.get(atom, Value()) for atom in eqn.invars]
         seen = see(eqn)
         if seen is not None:
@@ -116,7 +113,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
             is_condition = seen.loop.debug_info is None and seen.loop.bound == 1
             found += one.inner if is_condition else [one]
         elif not is_kernel(eqn):  # a `cond`, say: the operands of the programs in it are its last ones
-            for inner in map(as_closed, inner_programs(eqn)):
+            for inner in inner_jaxprs(eqn):
                 count = len(inner.in_avals)
                 is_fed = count <= len(operands)
                 found += find(inner, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)

@@ -15,7 +15,7 @@ from jax._src import linear_util as _lu
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -44,7 +44,14 @@ def function_object(eqn: Any) -> Any:
 
 
 def held_program(value: Any) -> ClosedJaxpr | None:
-    """The program in a parameter of an equation that is such an object; None if it is none."""
+    """The program that a parameter of an equation is, or holds as such an object; None if there is none.
+
+    An open jaxpr, of which there is none from JAX 0.12 on, is closed. It is the same each time: caches go by it.
+    """
+    if isinstance(value, Jaxpr) and not isinstance(value, ClosedJaxpr):
+        return _pe.close_jaxpr(value)
+    if isinstance(value, ClosedJaxpr):
+        return value
     name = type(value).__name__
     if name == _CHECKPOINT:
         return value.jaxpr
@@ -54,7 +61,11 @@ def held_program(value: Any) -> ClosedJaxpr | None:
 
 
 def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
-    """The object with another program. Its rules for derivatives stay as they are."""
+    """The parameter with another program. The object's rules for derivatives stay as they are."""
+    if isinstance(value, ClosedJaxpr):
+        return program
+    if isinstance(value, Jaxpr):
+        return program.jaxpr
     new = copy(value)
     if type(value).__name__ == _CHECKPOINT:
         new.params = {**value.params, "jaxpr": program}
@@ -321,59 +332,32 @@ register(
 )
 
 
-# From JAX 0.12 on, `Jaxpr` and `ClosedJaxpr` are one class, and the ways from one to the other are to be removed.
-
-
-def eqns_of(program: Any) -> Sequence[Any]:
-    """The equations of a jaxpr, closed or not."""
-    return program.jaxpr.eqns if isinstance(program, ClosedJaxpr) else program.eqns
-
-
-def invars_of(program: Any) -> Sequence[Any]:
-    """The variables that are the inputs of a jaxpr, closed or not."""
-    return program.jaxpr.invars if isinstance(program, ClosedJaxpr) else program.invars
-
-
-def outvars_of(program: Any) -> Sequence[Any]:
-    """The variables and literals that are the outputs of a jaxpr, closed or not."""
-    return program.jaxpr.outvars if isinstance(program, ClosedJaxpr) else program.outvars
+# Jaxprs with other parts. From JAX 0.12 on `Jaxpr` and `ClosedJaxpr` are one class, and the ways from one to the other,
+# `.jaxpr`, `.consts` and `ClosedJaxpr(...)`, are to be removed. What both classes have is read anywhere: `eqns`,
+# `invars`, `outvars`, `in_avals`, `out_avals`, `effects`.
 
 
 def constants_of(closed: ClosedJaxpr) -> dict[Any, Any]:
     """The variables of a jaxpr's constants, with these."""
-    return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-
-def with_equations(closed: ClosedJaxpr, eqns: Sequence[Any]) -> ClosedJaxpr:
-    """The jaxpr with other equations that give the same variables, and have the same effects."""
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(eqns)), closed.consts)  # type: ignore[attr-defined]
-
-
-def with_consts(closed: ClosedJaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
-    """The jaxpr with other constants."""
-    return ClosedJaxpr(closed.jaxpr, consts)
-
-
-def as_closed(program: Any) -> ClosedJaxpr:
-    """A jaxpr without constants, closed."""
-    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
-
-
-def as_open(closed: ClosedJaxpr) -> Any:
-    """The jaxpr without its constants."""
-    return closed.jaxpr
+    return dict(zip(closed.constvars, closed.consts, strict=True))
 
 
 def replace_jaxpr(
-    closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None
+    closed: ClosedJaxpr,
+    invars: Sequence[Any] | None = None,
+    outvars: Sequence[Any] | None = None,
+    eqns: Sequence[Any] | None = None,
 ) -> ClosedJaxpr:
-    """A jaxpr with other inputs and outputs, and other equations if given. It loses the names of its arguments."""
-    jaxpr = closed.jaxpr
-    debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
-    changes: dict[str, Any] = {"invars": list(invars), "outvars": list(outvars), "debug_info": debug_info}
+    """A jaxpr with other inputs, outputs or equations. With other inputs it loses the names of its arguments."""
+    jaxpr: Any = closed.jaxpr
+    changes: dict[str, Any] = {}
+    if invars is not None:
+        changes |= {"invars": list(invars), "debug_info": jaxpr.debug_info.with_unknown_names()}
+    if outvars is not None:
+        changes["outvars"] = list(outvars)
     if eqns is not None:
         changes |= {"eqns": list(eqns), "effects": set().union(*(eqn.effects for eqn in eqns))}
-    return ClosedJaxpr(jaxpr.replace(**changes), closed.consts)  # type: ignore[attr-defined]
+    return ClosedJaxpr(jaxpr.replace(**changes), closed.consts)
 
 
 def open_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
@@ -382,15 +366,12 @@ def open_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     `jax.closure_convert` does this for arrays that are perturbed only, and not for integers.
     """
     jaxpr = closed.jaxpr
-    invars, consts = [*jaxpr.constvars, *jaxpr.invars], list(closed.consts)
+    invars, consts = [*closed.constvars, *closed.invars], list(closed.consts)
     debug_info = jaxpr.debug_info.with_unknown_names()  # type: ignore[attr-defined]
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars, debug_info=debug_info), []), consts  # type: ignore[attr-defined]
 
 
 def dce(closed: ClosedJaxpr, used: Sequence[bool], keep: Sequence[bool] | bool) -> tuple[ClosedJaxpr, list[bool]]:
-    """Remove what the used outputs do not need; inputs marked in `keep` stay.
-
-    The type of `jaxpr` under a ClosedJaxpr changed in 0.12, where both are one class.
-    """
+    """Remove what the used outputs do not need; inputs marked in `keep` stay."""
     jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), keep if isinstance(keep, bool) else list(keep))
     return ClosedJaxpr(jaxpr, closed.consts), list(used_inputs)

@@ -168,7 +168,7 @@ def _calls_generator(impl: Any, name: str) -> bool:
         "split": lambda key: impl.split(key, (2,)),
         "fold_in": lambda key: impl.fold_in(key, key[0]),
     }
-    return _contains(jax.make_jaxpr(calls[name])(key).jaxpr)
+    return _contains(jax.make_jaxpr(calls[name])(key))
 
 
 def _contains(jaxpr: Any) -> bool:

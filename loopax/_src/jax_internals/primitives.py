@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from loopax._src.jax_internals.jaxprs import (
     called_program,
     function_object,
+    held_program,
     is_held_checkpoint,
     is_held_custom,
     is_held_custom_vjp,
@@ -80,8 +81,9 @@ def _program(eqn: Any) -> ClosedJaxpr:
     """That of `jax.checkpoint` is an open jaxpr, or held by an object."""
     if (held := called_program(eqn)) is not None:
         return held
-    program = next(eqn.params[name] for name in _PROGRAMS if name in eqn.params)
-    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
+    program = held_program(next(eqn.params[name] for name in _PROGRAMS if name in eqn.params))
+    assert program is not None
+    return program
 
 
 class OpenCall(NamedTuple):

@@ -97,7 +97,7 @@ def made_with(given: Any, x: Any) -> Any:
 
 def argument_names(closed: ClosedJaxpr) -> tuple[str, ...]:
     """What the inputs of a jaxpr were called in the function that was traced; empty where that is not known."""
-    names = closed.jaxpr.debug_info.arg_names  # type: ignore[attr-defined]
+    names = closed.debug_info.arg_names
     return tuple(names) if names is not None and len(names) == len(closed.in_avals) else ()
 
 
@@ -113,7 +113,7 @@ def name_in_errors(function: Callable[..., Any], caller: str, source: str, argum
 
 def is_of_jax(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is of a function of JAX, which may have been traced for another caller, and have his lines."""
-    source = closed.jaxpr.debug_info.func_src_info  # type: ignore[attr-defined]
+    source = closed.debug_info.func_src_info
     return f"{_JAX}/" in (source or "")
 
 

@@ -16,13 +16,11 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     api_boundary,
     convert,
-    invars_of,
     jaxpr_as_fun,
     linear_transpose,
     moved_like,
     on_device,
     open_constants,
-    outvars_of,
     replace_jaxpr,
     to_device,
     vary_like,
@@ -123,7 +121,7 @@ def _of_function(
         return jax.tree.leaves(results[0])
 
     raw = jax.make_jaxpr(flat)(*call.loop.input_avals.carry)
-    carry, out = invars_of(raw), outvars_of(raw)
+    carry, out = raw.invars, raw.outvars
     half = len(out) // 2 if _is_pair(results[0]) and not all(leaf in carry for leaf in out) else len(out)
     unknowns, residual = out[:half], out[half:]
     if not unknowns or not all(leaf in carry and _has_derivative(leaf.aval) for leaf in unknowns):
@@ -143,7 +141,7 @@ def _of_function(
         return is_unknown, [], None
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
     whole, extras = open_constants(raw)
-    return is_unknown, extras, replace_jaxpr(whole, invars_of(whole), in_order)
+    return is_unknown, extras, replace_jaxpr(whole, whole.invars, in_order)
 
 
 def _type(aval: Any) -> str:
@@ -312,7 +310,7 @@ class Implicit(Kind):
         unknowns = select(fixed_point.is_unknown, carry)
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
-        if calls_custom_vjp(fixed_point.call.loop.body.jaxpr):  # the solver would drop what its backward rule logs
+        if calls_custom_vjp(fixed_point.call.loop.body):  # the solver would drop what its backward rule logs
             jax.eval_shape(linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
         start = select(fixed_point.is_unknown, inputs[0].carry)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from loopax._src.core import Decided, Loop, LoopCall, NoReverseMode, run
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list
-from loopax._src.jax_internals import invars_of, open_constants, outvars_of, replace_jaxpr, vary_like
+from loopax._src.jax_internals import open_constants, replace_jaxpr, vary_like
 
 # The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.
 _STEPS = 10
@@ -77,10 +77,10 @@ def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any
 def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any]:
     """Run a loop with a condition, whose lanes leave as those of the user's loop do."""
     opened, consts = open_constants(settled(step, INDEX, list(map(jax.typeof, carry)), []))
-    given, (row, *leaves) = split_list(invars_of(opened), [len(consts)])
+    given, (row, *leaves) = split_list(opened.invars, [len(consts)])
     carry = list(map(vary_like, carry, opened.out_avals))
     loop = Loop(
-        replace_jaxpr(opened, [row, *given, *leaves], outvars_of(opened)),
+        replace_jaxpr(opened, [row, *given, *leaves], opened.outvars),
         num_consts=len(consts),
         num_carry=len(carry),
         bound=None,

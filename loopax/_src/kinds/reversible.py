@@ -30,9 +30,7 @@ from loopax._src.jax_internals import (
     api_boundary,
     dce,
     has_tangents,
-    invars_of,
     jaxpr_as_fun,
-    outvars_of,
     replace_jaxpr,
     to_device,
     vary_like,
@@ -150,10 +148,10 @@ def _first_step(call: LoopCall) -> Difference:
     numbers, types = Difference(jnp.float32(0), jnp.float32(0)), loop.input_avals
     leaves = [*types.carry, *map(jax.typeof, numbers)]
     in_order = settled(there_and_back, loop.body.in_avals[0], leaves, [*types.consts, *types.xs])
-    row, changing, consts_of_it, rows = split_list(invars_of(in_order), [1, len(leaves), len(types.consts)])
+    row, changing, consts_of_it, rows = split_list(in_order.invars, [1, len(leaves), len(types.consts)])
     carry = list(map(vary_like, [*carry, *numbers], in_order.out_avals))
     once = loop._replace(
-        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], outvars_of(in_order)),
+        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], in_order.outvars),
         num_carry=loop.num_carry + 2,
         inverse=None,
         reporting=None,
@@ -169,8 +167,8 @@ def _returned(loop: Loop) -> Mask:
     The condition of a loop is none to be compared.
     """
     assert loop.inverse is not None
-    inputs = [invars_of(loop.inverse)[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.inverse, variable) for variable in outvars_of(loop.inverse)]
+    inputs = [loop.inverse.invars[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.inverse, variable) for variable in loop.inverse.outvars]
     kept = keep_rows(loop.inverse, loop.carry_range)
     same = [a is b or keeps for a, b, keeps in zip(inputs, outputs, kept, strict=True)]
     return tuple(same[i] or (loop.predicated and i == 0) for i in range(loop.num_carry))
@@ -180,8 +178,8 @@ def _refuse_needed_leaves(call: LoopCall) -> None:
     """Raise where the inverse returns a leaf as it came that the body changes, and the derivative reads."""
     loop = call.loop
     assert loop.inverse is not None
-    inputs = [invars_of(loop.body)[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.body, variable) for variable in outvars_of(loop.body)[: loop.num_carry]]
+    inputs = [loop.body.invars[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.outvars[: loop.num_carry]]
     wrong = [same and a is not b for same, a, b in zip(_returned(loop), inputs, outputs, strict=True)]
     appended = buffers(loop.body, loop.carry_range, True)  # rows of the last version are those of any before it
     wrong = [flag and not is_appended for flag, is_appended in zip(wrong, appended, strict=True)]

@@ -19,16 +19,12 @@ from loopax._src.insight.explain import explanation_of
 from loopax._src.insight.explanation import LoopExplanation
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     Literal,
     Scan,
     While,
     api_boundary,
-    as_open,
     branches,
     chooses_platform,
-    eqns_of,
-    invars_of,
     is_addition,
     is_cond,
     is_kernel,
@@ -38,7 +34,6 @@ from loopax._src.jax_internals import (
     jaxpr_as_fun,
     of_weak_type,
     open_call,
-    outvars_of,
 )
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
@@ -60,12 +55,12 @@ class Exchange:
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
-        if not self._concerns(as_open(closed)):
+        if not self._concerns(closed):
             return jaxpr_as_fun(closed)(*operands)
         results = evaluate(closed, operands, self._equation)
         return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
 
-    def _concerns(self, jaxpr: Jaxpr) -> bool:
+    def _concerns(self, jaxpr: ClosedJaxpr) -> bool:
         """Whether it holds a loop to exchange."""
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
@@ -167,14 +162,14 @@ def _counter(loop: While) -> tuple[int, int] | None:
     known at the start. Lanes of a `jax.vmap` inside the function have no one number.
     """
     cond, body = loop.cond, loop.body
-    if cond.out_avals[0].shape or len(eqns_of(cond)) != 1 or not is_less_than(eqns_of(cond)[0]):
+    if cond.out_avals[0].shape or len(cond.eqns) != 1 or not is_less_than(cond.eqns[0]):
         return None
-    (eqn,), carry = eqns_of(cond), invars_of(cond)[loop.num_cond_consts :]
+    (eqn,), carry = cond.eqns, cond.invars[loop.num_cond_consts :]
     places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
     index, upper = places
-    if index is None or upper is None or outvars_of(cond)[0] is not eqn.outvars[0]:
+    if index is None or upper is None or cond.outvars[0] is not eqn.outvars[0]:
         return None
-    inputs, outputs = invars_of(body)[loop.num_consts :], outvars_of(body)
+    inputs, outputs = body.invars[loop.num_consts :], body.outvars
     is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
     counts = is_limit and _is_next(body, inputs[index], outputs[index])
     return (index, upper) if counts else None
@@ -182,7 +177,7 @@ def _counter(loop: While) -> tuple[int, int] | None:
 
 def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
     """Whether the body counts from one to the other."""
-    for eqn in eqns_of(body):
+    for eqn in body.eqns:
         if any(out is new for out in eqn.outvars):
             is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
             one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1

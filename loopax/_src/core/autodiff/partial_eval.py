@@ -62,11 +62,9 @@ from loopax._src.jax_internals import (
     ad,
     dce,
     happens,
-    invars_of,
     is_known,
     jaxpr_as_fun,
     known_value,
-    outvars_of,
     partial_eval_jaxpr,
     replace_jaxpr,
     stage_unknown,
@@ -233,14 +231,14 @@ def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJa
 def _keep_every_carry(parts: PartialEval) -> PartialEval:
     """The known loop writes the states that the linear part needs as rows, which that part reads as rows of xs."""
     known, linear = parts.known, parts.linear
-    inputs, outputs = invars_of(known.body), outvars_of(known.body)
+    inputs, outputs = known.body.invars, known.body.outvars
     states = select(parts.used.carry, [inputs[i] for i in known.carry_range])
     known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
     # Before: (row, *consts, *carry, *xs) -> (*carry, *ys).
     # After: (row, *consts, *linear carry, *xs, *known carry) -> (*linear carry, *ys).
-    row, *operands = invars_of(linear.body)
-    inputs, outputs = linear.inputs(operands), linear.outputs(outvars_of(linear.body))
+    row, *operands = linear.body.invars
+    inputs, outputs = linear.inputs(operands), linear.outputs(linear.body.outvars)
     of_carry = map_leaves(lambda _: True, inputs)._replace(carry=linear.linear_carry)
     operands = [*flatten(select_each(of_carry, inputs)), *flatten(reject_each(of_carry, inputs))]
     body = replace_jaxpr(linear.body, [row, *operands], flatten(select_each(linear.linear_outputs, outputs)))
@@ -262,7 +260,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
     recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)
-    loop_body = replace_jaxpr(known, invars_of(known), [outvars_of(known)[p] for p in (*range(num_outputs), *rows)])
+    loop_body = replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
     linear = LinearLoop(
         _linear_body(loop, later, residuals, recomputed, unknown),

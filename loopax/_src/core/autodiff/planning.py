@@ -21,7 +21,7 @@ from loopax._src.core.jaxpr import cost as tiny
 from loopax._src.core.jaxpr.cost import arithmetic, costs, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
 from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, as_open, dce, jaxpr_as_fun, keep_bits
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
 from loopax._src.messages import no_plan, plan_needs_bound
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
@@ -151,7 +151,7 @@ def _calls_of_derivative(linear: LinearLoop, most: int) -> float:
     """
     wanted = [*linear.linear_carry, *(False for _ in linear.output_avals.ys)]
     needed = dce(linear.body, wanted, True)[0]
-    if linear_results(as_open(needed), [False, *flatten(linear.masks)]) is None:
+    if linear_results(needed, [False, *flatten(linear.masks)]) is None:
         return 0.0
     step = transposed_step(linear, (False,) * len(linear.output_avals.ys))
     return tiny.calls(step, most)

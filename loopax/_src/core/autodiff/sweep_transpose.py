@@ -58,11 +58,9 @@ from loopax._src.jax_internals import (
     ad,
     added,
     dce,
-    invars_of,
     jaxpr_as_fun,
     linear_transpose,
     new_primitive,
-    outvars_of,
     register,
     replace_jaxpr,
     strong,
@@ -366,7 +364,7 @@ def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
     if sweep.bound is None:
         raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
     known = sweep.known
-    inputs, outputs = invars_of(known.step), outvars_of(known.step)
+    inputs, outputs = known.step.invars, known.step.outvars
     first = 1 + len(known.linear_consts)
     step = replace_jaxpr(known.step, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
     whole = known._replace(step=step).whole

@@ -34,7 +34,7 @@ from loopax._src.core.jaxpr.util import (
     append_each,
     calls_custom_vjp,
     flatten,
-    inner_programs,
+    inner_jaxprs,
     map_leaves,
     merge_lists,
     reject,
@@ -44,9 +44,7 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     ad,
-    as_open,
     evaluate_partially,
     happens,
     is_custom,
@@ -71,7 +69,7 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
-    if calls_custom_vjp(as_open(inner.static.body)):
+    if calls_custom_vjp(inner.static.body):
         return _jvp_again(inner, primals, tangents)
     *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
     perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))
@@ -221,10 +219,10 @@ def _run_in_stages(inner: CompactVmap, nonzero: Sequence[bool], operands: Sequen
     return _bind(known, inner.axis, inner.mapped, operands)
 
 
-def _acts_in_custom(program: ClosedJaxpr | Jaxpr) -> bool:
+def _acts_in_custom(program: ClosedJaxpr) -> bool:
     """Whether a function with derivatives of its own has effects."""
     acting = [eqn for eqn in program.eqns if happens(eqn.effects)]
-    return any(is_custom(eqn) or any(map(_acts_in_custom, inner_programs(eqn))) for eqn in acting)
+    return any(is_custom(eqn) or any(map(_acts_in_custom, inner_jaxprs(eqn))) for eqn in acting)
 
 
 class _Again(NamedTuple):

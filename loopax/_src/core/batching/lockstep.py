@@ -42,15 +42,11 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    as_open,
-    eqns_of,
-    invars_of,
     is_sum,
     jaxpr_as_fun,
-    outvars_of,
+    open_constants,
     undifferentiable_effects,
     vary_like,
-    with_consts,
     zero,
     zeros,
 )
@@ -78,16 +74,16 @@ def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
 
     Such are the cotangents of a lane's own weights, which are as large as the weights.
     """
-    uses = Counter(id(atom) for eqn in eqns_of(body) for atom in eqn.invars)
-    uses.update(id(atom) for atom in outvars_of(body))
-    sums = {id(eqn.outvars[0]): eqn for eqn in eqns_of(body) if is_sum(eqn)}
+    uses = Counter(id(atom) for eqn in body.eqns for atom in eqn.invars)
+    uses.update(id(atom) for atom in body.outvars)
+    sums = {id(eqn.outvars[0]): eqn for eqn in body.eqns if is_sum(eqn)}
 
     def only_added_to(leaf: Any, out: Any) -> bool:
         total = sums.get(id(out))
         return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
 
-    leaves = [invars_of(body)[i] for i in carry]
-    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, outvars_of(body), strict=False))
+    leaves = [body.invars[i] for i in carry]
+    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, body.outvars, strict=False))
 
 
 def step_lanes(
@@ -130,15 +126,10 @@ def skip_idle_rows(
 
 def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> list[Any]:
     """The step as a loop: JAX maps no `lax.cond` with such effects."""
-
-    def body(_: Any, *values: Any) -> list[Any]:
-        consts, carry = split_list(values, [len(step.consts)])
-        return jaxpr_as_fun(with_consts(step, consts))(*carry)
-
-    avals = [INDEX, *map(jax.typeof, (*step.consts, *carry))]
+    opened, consts = open_constants(step)
     loop = Loop(
-        trace(body, avals),
-        num_consts=len(step.consts),
+        trace(lambda _, *values: jaxpr_as_fun(opened)(*values), [INDEX, *opened.in_avals]),
+        num_consts=len(consts),
         num_carry=len(carry),
         bound=1,
         reverse=False,
@@ -146,7 +137,7 @@ def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> li
         unroll=1,
         kind=Decided(EveryResidual(reason="a step that a batch may pass over")),
     )
-    out = run(loop, jnp.int32(0), taken.astype(jnp.int32), step.consts, carry, [])
+    out = run(loop, jnp.int32(0), taken.astype(jnp.int32), consts, carry, [])
     return [*out.carry, *(y[0] for y in out.ys)]
 
 
@@ -170,7 +161,7 @@ def any_row(low: Any, high: Any) -> tuple[Any, Any]:
 
 def when_filled(body: ClosedJaxpr) -> When:
     """When finished lanes need the operands of others: mere arithmetic on their own is harmless until it is summed."""
-    return "in_derivatives" if is_arithmetic(as_open(body)) else "always"
+    return "in_derivatives" if is_arithmetic(body) else "always"
 
 
 def filled_operands(

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 from loopax._src.core.jaxpr.evaluate import silent
 from loopax._src.core.jaxpr.util import inner_jaxprs, map_parameter, select, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, eqns_of, with_equations
+from loopax._src.jax_internals import ClosedJaxpr, replace_jaxpr
 
 # A loop that tells, while it runs, how far it is.
 #
@@ -103,8 +103,7 @@ def strip_progress_of_equation(eqn: Any) -> Any:
 @weakly_cached
 def _reports(jaxpr: Any) -> bool:
     """Whether a loop anywhere inside reports."""
-    eqns = eqns_of(jaxpr) if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
-    return any(map(_equation_reports, eqns))
+    return any(map(_equation_reports, jaxpr.eqns))
 
 
 def _equation_reports(eqn: Any) -> bool:
@@ -122,7 +121,7 @@ def _with_fields(value: Any) -> Iterator[Any]:
 
 @weakly_cached
 def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return with_equations(closed, list(map(strip_progress_of_equation, eqns_of(closed))))
+    return replace_jaxpr(closed, eqns=list(map(strip_progress_of_equation, closed.eqns)))
 
 
 # Programs without effects: recomputed steps do not repeat these.

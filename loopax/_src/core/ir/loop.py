@@ -44,10 +44,8 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     dce,
-    invars_of,
     know_sparse,
     new_primitive,
-    outvars_of,
     replace_jaxpr,
     with_varying_axes,
 )
@@ -257,8 +255,8 @@ def _apart(loop: Loop, axes: Axes) -> Loop | None:
 @weakly_cached
 def _unchanged(loop: Loop) -> Mask:
     """Which leaves of the carry the body returns as they came."""
-    inputs = [invars_of(loop.body)[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.body, variable) for variable in outvars_of(loop.body)[: loop.num_carry]]
+    inputs = [loop.body.invars[i] for i in loop.carry_range]
+    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.outvars[: loop.num_carry]]
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
@@ -272,8 +270,8 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
     """The loop with the fixed leaves among its constants (behind the others)."""
 
     def hoisted_body(body: ClosedJaxpr) -> ClosedJaxpr:
-        row, *inputs = invars_of(body)
-        outputs = loop.outputs(outvars_of(body))
+        row, *inputs = body.invars
+        outputs = loop.outputs(body.outvars)
         operands = flatten(_with_fixed_as_consts(loop.inputs(inputs), fixed))
         return replace_jaxpr(body, [row, *operands], flatten(outputs._replace(carry=reject(fixed, outputs.carry))))
 

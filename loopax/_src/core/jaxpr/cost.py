@@ -16,13 +16,10 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
     Scan,
-    as_open,
     called,
     contracted_size,
     convolved_size,
     dce,
-    eqns_of,
-    invars_of,
     is_cond,
     is_convolution,
     is_free,
@@ -32,7 +29,6 @@ from loopax._src.jax_internals import (
     is_slow_function,
     is_while,
     moves,
-    outvars_of,
     replace_jaxpr,
     stands_alone,
     takes_fused,
@@ -101,12 +97,12 @@ _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not
 
 def arithmetic(closed: ClosedJaxpr) -> float:
     """Evaluating a jaxpr once, if its operations are fused with others."""
-    return _total(eqns_of(closed), _operation)
+    return _total(closed.eqns, _operation)
 
 
 def evaluation(closed: ClosedJaxpr) -> float:
     """Evaluating a jaxpr once."""
-    return arithmetic(closed) + costs().call * _total(eqns_of(closed), _runs_by_itself)
+    return arithmetic(closed) + costs().call * _total(closed.eqns, _runs_by_itself)
 
 
 class StepCost(NamedTuple):
@@ -140,9 +136,9 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
 
 def _varying(body: ClosedJaxpr, num_consts: int) -> list[Any]:
     """The equations that are not computed from constants alone."""
-    changing = {*invars_of(body)[:1], *invars_of(body)[1 + num_consts :]}
+    changing = {*body.invars[:1], *body.invars[1 + num_consts :]}
     found = []
-    for eqn in eqns_of(body):
+    for eqn in body.eqns:
         if any(not isinstance(atom, Literal) and atom in changing for atom in eqn.invars):
             changing.update(eqn.outvars)
             found.append(eqn)
@@ -232,14 +228,14 @@ def classified(
     """
     num_consts, num_carry, num_xs = sizes
     consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
-    inputs = invars_of(known)[first_x : first_x + num_xs]
+    inputs = known.invars[first_x : first_x + num_xs]
     candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
     # A loop may take no step. What is hoisted is computed all the same, so it must come to an end and have no effects.
-    programs = {p: as_open(_program_of(known, p)) for p in _computed_from(known, consts, candidates)}
+    programs = {p: _program_of(known, p) for p in _computed_from(known, consts, candidates)}
     hoisted = [p for p, jaxpr in programs.items() if (not jaxpr.eqns if at_most_once else always_ends(jaxpr))]
 
     def classify(position: int) -> Residual:
-        same = [i for i, variable in enumerate(inputs) if variable is outvars_of(known)[position]]
+        same = [i for i, variable in enumerate(inputs) if variable is known.outvars[position]]
         return Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
 
     return list(map(classify, positions))
@@ -280,26 +276,25 @@ def without_recomputed(
     """
     if num_bytes(known.out_avals) == maxsize:  # what they cost is not known
         return list(positions), None
-    jaxpr = as_open(known)
-    producers = {variable: i for i, eqn in enumerate(jaxpr.eqns) for variable in eqn.outvars}
-    inputs = [jaxpr.invars[i] for i in given]
-    left, equations = [p for p in positions if not isinstance(jaxpr.outvars[p], Literal)], list[Any]()
+    producers = {variable: i for i, eqn in enumerate(known.eqns) for variable in eqn.outvars}
+    inputs = [known.invars[i] for i in given]
+    left, equations = [p for p in positions if not isinstance(known.outvars[p], Literal)], list[Any]()
     for position in sorted(left, key=lambda p: -num_bytes([known.out_avals[p]])):
-        others = [jaxpr.outvars[p] for p in left if p != position]
-        residual = jaxpr.outvars[position]
-        places = _equations_for(residual, jaxpr.eqns, producers, {*inputs, *others})
+        others = [known.outvars[p] for p in left if p != position]
+        residual = known.outvars[position]
+        places = _equations_for(residual, known.eqns, producers, {*inputs, *others})
         if places is None:
             continue
-        needed = [jaxpr.eqns[i] for i in places]
+        needed = [known.eqns[i] for i in places]
         cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
         if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
             left.remove(position)
             equations += [eqn for eqn in needed if not any(eqn is other for other in equations)]
     if len(left) == len(positions):
         return left, None
-    kept = [jaxpr.outvars[p] for p in left]
-    dropped = [jaxpr.outvars[p] for p in positions if p not in left]
-    in_order = [eqn for eqn in jaxpr.eqns if any(eqn is other for other in equations)]
+    kept = [known.outvars[p] for p in left]
+    dropped = [known.outvars[p] for p in positions if p not in left]
+    in_order = [eqn for eqn in known.eqns if any(eqn is other for other in equations)]
     return left, replace_jaxpr(known, [*inputs, *kept], dropped, in_order)
 
 
@@ -340,12 +335,12 @@ ROW = 3.0  # and of an array that is stored
 
 def is_tiny(step: ClosedJaxpr) -> bool:
     """Whether a loop of this step is one function, if nothing is stored."""
-    return result_bytes(as_open(step)) <= MOST_OF_VALUE and jax.default_backend() == "cpu"
+    return result_bytes(step) <= MOST_OF_VALUE and jax.default_backend() == "cpu"
 
 
 def calls(step: ClosedJaxpr, most: int, stored: int = 0) -> float:
     """Nanoseconds that the calls of a step take; none where it has so few bytes of results, at most."""
-    touched = result_bytes(as_open(step)) + 4 * stored
+    touched = result_bytes(step) + 4 * stored
     return 0.0 if touched <= most else costs().call * touched / BYTES_OF_CALL
 
 

@@ -19,7 +19,6 @@ from loopax._src.jax_internals import (
     Primitive,
     Scan,
     While,
-    as_open,
     axis_after,
     branches,
     called,
@@ -27,16 +26,13 @@ from loopax._src.jax_internals import (
     custom_vmap_rule,
     dce,
     draws_for_all_lanes,
-    eqns_of,
     happens,
     inlinable,
-    invars_of,
     is_cond,
     is_elementwise_operation,
     is_reduction_or_move,
     is_scan,
     is_while,
-    outvars_of,
     used_inputs,
 )
 
@@ -47,17 +43,17 @@ dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
 @weakly_cached
 def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     """For each output, the set of inputs on which it depends; bit i stands for input i."""
-    known = {variable: 1 << i for i, variable in enumerate(invars_of(closed))}
+    known = {variable: 1 << i for i, variable in enumerate(closed.invars)}
 
     def read(atom: Any) -> int:
         return 0 if isinstance(atom, Literal) else known.get(atom, 0)
 
-    for eqn in eqns_of(closed):
+    for eqn in closed.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if any(inputs):
             for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
                 known[variable] = union(inputs, needed)
-    return tuple(read(atom) for atom in outvars_of(closed))
+    return tuple(read(atom) for atom in closed.outvars)
 
 
 def of_equation(eqn: Any) -> list[int]:
@@ -204,16 +200,16 @@ def keeps_lanes_apart(program: ClosedJaxpr, inputs: Axes, results: Axes) -> bool
 
 def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
     """The axis of lanes of each result."""
-    axes: dict[Any, int | None] = dict(zip(invars_of(program), inputs, strict=True))
+    axes: dict[Any, int | None] = dict(zip(program.invars, inputs, strict=True))
 
     def read(atom: Any) -> int | None:
         return None if isinstance(atom, Literal) else axes.get(atom)
 
-    for eqn in eqns_of(program):
+    for eqn in program.eqns:
         given = [read(atom) for atom in eqn.invars]
         found = _of_equation(eqn, given) if any(axis is not None for axis in given) else [None] * len(eqn.outvars)
         axes.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in outvars_of(program)]
+    return [read(atom) for atom in program.outvars]
 
 
 def _of_equation(eqn: Any, given: Axes) -> Axes:
@@ -276,7 +272,7 @@ mixed_operands: dict[Primitive, Callable[[Any], Sequence[bool]]] = {}
 
 def mixing_primitive(closed: ClosedJaxpr) -> str | None:
     """The name of a primitive in a program, or in programs inside, that mixes lanes; None if none does."""
-    return _mixing_primitive(as_open(closed))
+    return _mixing_primitive(closed)
 
 
 @weakly_cached
@@ -304,15 +300,15 @@ def mixes_lanes(eqn: Any) -> bool:
 def mixed_inputs(closed: ClosedJaxpr) -> Mask:
     """Which inputs of a program flow into what mixes lanes."""
     if mixing_primitive(closed) is None:
-        return (False,) * len(invars_of(closed))
+        return (False,) * len(closed.invars)
     wanted = set[Any]()
-    for eqn in reversed(eqns_of(closed)):
+    for eqn in reversed(closed.eqns):
         mixed = to_bits(_mixed_operands(eqn))
         needed = zip(eqn.outvars, of_equation(eqn), strict=True) if wanted.intersection(eqn.outvars) else ()
         for variable, bits in needed:
             mixed |= bits if variable in wanted else 0
         wanted.update(eqn.invars[i] for i in members(mixed) if not isinstance(eqn.invars[i], Literal))
-    return tuple(variable in wanted for variable in invars_of(closed))
+    return tuple(variable in wanted for variable in closed.invars)
 
 
 def _mixed_operands(eqn: Any) -> Sequence[bool]:
@@ -423,7 +419,7 @@ def linear_results(jaxpr: Any, linear: Sequence[bool]) -> list[bool] | None:
 def _linear_results(eqn: Any, operands: Sequence[bool]) -> list[bool] | None:
     program = inlinable(eqn)
     if program is not None:
-        return linear_results(as_open(program), operands)
+        return linear_results(program, operands)
     is_known = eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn)))
     return [True] * len(eqn.outvars) if is_known else None
 
@@ -441,7 +437,7 @@ def _is_arithmetic(eqn: Any) -> bool:
 
 def is_elementwise(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
-    return not closed.effects and len(eqns_of(closed)) <= _FEW and all(map(_is_elementwise, eqns_of(closed)))
+    return not closed.effects and len(closed.eqns) <= _FEW and all(map(_is_elementwise, closed.eqns))
 
 
 def _is_elementwise(eqn: Any) -> bool:

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
-    inner_programs,
+    inner_jaxprs,
     map_programs,
     merge_lists,
     of_selected,
@@ -26,17 +26,14 @@ from loopax._src.jax_internals import (
     axis_arguments,
     branches,
     called,
-    eqns_of,
     equation_context,
     happens,
-    invars_of,
     is_cond,
     is_custom,
     is_custom_vjp,
     is_linear_solve,
     is_nonzero,
     jaxpr_as_fun,
-    outvars_of,
     partial_eval_jaxpr,
     replace_jaxpr,
     told_what_is_perturbed,
@@ -171,10 +168,8 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drop effectful equations without results (debug prints)."""
     if not closed.effects:
         return closed
-    silenced = (
-        silent_equation(eqn) if eqn.effects else eqn for eqn in eqns_of(closed) if eqn.outvars or not eqn.effects
-    )
-    return replace_jaxpr(closed, invars_of(closed), outvars_of(closed), list(silenced))
+    silenced = (silent_equation(eqn) if eqn.effects else eqn for eqn in closed.eqns if eqn.outvars or not eqn.effects)
+    return replace_jaxpr(closed, closed.invars, closed.outvars, list(silenced))
 
 
 def silent_equation(eqn: Any) -> Any:
@@ -186,7 +181,7 @@ def silent_equation(eqn: Any) -> Any:
     if is_custom(eqn):
         return _silent_custom(eqn)
     pruned = map_programs(eqn, silent)
-    programs = list(inner_programs(pruned))
+    programs = list(inner_jaxprs(pruned))
     if not programs:  # an `io_callback`, say, which goes if nothing needs its results
         return eqn.replace(effects=frozenset()) if happens(eqn.effects) else eqn
     return pruned.replace(effects=set().union(*(program.effects for program in programs)))
@@ -196,7 +191,7 @@ def _silent_custom(eqn: Any) -> Any:
     """The call, which is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not."""
     with equation_context(eqn):
         traced = jax.make_jaxpr(evaluated_by(_SILENT, eqn))(*(v.aval for v in eqn.invars))
-    (call,) = eqns_of(traced)
+    (call,) = traced.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 

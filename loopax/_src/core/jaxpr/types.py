@@ -34,22 +34,19 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.jax_internals import (
     ClosedJaxpr,
-    Jaxpr,
     JaxprTypeError,
     Primitive,
     ad,
-    as_open,
     axis_arguments,
     convert,
-    eqns_of,
     fits,
     jaxpr_as_fun,
     marked_varying,
     mesh_axis,
     register,
+    replace_jaxpr,
     vary,
     varying_axes,
-    with_equations,
     with_varying_axes,
 )
 from loopax._src.messages import devices_message, sharded_lanes_message
@@ -274,10 +271,10 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
 
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
     """
-    if collective := collective_in(as_open(body), axes):
+    if collective := collective_in(body, axes):
         raise NotImplementedError(devices_message(*collective))
     row, *avals = body.in_avals
-    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(as_open(body), axes):
+    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body, axes):
         return None
     function = jaxpr_as_fun(_marked_locally(body, axes))
 
@@ -288,7 +285,7 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
 
 
-def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
+def _marks(jaxpr: ClosedJaxpr, axes: Axes) -> bool:
     """Whether a value is marked as varying over one of the axes anywhere in it."""
     return any(
         axes & marked_varying(eqn) or any(_marks(inner, axes) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
@@ -297,13 +294,13 @@ def _marks(jaxpr: Jaxpr, axes: Axes) -> bool:
 
 def _marked_locally(closed: ClosedJaxpr, axes: Axes) -> ClosedJaxpr:
     """A jaxpr whose marks over these axes are replaced by local ones."""
-    eqns = [_equation(eqn, axes) for eqn in eqns_of(closed)]
-    return with_equations(closed, eqns)
+    eqns = [_equation(eqn, axes) for eqn in closed.eqns]
+    return replace_jaxpr(closed, eqns=eqns)
 
 
 def _equation(eqn: Any, axes: Axes) -> Any:
     marked = marked_varying(eqn)
     if not marked & axes:
-        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(as_open(inner), axes) else inner)
+        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(inner, axes) else inner)
     params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
     return eqn.replace(primitive=retyped_p, params=params)

@@ -16,21 +16,16 @@ from jax import lax
 from loopax._src.jax_internals import (
     AbstractValue,
     ClosedJaxpr,
-    Jaxpr,
     Literal,
     ad,
-    as_closed,
-    as_open,
     axis_of_index,
     collective_name,
     communicates_over,
     constants_of,
     dce,
-    eqns_of,
     equation_context,
     held_program,
     inlinable,
-    invars_of,
     is_axis_index,
     is_custom_vjp,
     is_number,
@@ -39,7 +34,6 @@ from loopax._src.jax_internals import (
     mapped_aval,
     on_device,
     on_mesh,
-    outvars_of,
     replace_jaxpr,
     strong,
     unmapped_aval,
@@ -145,15 +139,15 @@ def evaluate(
 ) -> list[Any]:
     """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it."""
     values: dict[Any, Any] = constants_of(closed)
-    values.update(zip(invars_of(closed), inputs, strict=True))
+    values.update(zip(closed.invars, inputs, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for eqn in eqns_of(closed):
+    for eqn in closed.eqns:
         with context(eqn):
             values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in outvars_of(closed)]
+    return [read(atom) for atom in closed.outvars]
 
 
 def evaluate_inlined(
@@ -179,24 +173,17 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
-def inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """The jaxprs in the parameters of an equation, closed or not."""
+def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
+    """The jaxprs in the parameters of an equation."""
     return programs_in(tuple(eqn.params.values()))
 
 
-def programs_in(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
     """The jaxprs in a parameter of an equation, or in several of them."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        yield value
-    elif (held := held_program(value)) is not None:
+    if (held := held_program(value)) is not None:
         yield held
     elif isinstance(value, tuple | list):
         yield from chain.from_iterable(map(programs_in, value))
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in the parameters of an equation, without their constants."""
-    return (as_open(inner) if isinstance(inner, ClosedJaxpr) else inner for inner in inner_programs(eqn))
 
 
 def num_equations(jaxpr: Any) -> int:
@@ -204,7 +191,7 @@ def num_equations(jaxpr: Any) -> int:
     return sum(1 + sum(map(num_equations, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
-def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
+def calls_custom_vjp(jaxpr: ClosedJaxpr) -> bool:
     """Whether a `jax.custom_vjp` is called, by an inner program too."""
     return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
@@ -214,13 +201,9 @@ def map_parameter(
 ) -> Any:
     """A parameter of an equation, with `function` of each jaxpr in it; the same object if nothing changes.
 
-    An open jaxpr is closed for `function`. What is no jaxpr is replaced by `other` of it. A tuple or a list that
-    `other` leaves as it is keeps its type, and its items are mapped in turn.
+    What is no jaxpr is replaced by `other` of it. A tuple or a list that `other` leaves as it is keeps its type, and
+    its items are mapped in turn.
     """
-    if isinstance(value, ClosedJaxpr):
-        return function(value)
-    if isinstance(value, Jaxpr):
-        return as_open(function(as_closed(value)))
     if (held := held_program(value)) is not None:
         new = function(held)
         return value if new is held else with_held_program(value, new)
@@ -249,22 +232,22 @@ def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
     return None
 
 
-def collective_over(program: ClosedJaxpr | Jaxpr, axis_name: Any) -> bool:
+def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it; None: it has no name."""
     return axis_name is not None and any(
-        axis_name in communicates_over(eqn) or any(collective_over(inner, axis_name) for inner in inner_programs(eqn))
+        axis_name in communicates_over(eqn) or any(collective_over(inner, axis_name) for inner in inner_jaxprs(eqn))
         for eqn in program.eqns
     )
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
-    eqns = eqns_of(closed)
+    eqns = closed.eqns
     places = list(filter(is_axis_index, eqns))
     if not places:
         return closed, []
-    invars = [*(eqn.outvars[0] for eqn in places), *invars_of(closed)]
-    rest = replace_jaxpr(closed, invars, outvars_of(closed), [eqn for eqn in eqns if eqn not in places])
+    invars = [*(eqn.outvars[0] for eqn in places), *closed.invars]
+    rest = replace_jaxpr(closed, invars, closed.outvars, [eqn for eqn in eqns if eqn not in places])
     return rest, [jax.lax.axis_index(axis_of_index(eqn)) for eqn in places]
 
 
@@ -289,13 +272,13 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
 
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through calls without derivatives of their own."""
-    for eqn in eqns_of(closed):
+    for eqn in closed.eqns:
         position = next((i for i, out in enumerate(eqn.outvars) if out is variable), None)
         inner = inlinable(eqn)
         if position is None or inner is None:
             continue
-        source = forwarded_from(inner, outvars_of(inner)[position])
-        for argument, outer in zip(invars_of(inner), eqn.invars, strict=True):
+        source = forwarded_from(inner, inner.outvars[position])
+        for argument, outer in zip(inner.invars, eqn.invars, strict=True):
             if argument is source:
                 return forwarded_from(closed, outer)
     return variable

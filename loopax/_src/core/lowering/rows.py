@@ -10,7 +10,7 @@ from jax import lax
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
 from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
-from loopax._src.jax_internals import ClosedJaxpr, as_open, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
+from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
 #
@@ -45,21 +45,20 @@ def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> Filled
     A body is (row, *consts, *carry, *x) -> ...; which lanes are active must follow from row, consts and the first
     `num_carry` operands behind them.
     """
-    jaxpr = as_open(body)
-    row, consts = jaxpr.invars[0], list(jaxpr.invars[1 : 1 + num_consts])
-    rest = jaxpr.invars[1 + num_consts :]
-    fills = [eqn for eqn in jaxpr.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
+    row, consts = body.invars[0], list(body.invars[1 : 1 + num_consts])
+    rest = body.invars[1 + num_consts :]
+    fills = [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
     fills = [eqn for eqn in fills if any(eqn.invars[2] is const for const in consts)]
     fills = [eqn for eqn in fills if eqn.invars[0] is fills[0].invars[0]]
     if num_bytes(eqn.outvars[0].aval for eqn in fills) < LARGE_CONSTANTS_BYTES or not fills:
         return None
-    activity = replace_jaxpr(body, jaxpr.invars, [fills[0].invars[0]])
+    activity = replace_jaxpr(body, body.invars, [fills[0].invars[0]])
     activity, used = dce(activity, [True], [True] * (1 + num_consts + num_carry) + [False] * (len(rest) - num_carry))
     if any(used[1 + num_consts + num_carry :]):
         return None
     inputs = [row, *consts, *(eqn.outvars[0] for eqn in fills), *rest]
-    others = [eqn for eqn in jaxpr.eqns if all(eqn is not fill for fill in fills)]
-    filled = dce(replace_jaxpr(body, inputs, jaxpr.outvars, others), [True] * len(jaxpr.outvars), True)[0]
+    others = [eqn for eqn in body.eqns if all(eqn is not fill for fill in fills)]
+    filled = dce(replace_jaxpr(body, inputs, body.outvars, others), [True] * len(body.outvars), True)[0]
     return FilledOutside(filled, activity, tuple(consts.index(eqn.invars[2]) for eqn in fills))
 
 

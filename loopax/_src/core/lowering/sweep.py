@@ -20,7 +20,7 @@ from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
-from loopax._src.jax_internals import ClosedJaxpr, as_open, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
+from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
 
 # A reverse sweep by an inverse: `saved` holds the state after the last step, and each step back finds the one before.
 #
@@ -86,7 +86,7 @@ LARGE_STEP = 100
 
 def is_large(sweep: ReverseSweep) -> bool:
     """Whether compiling the step takes so long that the program should hold it once."""
-    return _in_loops(as_open(sweep.step)) >= LARGE_STEP
+    return _in_loops(sweep.step) >= LARGE_STEP
 
 
 def _in_loops(jaxpr: Any) -> int:

@@ -16,12 +16,8 @@ from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, u
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
-    as_open,
-    eqns_of,
     happens,
-    invars_of,
     jaxpr_as_fun,
-    outvars_of,
     partial_eval_jaxpr,
     replace_jaxpr,
 )
@@ -93,9 +89,9 @@ def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     recorded = [p for p in of_steps if p in left] if stored else of_steps
     again = [p for p in (*constant, *of_steps) if p not in (*hoisted, *recorded)]
     parts = _Parts(known, later, residuals, hoisted, recorded, again, left, recompute)
-    outputs = outvars_of(known)
+    outputs = known.outvars
     return Recording(
-        replace_jaxpr(known, invars_of(known), [*outputs[:num_state], *(outputs[p] for p in recorded)]),
+        replace_jaxpr(known, known.invars, [*outputs[:num_state], *(outputs[p] for p in recorded)]),
         hoisted_part(known, num_consts, hoisted),
         _back(sweep, parts),
         _places(sweep.forward_avals.state, [known.out_avals[p] for p in recorded]),
@@ -104,11 +100,11 @@ def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
 
 def _handed_over(sweep: ReverseSweep) -> int:
     """How many bytes the way back reads of what is computed ahead from states: found faster than by splitting."""
-    inputs = invars_of(sweep.step)
+    inputs = sweep.step.invars
     from_state = set(sweep.of_backward(inputs[1:]).state)
     later = {*sweep.of_backward(inputs[1:]).carry, *inputs[sweep.xs_range.start + sweep.num_forward_xs :]}
     handed_over = set()
-    for eqn in eqns_of(sweep.step):
+    for eqn in sweep.step.eqns:
         read = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
         if read & later:
             handed_over |= read & from_state
@@ -157,7 +153,7 @@ def _split(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
 
 
 def _is_stored(known: ClosedJaxpr, residual: Residual) -> bool:
-    is_row = outvars_of(known)[residual.position] is invars_of(known)[0]
+    is_row = known.outvars[residual.position] is known.invars[0]
     return not residual.hoisted and residual.forwarded is None and not is_row
 
 
@@ -337,7 +333,7 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
         outside = filled_outside(closed, len(consts), 0)
         body = outside.body if outside else closed
         common = None if rows is None else (rows, partial(run, unmasked(closed)))
-        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common, num_equations(as_open(closed)))
+        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common, num_equations(closed))
 
     ahead = compiled(sweep.forward, forward)
     if recorded is None:
