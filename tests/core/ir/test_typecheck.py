@@ -144,7 +144,8 @@ def test_refuses_a_carry_that_changes_its_type():
 def test_refuses_operands_of_sweeps():
     eqn = equation("reverse_sweep", jax.grad(scan_loss(lx.Checkpointed())))
     static = ReverseSweep(**eqn.params)
-    consts, init, saved, carry = (3 + sum(static.sizes[:i]) for i in range(4))
+    consts, init = 3, 3 + static.num_consts
+    saved, carry = init + static.num_state, init + 2 * static.num_state
     refused(with_operand(eqn, 0, as_bool), "low and high")
     refused(with_operand(eqn, 2, wider), "checkpoint_rows")
     refused(with_operand(eqn, consts, as_bool), "consts")
