@@ -19,7 +19,7 @@ With lanes, `rows` is `[*lanes, capacity, ...]` and `place` an int32 `[*lanes]`;
 A lane of a batch that has finished is not `active`: it reads what a lane that is still active reads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,28 +45,28 @@ from loopax._src.jax_internals import (
     zero,
 )
 
-# Of each operation, `lanes` says how many leading axes of the array are those of lanes. `place` has these axes too, and
-# perhaps more: so many rows are read from one array, or written to it. Places at which rows are put or taken differ.
+# Of each operation, `lane_axes` says how many leading axes of the array are those of lanes. `place` has these axes too,
+# and perhaps more: so many rows are read from one array, or written to it. Places for rows to put or take differ.
 
 
-def get(rows: Any, place: Any, active: Any = np.True_, lanes: int = 0) -> tuple[Any, Any]:
+def get(rows: Any, place: Any, active: Any = np.True_, lane_axes: int = 0) -> tuple[Any, Any]:
     """The row at a place, and the array."""
-    return get_p.bind(rows, place, active, lanes=lanes)
+    return get_p.bind(rows, place, active, lane_axes=lane_axes)
 
 
-def put(rows: Any, place: Any, row: Any, lanes: int = 0, appends: bool = False) -> Any:
+def put(rows: Any, place: Any, row: Any, lane_axes: int = 0, appends: bool = False) -> Any:
     """The array with another row; `appends` says that the row has not been read or written before."""
-    return put_p.bind(rows, place, row, lanes=lanes, appends=appends)[0]
+    return put_p.bind(rows, place, row, lane_axes=lane_axes, appends=appends)[0]
 
 
-def add(rows: Any, place: Any, row: Any, lanes: int = 0) -> Any:
+def add(rows: Any, place: Any, row: Any, lane_axes: int = 0) -> Any:
     """The array with something added to a row."""
-    return add_p.bind(rows, place, row, lanes=lanes)[0]
+    return add_p.bind(rows, place, row, lane_axes=lane_axes)[0]
 
 
-def take(rows: Any, place: Any, lanes: int = 0) -> tuple[Any, Any]:
+def take(rows: Any, place: Any, lane_axes: int = 0) -> tuple[Any, Any]:
     """The row at a place, and the array without it."""
-    return take_p.bind(rows, place, lanes=lanes)
+    return take_p.bind(rows, place, lane_axes=lane_axes)
 
 
 def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
@@ -74,9 +74,9 @@ def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
     return view_p.bind(rows, active)
 
 
-def nowhere(rows: Any, lanes: int) -> Any:
+def nowhere(rows: Any, lane_axes: int) -> Any:
     """A place beyond the array."""
-    return jnp.int32(rows.shape[lanes])
+    return jnp.int32(rows.shape[lane_axes])
 
 
 # ---- what they compute
@@ -88,9 +88,9 @@ def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     One row of one array on the host is read and written there, as a slice. Several are not.
     """
 
-    def mapped(rows: Any, place: Any, *operands: Any, lanes: int, **params: Any) -> list[Any]:
-        one = partial(function, is_alone=lanes == 0, **params)
-        for _ in range(lanes):
+    def mapped(rows: Any, place: Any, *operands: Any, lane_axes: int, **params: Any) -> list[Any]:
+        one = partial(function, is_alone=lane_axes == 0, **params)
+        for _ in range(lane_axes):
             one = jax.vmap(one)
         return on_device(one, rows, place, *operands) if place.ndim else one(rows, place, *operands)
 
@@ -175,10 +175,10 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     return [where(inside, row, none), left]
 
 
-def _get_where_active(rows: Any, place: Any, active: Any, lanes: int) -> list[Any]:
+def _get_where_active(rows: Any, place: Any, active: Any, lane_axes: int) -> list[Any]:
     """Which lanes are active matters to batches and derivatives."""
     del active
-    return _get(rows, place, lanes=lanes)
+    return _get(rows, place, lane_axes=lane_axes)
 
 
 def _view(rows: Any, active: Any) -> list[Any]:
@@ -194,11 +194,6 @@ view_p = new_primitive("buffer_view")
 
 # Which result of an operation is the array.
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
-
-
-def lanes_of(params: Mapping[str, Any]) -> int:
-    """How many leading axes of the array are those of lanes; not of `view`."""
-    return params["lanes"]
 
 
 def appends(eqn: Any) -> bool:
@@ -217,7 +212,7 @@ def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
     return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, cts, strict=True)]
 
 
-def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: int) -> list[Any]:
+def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lane_axes: int) -> list[Any]:
     """Add the cotangent of the row to that of the array, in place, for lanes that are active.
 
     Operands are `rows, place, active`. Results are the row and the unchanged array. Both depend on the array, so their
@@ -227,10 +222,10 @@ def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lanes: i
     if isinstance(ct_row, ad.Zero):
         return [ct_rows, None, None]
     ct_rows = written_out(ct_rows)
-    return [add(ct_rows, jnp.where(active, place, nowhere(ct_rows, lanes)), ct_row, lanes), None, None]
+    return [add(ct_rows, jnp.where(active, place, nowhere(ct_rows, lane_axes)), ct_row, lane_axes), None, None]
 
 
-def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int, appends: bool) -> list[Any]:
+def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lane_axes: int, appends: bool) -> list[Any]:
     """The cotangent of the row is the row at `place` of the array's cotangent, in which it is then set to zero.
 
     Operands are `rows, place, row`; `rows` and `row` are linear. The old row at `place` no longer matters, hence the
@@ -240,11 +235,11 @@ def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
     if isinstance(ct, ad.Zero):
         return [None, None, None]
     # A row that is appended is none of the rows before, so nobody asks for what would be left of it.
-    ct_row, ct_rows = get(ct, place, lanes=lanes) if appends else take(ct, place, lanes)
+    ct_row, ct_rows = get(ct, place, lane_axes=lane_axes) if appends else take(ct, place, lane_axes)
     return _wanted([rows, place, row], [ct_rows, None, ct_row])
 
 
-def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: int) -> list[Any]:
+def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lane_axes: int) -> list[Any]:
     """Read the row's cotangent from that of the array, which stays as it is.
 
     Operands are `rows, place, row`; `rows` and `row` are linear.
@@ -252,18 +247,18 @@ def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lanes: i
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
-    ct_row, ct_rows = get(ct, place, lanes=lanes)
+    ct_row, ct_rows = get(ct, place, lane_axes=lane_axes)
     return _wanted([rows, place, row], [ct_rows, None, ct_row])
 
 
-def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lanes: int) -> list[Any]:
+def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lane_axes: int) -> list[Any]:
     """Write the row's cotangent at `place` in the array's cotangent.
 
     Operands are `rows, place`; results are the row, and the array with zeros in its place. The zeros depend on nothing,
     so what the array's cotangent has there is replaced.
     """
     ct_row, ct_rows = cts
-    return [put(written_out(ct_rows), place, written_out(ct_row), lanes), None]
+    return [put(written_out(ct_rows), place, written_out(ct_row), lane_axes), None]
 
 
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
@@ -281,7 +276,7 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
 # ---- batches
 
 
-def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int) -> Any:
+def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int) -> Any:
     """If lanes share the array, one `get` reads a row for each lane. Else each lane reads a row of its own array.
 
     Operands are `rows, place, active`; results are the rows with lanes in front, and the array, which stays shared. A
@@ -291,11 +286,11 @@ def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lan
     axis = Axis.of(axis_data)
     if rows_dim is None:
         if place_dim is None:
-            return get(rows, place, lanes=lanes), [None, None]
-        row, rows = get(rows, jnp.moveaxis(place, int(place_dim), -1), lanes=lanes)
+            return get(rows, place, lane_axes=lane_axes), [None, None]
+        row, rows = get(rows, jnp.moveaxis(place, int(place_dim), -1), lane_axes=lane_axes)
         row, rows_to = jnp.moveaxis(row, place.ndim - 1, 0), None
     else:
-        row, rows = get(fill_axis(axis, rows, rows_dim), fill_axis(axis, place, place_dim), lanes=lanes + 1)
+        row, rows = get(fill_axis(axis, rows, rows_dim), fill_axis(axis, place, place_dim), lane_axes=lane_axes + 1)
         rows_to = 0
     if active_dim is not None:
         (row,) = fill_inactive(active, [row], [True])
@@ -322,10 +317,10 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
     After a write the lanes' arrays differ, so none is shared.
     """
 
-    def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lanes: int, **params: Any) -> Any:
+    def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int, **params: Any) -> Any:
         axis = Axis.of(axis_data)
         operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
-        out = primitive.bind(*operands, lanes=lanes + 1, **params)
+        out = primitive.bind(*operands, lane_axes=lane_axes + 1, **params)
         return out, [0] * len(out)
 
     return batch_if_mapped(primitive, rule)
@@ -336,7 +331,7 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
 register(
     get_p,
     meaning=_get_where_active,
-    params=["lanes"],
+    params=["lane_axes"],
     abstract_eval=_abstract_of(_get_where_active),
     linear_in=[0],
     transpose=_transpose_get,
@@ -345,7 +340,7 @@ register(
 register(
     put_p,
     meaning=_put,
-    params=["lanes", "appends"],
+    params=["lane_axes", "appends"],
     abstract_eval=_abstract_of(_put),
     linear_in=[0, 2],
     transpose=_transpose_put,
@@ -354,7 +349,7 @@ register(
 register(
     add_p,
     meaning=_add,
-    params=["lanes"],
+    params=["lane_axes"],
     abstract_eval=_abstract_of(_add),
     linear_in=[0, 2],
     transpose=_transpose_add,
@@ -363,7 +358,7 @@ register(
 register(
     take_p,
     meaning=_take,
-    params=["lanes"],
+    params=["lane_axes"],
     abstract_eval=_abstract_of(_take),
     linear_in=[0],
     transpose=_transpose_take,
