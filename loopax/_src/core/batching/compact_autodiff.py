@@ -28,15 +28,15 @@ from loopax._src.core.batching.stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits
-from loopax._src.core.jaxpr.types import Axis
 from loopax._src.core.jaxpr.util import (
-    Mask,
     append_each,
     calls_custom_vjp,
+    fill_each,
     flatten,
     inner_jaxprs,
+    invert,
     map_leaves,
-    merge_lists,
+    merge_each,
     reject,
     reject_each,
     select,
@@ -67,80 +67,26 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     derivative of the batch is the batch of derivatives, with the stages of the batch itself.
     """
     inner = CompactVmap(**params)
+    loop = inner.static
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
-    if calls_custom_vjp(inner.static.body):
-        return _jvp_again(inner, primals, tangents)
-    *windows, mapped = *inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
-    perturbed = map_leaves(is_nonzero, inner.static.inputs(tangents[2:]))
+    if calls_custom_vjp(loop.body):
+        # JAX cannot map the tangents of a `jax.custom_vjp`, so lanes come first here, and tangents then. JAX asks this
+        # where reverse mode is to follow, for there is no forward mode through such a function.
+        again = _Again.of_tangents(inner, list(map(is_nonzero, tangents)), primals)
+        windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
+        _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
+        return again.out.leaves, again.tangents(primals[0], found)
+    mapped, perturbed = loop.inputs(inner.mapped[2:]), map_leaves(is_nonzero, loop.inputs(tangents[2:]))
+    # Before: [*consts, *carry, *xs] -> After: [*consts, *their tangents, *carry, *its tangents, *xs, *their tangents]
+    # A tangent has lanes where its primal has them, and every leaf of a carry has them.
+    mapped_pairs = append_each(mapped, select_each(perturbed, mapped))
 
     def run(pair: Loop, low: Any, high: Any, *inputs: Sequence[Any]) -> Outcome:
-        is_mapped = (*windows, *_mapped_pairs(pair, mapped, perturbed))
-        return _bind(pair, inner.axis, is_mapped, [low, high, *flatten(inputs)])
+        flags = (*inner.mapped[:2], *flatten(mapped_pairs._replace(carry=(True,) * pair.num_carry)))
+        return pair.results(compact_vmap(LOOPS, pair, inner.axis, flags, [low, high, *flatten(inputs)]))
 
-    return jvp_of_results(inner.static, run, primals, tangents)
-
-
-def _jvp_again(inner: CompactVmap, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The results in stages, and tangents of the same lanes in groups, where the body calls a `jax.custom_vjp`.
-
-    JAX cannot map the tangents of such a function. So the lanes come first here, and the tangents then. JAX asks this
-    where reverse mode is to follow, for there is no forward mode through a `jax.custom_vjp`.
-    """
-    refuse_effects(inner.static.body)
-    nonzero = list(map(is_nonzero, tangents))
-    out = _run_in_stages(inner, nonzero, primals)
-    again = _Again.of(inner, nonzero, primals, out)
-    windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
-    _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
-    return out.leaves, again.tangents(primals[0], out, found)
-
-
-def _mapped_pairs(pair: Loop, mapped: LoopInputs, perturbed: LoopInputs) -> list[bool]:
-    """Which operands on pairs have an axis of lanes: a tangent has its primal's, and every carry has one."""
-    return flatten(append_each(mapped, select_each(perturbed, mapped))._replace(carry=(True,) * pair.num_carry))
-
-
-def _bind(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Outcome:
-    return loop.results(compact_vmap(LOOPS, loop, axis, mapped, operands))
-
-
-class _BatchPartialEval(NamedTuple):
-    """A loop in two parts: a known loop in stages, and a later one, of lanes with known numbers of steps."""
-
-    known: Loop
-    later: Loop
-    unknown: LoopInputs  # which inputs `known` does not have
-    outputs: LoopOutputs  # which outputs are those of `later`
-    uses: LoopInputs  # which inputs `later` has
-
-    @property
-    def unknown_carry_of_later(self) -> Mask:
-        """Which leaves of the carry of `later` are unknown; it evaluates the others again."""
-        return tuple(select(self.uses.carry, self.unknown.carry))
-
-
-def _partial_eval_loop(loop: Loop, unknown: LoopInputs) -> _BatchPartialEval:
-    outputs = unknown_outputs(loop, unknown)
-    unknown = unknown._replace(carry=outputs.carry)
-    later, uses = _with_known_steps(loop, outputs)
-    return _BatchPartialEval(known_loop(loop, unknown, outputs), later, unknown, outputs, uses)
-
-
-def _with_known_steps(loop: Loop, outputs: LoopOutputs) -> tuple[Loop, LoopInputs]:
-    """The loop without its predicate, for these outputs alone, and which inputs it uses."""
-    body, uses = prune(loop, without_effects(loop.body), outputs)
-    later = loop._replace(
-        body=body,
-        inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
-        num_consts=sum(uses.consts),
-        num_carry=sum(uses.carry),
-        predicated=False,
-        saving=None,
-        saved=(),
-        reporting=None,
-    )
-    return later, uses
+    return jvp_of_results(loop, run, primals, tangents)
 
 
 def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
@@ -159,29 +105,29 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     evaluated partially. A batch without stages, and one whose numbers of steps are unknown, is its program.
     """
     inner = CompactVmap(**params)
-    loop, unknown = inner.static, tuple(not is_known(t) for t in tracers)
-    if not (_runs_in_stages(inner) and _steps_are_known(inner, unknown)):
-        return _partial_eval_program(trace, inner, unknown, tracers)
-    mapped, inputs = inner.mapped, loop.inputs(tracers[2:])
-    parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
+    loop, flags = inner.static, tuple(not is_known(t) for t in tracers)
+    if not (_runs_in_stages(inner) and _steps_are_known(inner, flags)):
+        # The rule of a `jax.custom_jvp` may return known results. Where there are none, the whole batch is staged.
+        given = to_bits(flags)
+        later = [bool(needed & given) for needed in dependence(inner.program)]
+        if all(later):
+            return stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
+        return evaluate_partially(trace, inner.program, tracers, later)
+    unknown = map_leaves(bool, loop.inputs(flags[2:]))
+    outputs = unknown_outputs(loop, unknown)
+    unknown = unknown._replace(carry=outputs.carry)
+    # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *known consts, *known carry, *known xs]
+    known = known_loop(loop, unknown, outputs)
     low, high = map(known_value, tracers[:2])
-    out = _run_known(loop, parts, inner.axis, mapped, low, high, map_leaves(known_value, inputs))
+    values = reject_each(unknown, map_leaves(known_value, loop.inputs(tracers[2:])))
+    mapped = (*inner.mapped[:2], *flatten(reject_each(unknown, loop.inputs(inner.mapped[2:]))))
+    out = known.results(compact_vmap(LOOPS, known, inner.axis, mapped, [low, high, *flatten(values)]))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    batch, operands = _in_groups(inner, parts.later, parts.uses, low, high, inputs, out.num_steps)
-    results = evaluate_partially(trace, batch.program, operands, [True] * len(batch.program.out_avals))
-    return _assemble(loop, parts, inner.axis, out, results).leaves
-
-
-def _partial_eval_program(trace: Any, inner: CompactVmap, unknown: Sequence[bool], tracers: Sequence[Any]) -> list[Any]:
-    """Evaluate the program partially if some of its results are known: the rule of a `jax.custom_jvp` returns these.
-
-    Else the whole batch is staged.
-    """
-    given = to_bits(unknown)
-    later = [bool(needed & given) for needed in dependence(inner.program)]
-    if all(later):
-        return stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
-    return evaluate_partially(trace, inner.program, tracers, later)
+    again = _Again.of(inner, outputs, [low, high, *tracers[2:]], out)
+    program = again.batch.program
+    later = again.outputs_of(evaluate_partially(trace, program, again.operands, [True] * len(program.out_avals)))
+    joined = merge_each(outputs, LoopOutputs(out.carry, out.ys), later)
+    return [out.num_steps, *flatten(joined), *nothing_saved(loop, inner.axis)]
 
 
 def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
@@ -193,30 +139,14 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return linearize_program(nonzero, *operands, **params)
-    refuse_effects(inner.static.body)
-    out = _run_in_stages(inner, nonzero, operands)
-    again = _Again.of(inner, nonzero, operands, out)
+    again = _Again.of_tangents(inner, nonzero, operands)
     _, mask, linear = linearize_program(again.inputs(nonzero), *again.operands, **again.batch._asdict())
 
     def tangents_later(*tangents: Any) -> list[Any]:
-        return again.tangents(operands[0], out, linear(*again.inputs(tangents)))
+        return again.tangents(operands[0], linear(*again.inputs(tangents)))
 
-    return out.leaves, again.results(mask, [False] * len(out.leaves)).leaves, tangents_later
-
-
-def _run_in_stages(inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any]) -> Outcome:
-    """The results of the lanes, with the effects that they have in a derivative for tangents of these operands.
-
-    They are those of the rules of functions with derivatives of their own; what runs in groups has none.
-    """
-    loop = inner.static
-    if not _acts_in_custom(loop.body):
-        return loop.results(compact_vmap_p.bind(*operands, **inner._asdict()))
-    inputs = loop.inputs(operands[2:])
-    pair, perturbed, _ = jvp_loop(loop, map_leaves(bool, loop.inputs(nonzero[2:])))
-    unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, perturbed))
-    known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
-    return _bind(known, inner.axis, inner.mapped, operands)
+    results, depends = again.out.leaves, [False, *flatten(fill_each(again.outputs, False, again.outputs_of(mask)))]
+    return results, [*depends, *(False for _ in results[len(depends) :])], tangents_later
 
 
 def _acts_in_custom(program: ClosedJaxpr) -> bool:
@@ -229,68 +159,69 @@ class _Again(NamedTuple):
     """The lanes of a batch in stages once more, in groups: each takes the steps that it has taken."""
 
     loop: Loop  # in stages
-    outputs: LoopOutputs  # which of its outputs have a tangent; the loop in groups computes no others
+    out: Outcome  # its results
+    outputs: LoopOutputs  # which of its outputs the loop in groups computes
     uses: LoopInputs  # which of its inputs the loop in groups has
     batch: CompactVmap  # the batch of the loop in groups, and its operands
     operands: list[Any]
 
     @classmethod
-    def of(cls, inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any], out: Outcome) -> "_Again":
-        """The batch for tangents of these operands; `out` are the results of that in stages."""
+    def of(cls, inner: CompactVmap, outputs: LoopOutputs, operands: Sequence[Any], out: Outcome) -> "_Again":
+        """The batch that computes these outputs; `operands` and `out` are those of the batch in stages."""
         loop, (low, high, *leaves) = inner.static, operands
-        outputs = perturbed_outputs(loop, map_leaves(bool, loop.inputs(nonzero[2:])))
-        later, uses = _with_known_steps(loop, outputs)
-        batch, values = _in_groups(inner, later, uses, low, high, loop.inputs(leaves), out.num_steps)
-        return cls(loop, outputs, uses, batch, values)
+        body, uses = prune(loop, without_effects(loop.body), outputs)
+        later = loop._replace(
+            body=body,
+            inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
+            num_consts=sum(uses.consts),
+            num_carry=sum(uses.carry),
+            predicated=False,
+            saving=None,
+            saved=(),
+            reporting=None,
+        )
+        # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *used consts, *used carry, *used xs]
+        # The window is that of the rows that a lane has walked: its end, in the direction of the walk, is its own.
+        windows_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
+        used, used_mapped = (select_each(uses, loop.inputs(group)) for group in (leaves, inner.mapped[2:]))
+        values = [*window_walked(loop, low, high, out.num_steps), *flatten(used)]
+        mapped, avals = (*windows_mapped, *flatten(used_mapped)), list(map(type_of_linear, values))
+        return cls(loop, out, outputs, uses, compact_vmap_of(LOOPS, later, inner.axis, mapped, avals), values)
+
+    @classmethod
+    def of_tangents(cls, inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any]) -> "_Again":
+        """Run the lanes in stages; the batch in groups computes what has a tangent, where these operands have one."""
+        loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
+        refuse_effects(loop.body)
+        if _acts_in_custom(loop.body):
+            # Functions with derivatives of their own have the effects of their rules. What runs in groups has none, so
+            # the stages are those of the known part of the loop on pairs.
+            pair, of_pair, _ = jvp_loop(loop, perturbed)
+            unknown = append_each(map_leaves(lambda _: False, of_pair), select_each(of_pair, of_pair))
+            known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
+            out = known.results(compact_vmap(LOOPS, known, inner.axis, inner.mapped, operands))
+        else:
+            out = loop.results(compact_vmap_p.bind(*operands, **inner._asdict()))
+        return cls.of(inner, perturbed_outputs(loop, perturbed), operands, out)
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
         """What there is for each operand, from what there is for each operand of the batch in stages."""
         return [*values[:2], *flatten(select_each(self.uses, self.loop.inputs(values[2:])))]
 
-    def results(self, found: Sequence[Any], others: Sequence[Any]) -> Outcome:
-        """What there is for each result in stages: what is `found` for those in groups, else that of `others`."""
-        later, stages = self.batch.static.results(found), self.loop.results(others)
-        carry = select(select(self.uses.carry, self.outputs.carry), later.carry)
-        return stages._replace(
-            carry=merge_lists(self.outputs.carry, reject(self.outputs.carry, stages.carry), carry),
-            ys=merge_lists(self.outputs.ys, reject(self.outputs.ys, stages.ys), later.ys),
-        )
+    def outputs_of(self, results: Sequence[Any]) -> LoopOutputs:
+        """What there is for each of `outputs`, from what there is for each result of the batch in groups."""
+        later = self.batch.static.results(results)
+        # Other leaves of its carry are evaluated again for these alone.
+        return LoopOutputs(select(select(self.uses.carry, self.outputs.carry), later.carry), later.ys)
 
-    def tangents(self, low: Any, out: Outcome, found: Sequence[Any]) -> list[Any]:
+    def tangents(self, low: Any, results: Sequence[Any]) -> list[Any]:
         """The tangents of the results in stages, from those in groups."""
-        zero = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out.leaves]
-        tangents = self.results(found, zero)
-        carry = [nan_if_uncounted(self.loop, low + out.num_steps, dot) for dot in tangents.carry]
-        return tangents._replace(carry=carry).leaves
-
-
-def _run_known(
-    loop: Loop, parts: _BatchPartialEval, axis: Axis, mapped: Mask, low: Any, high: Any, inputs: LoopInputs
-) -> Outcome:
-    """Run the known part of a batch in stages."""
-    windows, is_mapped = mapped[:2], loop.inputs(mapped[2:])
-    known, known_mapped = (flatten(reject_each(parts.unknown, groups)) for groups in (inputs, is_mapped))
-    return _bind(parts.known, axis, (*windows, *known_mapped), [low, high, *known])
-
-
-def _in_groups(
-    inner: CompactVmap, later: Loop, uses: LoopInputs, low: Any, high: Any, inputs: LoopInputs, num_steps: Any
-) -> tuple[CompactVmap, list[Any]]:
-    """The batch of the later loop, whose lanes take these numbers of steps, and its operands."""
-    (mapped_low, mapped_high), is_mapped = inner.mapped[:2], inner.static.inputs(inner.mapped[2:])
-    mapped_windows = (True, mapped_high) if later.reverse else (mapped_low, True)
-    used, used_mapped = (flatten(select_each(uses, groups)) for groups in (inputs, is_mapped))
-    operands = [*window_walked(inner.static, low, high, num_steps), *used]
-    avals = list(map(type_of_linear, operands))
-    return compact_vmap_of(LOOPS, later, inner.axis, (*mapped_windows, *used_mapped), avals), operands
-
-
-def _assemble(loop: Loop, parts: _BatchPartialEval, axis: Axis, out: Outcome, results: Sequence[Any]) -> Outcome:
-    """The results of the batch from those of its known part, and of the later loop's program."""
-    later = parts.later.results(results)
-    carry = merge_lists(parts.outputs.carry, out.carry, select(parts.unknown_carry_of_later, later.carry))
-    ys = merge_lists(parts.outputs.ys, out.ys, later.ys)
-    return loop.results([out.num_steps, *carry, *ys, *nothing_saved(loop, axis)])
+        found = self.outputs_of(results)
+        carry = [nan_if_uncounted(self.loop, low + self.out.num_steps, dot) for dot in found.carry]
+        dots = [None, *flatten(fill_each(self.outputs, None, found._replace(carry=carry)))]
+        dots += [None] * (len(self.out.leaves) - len(dots))
+        none = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in self.out.leaves)
+        return [zero if dot is None else dot for zero, dot in zip(none, dots, strict=True)]
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
@@ -305,17 +236,12 @@ def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiat
     if not _steps_are_known(inner, unknown):
         return stage_all(eqn, instantiated)
     loop = inner.static
-    parts = _partial_eval_loop(loop, map_leaves(bool, loop.inputs(unknown[2:])))
-    unknown_in = [False, False, *flatten(parts.unknown)]
-    unknown_out = loop.results_from(False, parts.outputs, False).leaves
-    invars, mapped = reject(unknown_in, eqn.invars), tuple(reject(unknown_in, inner.mapped))
-    known = compact_vmap_of(LOOPS, parts.known, inner.axis, mapped, [v.aval for v in invars])
-    part = eqn.replace(
-        invars=invars,
-        outvars=reject(unknown_out, eqn.outvars),
-        params=known._asdict(),
-        effects=known.program.effects,
-    )
+    inputs = map_leaves(bool, loop.inputs(unknown[2:]))
+    outputs = unknown_outputs(loop, inputs)
+    inputs = inputs._replace(carry=outputs.carry)
+    unknown_in, unknown_out = [False, False, *flatten(inputs)], loop.results_from(False, outputs, False).leaves
+    known = _of_operands(inner, known_loop(loop, inputs, outputs), eqn, invert(unknown_in))
+    part = known.replace(outvars=reject(unknown_out, eqn.outvars))
     return stage_all(eqn, instantiated, part, unknown_out)
 
 
@@ -336,6 +262,11 @@ def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
         keep = needs(inner.static, carry, ys)
         static, used_in = with_inputs(inner.static, keep, ys), [True, True, *flatten(keep)]
         outvars = select([*keep.carry, *ys], eqn.outvars)
-    invars, mapped = select(used_in, eqn.invars), tuple(select(used_in, inner.mapped))
+    return used_in, _of_operands(inner, static, eqn, used_in).replace(outvars=outvars)
+
+
+def _of_operands(inner: CompactVmap, static: Any, eqn: Any, kept: Sequence[bool]) -> Any:
+    """The equation of the batch of another loop or sweep, which takes these of its operands."""
+    invars, mapped = zip(*select(kept, zip(eqn.invars, inner.mapped, strict=True)), strict=True)
     batch = compact_vmap_of(inner.rules, static, inner.axis, mapped, [v.aval for v in invars])
-    return used_in, eqn.replace(invars=invars, outvars=outvars, params=batch._asdict(), effects=batch.program.effects)
+    return eqn.replace(invars=list(invars), params=batch._asdict(), effects=batch.program.effects)
