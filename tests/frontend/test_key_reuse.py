@@ -95,23 +95,18 @@ def run(program: Program, m: Any, wrap: Any) -> Any:
     return wrap(lambda k, x: program(m, k, x))(random.key(0), 1.0)
 
 
-@pytest.mark.parametrize("wrap", LANES)
 @pytest.mark.parametrize("name", REUSING)
-def test_reuse_is_an_error(name: str, wrap: str) -> None:
-    with pytest.raises(KeyReuseError):
-        run(REUSING[name], lx, LANES[wrap])
+def test_reuse_is_an_error_as_in_lax(name: str) -> None:
+    for library, wraps in ((lax, [jax.jit]), (lx, LANES.values())):
+        for wrap in wraps:
+            with pytest.raises(KeyReuseError):
+                run(REUSING[name], library, wrap)
 
 
-@pytest.mark.parametrize("name", REUSING)
-def test_lax_says_so(name: str) -> None:
-    with pytest.raises(KeyReuseError):
-        run(REUSING[name], lax, jax.jit)
-
-
-@pytest.mark.parametrize("wrap", LANES)
 @pytest.mark.parametrize("name", RIGHT)
-def test_nothing_else_is(name: str, wrap: str) -> None:
-    run(RIGHT[name], lx, LANES[wrap])
+def test_nothing_else_is(name: str) -> None:
+    for wrap in LANES.values():
+        run(RIGHT[name], lx, wrap)
 
 
 @pytest.mark.parametrize("kind", ["residuals", "checkpointed", lx.Checkpointed(2)])
@@ -125,17 +120,16 @@ def test_steps_that_are_evaluated_again_use_no_key_again(kind: Any) -> None:
     jax.grad(f)(1.0, key)
 
 
-@pytest.mark.parametrize("wrap", LANES)
-def test_the_key_of_a_loop_is_not_reused(wrap: str) -> None:
+def test_the_key_of_a_loop_is_not_reused() -> None:
     def own(_: Any, k: Any, x: Any) -> Any:
         x = lx.fori_loop(0, 3, lambda _, x, key: add(x, key)[0], x, key=k)
         return lx.scan(lambda x, _, key: add(x, key), x, length=2, key=k)[0]
 
-    run(own, lx, LANES[wrap])
-    with pytest.raises(KeyReuseError):
-        run(
-            lambda _, k, x: lx.fori_loop(0, 3, lambda _, x, key: add(add(x, key)[0], key)[0], x, key=k), lx, LANES[wrap]
-        )
+    twice = lambda _, k, x: lx.fori_loop(0, 3, lambda _, x, key: add_twice(x, key), x, key=k)
+    for wrap in LANES.values():
+        run(own, lx, wrap)
+        with pytest.raises(KeyReuseError):
+            run(twice, lx, wrap)
 
 
 def test_beside_other_values_that_a_body_closes_over() -> None:
@@ -160,9 +154,7 @@ def test_beside_other_values_that_a_body_closes_over() -> None:
 def test_what_to_do() -> None:
     with pytest.raises(KeyReuseError, match=r"body_fun of fori_loop consumes a PRNG key that it closes over.*`key=`"):
         run(REUSING["closed over"], lx, jax.jit)
-    with pytest.raises(
-        KeyReuseError, match=r"consumes the PRNG key carry\[1\], and returns no new one in its place. Split it"
-    ):
+    with pytest.raises(KeyReuseError, match=r"consumes the PRNG key carry\[1\], and returns no new one in its place."):
         run(REUSING["with a condition"], lx, jax.jit)
 
 

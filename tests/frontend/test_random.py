@@ -1,6 +1,7 @@
 """`key=`: fresh randomness at each step, the same when a step is replayed, and of its own in each lane."""
 
 import functools as ft
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -11,46 +12,41 @@ import loopax as lx
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
-KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
+KEYS = {
+    "typed": jax.random.key,
+    "raw": jax.random.PRNGKey,
+    "numpy": lambda seed: np.asarray(jax.random.PRNGKey(seed)),
+}
+EACH_KEY = pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
 
 
 @jax.jit
 def nine_draws(key):
-    return jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(jnp.arange(9))
+    return jax.lax.map(lambda i: jax.random.normal(jax.random.fold_in(key, i)), jnp.arange(9))
 
 
 def expected_draws(key, indices):
     return np.asarray(nine_draws(key))[list(indices)]
 
 
-@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
-def test_scan_draws_by_row(make):
+@EACH_KEY
+def test_each_loop_draws_by_row_index_or_count(make):
     key = make(3)
-    step = lambda c, x, key: (c, jax.random.normal(key))
     for reverse in (False, True):
-        _, ys = lx.scan(step, 0, np.arange(6), length=4, reverse=reverse, key=key)
+        draw = lambda c, x, key: (c, jax.random.normal(key))
+        _, ys = lx.scan(draw, 0, np.arange(6), length=4, reverse=reverse, key=key)
         assert_close(ys, np.concatenate([expected_draws(key, range(4)), np.zeros(2)]))
-
-
-@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
-def test_fori_loop_draws_by_index(make):
-    key = make(3)
     draws = lx.fori_loop(2, 5, lambda i, c, key: c.at[i].set(jax.random.normal(key)), jnp.zeros(6), key=key)
     assert_close(np.asarray(draws)[2:5], expected_draws(key, range(2, 5)))
-
-
-@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
-def test_while_loop_draws_by_count(make):
-    key = make(3)
     body = lambda c, key: (c[0] + 1, c[1].at[c[0]].set(jax.random.normal(key)))
     _, draws = lx.while_loop(lambda c: c[0] < 4, body, (0, jnp.zeros(4)), key=key, throw=False)
     assert_close(draws, expected_draws(key, range(4)))
 
 
-def noisy(kind):
+def noisy(kind, lanes="lockstep"):
     def program(w, key, n):
         body = lambda i, h, key: jnp.tanh(w * h + jax.random.normal(key))
-        return lx.fori_loop(0, n, body, jnp.ones(()), max_steps=9, key=key, kind=kind)
+        return lx.fori_loop(0, n, body, jnp.ones(()), max_steps=9, key=key, kind=kind, lanes=lanes)
 
     return program
 
@@ -67,32 +63,54 @@ def noisy_expected(w, draws):
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_replays_draw_the_same(kind):
-    key = jax.random.key(0)
     f = noisy(kind)
-    found = jax.jit(lambda *args: (jax.value_and_grad(f)(*args), jax.hessian(f)(*args)))(0.7, key, np.int32(7))
-    value, slope, curvature = noisy_expected(0.7, expected_draws(key, range(7)))
-    assert_close(found, ((value, slope), curvature))
+    both = jax.jit(lambda *args: (jax.value_and_grad(f)(*args), jax.hessian(f)(*args)))
+    for key in (jax.random.key(0), *([jax.random.key(0, impl="rbg")] if kind == KINDS[0] else [])):
+        value, slope, curvature = noisy_expected(0.7, expected_draws(key, range(7)))
+        assert_close(both(0.7, key, np.int32(7)), ((value, slope), curvature))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", [lx.Checkpointed(2), lx.Checkpointed(), lx.Bounded()], ids=str)
+def test_a_replayed_step_sees_the_number_that_it_saw(kind):
+    """`jax.pure_callback` runs in replays, too; `jax.debug.callback` does not."""
+    seen = defaultdict(list)
+
+    def record(i, number):
+        seen[int(i)].append(float(number))
+        return number
+
+    def body(i, x, key):
+        number = jax.random.normal(key)
+        return jnp.sin(x) * jax.pure_callback(record, number, i, number)
+
+    jax.grad(lambda x: lx.fori_loop(0, 6, body, x, key=jax.random.key(7), kind=kind))(1.0).block_until_ready()
+    assert sorted(seen) == list(range(6))
+    assert sum(map(len, seen.values())) > 6  # some steps were replayed
+    assert [len(set(numbers)) for numbers in seen.values()] == [1] * 6
+
+
+def test_inner_loops_draw_with_the_key_of_their_outer_step():
+    key, fold = jax.random.key(7), jax.random.fold_in
+    inner = lambda j, x, key: x * jax.random.normal(key)
+    outer = lambda i, x, key: lx.fori_loop(0, 2, inner, x, key=key)
+    slope = jax.grad(lambda x: lx.fori_loop(0, 2, outer, x, key=key, kind=lx.Checkpointed(1)))(1.0)
+    draws = [jax.random.normal(fold(fold(key, i), j)) for i in range(2) for j in range(2)]
+    assert_close(slope, jnp.prod(jnp.stack(draws)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "compact"], ids=name_of)
 def test_lanes_draw_with_keys_of_their_own(kind):
+    program = noisy(lx.Auto(), lx.Compact(min_lanes=1)) if kind == "compact" else noisy(kind)
     keys, counts = jax.random.split(jax.random.key(0), 3), np.array([7, 0, 3])
     draws = [expected_draws(key, range(n)) for key, n in zip(keys, counts, strict=True)]
     wanted = np.stack([noisy_expected(0.7, lane)[1] for lane in draws])
-    assert_close(jax.jit(jax.vmap(jax.grad(noisy(kind)), (None, 0, 0)))(0.7, keys, counts), wanted)
+    assert_close(jax.jit(jax.vmap(jax.grad(program), (None, 0, 0)))(0.7, keys, counts), wanted)
 
 
 def test_lanes_that_share_a_key_draw_the_same():
     key, counts = jax.random.key(0), np.array([7, 7])
     lanes = jax.jit(jax.vmap(noisy(lx.Auto()), (None, None, 0)))(0.7, key, counts)
     assert lanes.tolist() == [lanes[0]] * 2
-
-
-def test_every_step_has_another_mask():
-    _, masks = lx.scan(
-        lambda c, x, key: (c, jax.random.bernoulli(key, 0.5, (64,))), 0, length=20, key=jax.random.key(1)
-    )
-    assert len({tuple(mask.tolist()) for mask in np.asarray(masks)}) == 20
 
 
 @ft.cache
