@@ -43,38 +43,23 @@ def _numbers(x: Any) -> Any:
 
 
 def in_nnx(steps: int) -> Any:
-    counter = Counter()
+    counter, model = Counter(), nnx.Param(XS)
     out, x = lx.fori_loop(0, steps, lambda i, c: (count(c[0]), c[1] + i), (counter, 1.0))
-    return out is counter, counter.count[...], x
-
-
-def in_rows_of_nnx(_: Any = None) -> Any:
-    model = nnx.Param(XS)
     total, _ = lx.scan(lambda c, p: (c + p[...], p.set_value(2 * p[...])), 0.0, model)
-    return total, model[...]
+    return out is counter, counter.count[...], x, total, model[...]
 
 
 def with_reference(x: Any, stop: Any = None) -> Any:
-    total = jax.new_ref(0.0 * x)
-
-    def f(c: Any, row: Any) -> Any:
-        total[...] += c * row
-        return c + x * row, None
-
-    return lx.scan(f, x, XS, stop=stop)[0] + total[...]
-
-
-def with_rows_of_references(x: Any) -> Any:
-    rows = jax.new_ref(x * XS)
+    total, rows = jax.new_ref(0.0 * x), jax.new_ref(x * XS)
 
     def f(c: Any, row: Any) -> Any:
         row[...] = row[...] * c
+        total[...] += row[...]
         return c + row[...], None
 
-    return lx.scan(f, 1.0, rows)[0], rows[...]
+    return lx.scan(f, x, rows, stop=stop)[0] + total[...] + rows[...].sum()
 
 
-# Functions of a number.
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "while_loop": lambda x: lx.while_loop(lambda c: c[0] < 30, lambda c: (c[0] * 3, c[1] + 1), (x, 0)),
     "while_loop, a bound": lambda x: lx.while_loop(
@@ -83,9 +68,6 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "fori_loop": lambda x: lx.fori_loop(1, 5, lambda i, c: c * x + i, x, unroll=2),
     "fori_loop of other integers": lambda x: lx.fori_loop(
         jnp.int8(1), jnp.int8(5), lambda i, c: (c[0] * x, i + c[1]), (x, jnp.int8(0))
-    ),
-    "fori_loop, a bound": lambda x: lx.fori_loop(
-        0, 9, lambda i, c: c * x, x, max_steps=3, throw=False, info=True
     ),
     "scan": lambda x: lx.scan(lambda c, row: (c * row, {"a": c, "b": (row, None, True)}), x, XS, unroll=True),
     "scan in reverse": lambda x: lx.scan(lambda c, row: (c * row, c), x, XS, reverse=True, length=jnp.int32(3)),
@@ -96,30 +78,20 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "stop, no rows": lambda x: lx.scan(lambda c, _: (c * 3, None), x, stop=lambda c, y: c > 5, info=True),
     "no length": lambda x: lx.fori_loop(0, 0, lambda i, c: c * 0.5, 2),
     "no row": lambda x: lx.scan(lambda c, row: (c * row, (c, row)), x, XS[:0]),
-    "keys": lambda x: lx.scan(
-        lambda c, row, key: (c + jax.random.normal(key), key), x, XS, key=KEY, reverse=True
-    ),
-    "key of raw bits": lambda x: lx.while_loop(
-        lambda c: c[1] < 2, lambda c, key: (c[0] + jax.random.normal(key), c[1] + 1), (x, 0), key=jax.random.PRNGKey(1)
-    ),
+    "keys": lambda x: lx.scan(lambda c, row, key: (c + jax.random.normal(key), key), x, XS, key=KEY, reverse=True),
     "a key in the carry": lambda x: lx.fori_loop(0, 3, lambda i, key: jax.random.split(key)[0], KEY),
     "promoted": lambda x: lx.fori_loop(0, 3, lambda i, c: c + 0.5, 1),
     "a flag": lambda x: lx.while_loop(lambda c: c[0], lambda c: (c[1] < 3, c[1] + 1), (True, 0)),
     "module": lambda x: lx.fori_loop(
         0, 3, lambda i, c: (c[0], c[1] * c[0].w * c[0].rate if c[0].is_on else c[1]), (Cell(XS[1]), x)
     ),
-    "module that changes": lambda x: lx.fori_loop(
+    "number of a module that changes": lambda x: lx.fori_loop(
         0, 3, lambda i, c: eqx.tree_at(lambda c: c.rate, c, c.rate * 2.0), Cell(XS)
-    ),
-    "number of a module as an array": lambda x: lx.fori_loop(
-        0, 3, lambda i, c: (c[0], c[0].rate.astype(float)), (Cell(XS), x)
     ),
     "NNX": lambda x: in_nnx(3),
     "NNX, no step": lambda x: in_nnx(0),
-    "NNX in rows": in_rows_of_nnx,
     "Rngs": lambda x: lx.fori_loop(0, 3, lambda i, c: (c[0], jax.random.normal(c[0]())), (nnx.Rngs(0).default, x))[1],
     "reference": with_reference,
-    "rows of references": with_rows_of_references,
     "History": lambda x: lx.fori_loop(0, 5, lambda i, h: h.push(h[-1] + h[0]), lx.History(3, x * XS)).rows,
     "Buffer": lambda x: lx.fori_loop(0, 5, lambda i, b: b.append(x * i, when=i % 2 == 0), lx.Buffer(4, like=1.0)).rows,
     "rollout": lambda x: lx.rollout(lambda s, key: (s * x, s + jax.random.normal(key)), x, 5, key=KEY),
@@ -138,7 +110,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "cond": lambda x: lx.cond(x > 0, lambda x: 2 * x, lambda x: x, x),
     "switch": lambda x: lx.switch(1, [lambda x: x, lambda x: 2 * x], x),
     "trace": lambda x: lx.stochtrace.estimate_trace(x * jnp.eye(3), KEY, num_matvecs=3).value,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -149,8 +121,7 @@ def test_values(name: str) -> None:
         same(PROGRAMS[name](x), expected)
 
 
-DIFFERENTIABLE = ["while_loop", "fori_loop", "scan in reverse", "stop", "module", "reference", "rows of references"]
-DIFFERENTIABLE += ["History", "Buffer", "rollout, every second", "nested", "cond", "switch"]
+DIFFERENTIABLE = ["while_loop", "fori_loop", "scan in reverse", "stop", "module", "reference", "History", "Buffer"]
 
 
 def total(name: str) -> Callable[[Any], Any]:
@@ -176,11 +147,6 @@ def test_kinds(kind: Any) -> None:
         assert_close(jax.value_and_grad(f)(1.5), expected)
 
 
-def test_a_kind_that_needs_a_bound() -> None:
-    with jax.disable_jit(), pytest.raises(ValueError, match="needs to know at most how many"):
-        lx.while_loop(lambda c: c < 3, lambda c: c + 1, 0, kind="bounded")
-
-
 # ---- what only works in Python
 
 
@@ -196,23 +162,19 @@ def noted(seen: list[float]) -> Callable[[Any], Any]:
 
 LOOPS: dict[str, Callable[[Any, Any], Any]] = {
     "while_loop": lambda step, x: lx.while_loop(lambda c: c < 7, step, x),
-    "fori_loop": lambda step, x: lx.fori_loop(0, 3, lambda i, c: step(c), x),
-    "fori_loop of an array": lambda step, x: lx.fori_loop(jnp.int32(2), jnp.int32(5), lambda i, c: step(c), x),
+    "fori_loop": lambda step, x: lx.fori_loop(jnp.int32(2), jnp.int32(5), lambda i, c: step(c), x),
     "scan": lambda step, x: lx.scan(lambda c, _: (step(c), float(c > 0)), x, length=3)[0],
     "stop": lambda step, x: lx.scan(lambda c, _: (step(c), None), x, stop=lambda c, _: bool(c > 7))[0],
     "rollout": lambda step, x: lx.rollout(lambda c: (step(c), c), x, 3, save_every=2).state,
     "free": lambda step, x: lx.fori_loop(
         0, 3, lambda i, c: lx.fori_loop(0, 1, lambda j, c: step(c), c), x, lanes="free"
     ),
-    "no steps inside": lambda step, x: lx.fori_loop(
-        0, 3, lambda i, c: lx.fori_loop(0, 0, lambda j, c: c * float(c), step(c)), x
-    ),
     "no steps inside, NNX": lambda step, x: lx.fori_loop(
         0, 3, lambda i, c: lx.fori_loop(0, 0, lambda j, c: (c[0], c[1] * float(c[1])), (Counter(), step(c)))[1], x
     ),
     "cond": lambda step, x: lx.fori_loop(0, 3, lambda i, c: lx.cond(c > 0, step, lambda c: c * float(c), c), x),
     "switch": lambda step, x: lx.fori_loop(0, 3, lambda i, c: lx.switch(i + 1, [jnp.sin, step], c), x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -225,13 +187,6 @@ def test_a_body_sees_values_once_in_each_step(name: str) -> None:
         assert_close(jax.value_and_grad(f)(1.0), (8.0, 8.0))
         assert_close(jax.hessian(f)(1.0), 0.0)
     assert seen == [1.0, 2.0, 4.0] * 3
-
-
-def test_a_condition_sees_values() -> None:
-    seen: list[float] = []
-    with jax.disable_jit():
-        lx.while_loop(lambda c: seen.append(float(c)) or bool(c < 3), lambda c: c + 1, 1.0)
-    assert seen == [1.0, 2.0, 3.0]
 
 
 def test_rows_need_types_where_there_are_no_steps() -> None:
@@ -256,22 +211,6 @@ def test_a_bound_stops_a_loop() -> None:
             lx.fori_loop(0, 3, lambda i, c: c * float(c), 3.0, max_steps=2)
 
 
-def test_a_full_buffer() -> None:
-    with jax.disable_jit(), pytest.raises(eqx.EquinoxRuntimeError, match="room for 2 rows"):
-        lx.fori_loop(0, 3, lambda i, b: b.append(float(i)), lx.Buffer(2, like=1.0))
-
-
-@pytest.mark.parametrize("result", [jnp.float32, lambda c: (c, c), lambda c: jnp.zeros(2)])
-def test_a_carry_that_does_not_fit(result: Any) -> None:
-    with jax.disable_jit(), pytest.raises(TypeError, match="must return a carry of the same"):
-        lx.fori_loop(0, 3, lambda i, c: result(c), jnp.float64(1.0))
-
-
-def test_lanes_of_branches() -> None:
-    with jax.disable_jit(), pytest.raises(ValueError, match="'banana' is not a way"):
-        lx.cond(True, lambda: 1.0, lambda: 2.0, lanes="banana")  # type: ignore[arg-type]
-
-
 # ---- progress
 
 
@@ -289,7 +228,6 @@ BATCHED: dict[str, Callable[[Any], Any]] = {
     "lengths": lambda x: lx.fori_loop(0, x.astype(int), lambda i, c: c * x, x),
     "conditions": lambda x: lx.while_loop(lambda c: c < 9, lambda c: c + x, x, info=True),
     "conditions from the first step on": lambda x: lx.while_loop(lambda c: c < 9, lambda c: c + x, 0.0, info=True),
-    "stop": lambda x: lx.scan(lambda c, row: (c + x * row, c), 0.0, XS, stop=lambda c, _: c > 5, info=True),
     "stop in reverse": lambda x: lx.scan(
         lambda c, row: (c + x * row, c), 0.0, XS, stop=lambda c, _: c > 5, info=True, reverse=True
     ),

@@ -71,24 +71,23 @@ def loop(lower: Any, upper: Any, **options: Any) -> Any:
     return lx.fori_loop(lower, upper, lambda _, x: x + 1, 0, **options)
 
 
-@pytest.mark.parametrize("side", ["lower", "upper"])
-@pytest.mark.parametrize("options", [{}, {"max_steps": 10}, {"max_steps": 10, "throw": False}], ids=str)
 @pytest.mark.parametrize(("x64", "dtype"), [(x64, t) for x64, t, _ in SAME])
-def test_static_limit_beyond_the_dtype_of_a_traced_one(x64: bool, dtype: str, side: str, options: Any) -> None:
+def test_static_limit_beyond_the_dtype_of_a_traced_one(x64: bool, dtype: str) -> None:
     """Of what it is made does not matter: Python's integers, or NumPy's where a wider dtype counts as this one."""
-    other = {"lower": "upper", "upper": "lower"}[side]
-    holds = np.iinfo(dtype)
+    holds, traced = np.iinfo(dtype), jax.ShapeDtypeStruct((), jnp.dtype(dtype))
     wide = [np.int64] if dtype == "int32" and not x64 else []  # which is int32 then
+    options: Any
     with jax.enable_x64(x64):
-        traced = {other: jax.ShapeDtypeStruct((), jnp.dtype(dtype))}
-        for number, make in product((int(holds.min) - 1, int(holds.max) + 1, 2**70), (int, *wide)):
-            if make is int or number < 2**63:
-                static = {side: make(number)}
-                message = [f"fori_loop({side}=...): got {number}.", "lower is", "upper is", f"beyond {dtype},"]
-                with raises(ValueError, *message):
-                    jax.eval_shape(lambda limits, s=static: loop(**limits, **s, **options), traced)
-        for number in (int(holds.min), int(holds.max)):
-            jax.eval_shape(lambda limits, n=number: loop(**limits, **{side: n}), traced)
+        for side, other in (("lower", "upper"), ("upper", "lower")):
+            beyond = product((int(holds.min) - 1, int(holds.max) + 1, 2**70), (int, *wide))
+            for number, make in beyond:
+                for options in ({}, {"max_steps": 10, "throw": False}) if make is int or number < 2**63 else ():
+                    static = {side: make(number)}
+                    message = [f"fori_loop({side}=...): got {number}.", "lower is", "upper is", f"beyond {dtype},"]
+                    with raises(ValueError, *message):
+                        jax.eval_shape(lambda x, o=other, s=static, k=options: loop(**{o: x}, **s, **k), traced)
+            for number in (int(holds.min), int(holds.max)):
+                jax.eval_shape(lambda x, o=other, s=side, n=number: loop(**{o: x, s: n}), traced)
 
 
 @pytest.mark.parametrize(
@@ -100,41 +99,34 @@ def test_static_limits_beyond_the_index_of_32_bits(lower: Any, upper: Any) -> No
         loop(lower, upper)
 
 
-def test_static_limits_at_the_end_of_their_dtype() -> None:
+def test_static_limits_further_apart_than_can_be_counted() -> None:
+    far = -(2**31), 2**31 - 1
     with jax.enable_x64(False):
+        with raises(ValueError, "fori_loop: 4294967295 steps are more than 2147483647"):
+            loop(*far)
+        with raises(ValueError, "max_steps=3 stopped a loop"):
+            loop(*far, max_steps=3)
+        assert loop(*far, max_steps=3, throw=False) == 3
         assert loop(2**31 - 3, 2**31) == 3
         assert loop(2**40, -(2**40)) == 0
 
 
-def test_static_limits_further_apart_than_can_be_counted() -> None:
-    far = -(2**31), 2**31 - 1
-    body = lambda _, x: x + 1
-    with jax.enable_x64(False):
-        with raises(ValueError, "fori_loop: 4294967295 steps are more than 2147483647"):
-            lx.fori_loop(*far, body, 0)
-        with raises(ValueError, "max_steps=3 stopped a loop"):
-            lx.fori_loop(*far, body, 0, max_steps=3)
-        assert lx.fori_loop(*far, body, 0, max_steps=3, throw=False) == 3
-
-
-UINT64 = 2**63 + 1
-
-
 def test_uint64_beyond_int64() -> None:
-    with raises(ValueError, f"fori_loop(lower=...): got {UINT64}.", "beyond int64, the dtype of the index"):
-        loop(jnp.uint64(UINT64), jnp.uint64(UINT64 + 3))
-    assert jax.jit(loop)(jnp.uint64(UINT64), jnp.uint64(UINT64 + 3)) == 3
+    limits = jnp.uint64(2**63 + 1), jnp.uint64(2**63 + 4)
+    with raises(ValueError, f"fori_loop(lower=...): got {2**63 + 1}.", "beyond int64, the dtype of the index"):
+        loop(*limits)
+    assert jax.jit(loop)(*limits) == 3
 
 
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
-def test_int64_and_uint64(promotion: str, jit: Any) -> None:
-    message = ["fori_loop: lower is int64[], upper is uint64[]", "no integer dtype holds both", "astype"]
-    with jax.numpy_dtype_promotion(promotion), raises(TypeError, *message):
-        jit(loop)(jnp.int64(0), jnp.uint64(UINT64))
-    message[0] = "fori_loop: lower is uint64[], upper is int8[]"  # of which JAX makes a float
-    with jax.numpy_dtype_promotion(promotion), raises(TypeError, *message):
-        jit(loop)(jnp.uint64(0), jnp.int8(3))
+def test_int64_and_uint64(promotion: str) -> None:
+    where = "no integer dtype holds both", "astype"
+    with jax.numpy_dtype_promotion(promotion):
+        for run in (loop, jax.jit(loop)):
+            with raises(TypeError, "fori_loop: lower is int64[], upper is uint64[]", *where):
+                run(jnp.int64(0), jnp.uint64(3))
+            with raises(TypeError, "fori_loop: lower is uint64[], upper is int8[]", *where):  # JAX makes a float of it
+                run(jnp.uint64(0), jnp.int8(3))
 
 
 # ---- more steps than can be counted: an error before the first of them
@@ -162,11 +154,6 @@ def test_too_many_steps_to_count_raise_before_the_first(program: str) -> None:
     run, message = TOO_MANY[program]
     with raises(RUN_TIME, message, str(2**31 - 1)):
         jax.block_until_ready(jax.jit(run)(jnp.int64(2**40)))
-
-
-def test_too_many_steps_of_one_lane() -> None:
-    with raises(RUN_TIME, "upper - lower is more than"):
-        jax.vmap(lambda n: lx.fori_loop(0, n, lambda _, x: x + 1, 0))(jnp.array([3, 2**40]))
 
 
 def test_limit_beyond_the_index_raises_when_the_program_runs() -> None:

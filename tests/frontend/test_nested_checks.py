@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,102 +18,56 @@ from tests.support.limited_loops import (
     inner,
     nested_fori,
     raises,
-    rows_up_to,
 )
 
 
 @EACH_LIMITED
-@pytest.mark.parametrize("jit", [jax.jit, eagerly])
-def test_bound_reached_in_one_lane_raises(loop: Any, jit: Any) -> None:
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.block_until_ready(jit(jax.vmap(lambda n: loop(n, max_steps=3)))(jnp.array([1, 5, 2])))
-
-
-@EACH_LIMITED
-def test_bound_reached_in_no_lane_does_not_raise(loop: Any) -> None:
+def test_a_bound_of_lanes(loop: Any) -> None:
+    for jit in (jax.jit, eagerly):
+        with raises(RUN_TIME, "max_steps=3 stopped"):
+            jax.block_until_ready(jit(jax.vmap(lambda n: loop(n, max_steps=3)))(jnp.array([1, 5, 2])))
     _, info = jax.jit(jax.vmap(lambda n: loop(n, max_steps=3, info=True)))(jnp.array([1, 3, 2]))
     assert info.num_steps.tolist() == [1, 3, 2]
-
-
-@EACH_LIMITED
-def test_without_throw_info_is_per_lane(loop: Any) -> None:
     _, info = jax.jit(jax.vmap(lambda n: loop(n, max_steps=3, throw=False, info=True)))(jnp.array([1, 5, 3]))
     assert (info.num_steps.tolist(), info.limit_reached.tolist()) == ([1, 3, 3], [False, True, False])
-
-
-def test_length_beyond_xs_in_one_lane_raises() -> None:
-    with raises(RUN_TIME, "xs has 3 rows"):
-        jax.vmap(rows_up_to)(jnp.array([1, 4, 2]))
-
-
-def nested_while(steps: Any) -> Any:
-    return lx.while_loop(lambda x: x < 2, lambda x: inner(x, steps), 0.0)
-
-
-def nested_scan(steps: Any) -> Any:
-    return lx.scan(lambda c, _: (inner(c, steps), None), 0.0, jnp.arange(2))[0]
 
 
 def nested_thrice(steps: Any) -> Any:
     return lx.fori_loop(0, 2, lambda i, x: x + nested_fori(steps), 0.0)
 
 
-def nested_in_cond_fun(steps: Any) -> Any:
-    return lx.while_loop(lambda x: inner(x, steps) < 6, lambda x: x + 1.0, 0.0)
-
-
-def nested_in_stop(steps: Any) -> Any:
-    return lx.scan(lambda c, _: (c + 1.0, None), 0.0, jnp.arange(3), stop=lambda c, _: inner(c, steps) > 5)[0]
-
-
-NESTED = [nested_fori, nested_while, nested_scan, nested_thrice, nested_in_cond_fun, nested_in_stop]
-
-
-EXPECTED = {
-    nested_fori: 6,
-    nested_while: 3,
-    nested_scan: 6,
-    nested_thrice: 12,
-    nested_in_cond_fun: 3,
-    nested_in_stop: 3,
+# With their results for three steps of the inner loop.
+NESTED: Any = {
+    "fori_loop": (nested_fori, 6),
+    "while_loop": (lambda n: lx.while_loop(lambda x: x < 2, lambda x: inner(x, n), 0.0), 3),
+    "scan": (lambda n: lx.scan(lambda c, _: (inner(c, n), None), 0.0, jnp.arange(2))[0], 6),
+    "thrice": (nested_thrice, 12),
+    "cond_fun": (lambda n: lx.while_loop(lambda x: inner(x, n) < 6, lambda x: x + 1.0, 0.0), 3),
+    "stop": (
+        lambda n: lx.scan(lambda c, _: (c + 1.0, None), 0.0, jnp.arange(3), stop=lambda c, _: inner(c, n) > 5)[0],
+        3,
+    ),
 }
 
 
-@pytest.mark.parametrize("outer", NESTED)
-def test_bound_reached_in_an_inner_loop_raises_and_in_none_does_not(outer: Any) -> None:
+@pytest.mark.parametrize(("outer", "expected"), NESTED.values(), ids=NESTED)
+def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, expected: int) -> None:
     program = jax.jit(outer)
     with raises(RUN_TIME, "max_steps=3 stopped"):
         jax.block_until_ready(program(5))
-    assert program(3) == EXPECTED[outer]
+    assert program(3) == expected
+    assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
 
 
-def test_bound_reached_in_an_inner_loop_raises_outside_of_jit() -> None:
-    with raises(eqx.EquinoxRuntimeError, "max_steps=3 stopped"):
-        lx.fori_loop(0, 5, lambda i, x: inner(x, i), 0.0)
-
-
-@pytest.mark.parametrize("outer", NESTED)
-def test_no_callback_in_the_body_of_an_outer_loop(outer: Any) -> None:
-    program = jax.make_jaxpr(outer)(jnp.int32(3))
-    assert_no_callback_in_a_loop(program)
-
-
-@pytest.mark.parametrize("outer", [nested_fori, nested_scan])
-def test_no_callback_in_the_body_of_a_differentiated_outer_loop(outer: Any) -> None:
+def test_no_callback_in_the_body_of_a_differentiated_outer_loop() -> None:
     def loss(x: Any, steps: Any) -> Any:
-        return x * outer(steps) ** 2 + lx.fori_loop(0, 2, lambda _, x: inner(x, steps), x)
+        return x * NESTED["scan"][0](steps) ** 2 + lx.fori_loop(0, 2, lambda _, x: inner(x, steps), x)
 
-    program = jax.make_jaxpr(jax.grad(loss))(1.0, jnp.int32(3))
-    assert_no_callback_in_a_loop(program)
+    assert_no_callback_in_a_loop(jax.make_jaxpr(jax.grad(loss))(1.0, jnp.int32(3)))
 
 
 def test_an_inner_check_is_raised_once() -> None:
     assert count_callbacks(nested_thrice, 3) == count_callbacks(lambda n: inner(0.0, n), 3) > 0
-
-
-def test_inner_loop_under_vmap_is_raised_after_the_outer_loop() -> None:
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.vmap(nested_fori)(jnp.array([1, 5]))
 
 
 TRANSFORMED_INNER = {

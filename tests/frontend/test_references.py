@@ -1,6 +1,7 @@
 """Mutable arrays (`jax.new_ref`) in loops, against `jax.lax`: values and derivatives are equal, the rest is refused."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -51,38 +52,19 @@ def read_and_write(m: Any, w: Any) -> Any:
     return jax.freeze(state).sum() + c + (ys**2).sum()
 
 
-def two_loops_one_after_another(m: Any, w: Any) -> Any:
-    state = jax.new_ref(w)
-
-    def step(c: Any, x: Any) -> Any:
-        state[...] = jnp.sin(state[...] + x)
-        return c * state[...], None
-
-    first, _ = m.scan(step, w, XS)
-    second, _ = m.scan(step, w, XS)
-    return jax.freeze(state) + first * second
-
-
-def loop_in_a_loop(m: Any, w: Any) -> Any:
+def loop_in_a_loop(m: Any, w: Any, inner_scan: Any = None) -> Any:
     state = jax.new_ref(w)
 
     def inner(c: Any, x: Any) -> Any:
         state[...] = jnp.sin(state[...] * x)
         return c, None
 
-    m.scan(lambda c, x: (m.scan(inner, c, XS * x)[0], None), w, XS)
+    m.scan(lambda c, x: ((inner_scan or m.scan)(inner, c, XS * x)[0], None), w, XS)
     return jax.freeze(state)
 
 
 def jax_loop_in_a_loop(m: Any, w: Any) -> Any:
-    state = jax.new_ref(w)
-
-    def inner(c: Any, x: Any) -> Any:
-        state[...] = jnp.sin(state[...] * x)
-        return c, None
-
-    m.scan(lambda c, x: (lax.scan(inner, c, XS * x)[0], None), w, XS)
-    return jax.freeze(state)
+    return loop_in_a_loop(m, w, lax.scan)
 
 
 def made_in_the_body(m: Any, w: Any) -> Any:
@@ -129,7 +111,6 @@ PROGRAMS = [
     add_to_closed_over,
     write_rows_of_closed_over,
     read_and_write,
-    two_loops_one_after_another,
     loop_in_a_loop,
     jax_loop_in_a_loop,
     made_in_the_body,
@@ -156,7 +137,7 @@ def test_values_and_derivatives_are_those_of_jax(program: Any) -> None:
     np.testing.assert_allclose(all_of(partial(program, lx)), all_of(partial(program, lax)), rtol=1e-10)
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not rows_as_xs])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_batch_is_what_jax_gives_for_each_lane(program: Any) -> None:
     """One after another: JAX 0.10.0 cannot map all of these."""
     lanes = np.array([0.7, -0.4])
@@ -165,16 +146,8 @@ def test_a_batch_is_what_jax_gives_for_each_lane(program: Any) -> None:
     np.testing.assert_allclose(batch, np.transpose([alone(w) for w in lanes]), rtol=1e-10)
 
 
-def test_a_batch_of_rows_as_xs() -> None:
-    """`jax.lax` does not map a scan over rows of mutable arrays."""
-    ws = np.array([0.7, -0.4])
-    got = jax.jit(jax.vmap(jax.value_and_grad(partial(rows_as_xs, lx))))(ws)
-    expected = [jax.value_and_grad(partial(rows_as_xs, lax))(w) for w in ws]
-    np.testing.assert_allclose(np.transpose(got), expected, rtol=1e-10)
-
-
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
-@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential", "auto"])
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential"])
 def test_lanes_at_another_axis_than_those_of_the_array(lanes: Any, shape: Any) -> None:
     """JAX 0.10 writes one over the other: three times three lanes, which have a shape of their own in no order."""
 
@@ -198,34 +171,44 @@ def test_lanes_at_another_axis_than_those_of_the_array(lanes: Any, shape: Any) -
     alone = jax.jit(last_of)
     for axis in (0, 1):
         got = jax.jit(jax.vmap(jax.vmap(last_of), (axis, None)))(starts, counts)
-        expected = [
-            [alone(start, n) for start, n in zip(of, counts, strict=True)] for of in np.moveaxis(starts, axis, 0)
-        ]
+        expected = [[alone(*lane) for lane in zip(of, counts, strict=True)] for of in np.moveaxis(starts, axis, 0)]
         for i, x in enumerate(got):
             np.testing.assert_allclose(x, [[lane[i] for lane in of] for of in expected], rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
-@pytest.mark.parametrize("program", [read_and_write, write_rows_of_closed_over])
-def test_every_kind(program: Any, kind: Any) -> None:
-    class Loops:
-        scan = partial(lx.scan, kind=kind)
-        fori_loop = partial(lx.fori_loop, kind=kind)
-
-    np.testing.assert_allclose(all_of(partial(program, Loops)), all_of(partial(program, lax)), rtol=1e-10)
+def test_every_kind(kind: Any) -> None:
+    loops: Any = SimpleNamespace(scan=partial(lx.scan, kind=kind))
+    np.testing.assert_allclose(all_of(partial(read_and_write, loops)), all_of(partial(read_and_write, lax)), rtol=1e-10)
 
 
 def test_eagerly_and_twice() -> None:
-    """A reference that lives outside of any program keeps what a loop has written, call after call."""
-    total = jax.new_ref(jnp.zeros(()))
+    """References that live outside of any program keep what a loop has written, call after call."""
+    total, rows = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.asarray(XS))
 
-    def step(c: Any, x: Any) -> Any:
-        total[...] += x
-        return c, None
+    def step(c: Any, row: Any) -> Any:
+        row[...] += 1.0
+        total[...] += row[...]
+        return [c, {"row": row[...]}]
 
     for calls in (1, 2):
-        lx.scan(step, 0.0, XS)
-        np.testing.assert_allclose(total[...], calls * XS.sum())
+        _, ys = lx.scan(step, 0.0, rows)
+        np.testing.assert_allclose(rows[...], XS + calls)
+        np.testing.assert_allclose(ys["row"], XS + calls)
+        np.testing.assert_allclose(total[...], calls * XS.sum() + 4 * sum(range(calls + 1)))
+
+
+def test_a_second_call_does_not_trace_again() -> None:
+    rows, traces = jax.new_ref(jnp.asarray(XS)), []
+
+    def step(c: Any, row: Any) -> Any:
+        traces.append(None)
+        row[...] += 1.0
+        return c, None
+
+    for _ in range(2):
+        lx.scan(step, 0.0, rows)
+    assert len(traces) == 1
 
 
 def test_while_loop_reads_it_in_its_condition() -> None:
@@ -245,6 +228,7 @@ def test_while_loop_reads_it_in_its_condition() -> None:
 
 
 def test_rows_that_no_step_has_walked_stay_as_they_are() -> None:
+    @jax.jit
     def run(length: Any) -> Any:
         rows = jax.new_ref(jnp.arange(1.0, 6.0))
 
@@ -255,47 +239,8 @@ def test_rows_that_no_step_has_walked_stay_as_they_are() -> None:
         lx.scan(step, 0, rows, length=length, stop=lambda _, y: y >= 30.0)
         return jax.freeze(rows)
 
-    run = jax.jit(run)
-    np.testing.assert_array_equal(run(2), [10, 20, 3, 4, 5])
-    np.testing.assert_array_equal(run(5), [10, 20, 30, 4, 5])
-    np.testing.assert_array_equal(run(0), [1, 2, 3, 4, 5])
-
-
-def test_buffer_beside_a_reference() -> None:
-    total = jax.new_ref(jnp.zeros(()))
-
-    def step(i: Any, buffer: Any) -> Any:
-        total[...] += jnp.asarray(XS)[i]
-        return buffer.append(total[...])
-
-    buffer = lx.fori_loop(0, 4, step, lx.Buffer(4, like=jnp.zeros(())))
-    np.testing.assert_allclose(buffer.rows, np.cumsum(XS))
-
-
-def test_containers_of_results_stay_what_they_are() -> None:
-    rows = jax.new_ref(jnp.asarray(XS))
-
-    def step(c: Any, row: Any) -> Any:
-        row[...] *= 2.0
-        return [c, {"row": row[...]}]
-
-    _, ys = lx.scan(step, 0.0, rows)
-    np.testing.assert_allclose(ys["row"], 2 * XS)
-    np.testing.assert_allclose(rows[...], 2 * XS)
-
-
-def test_a_second_call_does_not_trace_again() -> None:
-    rows, traces = jax.new_ref(jnp.asarray(XS)), []
-
-    def step(c: Any, row: Any) -> Any:
-        traces.append(None)
-        row[...] += 1.0
-        return c, None
-
-    for _ in range(3):
-        lx.scan(step, 0.0, rows)
-    assert len(traces) == 1
-    np.testing.assert_allclose(rows[...], XS + 3.0)
+    for length, expected in ((2, [10, 20, 3, 4, 5]), (5, [10, 20, 30, 4, 5]), (0, [1, 2, 3, 4, 5])):
+        np.testing.assert_array_equal(run(length), expected)
 
 
 def writes(*arguments: Any) -> Any:
@@ -307,41 +252,27 @@ OUTSIDE = jax.new_ref(np.zeros(()))
 ROWS = jax.new_ref(np.arange(3.0))
 IN_ROWS = r"got a mutable array \(`jax.new_ref`\), expected an array. Give its value \(`ref\[\.\.\.\]`\)\."
 MUTABLE = "got a mutable array"
-REFUSED = [
-    (TypeError, rf"fori_loop\(init_val=...\)\['a'\]: {MUTABLE}", lambda: lx.fori_loop(0, 3, writes, {"a": OUTSIDE})),
-    (TypeError, rf"scan\(init=...\)\[0\]: {MUTABLE}", lambda: lx.scan(writes, (OUTSIDE,), XS)),
+REFUSED: Any = [
+    (rf"fori_loop\(init_val=...\)\['a'\]: {MUTABLE}", lambda: lx.fori_loop(0, 3, writes, {"a": OUTSIDE})),
+    (rf"scan\(init=...\)\[0\]: {MUTABLE}", lambda: lx.scan(writes, (OUTSIDE,), XS)),
+    (rf"while_loop\(init_val=...\): {MUTABLE}", lambda: lx.while_loop(lambda _: True, writes, OUTSIDE, max_steps=3)),
+    (rf"f of scan returned y\[1\]: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, (x, OUTSIDE)), 0.0, XS)),
+    (rf"f of scan returned y: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, x), 0.0, ROWS)),
+    (rf"f of scan returned carry: {MUTABLE}", lambda: lx.scan(lambda _, x: (x, None), 0.0, ROWS)),
+    (rf"body_fun of fori_loop returned carry: {MUTABLE}", lambda: lx.fori_loop(0, 3, lambda *_: OUTSIDE, 0.0)),
     (
-        TypeError,
-        rf"while_loop\(init_val=...\): {MUTABLE}",
-        lambda: lx.while_loop(lambda _: True, writes, OUTSIDE, max_steps=3),
-    ),
-    (TypeError, rf"f of scan returned y\[1\]: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, (x, OUTSIDE)), 0.0, XS)),
-    (TypeError, rf"f of scan returned y: {MUTABLE}", lambda: lx.scan(lambda c, x: (c, x), 0.0, ROWS)),
-    (TypeError, rf"f of scan returned carry: {MUTABLE}", lambda: lx.scan(lambda _, x: (x, None), 0.0, ROWS)),
-    (
-        TypeError,
-        rf"body_fun of fori_loop returned carry: {MUTABLE}",
-        lambda: lx.fori_loop(0, 3, lambda *_: OUTSIDE, 0.0),
-    ),
-    (
-        ValueError,
         r"scan\(xs=...\): got one mutable array .* at \['a'\] and at \['b'\]",
         lambda: lx.scan(lambda c, _: (c, None), 0.0, {"a": ROWS, "b": ROWS}),
     ),
-    (TypeError, "f of scan: got str 'no function'", lambda: lx.scan("no function", 0.0, ROWS)),  # pyright: ignore[reportArgumentType]
-    (
-        TypeError,
-        r"f of scan must return a pair \(carry, y\)\. Got a tuple of 3",
-        lambda: lx.scan(lambda c, _: c, (0.0, 1.0, 2.0), ROWS),
-    ),
-    (TypeError, rf"lanes_map\(xs=...\): {IN_ROWS}", lambda: lx.lanes_map(lambda x: x, ROWS)),
-    (NotImplementedError, "f of lanes_map closes over a mutable array", lambda: lx.lanes_map(writes, XS, lanes=2)),
+    ("f of scan: got str 'no function'", lambda: lx.scan("no function", 0.0, ROWS)),  # pyright: ignore[reportArgumentType]
+    (rf"lanes_map\(xs=...\): {IN_ROWS}", lambda: lx.lanes_map(lambda x: x, ROWS)),
+    ("f of lanes_map closes over a mutable array", lambda: lx.lanes_map(writes, XS, lanes=2)),
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[message[:40] for _, message, _ in REFUSED])
-def test_refused_by_name(error: Any, message: Any, call: Any) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("message", "call"), REFUSED, ids=[message[:40] for message, _ in REFUSED])
+def test_refused_by_name(message: Any, call: Any) -> None:
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         call()
 
 

@@ -26,7 +26,6 @@ def grow(c: Any, x: Any) -> Any:
     return jnp.sin(c * x) + x
 
 
-# Of float64[], float64[3], int64[], int64[3].
 LOOPS: dict[str, Callable[..., Any]] = {
     "fori_loop": lambda x, xs, n, ns: lx.fori_loop(0, 3, lambda i, c: grow(c, x), x),
     "fori_loop, traced": lambda x, xs, n, ns: lx.fori_loop(n - n, n, lambda i, c: (i, grow(c[1], x)), (n, x)),
@@ -35,27 +34,22 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "scan in reverse": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, reverse=True),
     "stop": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), x), x, xs, stop=lambda c, y: c > x),
     "key": lambda x, xs, n, ns: lx.fori_loop(0, 2, lambda i, c, key: grow(c, x), x, key=jax.random.key(0)),
-    "rollout": lambda x, xs, n, ns: lx.rollout(lambda s, row: (grow(s, row), s), x, inputs=xs),
-    "rollout, every second": lambda x, xs, n, ns: lx.rollout(lambda s: (grow(s, x), s), x, 4, save_every=2),
-    "History": lambda x, xs, n, ns: lx.fori_loop(
-        0, 3, lambda i, h: h.push(grow(h[0], h[i % 2])), lx.History(3, like=x).push(x).push(x)
-    ).rows,
-    "a large History": lambda x, xs, n, ns: lx.fori_loop(
-        0, 3, lambda i, h: h.push(grow(h[-1], x)), lx.History(5000, like=x).push(x)
-    ).rows,
-    "Buffer": lambda x, xs, n, ns: lx.fori_loop(
-        0, 3, lambda i, b: b.append(grow(b[i], x)), lx.Buffer(4, like=x).append(x)
-    ).rows,
+    "rollout": lambda x, xs, n, ns: lx.rollout(lambda s: (grow(s, x), s), x, 4, save_every=2),
+    "History": lambda x, xs, n, ns: (
+        lx.fori_loop(0, 3, lambda i, h: h.push(grow(h[0], h[i % 2])), lx.History(3, like=x).push(x).push(x)).rows
+    ),
+    "a large History": lambda x, xs, n, ns: (
+        lx.fori_loop(0, 3, lambda i, h: h.push(grow(h[-1], x)), lx.History(5000, like=x).push(x)).rows
+    ),
+    "Buffer": lambda x, xs, n, ns: (
+        lx.fori_loop(0, 3, lambda i, b: b.append(grow(b[i], x)), lx.Buffer(4, like=x).append(x)).rows
+    ),
     "free": lambda x, xs, n, ns: lx.fori_loop(
         0, 2, lambda i, c: lx.fori_loop(0, 2, lambda j, c: grow(c, x), c), x, lanes="free"
     ),
     "cond": lambda x, xs, n, ns: lx.cond(x > xs[0], jnp.sin, lambda x: x, x),
     "switch": lambda x, xs, n, ns: lx.switch(n - n, [jnp.sin, lambda x: x], x),
-    "lanes_map": lambda x, xs, n, ns: lx.lanes_map(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x), ns),
-    "lanes_map of rows": lambda x, xs, n, ns: lx.lanes_map(
-        lambda x: lx.fori_loop(0, 2, lambda i, c: grow(c, x), x), xs
-    ),
-    "lanes_map of loops with rows": lambda x, xs, n, ns: lx.lanes_map(
+    "lanes_map": lambda x, xs, n, ns: lx.lanes_map(
         lambda n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n), ns, lanes=2
     ),
     "lockstep": lambda x, xs, n, ns: jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x))(ns),
@@ -69,7 +63,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
         lambda y: lx.cond(y > x, lambda y: lx.fori_loop(0, 3, lambda i, c: grow(c, x), y), jnp.sin, y)
     )(xs),
     "reference": lambda x, xs, n, ns: with_reference(x, xs),
-}  # fmt: skip
+}
 
 
 def with_reference(x: Any, xs: Any) -> Any:
@@ -111,7 +105,7 @@ def test_values(name: str) -> None:
     same(lambda: jax.jit(of_loop(name))(X, XS))
 
 
-@pytest.mark.parametrize("name", ["fori_loop", "scan", "rollout, every second", "Buffer", "cond", "lockstep"])
+@pytest.mark.parametrize("name", ["fori_loop", "scan", "rollout", "Buffer", "cond", "lockstep"])
 def test_values_outside_of_jit_and_in_python(name: str) -> None:
     same(lambda: of_loop(name)(X, XS))
     with jax.disable_jit():
@@ -134,10 +128,7 @@ def test_derivatives(name: str) -> None:
     same(lambda: jax.jit(second)(X, XS))
 
 
-KINDS = ["checkpointed", "bounded", "residuals", lx.Truncated(last=2)]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals", lx.Truncated(last=2)], ids=name_of)
 def test_kinds(kind: Any) -> None:
     f = lambda x: lx.fori_loop(0, 9, lambda i, c: grow(c, x), x, kind=kind)
     same(lambda: jax.jit(jax.grad(f))(X))
