@@ -24,13 +24,13 @@ def bump(tree: Any) -> Any:
     return jax.tree.map(lambda x: ~x if x.dtype == bool else x + jnp.ones((), x.dtype), tree)
 
 
-def of_each_dtype(make: Callable[[str], Any]) -> dict[str, Any]:
-    return {dtype: jax.tree.map(jnp.asarray, make(dtype)) for dtype in NUMBERS}
-
-
 @ft.cache
 def three_bumps() -> Any:
     return jax.jit(partial(python_loop, bump))(ones())
+
+
+def of_each_dtype(make: Callable[[str], Any]) -> dict[str, Any]:
+    return {dtype: jax.tree.map(jnp.asarray, make(dtype)) for dtype in NUMBERS}
 
 
 def ones() -> Any:
@@ -62,11 +62,6 @@ def test_gradient_in_its_dtype(kind: Any) -> None:
     same(jax.jit(run)(xs), jax.jit(lambda xs: {dtype: 4 * x**3 for dtype, x in xs.items()})(xs))
 
 
-@EACH_LOOP
-def test_gradient_of_a_zero_size_array(loop: Any) -> None:
-    assert jax.jit(jax.grad(lambda x: loop(lambda c: c * c, x).sum()))(np.zeros((0, 3))).shape == (0, 3)
-
-
 # ---- PRNG keys
 
 SPLIT: Any = lambda key: jax.random.split(key)[0]
@@ -86,12 +81,6 @@ def split_each(keys: Any) -> Any:
 @EACH_LOOP
 def test_prng_keys_in_the_carry(loop: Any) -> None:
     same(jax.jit(partial(loop, split_each))(keys()), jax.jit(partial(lax_loop, split_each))(keys()))
-
-
-@EACH_LOOP
-def test_prng_keys_of_lanes(loop: Any) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    same(*(jax.jit(jax.vmap(partial(each, SPLIT)))(keys) for each in (loop, lax_loop)))
 
 
 def test_prng_keys_in_rows() -> None:

@@ -14,35 +14,23 @@ from tests.pytrees.comparison import EACH_KIND, same
 EMPTY: list[Any] = [(), None, {}, [], ((), None)]
 
 
-def test_empty_carry_outside_of_jit() -> None:
-    assert lx.fori_loop(0, 3, lambda _, c: c, None) is None
-    carry, ys = lx.scan(lambda c, x: (c, 2 * x), (), jnp.arange(3))
-    assert (carry, ys.tolist()) == ((), [0, 2, 4])
-
-
 def test_empty_carry() -> None:
-    """Of each loop, in one program."""
+    """Of each loop, in one program, and outside of `jit`."""
 
-    @jax.jit
-    def run() -> Any:
-        scanned = [lx.scan(lambda c, x: (c, 2 * x), empty, jnp.arange(3)) for empty in EMPTY]
-        return [lx.fori_loop(0, 3, lambda _, c: c, empty) for empty in EMPTY], scanned
-
-    counted, scanned = run()
-    assert counted == EMPTY
-    assert [(carry, ys.tolist()) for carry, ys in scanned] == [(empty, [0, 2, 4]) for empty in EMPTY]
-
-
-def test_empty_carry_of_while_loop() -> None:
-    @jax.jit
     def run() -> Any:
         options: Any = {"max_steps": 3, "throw": False, "info": True}
+        scanned = [lx.scan(lambda c, x: (c, 2 * x), empty, jnp.arange(3)) for empty in EMPTY]
+        nothing = [lx.scan(lambda c, _, empty=empty: (c, empty), empty, jnp.arange(3)) for empty in EMPTY]
         stopped = [lx.while_loop(lambda _: True, lambda c: c, empty, **options) for empty in EMPTY]
-        return [lx.while_loop(lambda _: False, lambda c: c, empty) for empty in EMPTY], stopped
+        none = [lx.while_loop(lambda _: False, lambda c: c, empty) for empty in EMPTY]
+        return [lx.fori_loop(0, 3, lambda _, c: c, empty) for empty in EMPTY], none, nothing, scanned, stopped
 
-    none, stopped = run()
-    assert none == EMPTY
-    assert [(out, info.num_steps, info.limit_reached) for out, info in stopped] == [(e, 3, True) for e in EMPTY]
+    for f in (run, jax.jit(run)):
+        counted, none, nothing, scanned, stopped = f()
+        assert counted == none == EMPTY
+        assert nothing == [(empty, empty) for empty in EMPTY]
+        assert [(carry, ys.tolist()) for carry, ys in scanned] == [(empty, [0, 2, 4]) for empty in EMPTY]
+        assert [(out, info.num_steps, info.limit_reached) for out, info in stopped] == [(e, 3, True) for e in EMPTY]
 
 
 @pytest.mark.parametrize("xs", [None, (), {}, [(), None], {"name": "only"}])
@@ -51,21 +39,11 @@ def test_xs_without_arrays(xs: Any) -> None:
     assert (carry, seen[0].tolist(), seen[1]) == (3, [0, 1, 2], xs)
 
 
-@pytest.mark.parametrize("empty", [None, (), {}])
-def test_scan_with_neither_carry_nor_outputs(empty: Any) -> None:
-    assert lx.scan(lambda c, _: (c, empty), empty, jnp.arange(3)) == (empty, empty)
-
-
 @pytest.mark.parametrize("reverse", [False, True])
-def test_xs_with_no_rows(reverse: bool) -> None:
-    f = lambda c, x: (c + x.sum(), {"y": x, "z": 2 * c})
-    args: Any = (f, 0.0, jnp.zeros((0, 3)), None, reverse)
-    same(lx.scan(*args), lax.scan(*args))
-
-
-def test_rows_with_no_elements() -> None:
-    f = lambda c, x: (c + x.sum(), x)
-    same(lx.scan(f, 0.0, jnp.zeros((3, 0))), lax.scan(f, 0.0, jnp.zeros((3, 0))))
+def test_xs_with_no_rows_and_rows_with_no_elements(reverse: bool) -> None:
+    for shape in ((0, 3), (3, 0)):
+        args: Any = (lambda c, x: (c + x.sum(), {"y": x, "z": 2 * c}), 0.0, jnp.zeros(shape), None, reverse)
+        same(lx.scan(*args), lax.scan(*args))
 
 
 @EACH_KIND

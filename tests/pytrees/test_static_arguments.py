@@ -87,30 +87,17 @@ def test_array_outside_of_jit(case: Case) -> None:
         case.call(jnp.int64(3))
 
 
-def test_number_of_each_lane() -> None:
-    with raises(TypeError, "fori_loop(max_steps=...): got a traced int64[]", "`fori_loop(0, n, ..., max_steps="):
-        jax.vmap(lambda n: fori_loop(3, max_steps=n))(jnp.arange(3))
+def test_traced_length_as_the_number_of_rows() -> None:
+    for loop, rows, without in ((scan, "ys", "(carry, None) from f"), (rollout, "outputs", "(state, None) from step")):
+        way_out = [BOUND, "length=n, max_steps=", without]
+        with raises(ValueError, f"capacity for {rows}", "`length` is not static", KNOWN, *STATIC, *way_out):
+            jax.eval_shape(loop, 3)
 
 
-@pytest.mark.parametrize(
-    ("loop", "rows", "without"), [(scan, "ys", "(carry, None) from f"), (rollout, "outputs", "(state, None) from step")]
-)
-def test_traced_length_as_the_number_of_rows(loop: Any, rows: str, without: str) -> None:
-    says = [f"capacity for {rows}", "`length` is not static", KNOWN, *STATIC, BOUND, "length=n, max_steps=", without]
-    with raises(ValueError, *says):
-        jax.eval_shape(loop, 3)
+NOT_BOOLS = ["no", "", 1, 1.0, None, np.int8(1), jnp.ones(1, bool), (True,)]
 
 
-@pytest.mark.parametrize("unroll", [True, 0])
-def test_all_of_a_traced_number_of_steps(unroll: Any) -> None:
-    with raises(ValueError, f"fori_loop(unroll={unroll})", KNOWN, *STATIC, "unroll=k"):
-        jax.eval_shape(lambda n: fori_loop(n, unroll=unroll), 3)
-
-
-NOT_BOOLS = ["no", "", 1, 0, 1.0, None, np.int8(1), jnp.int32(1), jnp.ones(1, bool), (True,), lambda: True]
-
-
-@pytest.mark.parametrize("value", NOT_BOOLS, ids=lambda value: getattr(value, "__name__", repr(value)))
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
 def test_flag_that_is_no_bool(value: Any) -> None:
     """Python would take most of them as true."""
     others = [
@@ -122,14 +109,9 @@ def test_flag_that_is_no_bool(value: Any) -> None:
             case.call(value)
 
 
-def test_unroll_may_be_a_bool_of_numpy() -> None:
-    for flag in (np.bool_(True), np.bool_(False)):
-        assert fori_loop(3, unroll=flag) == 8.0
-
-
 @pytest.mark.parametrize("flag", [np.bool_(True), np.asarray(True), jnp.asarray(True)], ids=type)
 def test_flag_that_is_known(flag: Any) -> None:
-    (_, ys), info = scan(3, reverse=flag, throw=flag, info=flag)
+    (_, ys), info = scan(3, reverse=flag, throw=flag, info=flag, unroll=np.bool_(True))
     assert ys.tolist() == [4.0, 2.0, 1.0]
     assert info.num_steps == 3
 
