@@ -12,12 +12,11 @@ from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
 from loopax._src.core.ir.plan import Blocks, LastCarry, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
-from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, select, stacked
+from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
 from loopax._src.core.lowering.rows import (
     Common,
     LoopState,
     RowLoop,
-    Step,
     Steps,
     Watch,
     active_of,
@@ -56,25 +55,33 @@ def run_saving(
 def _save_block_starts(
     saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
 ) -> tuple[LoopState, list[Any]]:
-    first_row = state.position[None]
-    saver = Saver(state, _room(loop), None, jnp.int32(0))
-    saver = _walk_saving(loop, walk, steps, _at_block_starts(saving.size), saver, end)
-    return saver.state, [*saver.saved, first_row]
+    def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
+        return saver.plan, saving.size, saver.plan + 1  # the plan is the number of the block
+
+    saver = _walk_saving(loop, walk, steps, decide, Saver(state, [], None, jnp.int32(0)), end)
+    return saver.state, [*saver.saved, state.position[None]]
 
 
 @run_saving.register
 def _save_in_slots(
     saving: Slots, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
 ) -> tuple[LoopState, list[Any]]:
-    checkpoint_rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+    start, checkpoint_rows = state.position, jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+
+    def binomially(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
+        free = saving.count - saver.plan  # the plan is the number of slots in use
+        length = schedule.advance(jnp.maximum(remain, 2), free)
+        return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
+
+    def online(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
+        plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position))
+        return slot, length, plan
+
     if saving.length_known:
-        saver = Saver(state, _room(loop), checkpoint_rows, jnp.int32(0))
-        saver = _walk_saving(loop, walk, steps, _binomially(saving.count), saver, end)
+        saver = _walk_saving(loop, walk, steps, binomially, Saver(state, [], checkpoint_rows, jnp.int32(0)), end)
         return saver.state, [*saver.saved, saver.checkpoint_rows]
-    start = state.position
-    decide = _online(lambda state: walk.distance(start, state.position))
-    saver = Saver(state, _room(loop), checkpoint_rows, schedule.start(saving.count))
-    saver = _walk_saving(loop, walk, steps, decide, saver, end)
+    saver = Saver(state, [], checkpoint_rows, schedule.start(saving.count))
+    saver = _walk_saving(loop, walk, steps, online, saver, end)
     saved, checkpoint_rows = _in_order(saver.plan, saver.saved, saver.checkpoint_rows)
     return saver.state, [*saved, checkpoint_rows]
 
@@ -87,16 +94,12 @@ def _save_the_last(
     first_row = state.position[None]
     state = walk._replace(limited=True).run(steps, state, end)
     state = state if walk.limited else _poisoned(state)
-    return state, [*(x[None] for x in select(loop.saved_mask, state.carry)), first_row]
-
-
-def _room(loop: Loop) -> list[Any]:
-    """For the carries that are saved."""
-    kept = select(loop.saved_mask, loop.output_avals.carry)
-    return [unwritten(stacked(aval, loop.saved_rows)) for aval in kept]
+    return state, [*(x[None] for x in loop.saved_of(state.carry)), first_row]
 
 
 def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
+    """Walk in stretches, and save the carry before each where the schedule says; the room for it is made here."""
+    room = [unwritten(stacked(aval, loop.saved_rows)) for aval in loop.saved_of(loop.output_avals.carry)]
     counted = walk._replace(limited=True)
 
     def goes_on(saver: Saver) -> Any:
@@ -106,40 +109,16 @@ def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, save
     def stretch(saver: Saver) -> Saver:
         state, saved, checkpoint_rows, _ = saver
         remain = walk.distance(state.position, end)
-        room, length, plan = decide(saver, remain)
-        values = select(loop.saved_mask, state.carry)
-        saved = [write(buffer, room, value) for buffer, value in zip(saved, values, strict=True)]
+        place, length, plan = decide(saver, remain)
+        pairs = zip(saved, loop.saved_of(state.carry), strict=True)
+        saved = [write(buffer, place, value) for buffer, value in pairs]
         if checkpoint_rows is not None:
-            checkpoint_rows = write(checkpoint_rows, room, state.position)
+            checkpoint_rows = write(checkpoint_rows, place, state.position)
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
-    saver = lax.while_loop(goes_on, stretch, saver)
+    saver = lax.while_loop(goes_on, stretch, saver._replace(saved=room))
     return saver if walk.limited else saver._replace(state=_poisoned(saver.state))
-
-
-def _at_block_starts(size: int) -> Decision:
-    """The plan is the number of the block."""
-    return lambda saver, _: (saver.plan, size, saver.plan + 1)
-
-
-def _binomially(slots: int) -> Decision:
-    """The plan is the number of slots in use."""
-
-    def decide(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
-        free = slots - saver.plan
-        length = schedule.advance(jnp.maximum(remain, 2), free)
-        return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
-
-    return decide
-
-
-def _online(steps_so_far: Callable[[LoopState], Any]) -> Decision:
-    def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
-        plan, slot, length = schedule.store(saver.plan, steps_so_far(saver.state))
-        return slot, length, plan
-
-    return decide
 
 
 class Permuting(NamedTuple):
@@ -228,13 +207,10 @@ def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
         out = loop.outputs(body(row, *consts, *carry, *(read(x, row) for x in xs)))
         return list(out.carry), list(out.ys)
 
-    def steps_of(body: Any) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: partial(step, body, consts)
-
     if loop.bound != 1 and (outside := filled_outside(loop.body, loop.num_consts, loop.num_carry)):
         active_at = lambda state: active_of(outside, consts, state.position, state.carry)  # noqa: E731
-        steps = Steps(steps_of(jaxpr_as_fun(outside.body)), consts)
+        steps = Steps(partial(step, jaxpr_as_fun(outside.body)), consts)
         return steps._replace(per_active_set=partial(outside.at, consts, active_at))
     rows = common_rows(loop.body, consts)
-    common = rows and Common(steps_of(unmasked(loop.body)), *rows)
-    return Steps(steps_of(jaxpr_as_fun(loop.body)), consts, common=common)
+    common = rows and Common(partial(step, unmasked(loop.body)), *rows)
+    return Steps(partial(step, jaxpr_as_fun(loop.body)), consts, common=common)

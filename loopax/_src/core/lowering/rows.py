@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
-from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
 from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
@@ -69,8 +70,8 @@ def active_of(outside: FilledOutside, consts: Sequence[Any], row: Any, carry: Se
 
 NEVER = -1  # a position that a loop without a limit does not reach
 
-# (position, carry) -> (carry, y); the constants and the rows of xs are inside.
-Step = Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
+# (consts, position, carry) -> (carry, y); the rows of xs are inside.
+Step = Callable[[Sequence[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 
 
 class LoopState(NamedTuple):
@@ -86,9 +87,9 @@ class LoopState(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The step of a loop, given its constants."""
+    """The step of a loop, and its constants."""
 
-    make: Callable[[Sequence[Any]], Step]
+    step: Step
     consts: Sequence[Any]
     row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
     common: "Common | None" = None
@@ -100,7 +101,7 @@ class Steps(NamedTuple):
 class Common(NamedTuple):
     """The positions `first ... end - 1` are those of rows that all lanes of a batch walk; None: no limit."""
 
-    make: Callable[[Sequence[Any]], Step]  # the step there
+    step: Step  # there
     first: Any
     end: Any
 
@@ -169,29 +170,35 @@ class RowLoop(NamedTuple):
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
     def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
-        if steps.per_active_set is not None:
-            return self._run_per_active_set(steps, steps.per_active_set, state, end)
-        for make, stop in self._parts(steps, end):
-            step = make(steps.consts)
+        if (fill := steps.per_active_set) is not None:
+            # Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes.
+            enough = self._enough(end, 1)
+
+            def stretch(state: LoopState) -> LoopState:
+                consts, belongs = fill(state)
+                one = self._several(steps._replace(consts=consts), steps.step, 1)
+                return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
+
+            return lax.while_loop(enough, stretch, state)
+        for step, stop in self._parts(steps, end):
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
-                state = lax.while_loop(self._enough(stop, size), self._several(step, size, steps.row_of), state)
+                state = lax.while_loop(self._enough(stop, size), self._several(steps, step, size), state)
         return state
 
-    def _parts(self, steps: Steps, end: Any) -> list[tuple[Callable[[Sequence[Any]], Step], Any]]:
+    def _parts(self, steps: Steps, end: Any) -> list[tuple[Step, Any]]:
         """Steps to take one after another, each until its own end: rows that all lanes walk have their own step."""
         if steps.common is None:
-            return [(steps.make, end)]
+            return [(steps.step, end)]
         common, first, last = steps.common
         if self.reverse:
             first, last = (None if limit is None else limit - 1 for limit in (last, first))
         nearer = jnp.maximum if self.reverse else jnp.minimum
-        parts = [] if first is None else [(steps.make, nearer(first, end))]
-        return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.make, end)]
+        parts = [] if first is None else [(steps.step, nearer(first, end))]
+        return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.step, end)]
 
     def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """Run a loop of one step or none, as a condition: XLA would move what is constant out of a loop."""
-        one = self._several(steps.make(steps.consts), 1, steps.row_of)
-        return lax.cond(self._enough(end, 1)(state), one, lambda state: state, state)
+        return lax.cond(self._enough(end, 1)(state), self._several(steps, steps.step, 1), lambda state: state, state)
 
     def run_and_discard(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """Compute the step of a loop of one step or none, and drop it where it is not taken.
@@ -199,24 +206,9 @@ class RowLoop(NamedTuple):
         XLA fuses it with what is around the loop, as it does not with a condition.
         """
         is_taken = self._enough(end, 1)(state)
-        carry, ys = steps.make(steps.consts)(state.position, state.carry)
-        rows = [y[None] for y in ys]
-        new = [*carry, *rows, self.advance(state.position, 1)]
-        old = [*state.carry, *state.ys, state.position]
-        found = [where(is_taken, a, b) for a, b in zip(new, old, strict=True)]
-        carry, rows, (position,) = split_list(found, [len(carry), len(rows)])
-        return LoopState(carry, rows, position)
-
-    def _run_per_active_set(self, steps: Steps, fill: Any, state: LoopState, end: Any) -> LoopState:
-        """Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes."""
-        enough = self._enough(end, 1)
-
-        def stretch(state: LoopState) -> LoopState:
-            consts, belongs = fill(state)
-            one = self._several(steps.make(consts), 1, steps.row_of)
-            return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
-
-        return lax.while_loop(enough, stretch, state)
+        carry, ys = steps.step(steps.consts, state.position, state.carry)
+        new = LoopState(carry, [y[None] for y in ys], self.advance(state.position, 1))
+        return jax.tree.map(partial(where, is_taken), new, state)
 
     def _enough(self, end: Any, size: int) -> Callable[[LoopState], Any]:
         """Whether `size` steps remain, and the predicate holds."""
@@ -233,14 +225,14 @@ class RowLoop(NamedTuple):
 
         return goes_on
 
-    def _several(self, step: Step, size: int, row_of: Callable[[Any], Any]) -> Callable[[LoopState], LoopState]:
-        """Take `size` steps."""
+    def _several(self, steps: Steps, step: Step, size: int) -> Callable[[LoopState], LoopState]:
+        """Take `size` steps, of these or of the common ones."""
 
         def several(state: LoopState) -> LoopState:
             carry, buffers, position, _ = state
             for _ in range(size):
-                carry, y = step(position, carry)
-                row = row_of(position)
+                carry, y = step(steps.consts, position, carry)
+                row = steps.row_of(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
                 position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
             return LoopState(carry, buffers, position)

@@ -17,8 +17,8 @@ from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, split_list, stacked, trace, weakly_cached
 from loopax._src.core.lowering.loop import evaluate_loop
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, read, write
-from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track, bodies_of, in_two_parts, recording_of
+from loopax._src.core.lowering.rows import LoopState, RowLoop, read, write
+from loopax._src.core.lowering.sweep_bodies import Bodies, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
 from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
 
@@ -299,12 +299,10 @@ def _walk_back(
     operation, which decides whether a tiny loop is compiled as one function.
     """
 
-    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        return lambda consts: (
-            lambda position, carry: backward(row_of(position), consts, carry, [read(s, position) for s in stored])
-        )
+    def take(backward: Callable[..., Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        return backward(carry, [read(s, position) for s in stored])
 
-    steps = bodies.backward.steps(make, ahead, start)
+    steps = bodies.backward.steps(take, ahead, start)
     progress = progress._replace(position=length - 1)
     return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.cost import Residual, arithmetic, classified, costs, hoisted_part, without_recomputed
-from loopax._src.core.jaxpr.util import num_bytes, num_equations, split_list, trace, weakly_cached
-from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Step, Steps, active_of, filled_outside, read
+from loopax._src.core.jaxpr.cost import arithmetic, classified, costs, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, trace, unflatten, weakly_cached
+from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Steps, active_of, filled_outside, read
 from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, unmasked
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -49,9 +49,7 @@ class Recording(NamedTuple):
 def recording_of(sweep: ReverseSweep) -> Recording | None:
     """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
     recording = None if sweep.inverse else _recording(sweep)
-    if recording is None:
-        return None
-    fits = recording.places is not None or not sweep.saving.reuses_room
+    fits = recording is not None and (recording.places is not None or not sweep.saving.reuses_room)
     return recording if fits else None
 
 
@@ -62,40 +60,14 @@ def _recording(sweep: ReverseSweep) -> Recording | None:
     if states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
         return None
     recording = _in_two_parts(sweep, stored=True)
-    return recording if recording is not None and _pays(sweep, recording, room) else None
-
-
-@weakly_cached
-def in_two_parts(sweep: ReverseSweep) -> Recording | None:
-    """The parts of a step whose record is used at once, and never stored; None: they cannot be told apart."""
-    if asks_for_active(sweep.step) or num_bytes(sweep.step.in_avals) == maxsize:
+    if recording is None:
         return None
-    return _in_two_parts(sweep, stored=False)
-
-
-def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
-    split = _split(sweep)
-    if split is None:
-        return None
-    known, later = split
-    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
-    residuals = classified(known, sizes, range(num_state, len(known.out_avals)))
-    constant = [r.position for r in residuals if r.hoisted]
-    of_steps = [r.position for r in residuals if _is_stored(known, r)]
-    first_x = 1 + num_consts + num_state
-    given = [*range(1 + num_consts), *range(first_x, first_x + num_xs)]
-    left, recompute = without_recomputed(known, given, [*constant, *(of_steps if stored else [])], constant)
-    hoisted = [p for p in constant if p in left]
-    recorded = [p for p in of_steps if p in left] if stored else of_steps
-    again = [p for p in (*constant, *of_steps) if p not in (*hoisted, *recorded)]
-    parts = _Parts(known, later, residuals, hoisted, recorded, again, left, recompute)
-    outputs = known.outvars
-    return Recording(
-        replace_jaxpr(known, known.invars, [*outputs[:num_state], *(outputs[p] for p in recorded)]),
-        hoisted_part(known, num_consts, hoisted),
-        _back(sweep, parts),
-        _places(sweep.forward_avals.state, [known.out_avals[p] for p in recorded]),
-    )
+    # It pays where records have room, and save more than a tenth of what it costs to store states, and more than they
+    # cost. A record that is no larger than a state is stored in its place, so it costs nothing more.
+    record = num_bytes(recording.record_avals(sweep.num_state))
+    saved = arithmetic(sweep.backward) - arithmetic(recording.back)
+    pays = record <= room and saved >= costs().cached_byte * (0.1 * states + max(record - states, 0))
+    return recording if pays else None
 
 
 def _handed_over(sweep: ReverseSweep) -> int:
@@ -114,73 +86,74 @@ def _handed_over(sweep: ReverseSweep) -> int:
     return num_bytes(variable.aval for variable in handed_over)
 
 
-def _pays(sweep: ReverseSweep, recording: Recording, room: int) -> bool:
-    """Whether records have room, and save more than a tenth of what it costs to store states, and more than they cost.
-
-    A record that is no larger than a state is stored in its place, so it costs nothing more.
-    """
-    states, record = (num_bytes(of) for of in (sweep.forward_avals.state, recording.record_avals(sweep.num_state)))
-    saved = arithmetic(sweep.backward) - arithmetic(recording.back)
-    return record <= room and saved >= costs().cached_byte * (0.1 * states + max(record - states, 0))
+@weakly_cached
+def in_two_parts(sweep: ReverseSweep) -> Recording | None:
+    """The parts of a step whose record is used at once, and never stored; None: they cannot be told apart."""
+    if asks_for_active(sweep.step) or num_bytes(sweep.step.in_avals) == maxsize:
+        return None
+    return _in_two_parts(sweep, stored=False)
 
 
-class _Parts(NamedTuple):
-    """The two parts of a step, and where each residual of the second comes from."""
-
-    known: ClosedJaxpr  # (row, *consts, *state, *forward x) -> (*state, *residuals)
-    later: ClosedJaxpr  # (*residuals, *carry, *other x) -> (*carry, *y)
-    residuals: Sequence[Residual]
-    hoisted: Sequence[int]  # positions among the outputs of `known`
-    recorded: Sequence[int]
-    recomputed: Sequence[int]
-    left: Sequence[int]  # from which these are computed
-    recompute: ClosedJaxpr | None  # (row, *consts, *forward x, *left) -> recomputed
-
-
-def _split(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
-    """JAX's partial evaluation of the step, where the carry and the rows that only the way back reads are unknown.
-
-    None where the step has effects: these happen on the way back, in the order of its steps, and not in replays.
-    """
+def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
+    # Effects happen on the way back, in the order of its steps, and not in replays: such a step stays whole.
     if happens(sweep.step.effects):
         return None
-    num_back_xs = len(sweep.xs_range) - sweep.num_forward_xs
-    unknown = [False] * (1 + sweep.num_consts) + [True] * sweep.num_carry + [False] * sweep.num_state
-    unknown += [False] * sweep.num_forward_xs + [True] * num_back_xs
-    outputs = [True] * sweep.num_carry + [False] * sweep.num_state + [True] * len(sweep.y_avals)
+
+    # JAX's partial evaluation of the step: the carry, and the rows that only the way back reads, are unknown.
+    # Before: (row, *consts, *carry, *state, *forward x, *other x) -> (*carry, *state, *y).
+    # After: known (row, *consts, *state, *forward x) -> (*state, *residuals),
+    # later (*residuals, *carry, *other x) -> (*carry, *y).
+    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
+    unknown = [False] * (1 + num_consts) + [True] * sweep.num_carry + [False] * num_state
+    unknown += [False] * num_xs + [True] * (len(sweep.xs_range) - num_xs)
+    outputs = [True] * sweep.num_carry + [False] * num_state + [True] * len(sweep.y_avals)
     known, later, found = partial_eval_jaxpr(sweep.step, unknown, outputs)
-    return (known, later) if found == outputs else None
+    if found != outputs:
+        return None
+
+    # Where each residual comes from on the way back: consts and xs (hoisted, forwarded), the record of the step, or it
+    # is computed from these again. Positions are those among the outputs of `known`.
+    residuals = classified(known, sizes, range(num_state, len(known.out_avals)))
+    constant = [r.position for r in residuals if r.hoisted]
+    is_row = lambda r: known.outvars[r.position] is known.invars[0]  # noqa: E731
+    of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None and not is_row(r)]
+    first_x = 1 + num_consts + num_state
+    given = [*range(1 + num_consts), *range(first_x, first_x + num_xs)]
+    left, recompute = without_recomputed(known, given, [*constant, *(of_steps if stored else [])], constant)
+    hoisted = [p for p in constant if p in left]
+    recorded = [p for p in of_steps if p in left] if stored else of_steps
+    again = [p for p in (*constant, *of_steps) if p not in (*hoisted, *recorded)]
+
+    of_hoisted, of_record = ([known.out_avals[p] for p in positions] for positions in (hoisted, recorded))
+    consts, _, carry, xs = sweep.backward_avals
+    avals = _BackInputs(consts, of_hoisted, carry, of_record, xs[:num_xs], xs[num_xs:])
+
+    def back(row: Any, *operands: Any) -> list[Any]:
+        on = unflatten(avals, operands)
+        values = dict(zip((*hoisted, *recorded), (*on.hoisted, *on.record), strict=True))
+        if recompute is not None:
+            more = jaxpr_as_fun(recompute)(row, *on.consts, *on.front, *(values[p] for p in left))
+            values.update(zip(again, more, strict=True))
+        read = [values.get(r.position, row) if r.forwarded is None else on.front[r.forwarded] for r in residuals]
+        return jaxpr_as_fun(later)(*read, *on.carry, *on.others)
+
+    return Recording(
+        replace_jaxpr(known, known.invars, [*known.outvars[:num_state], *(known.outvars[p] for p in recorded)]),
+        hoisted_part(known, num_consts, hoisted),
+        trace(back, [sweep.step.in_avals[0], *flatten(avals)]),
+        _places(sweep.forward_avals.state, of_record),
+    )
 
 
-def _is_stored(known: ClosedJaxpr, residual: Residual) -> bool:
-    is_row = known.outvars[residual.position] is known.invars[0]
-    return not residual.hoisted and residual.forwarded is None and not is_row
+class _BackInputs(NamedTuple):
+    """What stands for each input of the part that walks back, behind the row."""
 
-
-def _back(sweep: ReverseSweep, parts: _Parts) -> ClosedJaxpr:
-    """The part that walks back: it finds the residuals in consts, xs and records, or computes them from these."""
-    expected, types = sweep.backward_avals, parts.known.out_avals
-    of_hoisted = [types[p] for p in parts.hoisted]
-    of_record = [types[p] for p in parts.recorded]
-    sizes = [sweep.num_consts, len(of_hoisted), sweep.num_carry, len(of_record)]
-
-    def body(row: Any, *operands: Any) -> list[Any]:
-        consts, hoisted, carry, record, xs = split_list(operands, sizes)
-        front, back = split_list(xs, [sweep.num_forward_xs])
-        found = dict(zip((*parts.hoisted, *parts.recorded), (*hoisted, *record), strict=True))
-        if parts.recompute is not None:
-            left = [found[p] for p in parts.left]
-            again = jaxpr_as_fun(parts.recompute)(row, *consts, *front, *left)
-            found.update(zip(parts.recomputed, again, strict=True))
-
-        def value(residual: Residual) -> Any:
-            return found.get(residual.position, row) if residual.forwarded is None else front[residual.forwarded]
-
-        values = [value(residual) for residual in parts.residuals]
-        return jaxpr_as_fun(parts.later)(*values, *carry, *back)
-
-    avals = [*expected.consts, *of_hoisted, *expected.carry, *of_record, *expected.xs]
-    return trace(body, [sweep.step.in_avals[0], *avals])
+    consts: Sequence[Any]
+    hoisted: Sequence[Any]
+    carry: Sequence[Any]
+    record: Sequence[Any]
+    front: Sequence[Any]  # rows of xs that the forward body reads
+    others: Sequence[Any]
 
 
 def _places(state: Sequence[Any], record: Sequence[Any]) -> tuple[int, ...] | None:
@@ -225,16 +198,18 @@ class Track(NamedTuple):
 
 
 RowOf = Callable[[Any], Any]  # position -> row
-Run = Callable[..., list[Any]]  # a body
+Run = Callable[..., Any]  # a body: (row, consts, *leaves in groups) -> results in groups
+# How a body is used: (the body at a row and with its constants, position, carry) -> (carry, y).
+Take = Callable[[Callable[..., Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 
 
 class Body(NamedTuple):
     """One of the two bodies of a sweep; the rows of xs are inside."""
 
-    run: Callable[..., Any]  # (row, consts, *leaves in groups) -> results in groups
+    run: Run
     consts: list[Any]
     outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
-    common: tuple[CommonRows, Callable[..., Any]] | None  # rows that all lanes walk, and the body there
+    common: tuple[CommonRows, Run] | None  # rows that all lanes walk, and the body there
     num_equations: int
 
     def once(self, row: Any, *groups: Any) -> Any:
@@ -245,14 +220,8 @@ class Body(NamedTuple):
         filled, _ = outside.at(consts, lambda row: active_of(outside, consts, row, []), row)
         return self.run(row, filled, *groups)
 
-    def steps(
-        self,
-        make: Callable[[Callable[..., Any], RowOf], Callable[[Sequence[Any]], Step]],
-        ahead: RowLoop,
-        start: Any,
-        written: RowOf | None = None,
-    ) -> Steps:
-        """Steps whose positions count from the row `start`; `make` is told the row of a position.
+    def steps(self, take: Take, ahead: RowLoop, start: Any, written: RowOf | None = None) -> Steps:
+        """Steps whose positions count from the row `start`, as `take` takes one of them.
 
         A position writes its row of ys, or the one `written` says.
         """
@@ -260,7 +229,10 @@ class Body(NamedTuple):
         def row_of(position: Any) -> Any:
             return ahead.advance(start, position)
 
-        steps = Steps(make(self.run, row_of), self.consts, written or row_of)
+        def step(run: Run, consts: Sequence[Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return take(partial(run, row_of(position), consts), position, carry)
+
+        steps = Steps(partial(step, self.run), self.consts, written or row_of)
         if self.outside is not None:
             outside, consts = self.outside, self.consts
             active_at = lambda state: active_of(outside, consts, row_of(state.position), [])  # noqa: E731
@@ -268,7 +240,9 @@ class Body(NamedTuple):
         if self.common is None:
             return steps
         rows, run = self.common
-        return steps._replace(common=Common(make(run, row_of), *_positions(rows, ahead, start)))
+        low, high = (None if row is None else ahead.distance(start, row) + int(ahead.reverse) for row in rows)
+        first, end = (high, low) if ahead.reverse else (low, high)  # the first position, and the one behind the last
+        return steps._replace(common=Common(partial(step, run), first, end))
 
 
 class Bodies(NamedTuple):
@@ -292,21 +266,7 @@ class Bodies(NamedTuple):
 
     def replay_steps(self, ahead: RowLoop, start: Any, written: RowOf) -> Steps:
         """The steps of a replay from the row `start`; a position stores in the row that `written` says."""
-
-        def make(replay: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-            return lambda consts: lambda position, state: replay(row_of(position), consts, state)
-
-        return self.replay.steps(make, ahead, start, written)
-
-
-def _positions(rows: CommonRows, ahead: RowLoop, start: Any) -> tuple[Any, Any]:
-    """The first position and the one behind the last."""
-
-    def position(row: Any) -> Any:
-        return None if row is None else ahead.distance(start, row) + int(ahead.reverse)
-
-    low, high = position(rows.low), position(rows.high)
-    return (high, low) if ahead.reverse else (low, high)
+        return self.replay.steps(lambda replay, _, state: replay(state), ahead, start, written)
 
 
 def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: Recording | None) -> Bodies:
@@ -320,8 +280,8 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
         return forward(body, row, consts, state), state
 
     def recording(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        state, record = split_list(forward(body, row, consts, state), [sweep.num_state])
-        return state, record
+        out = forward(body, row, consts, state)
+        return out[: sweep.num_state], out[sweep.num_state :]
 
     def backward(
         body: Run, row: Any, consts: Sequence[Any], carry: list[Any], stored: list[Any]

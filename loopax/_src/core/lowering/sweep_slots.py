@@ -7,8 +7,7 @@ fit into the slots (`sweep_bodies.py`), the run stores those instead, and no ste
 `schedule.binomial.replay` has the same schedule in Python.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,9 +16,8 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.plan import Slots
-from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Step, Steps, read, write
-from loopax._src.core.lowering.sweep_bodies import Bodies, RowOf, Track
+from loopax._src.core.lowering.rows import LoopState, RowLoop, read, write
+from loopax._src.core.lowering.sweep_bodies import Bodies, Track
 from loopax._src.jax_internals import where, zeros
 
 
@@ -78,25 +76,12 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         state, step, slot, stored_steps, slots = segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
-        steps = _steps_ahead(track, bodies, segment)
-        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(
-            steps, LoopState(state, [], jnp.int32(0)), distance
-        )
+        steps = bodies.forward.steps(lambda forward, _, state: (forward(state), []), track.ahead, track.row(step))
+        start = LoopState(state, [], jnp.int32(0))
+        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, start, distance)
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
 
     return lax.while_loop(too_long, shorter, segment)
-
-
-def _steps_ahead(track: Track, bodies: Bodies, segment: Segment) -> Steps:
-    """The steps of a segment, counted from its start."""
-
-    def make(forward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        def step(consts: Sequence[Any], position: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
-            return forward(row_of(position), consts, state), []
-
-        return lambda consts: partial(step, consts)
-
-    return bodies.forward.steps(make, track.ahead, track.row(segment.step))
 
 
 def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
@@ -174,18 +159,14 @@ def _walk_back(
     track: Track, bodies: Bodies, run: Segment, last: list[Any], end: Any, progress: LoopState
 ) -> tuple[list[Any], LoopState]:
     """Walk the run backward; returns also what is in the slot before it."""
+    num_stored = len(last)
 
-    def make(backward: Callable[..., Any], row_of: RowOf) -> Callable[[Sequence[Any]], Step]:
-        def step(consts: Sequence[Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-            stored, carry = split_list(values, [len(last)])
-            carry, y = backward(row_of(position), consts, carry, stored)
-            before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
-            return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
+    def take(backward: Callable[..., Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, y = backward(values[num_stored:], values[:num_stored])
+        before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
+        return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
 
-        return lambda consts: partial(step, consts)
-
-    steps = bodies.backward.steps(make, track.ahead, track.row(run.step))
+    steps = bodies.backward.steps(take, track.ahead, track.row(run.step))
     start = LoopState([*last, *progress.carry], progress.ys, end - run.step - 1)
     progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
-    before, carry = split_list(progress.carry, [len(last)])
-    return before, progress._replace(carry=carry)
+    return progress.carry[:num_stored], progress._replace(carry=progress.carry[num_stored:])
