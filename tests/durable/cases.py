@@ -81,14 +81,6 @@ def saves(directory: Path) -> list[int]:
 
 def python(code: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own, to its end."""
-    return subprocess.run(
-        command(code, *arguments), env=environment(**variables), capture_output=True, text=True, check=False
-    )
-
-
-def command(code: str, *arguments: Any) -> list[str]:
-    return [sys.executable, "-c", code, *map(str, arguments)]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -76,30 +76,9 @@ def garbage(path: Path) -> None:
 DAMAGE: list[Callable[[Path], None]] = [flip, truncate, Path.unlink, garbage]
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
-def test_no_damage_to_a_file_gives_a_wrong_state(damage: Any, stored: Any, tmp_path: Any) -> None:
-    """Each file of the newest save, one at a time: the state is right, or it is that of the save before."""
-    source, _ = stored
-    *_, before, newest = saves(source)
-    good = newest_state(source)
-    assert good.steps == newest
-    names = [path.relative_to(source) for path in files(source / "saves" / str(newest)) if path.stat().st_size]
-    found = {}
-    for i, name in enumerate(names):
-        directory = tmp_path / str(i)
-        shutil.copytree(source, directory)
-        damage(directory / name)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always", durable.DamagedSaveWarning)
-            state = newest_state(directory)
-        found[name] = state.steps
-        assert state.steps in (before, newest)
-        assert [w.category for w in warned] == [durable.DamagedSaveWarning] * (state.steps == before)
-        assert saves(directory)[-1] == state.steps
-        if state.steps == newest:
-            same_bits([state.goes_on, state.arrays], [good.goes_on, good.arrays])
-    assert any(steps == before for name, steps in found.items() if "state" in name.parts)
-    assert any(steps == before for name, steps in found.items() if "facts" in name.parts)
+def copied(source: Path, to: Path) -> Path:
+    """A copy of a stored run, to be damaged."""
+    return Path(shutil.copytree(source, to / "run"))
 
 
 def newest_state(directory: Path) -> Any:
@@ -111,69 +90,77 @@ def newest_state(directory: Path) -> Any:
     return state
 
 
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_no_damage_to_a_file_gives_a_wrong_state(damage: Any, stored: Any, tmp_path: Any) -> None:
+    """Each file of the newest save, one at a time: the state is right, or it is that of the save before."""
+    source, _ = stored
+    *_, before, newest = saves(source)
+    good = newest_state(source)
+    assert good.steps == newest
+    found = {}
+    for i, path in enumerate(files(source / "saves" / str(newest))):
+        name, directory = path.relative_to(source), tmp_path / str(i)
+        if not path.stat().st_size:
+            continue
+        shutil.copytree(source, directory)
+        damage(directory / name)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", durable.DamagedSaveWarning)
+            state = newest_state(directory)
+        found[name] = state.steps
+        assert state.steps in (before, newest)
+        assert [w.category for w in warned] == [durable.DamagedSaveWarning] * (state.steps == before)
+        assert saves(directory)[-1] == state.steps
+        if state.steps == newest:
+            same_bits([state.goes_on, state.arrays], [good.goes_on, good.arrays])
+    for part in ("state", "facts"):
+        assert any(steps == before for name, steps in found.items() if part in name.parts)
+
+
 def test_the_warning_says_what_was_wrong_and_where_the_run_goes_on(stored: Any, tmp_path: Any) -> None:
     source, expected = stored
-    shutil.copytree(source, tmp_path / "run")
-    before, newest = saves(source)[-2:]
-    for path in files(tmp_path / "run" / "saves" / str(newest) / "state"):
-        truncate(path)
-    with pytest.warns(durable.DamagedSaveWarning) as warned:
-        result = run(tmp_path / "run", **SELDOM)
-    same_bits(result, expected)
-    (text,) = [str(w.message) for w in warned]
-    assert f"step {newest}: " in text
-    assert text.endswith(f"The run goes on from step {before} instead.")
-
-
-def test_two_damaged_saves(stored: Any, tmp_path: Any) -> None:
-    source, expected = stored
-    shutil.copytree(source, tmp_path / "run")
+    directory = copied(source, tmp_path)
     first, *damaged = saves(source)
     for step in damaged:
-        shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
-    with pytest.warns(durable.DamagedSaveWarning, match=f"goes on from step {first} instead"):
-        same_bits(run(tmp_path / "run", **SELDOM), expected)
+        for path in files(directory / "saves" / str(step) / "state"):
+            truncate(path)
+    with pytest.warns(durable.DamagedSaveWarning) as warned:
+        result = run(directory, **SELDOM)
+    same_bits(result, expected)
+    (text,) = [str(w.message) for w in warned]
+    assert all(f"step {step}: " in text for step in damaged)
+    assert text.endswith(f"The run goes on from step {first} instead.")
 
 
 def test_no_good_save_is_an_error(stored: Any, tmp_path: Any) -> None:
     source, _ = stored
-    shutil.copytree(source, tmp_path / "run")
-    for path in files(tmp_path / "run" / "saves"):
+    directory = copied(source, tmp_path)
+    for path in files(directory / "saves"):
         path.write_bytes(b"x")
     with pytest.raises(RuntimeError, match=r"no save in .* is whole") as error:
-        run(tmp_path / "run")
+        run(directory)
     assert all(f"step {step}: " in str(error.value) for step in saves(source))
-    assert saves(tmp_path / "run") == saves(source)  # for a person to look at
+    assert saves(directory) == saves(source)  # for a person to look at
 
 
-def test_an_unfinished_save_is_ignored_and_removed(stored: Any, tmp_path: Any) -> None:
+def test_an_unfinished_save_is_removed_and_one_under_another_step_is_not_taken(stored: Any, tmp_path: Any) -> None:
     source, expected = stored
-    shutil.copytree(source, tmp_path / "run")
-    newest = saves(source)[-1]
-    left = tmp_path / "run" / "saves" / f"{newest + 2}.orbax-checkpoint-tmp"
+    directory, newest = copied(source, tmp_path), saves(source)[-1]
+    left = directory / "saves" / f"{newest + 2}.orbax-checkpoint-tmp"
     shutil.copytree(source / "saves" / str(newest), left)
-    same_bits(run(tmp_path / "run", **SELDOM), expected)
+    (directory / "saves" / str(newest)).rename(directory / "saves" / str(newest + 1))
+    with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest + 1}: "):
+        same_bits(run(directory, **SELDOM), expected)
     assert not left.exists()
 
 
-def test_a_save_under_another_step_is_not_taken(stored: Any, tmp_path: Any) -> None:
-    source, expected = stored
-    shutil.copytree(source, tmp_path / "run")
-    newest = saves(source)[-1]
-    (tmp_path / "run" / "saves" / str(newest)).rename(tmp_path / "run" / "saves" / str(newest + 1))
-    with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest + 1}: "):
-        same_bits(run(tmp_path / "run", **SELDOM), expected)
-
-
 def test_outputs_that_are_gone_are_an_error(stored: Any, tmp_path: Any) -> None:
-    source, _ = stored
-    for name in ("outputs", "outputs/0000", "outputs/0000/zarr.json", "outputs/.loopax.json"):
-        shutil.copytree(source, tmp_path / "run")
-        path = tmp_path / "run" / name
+    for i, name in enumerate(("outputs", "outputs/0000", "outputs/0000/zarr.json", "outputs/.loopax.json")):
+        directory = copied(stored[0], tmp_path / str(i))
+        path = directory / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         with pytest.raises(RuntimeError, match=r"the outputs of the stored run, .* are gone. Restore them"):
-            run(tmp_path / "run")
-        shutil.rmtree(tmp_path / "run")
+            run(directory)
 
 
 def test_checksums_tell_arrays_apart() -> None:
@@ -188,19 +175,3 @@ def test_checksums_tell_arrays_apart() -> None:
         base, *found = checksums([jnp.asarray(x) for x in (array, *others)])
         assert len({base, *found}) == 5
         assert checksums([jax.device_put(array, spread)]) == [base]
-
-
-def test_an_error_without_a_text_hides_no_older_save(stored: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    path, expected = stored
-    shutil.copytree(path, tmp_path / "run")
-    newest, restore = max(map(int, saves(tmp_path / "run"))), Saves._restore
-
-    def fails_for_the_newest(self: Saves, step: int, like: Any) -> Any:
-        if step == newest:
-            raise AssertionError
-        return restore(self, step, like)
-
-    monkeypatch.setattr(Saves, "_restore", fails_for_the_newest)
-    with pytest.warns(durable.DamagedSaveWarning, match=f"step {newest}: AssertionError"):
-        found = run(tmp_path / "run", **SELDOM)
-    same_bits(found, expected)

@@ -1,9 +1,7 @@
 """What a durable loop refuses, and what it says then."""
 
-import importlib
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
@@ -16,8 +14,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable import options as orbax
-from tests.durable.cases import command, environment, python, same_bits, saves
+from tests.durable.cases import python, same_bits, saves
 
 X = jnp.arange(3.0)
 double = lambda _, x: x * 2.0
@@ -30,44 +27,36 @@ def run(directory: Any, **options: Any) -> Any:
 # ---- arguments
 
 
-WRONG = {
+WRONG: dict[str, tuple[Any, Any, str]] = {
     "every 0": (
         {"checkpoint_every": 0},
         ValueError,
-        r"checkpoint_every=...\): got 0, expected a positive number of st",
+        r"checkpoint_every=...\): got 0, expected a positive number",
     ),
-    "every -1.0": ({"checkpoint_every": -1.0}, ValueError, "expected a positive number of seconds"),
     "every nan": ({"checkpoint_every": float("nan")}, ValueError, "got nan, expected a positive number of seconds"),
     "every inf": ({"checkpoint_every": float("inf")}, ValueError, "got inf, expected a positive number of seconds"),
     "every True": ({"checkpoint_every": True}, TypeError, "got True, expected an int"),
     "every text": (
         {"checkpoint_every": "1m"},
         TypeError,
-        "got '1m', expected an int .steps., a float .seconds. or a d",
+        "got '1m', expected an int .steps., a float .seconds.",
     ),
-    "every None": ({"checkpoint_every": None}, TypeError, "got None"),
     "every no time": ({"checkpoint_every": timedelta(0)}, ValueError, "expected a positive number of seconds"),
     "keep 0": ({"keep": 0}, ValueError, r"keep=...\): got 0, expected at least 1"),
     "keep 1.5": ({"keep": 1.5}, TypeError, "got float 1.5, expected an int, the number of saves"),
-    "keep True": ({"keep": True}, TypeError, "expected an int"),
-    "keep None": ({"keep": None}, TypeError, "expected an int"),
     "resume": ({"resume": "alway"}, ValueError, r"resume=...\): got 'alway', expected 'auto' or 'anyway'"),
-    "resume True": ({"resume": True}, ValueError, "got True, expected 'auto' or 'anyway'"),
     "chunk_steps 0": (
         {"chunk_steps": 0},
         ValueError,
         r"chunk_steps=...\): got 0, expected an int from 1 to 2147483647",
     ),
-    "chunk_steps 2**31": ({"chunk_steps": 2**31}, ValueError, "expected an int from 1 to 2147483647"),
     "chunk_steps 1.0": ({"chunk_steps": 1.0}, TypeError, "expected an int, the steps of a compiled chunk"),
     "max_steps": (
         {"max_steps": -1},
         ValueError,
-        r"max_steps=...\): got -1, expected an int from 0 to 9223372036854775807",
+        r"max_steps=...\): got -1, expected an int from 0 to 92233720368",
     ),
-    "max_steps 2.5": ({"max_steps": 2.5}, TypeError, "expected an int"),
     "kind": ({"kind": "auto"}, TypeError, "unexpected keyword argument 'kind'"),
-    "lanes": ({"lanes": "lockstep"}, TypeError, "unexpected keyword argument 'lanes'"),
     "key": ({"key": 3}, TypeError, "expected one PRNG key"),
     "unroll": ({"unroll": -2}, ValueError, "expected a positive int"),
 }
@@ -81,23 +70,12 @@ def test_wrong_options(options: Any, kind: Any, message: str, tmp_path: Any) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_numbers_of_other_libraries_are_taken(tmp_path: Any) -> None:
-    every: list[Any] = [np.int64(2), np.float32(2.5), timedelta(seconds=1), jnp.int32(2)]
-    for i, amount in enumerate(every):
-        run(tmp_path / str(i), checkpoint_every=amount, keep=np.int8(1), chunk_steps=jnp.int32(2))
-
-
-@pytest.mark.parametrize("limit", [1.0, "4", None, True, jnp.arange(2), jnp.float64(1)], ids=str)
-def test_limits_that_are_no_integers(limit: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("number", [1.0, "4", True, jnp.float64(1)], ids=str)
+def test_limits_and_lengths_that_are_no_integers(number: Any, tmp_path: Any) -> None:
     with pytest.raises(TypeError, match=r"durable\.fori_loop\(upper=...\): got .*, expected"):
-        durable.fori_loop(0, limit, double, X, directory=tmp_path)
-    with pytest.raises(TypeError, match=r"durable\.fori_loop\(lower=...\): got .*, expected"):
-        durable.fori_loop(limit, 3, double, X, directory=tmp_path)
-
-
-def test_limits_of_int64_and_uint64(tmp_path: Any) -> None:
-    with pytest.raises(TypeError, match=r"durable\.fori_loop: lower is int64\[\], upper is uint64\[\], and no integer"):
-        durable.fori_loop(jnp.int64(0), jnp.uint64(3), double, X, directory=tmp_path)
+        durable.fori_loop(0, number, double, X, directory=tmp_path)
+    with pytest.raises(TypeError, match=r"durable\.scan\(length=...\): got .*, expected an int"):
+        durable.scan(lambda c, x: (c, x), 0, X, number, directory=tmp_path)
 
 
 def test_limits_that_the_index_cannot_hold(tmp_path: Any) -> None:
@@ -114,45 +92,20 @@ def test_limits_that_the_index_cannot_hold(tmp_path: Any) -> None:
         durable.fori_loop(-(2**63) - 1, 0, double, X, directory=tmp_path)
 
 
-@pytest.mark.parametrize("length", [2.5, "3", True, jnp.float64(2)], ids=str)
-def test_a_length_that_is_no_integer(length: Any, tmp_path: Any) -> None:
-    with pytest.raises(TypeError, match=r"durable\.scan\(length=...\): got .*, expected an int"):
-        durable.scan(lambda c, x: (c, x), 0, X, length, directory=tmp_path)
-
-
 def test_functions_and_pytrees_that_do_not_fit(tmp_path: Any) -> None:
     """As in loopax, by the names of durable loops."""
     scan = partial(durable.scan, directory=tmp_path)
-    cases: list[tuple[Any, Any, str]] = [
-        (
-            lambda: durable.while_loop(cast(Any, 1), lambda x: x, X, directory=tmp_path),
-            TypeError,
-            "cond_fun of durable.while_loop",
-        ),
-        (
-            lambda: durable.while_loop(lambda x: x, lambda x: x, X, directory=tmp_path),
-            TypeError,
-            "must return one bool",
-        ),
-        (
-            lambda: durable.fori_loop(0, 3, cast(Any, 7), X, directory=tmp_path),
-            TypeError,
-            "body_fun of durable.fori_loop",
-        ),
-        (lambda: durable.fori_loop(0, 3, lambda _, x: x[:2], X, directory=tmp_path), TypeError, r"float64\[2\], exp"),
-        (lambda: scan(lambda c, x: c, 0, X), TypeError, "f of durable.scan must return a pair"),
-        (
-            lambda: scan(lambda c, x: (c, x), 0, X, 9),
-            ValueError,
-            r"durable.scan\(length=...\): got 9, but xs has 3 rows",
-        ),
-        (lambda: scan(lambda c, x: (c, x), 0), ValueError, "durable.scan does not know how many steps"),
-        (lambda: scan(lambda c, x: (c, c), 0, stop=lambda c, y: c > 2), ValueError, "no static capacity for ys"),
-        (lambda: scan(lambda c, x: (c, x), 0, X, stop=cast(Any, 3)), TypeError, "stop of durable.scan"),
-        (lambda: scan(lambda c, x: (c, x), 0, (X, X[:2])), ValueError, "as many rows in every array"),
+    cases: list[tuple[Any, str]] = [
+        (lambda: durable.while_loop(lambda x: x, lambda x: x, X, directory=tmp_path), "cond_fun of durable.while_loop"),
+        (lambda: durable.fori_loop(0, 3, cast(Any, 7), X, directory=tmp_path), "body_fun of durable.fori_loop"),
+        (lambda: durable.fori_loop(0, 3, lambda _, x: x[:2], X, directory=tmp_path), r"float64\[2\], exp"),
+        (lambda: scan(lambda c, x: c, 0, X), "f of durable.scan must return a pair"),
+        (lambda: scan(lambda c, x: (c, x), 0, X, 9), r"durable.scan\(length=...\): got 9, but xs has 3 rows"),
+        (lambda: scan(lambda c, x: (c, x), 0), "durable.scan does not know how many steps"),
+        (lambda: scan(lambda c, x: (c, c), 0, stop=lambda c, y: c > 2), "no static capacity for ys"),
     ]
-    for call, kind, message in cases:
-        with pytest.raises(kind, match=message):
+    for call, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
             call()
 
 
@@ -162,29 +115,22 @@ def test_functions_and_pytrees_that_do_not_fit(tmp_path: Any) -> None:
 def test_transformations_are_refused(tmp_path: Any) -> None:
     while_loop = lambda x: durable.while_loop(lambda x: x[0] < 0, lambda x: x, x, directory=tmp_path)
     fori = lambda x: run(tmp_path) + x
-    traced_limit = lambda x: durable.fori_loop(0, x[0].astype(int), double, X, directory=tmp_path)
     scan = lambda x: durable.scan(lambda c, x: (c + x, None), jnp.float64(0), x, directory=tmp_path)[0]
-    in_body = lambda x: jax.lax.scan(lambda c, _: (fori(c), None), x, length=2)[0]
-    calls = [
-        (jax.jit(while_loop), "while_loop"),
-        (jax.jit(fori), "fori_loop"),
-        (jax.jit(traced_limit), "fori_loop"),
-        (jax.jit(scan), "scan"),
-        (jax.vmap(lambda x: scan(X) + x), "scan"),
-        (jax.grad(lambda x: fori(x).sum()), "fori_loop"),
-        (in_body, "fori_loop"),
-        (partial(jax.eval_shape, scan), "scan"),
-        (jax.jit(lambda x: durable.scan(lambda c, _: (c, c), 0, length=x[0].astype(int), directory=tmp_path)), "scan"),
-    ]
-    for call, name in calls:
-        with pytest.raises(
-            TypeError, match=f"durable.{name} saves to disk .* Call it outside of them, or call `loopax"
-        ):
-            call(X)
     leaked: list[Any] = []
     jax.jit(leaked.append)(X)
-    with pytest.raises(TypeError, match=r"durable\.fori_loop saves to disk"):
-        durable.fori_loop(0, 3, double, leaked[0], directory=tmp_path)
+    calls = [
+        (jax.jit(while_loop), "while_loop"),
+        (jax.jit(lambda x: durable.fori_loop(0, x[0].astype(int), double, X, directory=tmp_path)), "fori_loop"),
+        (jax.vmap(lambda x: scan(X) + x), "scan"),
+        (jax.grad(lambda x: fori(x).sum()), "fori_loop"),
+        (lambda x: jax.lax.scan(lambda c, _: (fori(c), None), x, length=2)[0], "fori_loop"),
+        (partial(jax.eval_shape, scan), "scan"),
+        (lambda _: durable.fori_loop(0, 3, double, leaked[0], directory=tmp_path), "fori_loop"),
+        (jax.jit(lambda x: durable.lanes_stream(lambda x: run(tmp_path), [x], directory=tmp_path)), "lanes_stream"),
+    ]
+    for call, name in calls:
+        with pytest.raises(TypeError, match=f"durable.{name} saves to disk .* Call it outside of them, or call `loop"):
+            call(X)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,17 +138,14 @@ def test_transformations_are_refused(tmp_path: Any) -> None:
 
 
 def test_leaves_that_cannot_be_saved_are_named(tmp_path: Any) -> None:
+    from flax import nnx
+
     init = {"a": X, "b": [X.astype(jnp.uint4), X.astype(jnp.uint2)]}
     with pytest.raises(TypeError, match="dtypes TensorStore does not know") as error:
         durable.fori_loop(0, 3, lambda _, x: x, init, directory=tmp_path)
     assert "carry['b'][0]: uint4[3]\n  carry['b'][1]: uint2[3]\nConvert" in str(error.value)
     with pytest.raises(TypeError, match=r"outputs\['y'\]: uint4\[1\]"):
         durable.scan(lambda c, x: (c, {"y": x.astype(jnp.uint4)}), 0, X, directory=tmp_path)
-
-
-def test_outputs_that_are_objects(tmp_path: Any) -> None:
-    from flax import nnx
-
     with pytest.raises(TypeError, match="returns NNX objects as outputs"):
         durable.scan(lambda c, _: (c, nnx.Variable(c)), X, length=3, directory=tmp_path)
 
@@ -259,39 +202,13 @@ def test_paths(tmp_path: Any, monkeypatch: Any) -> None:
     assert os.getcwd() == str(tmp_path)
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from loopax._src.durable.options import Directory, locked
-with locked("a test", Directory(Path(sys.argv[1]))):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_directory_in_use_by_another_process(tmp_path: Any) -> None:
-    expected = run(tmp_path)
-    other = subprocess.Popen(
-        command(HOLD, tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    with pytest.raises(RuntimeError, match=rf"is in use by another run \(process {other.pid}\)\. Wait until it ends"):
-        run(tmp_path)
-    other.kill()
-    other.wait()
-    other.communicate()
-    same_bits(run(tmp_path), expected)  # the system has let go
-
-
 def test_a_directory_in_use(tmp_path: Any) -> None:
     def body(_: Any, x: Any) -> Any:
-        jax.debug.callback(lambda: run(tmp_path / "once"))
+        jax.debug.callback(lambda: run(tmp_path))
         return x
 
     def nested() -> None:
-        durable.fori_loop(0, 3, body, X, directory=tmp_path / "once")
+        durable.fori_loop(0, 3, body, X, directory=tmp_path)
         jax.effects_barrier()
 
     with pytest.raises(Exception, match=rf"is in use by another run \(process {os.getpid()}\)"):
@@ -305,8 +222,6 @@ def test_without_orbax(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(ImportError, match="tensorstore cannot be imported"):
         run(tmp_path)
-    assert importlib.import_module("loopax.durable") is durable
-    assert orbax.__doc__
 
 
 # ---- writing that fails

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from loopax import durable
 from loopax._src.durable import pace
 from loopax._src.durable.pace import watching
 from loopax._src.durable.saves import Saves
-from tests.durable.cases import python, same_bits, saves
+from tests.durable.cases import same_bits, saves
 
 X = jnp.arange(3.0)
 
@@ -77,13 +76,6 @@ def test_an_interrupt_saves(number: int, kind: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_an_interrupt_in_the_last_chunk_is_not_lost(tmp_path: Any) -> None:
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 20 steps"):
-        run(tmp_path, SignalAt(7), chunk_steps=1000)
-    assert saves(tmp_path) == [20]
-
-
-@pytest.mark.usefixtures("handlers")
 def test_an_interrupt_after_the_run_is_not_lost() -> None:
     seen = []
 
@@ -129,34 +121,3 @@ def test_what_is_ignored_stays_ignored(tmp_path: Any) -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_in_other_threads_signals_are_left_alone(tmp_path: Any) -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(run(tmp_path / "thread")))
-    thread.start()
-    thread.join()
-    same_bits(results, [run(tmp_path / "main")])
-
-
-PROCESS = """
-import signal, sys, tests.conftest
-from tests.durable.test_interrupts import SignalAt, run
-signal.signal(signal.SIGINT, signal.default_int_handler)
-run(sys.argv[1], SignalAt(7, int(sys.argv[2])))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_ends_as_one_that_is_interrupted(number: int, tmp_path: Any) -> None:
-    done = python(PROCESS, tmp_path / "run", int(number))
-    if number == signal.SIGINT:
-        assert "KeyboardInterrupt: durable.fori_loop: interrupted after" in done.stderr
-        assert done.returncode in (1, 130, -signal.SIGINT)
-    else:
-        assert done.returncode == 143
-        assert "Traceback" not in done.stderr
-    assert len(saves(tmp_path / "run")) == 1
-    same_bits(run(tmp_path / "run"), run(tmp_path / "whole"))

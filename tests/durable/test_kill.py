@@ -24,21 +24,20 @@ EVERY = STEPS // 10
 ROOT = Path(__file__).parents[2]
 
 
-def start(directory, marks):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.durable.victim",
-        str(directory),
-        str(marks),
-        "0.001",
-        str(STEPS),
-        str(EVERY),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}  # optimized, on one device
+def started(module, *arguments):
+    """A process that is optimized, on one device."""
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", f"tests.durable.{module}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+
+
+def start(directory, marks):
+    return started("victim", directory, marks, 0.001, STEPS, EVERY)
 
 
 def wait_for(condition, process):
@@ -97,11 +96,7 @@ def test_killed_runs_resume_to_the_same_bits(number, uninterrupted, tmp_path):
 
 
 def start_stream(path):
-    command = [sys.executable, "-m", "tests.durable.stream_victim", str(path / "run"), str(path / "marks")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return started("stream_victim", path / "run", path / "marks")
 
 
 def kill_stream(path, fetched, seconds):

@@ -71,38 +71,27 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(run: Any, tmp_path: Any) ->
     assert steps.taken == []
 
 
-def test_a_larger_upper_limit_goes_on(tmp_path: Any) -> None:
+def test_more_steps_go_on_and_fewer_are_refused(tmp_path: Any) -> None:
+    """Outputs have more rows then."""
     steps = Steps()
 
-    def body(i: Any, x: Any) -> Any:
-        steps.at(i)
-        return jnp.sin(x) * 1.5 + 0.1 * i.astype(float)
+    def f(c: Any, _: Any) -> Any:
+        steps.at(c[1])
+        return (jnp.sin(c[0]) * 1.5 + 0.1, c[1] + 1), c[0]
 
-    def run(upper: int, directory: Any, **options: Any) -> Any:
-        result, info = durable.fori_loop(3, upper, body, X, directory=directory, info=True, **{**OFTEN, **options})
+    def run(length: int, name: str, **options: Any) -> Any:
+        carry, ys = durable.scan(f, (X, 0), length=length, directory=tmp_path / name, **{**OFTEN, **options})
         jax.effects_barrier()
-        return result, int(info.num_steps)
+        return carry, read_rows(ys)
 
-    expected = run(20, tmp_path / "whole", **SELDOM)
-    run(11, tmp_path / "run", keep=3)
+    expected = run(20, "whole", **SELDOM)
+    run(9, "run", keep=3)
     assert len(saves(tmp_path / "run")) == 3
     steps.taken = []
-    same_bits(run(20, tmp_path / "run", keep=1), expected)
-    assert sorted(steps.taken) == list(range(11, 20))
-    assert saves(tmp_path / "run") == [17]
-    with pytest.raises(ValueError, match=r"has taken 17 steps, and only 9 are asked for\. Ask for as many"):
-        run(12, tmp_path / "run")
-
-
-def test_a_longer_scan_goes_on(tmp_path: Any) -> None:
-    """Its outputs have more rows."""
-    f = lambda c, _: (jnp.sin(c) * 1.5 + 0.1, c)
-    run = lambda length, name: durable.scan(f, X, length=length, directory=tmp_path / name, chunk_steps=2, **SELDOM)
-    expected, expected_ys = run(20, "whole")
-    run(9, "run")
-    carry, ys = run(20, "run")
-    same_bits((carry, read_rows(ys)), (expected, read_rows(expected_ys)))
-    with pytest.raises(ValueError, match="has taken 20 steps, and only 9"):
+    same_bits(run(20, "run", keep=1), expected)
+    assert sorted(steps.taken) == list(range(9, 20))
+    assert saves(tmp_path / "run") == [20]
+    with pytest.raises(ValueError, match=r"has taken 20 steps, and only 9 are asked for\. Ask for as many"):
         run(9, "run")
 
 
