@@ -1,5 +1,8 @@
 """The caller's NNX objects in loops: the meaning is the Python loop's, for what changes in place too."""
 
+import math
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -28,48 +31,34 @@ from tests.nnx.cells import (
 
 
 @EACH_LOOP
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
-def test_objects_are_updated_in_place(loop: Any, jit: Any) -> None:
-    model = cell()
-    y = jit(lambda model, x: loop(STEPS, apply, (model, x))[1])(model, X)
-    same((model, y), python(STEPS, cell(), X))
-    assert model.count[...] == STEPS
+def test_objects_are_updated_in_place(loop: Any) -> None:
+    expected = python(STEPS, cell(), X)
+    for jit in (lambda f: f, nnx.jit):
+        model = cell()
+        y = jit(lambda model, x: loop(STEPS, apply, (model, x))[1])(model, X)
+        same((model, y), expected)
+        assert model.count[...] == STEPS
 
 
 @EACH_LOOP
 def test_the_result_carries_the_same_objects(loop: Any) -> None:
-    model, counter, rngs = cell(), Counter(), nnx.Rngs(0)
-    kernel, number = model.linear.kernel, counter.count
+    counter, rngs, variable = Counter(), nnx.Rngs(0), nnx.Param(jnp.float64(1))
+    number = counter.count
 
     def step(carry: Any) -> Any:
-        count(carry["counter"])
-        return {**carry, "x": [carry["model"](carry["x"][0]) + carry["rngs"].normal(())]}
+        carry["variable"][...] *= 2
+        return {
+            **carry,
+            "x": [carry["x"][0] + count(carry["counter"]).count[...].astype(float) + carry["rngs"].normal(())],
+        }
 
-    out = loop(STEPS, step, {"model": model, "counter": counter, "rngs": rngs, "x": [X], "n": counter.count})
-    assert out["model"] is model
-    assert out["counter"] is counter
-    assert out["rngs"] is rngs
-    assert out["n"] is number
-    assert model.linear.kernel is kernel
+    start = {"counter": counter, "rngs": rngs, "variable": variable, "x": [1.0], "n": number}
+    out = loop(STEPS, step, start)
+    assert all(out[name] is start[name] for name in ("counter", "rngs", "variable", "n"))
     assert counter.count is number
-    assert (counter.count[...], rngs.default.count[...]) == (STEPS, STEPS)
-
-
-def test_a_module_a_variable_and_rngs_alone_in_the_carry() -> None:
-    counter, variable, rngs = Counter(), nnx.Param(jnp.float64(1)), nnx.Rngs(7)
-
-    def double(_: Any, x: Any) -> Any:
-        x[...] *= 2
-        return x
-
-    def draw(rngs: Any, _: Any) -> Any:
-        return rngs, rngs.uniform()
-
-    assert lx.fori_loop(0, 3, lambda _, c: count(c), counter) is counter
-    assert lx.fori_loop(0, 3, double, variable) is variable
-    assert (counter.count[...], variable[...]) == (3, 8.0)
-    assert len(set(lx.scan(draw, rngs, length=STEPS)[1].tolist())) == STEPS
-    assert rngs.default.count[...] == STEPS
+    assert (number[...], rngs.default.count[...], variable[...]) == (STEPS, STEPS, 2.0**STEPS)
+    assert loop(STEPS, count, counter) is counter  # alone in the carry
+    assert number[...] == 2 * STEPS
 
 
 def test_no_steps_change_nothing() -> None:
@@ -110,13 +99,12 @@ def test_what_the_body_leaves_alone_is_not_written() -> None:
 
 
 def test_info_and_run_time_checks() -> None:
-    counter = Counter()
     goes_on = lambda c: c.count[...] < 7
-    out, info = lx.while_loop(goes_on, count, counter, max_steps=3, throw=False, info=True)
-    assert out is counter
-    assert (counter.count[...], info.num_steps, info.limit_reached) == (3, 3, True)
-    out, _ = lx.while_loop(goes_on, count, counter, max_steps=9, info=True)
-    assert (out is counter, counter.count[...]) == (True, 7)
+    for most, number in ((3, 3), (9, 7)):
+        counter = Counter()
+        out, info = lx.while_loop(goes_on, count, counter, max_steps=most, throw=False, info=True)
+        assert out is counter
+        assert (counter.count[...], info.num_steps, info.limit_reached) == (number, number, most == 3)
     with pytest.raises(Exception, match="max_steps=2 stopped"):
         lx.while_loop(goes_on, count, Counter(), max_steps=2)
 
@@ -168,17 +156,117 @@ def test_shared_references(loop: Any) -> None:
 
     def step(carry: Any) -> Any:
         first, (second, alone) = carry
-        assert first is second
-        assert first.a is first.b
-        assert first.a is alone
-        assert first.cycle[0] is first
+        assert first is second is first.cycle[0]
+        assert first.a is first.b is alone
         first.a[...] *= 2.0
         alone[...] += second.b[...]
         return carry
 
     out, (again, alone) = loop(STEPS, step, (tied, (tied, tied.a)))
-    assert out is again
-    assert out is tied
-    assert alone is tied.a
-    assert tied.a is tied.b
+    assert out is again is tied
+    assert alone is tied.a is tied.b
     assert tied.a[...] == 4.0**STEPS
+
+
+# ---- what is traced of loops over NNX objects, and how often
+
+
+def test_a_function_that_closes_over_a_module_sees_its_present_values() -> None:
+    model = nnx.Param(jnp.float64(1))
+    step = lambda _, x: x + model[...]
+    assert lx.fori_loop(0, 2, step, jnp.float64(0)) == 2.0
+    model[...] = jnp.float64(5)
+    assert lx.fori_loop(0, 2, step, jnp.float64(0)) == 10.0
+
+
+def scaled(scale: Any) -> Any:
+    counter: Any = Counter()
+    counter.scale = scale
+    return counter
+
+
+def test_a_body_is_traced_once_for_each_value_of_an_attribute() -> None:
+    found = []
+
+    def step(_: Any, counter: Any) -> Any:
+        found.append(repr(counter.scale))
+        return count(counter)
+
+    for scale in [0.0, -0.0, 1, True, 1.0, 1.0, math.nan, math.nan]:
+        lx.fori_loop(0, 2, step, scaled(scale))
+    assert found == ["0.0", "-0.0", "1", "True", "1.0", "nan"]
+
+
+@pytest.mark.parametrize("scale", [-0.0, False])
+def test_an_attribute_that_another_one_equals_may_not_take_its_place(scale: Any) -> None:
+    def step(_: Any, counter: Any) -> Any:
+        counter.scale = scale
+        return counter
+
+    with pytest.raises(TypeError, match=rf"\.scale: got {scale}, expected 0.0"):
+        lx.fori_loop(0, 2, step, scaled(0.0))
+    with pytest.raises(TypeError, match="GraphDef"):
+        lx.cond(True, lambda: scaled(0.0), lambda: scaled(scale))
+
+
+def test_a_module_as_body_is_traced_as_it_is_now() -> None:
+    class Scale(nnx.Module):
+        by = 2.0
+
+        def __call__(self, _: Any, x: Any) -> Any:
+            return self.by * x
+
+    scale = Scale()
+    assert lx.fori_loop(0, 2, scale, 1.0) == 4.0
+    scale.by = 3.0
+    assert lx.fori_loop(0, 2, scale, 1.0) == 9.0
+
+
+def test_what_the_body_leaves_alone_is_a_constant_of_the_loop() -> None:
+    program = jax.make_jaxpr(lambda model, x: lx.fori_loop(0, STEPS, lambda _, c: apply(c), (model, x))[1])(cell(), X)
+    (loop,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "loop"]
+    assert loop.params["num_carry"] == 4  # the count, the mean, the count of dropout, and x; but no key, and no weights
+
+
+def shapes(jaxpr: Any) -> set[tuple[int, ...]]:
+    """Of all intermediate values of a program, those of inner programs included."""
+    inner = [p for eqn in jaxpr.eqns for p in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns"))]
+    found = {v.aval.shape for eqn in jaxpr.eqns for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "shape")}
+    return found.union(*(shapes(getattr(p, "jaxpr", p)) for p in inner if hasattr(getattr(p, "jaxpr", p), "eqns")))
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
+def test_weights_are_not_batched(lanes: Any) -> None:
+    """32 lanes with counts of their own, a weight of 256 x 256 and a counter that changes: forward and gradient."""
+
+    class Big(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.zeros((256, 256), jnp.float32))
+            self.count = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x: Any) -> Any:
+            self.count[...] += 1
+            return jnp.tanh(x @ self.weight[...])
+
+    def loss(model: Any, n: Any, x: Any) -> Any:
+        def lane(model: Any, n: Any, x: Any) -> Any:
+            _, x = lx.fori_loop(0, n, lambda _, c: apply(c), (lx.local(model), x), max_steps=STEPS, lanes=lanes)
+            return (x**2).sum()
+
+        return jax.vmap(lane, in_axes=(None, 0, 0))(model, n, x).sum()
+
+    arguments = (Big(), jnp.arange(32, dtype=jnp.int32) % 5, jnp.ones((32, 256), jnp.float32))
+    for program in (loss, jax.grad(loss, allow_int=True)):
+        traced = jax.make_jaxpr(program)(*arguments)
+        assert (256, 256) in shapes(traced.jaxpr)
+        assert (32, 256) in shapes(traced.jaxpr)
+        assert not [s for s in shapes(traced.jaxpr) if s[-2:] == (256, 256) and len(s) > 2]
+        assert "f32[32,256,256]" not in str(traced)
+        assert "32x256x256" not in jax.jit(program).lower(*arguments).as_text()
+
+
+@pytest.mark.slow
+def test_flax_is_never_imported_for_the_user() -> None:
+    program = "import sys, loopax as lx; print(lx.fori_loop(0, 3, lambda i, x: x + i, 0), 'flax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["3", "False"]
