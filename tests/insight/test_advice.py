@@ -1,8 +1,9 @@
 """Each warning, where there is a reason for it and where there is none."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import loopax as lx
@@ -45,97 +46,61 @@ def of_rows(step, x, n=100):
     return lx.fori_loop(0, n, lambda i, c: step(i, *c), (x, jnp.zeros((100, 8))), max_steps=100)[1].sum()
 
 
-@pytest.mark.parametrize("step", [by_index, by_slices, under_a_constant_condition])
-def test_a_trajectory_in_the_carry(step):
-    ((name, line),) = warned(lambda x: of_rows(step, x), X)
-    assert name == "trajectory-in-carry"
-    assert line.endswith("# written")
-
-
-def test_a_trajectory_in_a_loop_of_jax():
+def of_rows_in_jax(x):
     step = lambda c: (c[0] + 1, *by_slices(*c))
-    program = lambda x: lax.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
-    line = "rows = lax.dynamic_update_index_in_dim(rows, x, i, 0)  # written"
-    assert warned(program, X) == [("trajectory-in-carry", line)]
+    return lax.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
 
 
-def test_a_trajectory_in_lanes_that_finish():
+def test_a_trajectory_in_the_carry():
+    programs = [*(partial(of_rows, step) for step in (by_index, by_slices, under_a_constant_condition)), of_rows_in_jax]
+    for program in programs:
+        ((name, line),) = warned(program, X)
+        assert (name, line.endswith("# written")) == ("trajectory-in-carry", True)
     mapped = jax.vmap(lambda x, n: of_rows(by_index, x, n))
     assert [name for name, _ in warned(mapped, jnp.ones((4, 8)), jnp.arange(4))] == ["trajectory-in-carry"]
-
-
-def test_rows_that_are_read_as_well():
     line = "return x, rows.at[i].set(x)  # written"
-    assert warned(lambda x: of_rows(with_rows_read, x), X) == [("rows-written-in-carry", line)]
+    assert warned(partial(of_rows, with_rows_read), X) == [("rows-written-in-carry", line)]
 
 
 def test_no_rows_in_the_carry():
     """A stream, a buffer, a small array, and one that changes as a whole."""
 
-    def stream(x):
-        return lx.scan(lambda x, _: (jnp.sin(x), x), x, length=100)[1].sum()
+    def carried(rows, step, n=100):
+        return lambda x: lx.fori_loop(0, n, lambda i, c: (jnp.sin(c[0]), step(i, *c)), (x, rows))[0].sum()
 
-    def buffer(x):
-        step = lambda i, c: (jnp.sin(c[0]), c[1].append(c[0]))
-        return lx.fori_loop(0, 100, step, (x, lx.Buffer(100, like=x)))[0].sum()
-
-    def small(x):
-        step = lambda i, c: (jnp.sin(c[0]), c[1].at[i].set(c[0][0]))
-        return lx.fori_loop(0, 10, step, (x, jnp.zeros(10)))[1].sum()
-
-    def whole(x):
-        step = lambda i, c: (jnp.sin(c[0]), (c[1] * 0.9).at[i].set(c[0]))
-        return lx.fori_loop(0, 100, step, (x, jnp.zeros((100, 8))))[1].sum()
-
+    stream = lambda x: lx.scan(lambda x, _: (jnp.sin(x), x), x, length=100)[1].sum()
+    buffer = carried(lx.Buffer(100, like=X), lambda i, x, rows: rows.append(x))
+    small = carried(jnp.zeros(10), lambda i, x, rows: rows.at[i].set(x[0]), 10)
+    whole = carried(jnp.zeros((100, 8)), lambda i, x, rows: (rows * 0.9).at[i].set(x))
     for program in (stream, buffer, small, whole):
         assert warned(program, X) == [], program
 
 
 def test_a_round_trip_through_another_dtype():
-    def program(w, x):
-        def step(i, c):
-            w, x = c
-            low = w.astype(jnp.bfloat16)
-            x = jnp.tanh((x.astype(jnp.bfloat16) @ low).astype(x.dtype))
-            return low.astype(w.dtype), x  # there and back
+    """A copy may be cast, and a leaf that does change."""
 
-        return lx.fori_loop(0, 5, step, (w, x))[1].sum()
+    def lossy(w, x):
+        low = w.astype(jnp.bfloat16)
+        x = jnp.tanh((x.astype(jnp.bfloat16) @ low).astype(x.dtype))
+        return low.astype(w.dtype), x  # there and back
 
-    assert warned(program, jnp.ones((8, 8)), X) == [
-        ("dtype-round-trip", "return low.astype(w.dtype), x  # there and back")
-    ]
-
-
-def test_no_round_trip():
-    """A copy is cast; a leaf that does change is cast."""
-
-    def copy(w, x):
-        step = lambda i, c: (c[0], jnp.tanh(c[1] @ c[0].astype(jnp.bfloat16).astype(c[0].dtype)))
-        return lx.fori_loop(0, 5, step, (w, x))[1].sum()
-
-    def changes(w, x):
-        step = lambda i, c: ((c[0].astype(jnp.bfloat16) * 2).astype(c[0].dtype), jnp.tanh(c[1] @ c[0]))
-        return lx.fori_loop(0, 5, step, (w, x))[1].sum()
-
-    for program in (copy, changes):
-        assert warned(program, jnp.ones((8, 8)), X) == []
+    copy = lambda w, x: (w, jnp.tanh(x @ w.astype(jnp.bfloat16).astype(w.dtype)))
+    changes = lambda w, x: ((w.astype(jnp.bfloat16) * 2).astype(w.dtype), jnp.tanh(x @ w))
+    found = [("dtype-round-trip", "return low.astype(w.dtype), x  # there and back")]
+    for step, expected in ((lossy, found), (copy, []), (changes, [])):
+        program = lambda w, x, step=step: lx.fori_loop(0, 5, lambda i, c: step(*c), (w, x))[1].sum()
+        assert warned(program, jnp.ones((8, 8)), X) == expected
 
 
-@pytest.mark.parametrize("loop", [lx.while_loop, lax.while_loop], ids=["loopax", "lax"])
-def test_a_batch_that_waits(loop):
-    program = jax.vmap(lambda x: loop(lambda x: x < 10.0, lambda x: x * 1.5, x))
-    assert [name for name, _ in warned(program, jnp.ones(100))] == ["slowest-lane"]
-    assert warned(program, jnp.ones(8)) == []  # no more lanes than a device computes together
-
-
-def test_a_batch_that_does_not_wait():
-    compact = lambda x: lx.while_loop(lambda x: x < 10.0, lambda x: x * 1.5, x, lanes="compact")
-    same = lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)
-    for one in (compact, same):
-        assert warned(jax.vmap(one), jnp.ones(100)) == []
+def test_a_batch_that_waits():
+    lane = lambda loop, **options: jax.vmap(lambda x: loop(lambda x: x < 10.0, lambda x: x * 1.5, x, **options))
+    for loop in (lx.while_loop, lax.while_loop):
+        assert [name for name, _ in warned(lane(loop), jnp.ones(100))] == ["slowest-lane"]
+    assert warned(lane(lx.while_loop), jnp.ones(8)) == []  # no more lanes than a device computes together
+    assert warned(lane(lx.while_loop, lanes="compact"), jnp.ones(100)) == []
+    assert warned(jax.vmap(lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)), jnp.ones(100)) == []
     inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: x * 1.5, x)
-    free = lambda n: lx.fori_loop(0, n, inner, 1.0, lanes="free")
-    assert warned(jax.vmap(free), jnp.arange(100)) == []
+    assert warned(jax.vmap(lambda n: lx.fori_loop(0, n, inner, 1.0, lanes="free")), jnp.arange(100)) == []
 
 
 def deep(x, **options):
@@ -149,27 +114,15 @@ def deep(x, **options):
 
 
 def test_large_residuals():
+    """None of another kind, of the choice of `Auto`, hardly any in all, no gradient, residuals like the carry."""
     x = jnp.ones(64)
     for options in ({"kind": "residuals"}, {"kind": "lax"}, {"scan": lax.scan}):
-        found = lx.explain(lambda x, options=options: deep(x, **options), x).warnings
-        assert [warning.name for warning in found] == ["large-residuals"]
-        assert "times the carry" in found[0].message
-
-
-def test_no_large_residuals():
-    """Another kind, the choice of `Auto`, hardly any in all, no gradient, and residuals like the carry."""
-    x = jnp.ones(64)
-    assert lx.explain(lambda x: deep(x, kind="bounded"), x).warnings == ()
-    assert lx.explain(deep, x).warnings == ()
-    assert lx.explain(lambda x: deep(x, kind="residuals"), jnp.ones(1)).warnings == ()
-    assert lx.explain(lambda x: deep(lax.stop_gradient(x), kind="residuals"), x).warnings == ()
+        (warning,) = lx.explain(lambda x, options=options: deep(x, **options), x).warnings
+        assert warning.name == "large-residuals"
+        assert "times the carry" in warning.message
+        assert str(warning).startswith(warning.source)
+        assert str(warning).endswith("[large-residuals]")
     light = lambda x: lx.fori_loop(0, 10_000, lambda i, x: jnp.sin(x), x, kind="residuals").sum()
-    assert lx.explain(light, x).warnings == ()
-
-
-def test_a_warning_in_a_line():
-    program = jax.vmap(lambda x: lx.while_loop(lambda x: x < 10.0, lambda x: x * 1.5, x))
-    (warning,) = lx.explain(program, jnp.ones(100)).warnings
-    assert str(warning).startswith(warning.source)
-    assert str(warning).endswith("[slowest-lane]")
-    assert f"! {warning}" in " ".join(str(lx.explain(program, jnp.ones(100))).split())
+    for program in (partial(deep, kind="bounded"), deep, lambda x: deep(lax.stop_gradient(x), kind="residuals"), light):
+        assert lx.explain(program, x).warnings == ()
+    assert lx.explain(partial(deep, kind="residuals"), jnp.ones(1)).warnings == ()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 
 import loopax as lx
 from benchmarks.counter import Counter
@@ -56,8 +56,8 @@ def test_the_arrays_of_a_loop():
 
 def test_where_it_stands_and_what_it_is():
     loop = only(lx.explain(recurrent, *ARGS))
-    assert loop.function == "loopax.scan"
-    assert (loop.kind, loop.lanes, loop.most_steps, loop.is_fixed) == (lx.Auto(), lx.Lockstep(), 100, False)
+    assert (loop.function, loop.kind, loop.lanes) == ("loopax.scan", lx.Auto(), lx.Lockstep())
+    assert (loop.most_steps, loop.is_fixed) == (100, False)
     with open(__file__) as file:
         line = 1 + next(i for i, text in enumerate(file) if "lx.scan(step, start, xs" in text)
     assert loop.source == f"tests/insight/test_explain.py:{line} (recurrent)"
@@ -77,32 +77,24 @@ def test_why_auto_chooses():
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(5), lx.Bounded(), lx.Residuals()], ids=repr)
-@pytest.mark.parametrize("steps", [2, 10, 37])
-def test_evaluations_are_those_that_are_made(kind, steps):
-    counter = Counter()
-
-    def program(x):
-        return lx.fori_loop(0, steps, lambda i, x: 0.9 * counter(x), x, kind=kind)
-
-    x = jnp.float64(0.5)
-    stored = only(lx.explain(program, x)).stored
-    assert stored is not None
-    assert counter.of(jax.jit(jax.grad(program)), x) == stored.evaluations
+def test_evaluations_are_those_that_are_made(kind):
+    counter, x = Counter(), jnp.float64(0.5)
+    for steps in (2, 37):
+        program = lambda x, steps=steps: lx.fori_loop(0, steps, lambda i, x: 0.9 * counter(x), x, kind=kind)
+        stored = only(lx.explain(program, x)).stored
+        assert stored is not None
+        assert counter.of(jax.jit(jax.grad(program)), x) == stored.evaluations
 
 
-@pytest.mark.parametrize(
-    ("kind", "carries"),
-    [(lx.Checkpointed(7), 7), (lx.Bounded(), 1000), (lx.Checkpointed(), 63)],
-    ids=repr,
-)
-def test_stored_carries(kind, carries):
+def test_stored_carries():
     """A state of a KiB; about 2 sqrt(1000) of them where nothing is said."""
-    program = lambda x: lx.fori_loop(0, 1000, lambda i, x: jnp.sin(x), x, kind=kind).sum()
-    loop = only(lx.explain(program, jnp.ones(128)))
-    assert loop.stored is not None
-    assert loop.stored.size == 1024
-    assert abs(loop.stored.carries - carries) <= 1
-    assert loop.stored_bytes == 1024 * loop.stored.carries
+    for kind, carries in ((lx.Checkpointed(7), 7), (lx.Bounded(), 1000), (lx.Checkpointed(), 63)):
+        program = lambda x, kind=kind: lx.fori_loop(0, 1000, lambda i, x: jnp.sin(x), x, kind=kind).sum()
+        loop = only(lx.explain(program, jnp.ones(128)))
+        assert loop.stored is not None
+        assert loop.stored.size == 1024
+        assert abs(loop.stored.carries - carries) <= 1
+        assert loop.stored_bytes == 1024 * loop.stored.carries
 
 
 def test_loops_in_loops_are_indented():
@@ -188,20 +180,15 @@ def test_a_choice_for_one_of_many_lanes_says_so():
     assert only(found).stored_bytes <= 40 * 1024
 
 
-def cheap(x):
-    return lx.while_loop(lambda x: x < 9, lambda x: x + 1, x, lanes="auto")
-
-
-def costly(x):
-    return lx.while_loop(lambda x: x.sum() < 9, lambda x: jnp.linalg.inv(x) + 1, x * jnp.eye(30), lanes="auto")
-
-
-@pytest.mark.parametrize(("function", "taken"), [(cheap, lx.Lockstep()), (costly, lx.Sequential())])
-def test_the_choice_of_lanes_is_said(function, taken):
-    found = lx.explain(jax.vmap(function), jnp.ones(64))
-    (loop,) = (loop for loop in found.walk() if loop.lanes == lx.AutoLanes())
-    assert loop.lanes_taken == taken
-    assert f"AutoLanes(), which takes {taken!r}" in str(found)
+def test_the_choice_of_lanes_is_said():
+    inverted = lambda x: jnp.linalg.inv(x) + 1
+    cheap = lambda x: lx.while_loop(lambda x: x < 9, lambda x: x + 1, x, lanes="auto")
+    costly = lambda x: lx.while_loop(lambda x: x.sum() < 9, inverted, x * jnp.eye(30), lanes="auto")
+    for function, taken in ((cheap, lx.Lockstep()), (costly, lx.Sequential())):
+        found = lx.explain(jax.vmap(function), jnp.ones(64))
+        (loop,) = (loop for loop in found.walk() if loop.lanes == lx.AutoLanes())
+        assert loop.lanes_taken == taken
+        assert f"AutoLanes(), which takes {taken!r}" in str(found)
 
 
 def test_models():
@@ -214,13 +201,6 @@ def test_models():
     program = lambda layer, x: lx.fori_loop(0, 5, lambda i, c: (c[0], c[0](c[1])), (layer, x))[1].sum()
     loop = only(lx.explain(program, layer, jnp.ones(3)))
     assert roles(loop)["carry[0].kernel"] == "constant"
-
-
-def test_a_gradient_in_the_function():
-    """Its forward pass is a loop as any other."""
-    step = lambda params, xs, n: jax.tree.map(lambda p, g: p - g, params, jax.grad(recurrent)(params, xs, n))
-    found = lx.explain(step, *ARGS)
-    assert any(loop.function == "loopax.scan" and roles(loop).get("xs") == "stream" for loop in found.walk())
 
 
 def test_nothing_is_run_and_types_are_enough():
@@ -286,20 +266,12 @@ def mapped(size, **options):
 def test_branches_are_listed_as_such():
     found = lx.explain(chosen, 1.0, jnp.ones((4, 4)), jnp.ones(4))
     assert [loop.branch for loop in found.loops] == ["true_fun", "false_fun"]
-    first = found.loops[0]
-    assert {leaf.name: leaf.role for leaf in first.leaves} == {
-        "operands[0]": "constant",
-        "operands[1]": "constant",
-        "result": "carried",
-    }
-    text = str(found)
+    first, text = found.loops[0], str(found)
+    assert roles(first) == {"operands[0]": "constant", "operands[1]": "constant", "result": "carried"}
     assert text.startswith("chosen: 2 branches, gradient")
     assert f"loopax.cond at {first.source}: true_fun" in text
     assert "runs: if it is taken\n" in text
     assert "steps:" not in text
-
-
-def test_branches_beside_loops():
     pick = lambda i, x: lx.switch(i % 3, [jnp.sin, jnp.cos, lambda x: x], x)
     found = lx.explain(lambda x: lx.fori_loop(0, 5, pick, x), jnp.ones(2))
     (loop,) = found.loops
@@ -308,9 +280,8 @@ def test_branches_beside_loops():
 
 
 def test_what_a_batch_pays():
-    found = mapped(64)
-    (warning,) = found.warnings
-    assert (warning.name, warning.source) == ("branch-for-all-lanes", found.loops[0].source)
+    (warning,) = mapped(64).warnings
+    assert (warning.name, warning.source) == ("branch-for-all-lanes", mapped(64).loops[0].source)
     assert '`cond(..., lanes="compact")`' in warning.message
     assert mapped(8).warnings == mapped(64, lanes="compact").warnings == ()
 
@@ -330,17 +301,11 @@ def test_for_whom_a_branch_runs():
 
 
 def test_the_text():
-    text = str(lx.explain(recurrent, *ARGS, argnums=0))
+    found = lx.explain(recurrent, *ARGS, argnums=0)
+    text = repr(found)
     assert text.splitlines()[0] == "recurrent: 1 loop, gradient with respect to params['w']"
-    assert "kind: Auto(), takes " in text
-    assert "steps: at most 100" in text
-    assert "gradient stores 100 " in text
-    assert "body evaluations: forward 100, with the gradient " in text
-    assert "warnings: 0" in text
-    assert repr(lx.explain(recurrent, *ARGS, argnums=0)) == text
-
-
-def test_many_constants_are_summed_up():
+    said = ["kind: Auto(), takes ", "steps: at most 100", "gradient stores 100 ", "warnings: 0"]
+    assert all(part in text for part in [*said, "body evaluations: forward 100, with the gradient "])
     weights = {f"w{i:02}": jnp.ones(i + 2) for i in range(20)}
     program = lambda w, x: lx.fori_loop(0, 3, lambda i, c: (c[0], c[1] * sum(v[0] for v in w.values())), (w, x))[1]
     assert "12 more" in str(lx.explain(program, weights, 1.0))
@@ -360,18 +325,86 @@ def test_tables_are_for_a_terminal(capsys, monkeypatch):
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    [
-        ((3, 1.0), {}, TypeError, "fn of explain: got int 3, expected a callable"),
-        ((recurrent,), {}, TypeError, r"explain\(recurrent, \.\.\.\): the arguments do not fit: missing a required"),
-        ((lambda x: 1 if x > 0 else 2, 1.0), {}, TypeError, r"explain\(<lambda>\): the function cannot be traced"),
-        ((recurrent, *ARGS), {"argnums": 3}, ValueError, r"explain\(argnums=\.\.\.\): got 3, .* from 0 to 2"),
-        ((recurrent, *ARGS), {"argnums": 1.0}, ValueError, r"explain\(argnums=\.\.\.\): got 1.0, expected"),
-        ((recurrent, *ARGS), {"argnums": 2}, TypeError, "there are no floating-point arrays in these arguments"),
-        ((lambda x: 1 / 0, 1.0), {}, ZeroDivisionError, "division by zero"),  # of the user's
-    ],
-)
+BAD: Any = [
+    ((3, 1.0), {}, TypeError, "fn of explain: got int 3, expected a callable"),
+    ((recurrent,), {}, TypeError, r"explain\(recurrent, \.\.\.\): the arguments do not fit: missing a required"),
+    ((lambda x: 1 if x > 0 else 2, 1.0), {}, TypeError, r"explain\(<lambda>\): the function cannot be traced"),
+    ((recurrent, *ARGS), {"argnums": 3}, ValueError, r"explain\(argnums=\.\.\.\): got 3, .* from 0 to 2"),
+    ((recurrent, *ARGS), {"argnums": 1.0}, ValueError, r"explain\(argnums=\.\.\.\): got 1.0, expected"),
+    ((recurrent, *ARGS), {"argnums": 2}, TypeError, "there are no floating-point arrays in these arguments"),
+    ((lambda x: 1 / 0, 1.0), {}, ZeroDivisionError, "division by zero"),  # of the user's
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
 def test_bad_input(args, options, error, message):
     with pytest.raises(error, match=message):
         lx.explain(*args, **options)
+
+
+# ---- kinds that run loops in a way of their own: what they store, and whose derivative it is
+
+
+W = 0.3 * jnp.eye(3)
+X = jnp.ones(3)
+
+
+def fori(x: Array, w: Array, kind: Any = "auto") -> Array:
+    return lx.fori_loop(0, 20, lambda i, x: jnp.tanh(w @ x) + 0.1, x, kind=kind).sum()
+
+
+def while_loop(x: Array, w: Array, n: Array, kind: Any = "auto") -> Array:
+    body = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]))  # its fixed point is zero
+    return lx.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=20, kind=kind)[1].sum()
+
+
+REVERSIBLE = lx.Reversible(lambda i, x: x, checkpoints=3)
+TAPE = lx.Reversible(lambda i, x, row: row, record=lambda i, before, after: before)
+SAID = {
+    lx.Implicit(): ("to a tolerance", "the last carry; its derivative solves a linear system there"),
+    lx.Truncated(last=3): ("another", "what Residuals() stores of the last 3 steps; where the length is known only"),
+    lx.Truncated(window=4, kind="bounded"): (
+        "another",
+        "the carry before each window of 4 steps, and what Bounded() stores of one window",
+    ),
+    REVERSIBLE: ("exact", "3 carries and the last; the body is evaluated 3n times, the inverse n times"),
+    TAPE: ("exact", "the last carry and a row of the tape for each step"),
+}
+
+
+@pytest.mark.parametrize("kind", SAID, ids=str)
+def test_explain(kind: lx.Kind) -> None:
+    derivative, words = SAID[kind]
+    explanation = lx.explain(lambda x, w: fori(x, w, kind), X, W)
+    loop = next(loop for loop in explanation.loops if loop.kind is not None)
+    assert loop.function == "loopax.fori_loop"
+    assert "test_explain.py" in loop.source
+    assert (loop.most_steps, loop.derivative, loop.stored) == (20, derivative, None)
+    text = " ".join(str(explanation).split())
+    assert f"gradient stores {words}" in text
+    assert ("derivative: " in text) == (derivative != "exact")
+
+
+@pytest.mark.parametrize("kind", [lx.Implicit(), lx.Truncated(last=3)], ids=str)
+def test_lines_of_loops_in_custom_derivatives(kind: lx.Kind) -> None:
+    (loop,) = lx.explain(lambda x, w, n: while_loop(x, w, n, kind), X, W, jnp.int32(5)).loops
+    assert "test_explain.py" in loop.source
+    assert all(leaf.is_differentiated for leaf in loop.leaves if leaf.name == "carry[1]")
+
+
+def test_compare() -> None:
+    """The gradient of two steps out of twenty takes less memory than that of all."""
+    kinds = ["bounded", lx.Implicit(), lx.Truncated(last=2), lx.Truncated(window=5), REVERSIBLE]
+    converges = lambda x, w, n: while_loop(0 * x, w, n)
+    for function, arguments in ((fori, (jnp.ones(300), 0.3 * jnp.eye(300))), (converges, (X, W, jnp.int32(15)))):
+        rows = {row.name: row for row in lx.compare(function, *arguments, kinds=kinds, rounds=1).rows}
+        own = {name for name, row in rows.items() if "(derivative: " in name and not row.problem}
+        assert own == {
+            "Implicit() (derivative: to a tolerance)",
+            "Truncated(last=2) (derivative: another)",
+            "Truncated(window=5) (derivative: another)",
+        }
+        assert "brings the inverse of the steps of one loop" in rows[repr(REVERSIBLE)].problem
+        if function is fori:
+            truncated, bounded = rows["Truncated(last=2) (derivative: another)"], rows["Bounded()"]
+            assert truncated.temporary_bytes < 0.5 * bounded.temporary_bytes

@@ -1,5 +1,6 @@
 """`lane_report`: what a batch computes for nothing."""
 
+import re
 import tracemalloc
 
 import jax
@@ -42,14 +43,11 @@ def test_runs_of_iterations():
     (stretch,) = lx.lane_report([4, 0, 1, 4]).lockstep
     assert (stretch.lengths.tolist(), stretch.active_in_run.tolist()) == ([1, 3], [3, 2])
     assert stretch.active.tolist() == [3, 2, 2, 2]
-
-
-@pytest.mark.parametrize("steps", [[], [0], [0, 0, 0], [7]])
-def test_small_batches(steps):
-    report = lx.lane_report(np.array(steps, int))
-    assert report.share(report.lockstep) == 1.0
-    assert str(report)
-    report.plot()
+    for steps in ([], [0], [0, 0, 0], [7]):
+        report = lx.lane_report(np.array(steps, int))
+        assert report.share(report.lockstep) == 1.0
+        assert str(report)
+        report.plot()
 
 
 def test_plot_draws_what_is_computed_and_what_is_useful():
@@ -61,27 +59,24 @@ def test_plot_draws_what_is_computed_and_what_is_useful():
     assert axes.get_title() == f"{report.share(report.groups):.0%} useful"
 
 
-@pytest.mark.parametrize(
-    ("info", "inner", "error", "message"),
-    [
-        (3.0, None, TypeError, "lane_report(info=...): got float 3.0"),
-        (jnp.ones(3), None, TypeError, "expected a `LoopInfo` or an array of numbers of steps"),
-        (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
-        (halvings(jnp.ones(())), None, TypeError, "lane_report(info=...): got a tuple that holds a `LoopInfo`"),
-        (jnp.ones(1, int), [halvings(jnp.ones(()))[1]], TypeError, "lane_report(inner=...): got a list that holds"),
-        ([[1, 2], [3]], None, TypeError, "lane_report(info=...): got list [[1, 2], [3]], expected"),
-        (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
-        (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
-        (np.array([2, -3, -1]), None, ValueError, "lane_report(info=...): info[1] is -3, expected 0 or more steps"),
-        (np.array([[2, 1], [0, -1]]), None, ValueError, "info[1, 1] is -1, expected 0 or more steps"),
-        (np.array(-1), None, ValueError, "lane_report(info=...): info is -1, expected 0 or more steps"),
-        ([1, 2], [[1, -9], [-1, 2]], ValueError, "lane_report(inner=...): inner[1, 0] is -1, expected 0 or more steps"),
-    ],
-)
+BAD = [
+    (3.0, None, TypeError, "lane_report(info=...): got float 3.0"),
+    (jnp.ones(3), None, TypeError, "expected a `LoopInfo` or an array of numbers of steps"),
+    (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
+    (halvings(jnp.ones(())), None, TypeError, "lane_report(info=...): got a tuple that holds a `LoopInfo`"),
+    ([[1, 2], [3]], None, TypeError, "lane_report(info=...): got list [[1, 2], [3]], expected"),
+    (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
+    (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
+    (np.array([[2, 1], [0, -1]]), None, ValueError, "info[1, 1] is -1, expected 0 or more steps"),
+    (np.array(-1), None, ValueError, "lane_report(info=...): info is -1, expected 0 or more steps"),
+    ([1, 2], [[1, -9], [-1, 2]], ValueError, "lane_report(inner=...): inner[1, 0] is -1, expected 0 or more steps"),
+]
+
+
+@pytest.mark.parametrize(("info", "inner", "error", "message"), BAD)
 def test_bad_arguments(info, inner, error, message):
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match=re.escape(message)):
         lx.lane_report(info, inner)
-    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("steps", [[10**8, 1, 5], [2**31 - 2, 1], [10**12] * 40])
@@ -113,8 +108,3 @@ def test_a_choice_without_an_effect_is_said(lanes, waits):
     assert (f"Compact(), {lanes} lanes until the slowest is done" in explained) == waits
     stages = str(lx.lane_report(np.arange(lanes))).split("not known")[1].splitlines()[0]
     assert ("as in lockstep" in stages) == waits
-
-
-@pytest.mark.parametrize("written", ["Compact()", "Compact(shrink=2)", "Compact(min_lanes=4)"])
-def test_a_compact_batch_is_shown_as_it_is_written(written):
-    assert repr(eval(written, dict(vars(lx)))) == written
