@@ -3,13 +3,11 @@
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import loopax as lx
 from loopax.stochtrace import Hutchinson, XNysTrace, estimate_trace
 from tests.stochtrace.cases import (
     ESTIMATORS,
@@ -29,13 +27,11 @@ from tests.stochtrace.cases import (
 )
 from tests.support.reference import assert_close
 
-STEP = 1e-4
 
-
-def slope(f: Any, t: float) -> np.ndarray:
+def slope(f: Any, t: float, step: float = 1e-4) -> np.ndarray:
     """A central difference of fourth order."""
-    near, far = (np.asarray(f(t + step)) - np.asarray(f(t - step)) for step in (STEP, 2 * STEP))
-    return (8 * near - far) / (12 * STEP)
+    near, far = (np.asarray(f(t + by)) - np.asarray(f(t - by)) for by in (step, 2 * step))
+    return (8 * near - far) / (12 * step)
 
 
 def in_both_modes(f: Any) -> Any:
@@ -48,19 +44,19 @@ def in_both_modes(f: Any) -> Any:
     return jax.jit(run)
 
 
+OPTIONS: dict[str, Any] = {
+    "bound": {"num_matvecs": 9, "max_matvecs": 12, "batch": 4},
+    "tolerance not reached": {"rtol": 0.03},
+    "tolerance": {"rtol": 0.5},
+}
+
+
 @each_estimator_two_fast
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_matvecs": 9, "max_matvecs": 12, "batch": 4},
-        {"rtol": 0.03},
-        {"rtol": 0.5},
-    ],
-    ids=["bound", "tolerance not reached", "tolerance"],
-)
-def test_value_error_and_skewness_in_both_modes(estimator: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", OPTIONS)
+def test_value_error_and_skewness_in_both_modes(estimator: Any, how: str) -> None:
     weights = np.array([1.0, -0.7, 0.4, 0.2])  # a derivative in reverse is of a combination of all
-    options = {"max_matvecs": 10 * estimator.products_per_sample} | options  # with all 12 the error is rounding
+    # With all 12 the error is rounding.
+    options = {"max_matvecs": 10 * estimator.products_per_sample} | OPTIONS[how]
 
     def results(t: Any) -> Any:
         turned = jnp.eye(N) + jnp.sin(t) * TURNED
@@ -147,62 +143,11 @@ def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
     assert_close(jax.jit(jax.grad(lambda ts: jax.vmap(value)(ts, counts).sum()))(ts), alone)
 
 
-@fast_and_slow(ESTIMATORS[:1], ESTIMATORS[1:])
-def test_around_and_inside_of_other_transformations(estimator: Any) -> None:
-    value = value_along(estimator)
-    summed = lambda t: lx.fori_loop(0, 3, lambda _, total: total + value(t), 0.0)
-
-    @jax.jit
-    def run(t: Any) -> dict[str, Any]:
-        return {
-            "expected": jax.grad(value)(t),
-            "checkpoint": jax.grad(jax.checkpoint(value))(t),
-            "linearize": jax.linearize(value, t)[1](1.0),
-            "loop": [jax.grad(summed)(t), jax.jacfwd(summed)(t)],
-        }
-
-    got = run(0.3)
-    assert_close(got["checkpoint"], got["expected"])
-    assert_close(got["linearize"], got["expected"])
-    assert_close(got["loop"], 2 * [3 * np.asarray(got["expected"])])
-
-
-@fast_and_slow(ESTIMATORS[:1], ESTIMATORS[1:2])
-def test_without_compilation(estimator: Any) -> None:
-    value = value_along(estimator)
-    expected = jax.jit(jax.grad(value))(0.3)
-    with jax.disable_jit():
-        assert_close(jax.grad(value)(0.3), expected)
-
-
-@fast_and_slow(ESTIMATORS[:2], [])
-def test_of_everything_that_a_function_closes_over(estimator: Any) -> None:
-    """Also of arrays in a module, beside integers and functions."""
-
-    class Turned(eqx.Module):
-        by: Any
-        power: int
-        at: Any
-
-        def __call__(self, v: Any) -> Any:
-            turned = jnp.eye(N) + jnp.sin(self.by) ** self.power * TURNED
-            return turned @ (PSD @ (turned.T @ v)) + 0.0 * self.at.astype(float)
-
-    value = lambda module: estimate_trace(module, KEY, estimator=estimator, num_matvecs=6, size=N).value
-    got = eqx.filter_jit(eqx.filter_grad(value))(Turned(jnp.asarray(0.3), 1, jnp.arange(N)))
-    assert_close(got.by, jax.jit(jax.grad(value_along(estimator)))(0.3))
-
-
 def test_what_is_not_perturbed_is_not_differentiated() -> None:
-    """The tangent of a matrix that does not move would be as large as it."""
-
-    def value(s: Any) -> Any:
-        return estimate_trace(lambda v: s * (GENERAL @ v), KEY, num_matvecs=4, size=N).value
-
+    """The tangent of a matrix that does not move would be as large as it: one loop for values, one for derivatives."""
+    value = lambda s: estimate_trace(lambda v: s * (GENERAL @ v), KEY, num_matvecs=4, size=N).value
     tangents = str(jax.make_jaxpr(lambda s: jax.jvp(value, (s,), (1.0,)))(1.0)).count(f"f64[{N},{N}]")
-    values = str(jax.make_jaxpr(value)(1.0)).count(f"f64[{N},{N}]")
-    # One loop for the values and one for the derivative, each of which is handed the matrix.
-    assert tangents <= 2 * values
+    assert tangents <= 2 * str(jax.make_jaxpr(value)(1.0)).count(f"f64[{N},{N}]")
 
 
 # ---- memory
@@ -214,29 +159,24 @@ def temporary_bytes(f: Any, *arguments: Any) -> int:
     return analysis.temp_size_in_bytes
 
 
-def of_matrix(matrix: Any, **options: Any) -> Any:
-    return estimate_trace(matrix, KEY, **options).value
-
-
-@pytest.mark.parametrize("batch", [1, 16])
-def test_the_memory_of_hutchinson_is_that_of_a_batch_of_products(batch: int) -> None:
+def test_the_memory_of_hutchinson_is_that_of_a_batch_of_products() -> None:
     """n = 4096, 1024 products: at most 1 MiB, and twice the matrix for a gradient."""
     matrix = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    value = partial(of_matrix, num_matvecs=1024, batch=batch)
+    value = lambda matrix: estimate_trace(matrix, KEY, num_matvecs=1024, batch=16).value
     assert temporary_bytes(value, matrix) <= 2**20
     assert temporary_bytes(jax.grad(value), matrix) <= 2 * 4 * 4096**2
 
 
 def test_the_memory_of_hutchinson_does_not_grow_with_the_number_of_products() -> None:
-    def value(scale: Any, **options: Any) -> Any:
-        return estimate_trace(lambda v: jnp.sin(scale) * v, KEY, size=scale.shape[0], **options).value
-
     scale = jax.ShapeDtypeStruct((1024,), float)
     for options in ({}, {"max_matvecs": 10**6}):
-        few, many = ({"num_matvecs": n} | options for n in (64, 4096))
-        assert temporary_bytes(partial(value, **many), scale) == temporary_bytes(partial(value, **few), scale)
-        gradients = [temporary_bytes(jax.grad(partial(value, **n)), scale) for n in (few, many)]
-        assert gradients[1] == gradients[0]
+
+        def value(scale: Any, n: int, options: Any = options) -> Any:
+            return estimate_trace(lambda v: jnp.sin(scale) * v, KEY, size=1024, num_matvecs=n, **options).value
+
+        for f in (value, jax.grad(value)):
+            few, many = (temporary_bytes(partial(f, n=n), scale) for n in (64, 4096))
+            assert few == many
 
 
 @pytest.mark.parametrize("estimator", WITH_BASIS, ids=name_of)
