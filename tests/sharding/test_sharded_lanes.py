@@ -1,7 +1,6 @@
 """`sharded_lanes`: lanes spread over eight virtual devices, each with a loop of its own."""
 
 import threading
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -61,8 +60,8 @@ def gradient_of_squares(w, x, n, weights: Any = 1.0):
 @pytest.mark.parametrize(("counts", "lanes"), [("none", LANES[0]), ("known", LANES[1]), ("traced", LANES[0])])
 @pytest.mark.parametrize(
     ("number", "axis_type"),
-    [(16, AxisType.Explicit), (13, AxisType.Auto), (13, AxisType.Explicit), (3, AxisType.Auto)],
-    ids=["divided", "not divided", "not divided, explicit", "fewer than devices"],
+    [(16, AxisType.Explicit), (13, AxisType.Auto), (3, AxisType.Explicit)],
+    ids=["divided, explicit", "not divided", "fewer than devices, explicit"],
 )
 def test_values_and_gradients(number, counts, lanes, axis_type):
     x, n = STARTS[:number], COUNTS[:number]
@@ -75,7 +74,9 @@ def test_values_and_gradients(number, counts, lanes, axis_type):
         (_, y), actual = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(W, x)
     wanted = mapped(W, x, n)[0]
     assert_close(jax.device_get((y, actual)), (wanted, gradient_of_squares(W, x, n, weights)))
-    assert_close(jax.device_get(jax.jit(f)(W, x, n)), wanted)
+    y = jax.jit(f)(W, x, n)
+    assert number % 8 or y.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("d")), 1)
+    assert_close(jax.device_get(y), wanted)
 
 
 @pytest.mark.parametrize(("placed", "is_set"), [(False, False), (False, True), (True, True)])
@@ -92,9 +93,9 @@ def test_gradients_outside_of_jit_on_explicit_axes(placed, is_set):
 
 
 def test_without_jit():
-    wanted = mapped(W, STARTS, COUNTS)[0]
-    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, counts=COUNTS)), wanted)
-    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, counts=jnp.asarray(COUNTS))), wanted)
+    for counts, number in ((COUNTS, 8), (jnp.asarray(COUNTS), 1)):
+        found = sharded(W, STARTS, COUNTS, counts=counts, mesh=devices(number))
+        assert_close(jax.device_get(found), mapped(W, STARTS, COUNTS)[0])
 
 
 def test_second_derivatives():
@@ -114,15 +115,7 @@ def test_a_batch_of_lanes():
     assert_close(jax.device_get(jax.jit(jax.vmap(gradient))(w, x)), tuple(map(np.stack, zip(*wanted, strict=True))))
 
 
-def test_results_are_sharded_along_the_axis():
-    wanted = NamedSharding(devices(), PartitionSpec("d"))
-    for counts in (None, COUNTS):
-        y = jax.jit(lambda x, n, counts=counts: sharded(W, x, n, counts))(STARTS, COUNTS)
-        assert y.sharding.is_equivalent_to(wanted, 1)
-
-
-@pytest.mark.parametrize("lanes", LANES, ids=name_of)
-@pytest.mark.parametrize("counts", ["none", "known", "traced"])
+@pytest.mark.parametrize(("counts", "lanes"), [("none", LANES[0]), ("known", LANES[1]), ("traced", LANES[1])])
 def test_no_device_waits_for_another_in_a_loop(lanes, counts):
     """The gradient of the shared weight is summed once, behind the loops."""
 
@@ -135,7 +128,7 @@ def test_no_device_waits_for_another_in_a_loop(lanes, counts):
     text = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile().as_text() or ""
     assert text.count(" while(") > 0
     assert collectives_in_loops(text) == []
-    assert Counter(collectives(text))["all-reduce"] >= 1  # of the shared weight
+    assert "all-reduce" in collectives(text)  # of the shared weight
 
 
 def test_what_is_summed_over_devices_in_each_step_is_found():
@@ -162,16 +155,12 @@ class DeviceCounter:
         return x
 
 
-def log_normal_counts():
-    return np.ceil(20 * np.random.RandomState(0).lognormal(sigma=1.0, size=256)).astype(int)
-
-
 @pytest.mark.parametrize("dealt", [False, True])
 def test_devices_finish_together(dealt):
     """Step work is the sum of the steps of a device's lanes; `Compact` evaluates little more, a lane alone nothing."""
-    counts, counter = log_normal_counts(), DeviceCounter()
-    step = lambda x: counter(x) + 1.0
-    f = lambda n: lx.fori_loop(0, n, lambda _, x: step(x), 0.0, lanes=lx.Compact(min_lanes=1))
+    counts = np.ceil(20 * np.random.RandomState(0).lognormal(sigma=1.0, size=256)).astype(int)
+    counter = DeviceCounter()
+    f = lambda n: lx.fori_loop(0, n, lambda _, x: counter(x) + 1.0, 0.0, lanes=lx.Compact(min_lanes=1))
     y = jax.jit(lambda n: lx.sharded_lanes(f, devices(), "d")(n, counts=n if dealt else None))(counts)
     assert jax.block_until_ready(y).tolist() == counts.tolist()
     shares = by_work(counts, 8).lanes if dealt else np.arange(256)
@@ -193,13 +182,9 @@ def test_every_deal_has_all_lanes(counts, devices):
     assert len(lanes) % devices == 0
     assert len(lanes) - devices < len(counts) <= len(lanes)
     assert lanes[places].tolist() == list(range(len(counts)))
-    least = np.delete(lanes, places)
-    assert all(counts[lane] == min(counts) for lane in least)
-
-
-def test_any_counts_give_a_deal():
-    deal = by_work(jnp.array([jnp.nan, jnp.inf, -1.0, 3e38, 3e38, 0.0]), 3)
-    assert sorted(deal.lanes.tolist()) == list(range(6))
+    assert all(counts[lane] == min(counts) for lane in np.delete(lanes, places))
+    strange = by_work(jnp.array([jnp.nan, jnp.inf, -1.0, 3e38, 3e38, 0.0]), 3)
+    assert sorted(strange.lanes.tolist()) == list(range(6))
 
 
 def test_arguments_of_all_kinds():
@@ -260,10 +245,6 @@ def test_no_lanes(number):
     run = lambda x, n, counts=None: sharded(W, x, n, counts, mesh=devices(number))
     assert run(empty, jnp.zeros(0, int)).shape == (0,)
     assert run(empty, jnp.zeros(0, int), jnp.zeros(0, int)).shape == (0,)
-
-
-def test_one_device():
-    assert_close(jax.device_get(sharded(W, STARTS, COUNTS, COUNTS, mesh=devices(1))), mapped(W, STARTS, COUNTS)[0])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

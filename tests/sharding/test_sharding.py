@@ -86,11 +86,10 @@ def on_one_device(loop, kind):
     return jax.device_get(compiled(*args)[1]), temporary(compiled)
 
 
-# Explicit axes differ from others where the type of a carry or of rows is made: scans have both.
 TYPED = [
-    pytest.param(loop, axis_type, marks=pytest.mark.slow if explicit == "explicit" and loop != "scan" else ())
-    for loop in LOOPS
-    for explicit, axis_type in (("auto", AxisType.Auto), ("explicit", AxisType.Explicit))
+    (loop, axis_type)
+    for axis_type in (AxisType.Auto, AxisType.Explicit)
+    for loop in (LOOPS if axis_type == AxisType.Auto else ["scan"])
 ]
 
 
@@ -144,20 +143,25 @@ def without_devices(name):
 
 
 SPREAD = np.linspace(0.1, 1.3, 16)
-HOW = [(kind, "lockstep") for kind in KINDS] + [
-    pytest.param(kind, "compact", marks=pytest.mark.slow if kind != KINDS[0] else ()) for kind in KINDS
-]
+HOW = [*((kind, "lockstep") for kind in KINDS), (KINDS[0], "compact")]
+
+
+def spread_lanes(ours, plain):
+    """Results of both, and gradients of ours outside of the lanes and inside."""
+    over = lambda f: jax.vmap(f, (0, None))
+    slope = jax.grad(lambda x, w: weights(ours(x, w)), (0, 1))
+    outside = jax.grad(lambda x, w: weights(over(ours)(x, w)), (0, 1))
+    return lambda x, w: (over(ours)(x, w), over(plain)(x, w), outside(x, w), over(slope)(x, w))
 
 
 @pytest.mark.parametrize(("kind", "lanes"), HOW, ids=name_of)
 def test_lanes_spread_along_an_explicit_axis(kind, lanes):
     """Where all take the same steps; types are those of `jax.lax`, and what a gradient gives is spread as well."""
     devices = mesh(AxisType.Explicit)
-    bounded = {"kind": kind, "lanes": lanes}
     programs = {}
     for name, f in SAME_STEPS.items():
-        options = bounded | ({"max_steps": 5} if name == "while" else {})
-        programs[name] = _spread_lanes(partial(f, lx, **options), partial(f, jax.lax))
+        options = {"kind": kind, "lanes": lanes, **({"max_steps": 5} if name == "while" else {})}
+        programs[name] = spread_lanes(partial(f, lx, **options), partial(f, jax.lax))
     with jax.set_mesh(devices):
         starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
         results = jax.jit(lambda x, w: {name: f(x, w) for name, f in programs.items()})(starts, 1.1)
@@ -171,26 +175,15 @@ def test_lanes_spread_along_an_explicit_axis(kind, lanes):
         assert_close(jax.device_get(outside), (wanted[0], wanted[1].sum()))
 
 
-def _spread_lanes(ours, plain):
-    """Results of both, and gradients of ours outside of the lanes and inside."""
-    over = lambda f: jax.vmap(f, (0, None))
-    slope = jax.grad(lambda x, w: weights(ours(x, w)), (0, 1))
-    outside = jax.grad(lambda x, w: weights(over(ours)(x, w)), (0, 1))
-    return lambda x, w: (over(ours)(x, w), over(plain)(x, w), outside(x, w), over(slope)(x, w))
-
-
 def test_checks_of_lanes_along_an_explicit_axis():
     """They are raised outside of the lanes, once on each device."""
     devices = mesh(AxisType.Explicit)
     sines = lambda x, n: lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=5)
-    appended = lambda x, n: lx.Buffer(3, like=x).append(x * n).rows.sum()
     with jax.set_mesh(devices):
-        starts = jax.device_put(np.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
+        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
         over = jax.jit(lambda n: jax.vmap(sines, (0, None))(starts, n))
         assert jax.typeof(over(2)) == jax.typeof(starts)
-        assert_close(jax.device_get(over(2)), np.sin(np.sin(np.linspace(0.1, 1.3, 16))))
-        slopes = jax.jit(jax.vmap(jax.grad(appended), (0, None)))(starts, 2.0)
-        assert_close(jax.device_get(slopes), np.full(16, 2.0))
+        assert_close(jax.device_get(over(2)), np.sin(np.sin(SPREAD)))
         with raises(RuntimeError, "loopax.fori_loop at tests/sharding/test_sharding.py", "max_steps=5 stopped a loop"):
             jax.block_until_ready(over(7))
 
@@ -233,39 +226,31 @@ def test_lanes_along_an_explicit_axis_that_differ(name):
     assert_close(jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("lanes", ["compact", "sequential"])
-def test_lanes_along_an_explicit_axis_that_would_be_gathered_are_refused(lanes):
+def test_lanes_along_an_explicit_axis_that_would_be_gathered_are_refused():
     devices = mesh(AxisType.Explicit)
-    lanes = lx.Compact(min_lanes=1) if lanes == "compact" else lanes
-    own_steps = {name: partial(f, lanes=lanes) for name, f in OWN_STEPS.items() if name in ("while", "fori", "scan")}
     with jax.set_mesh(devices):
-        starts = jax.device_put(np.linspace(0.1, 1.3, 16), NamedSharding(devices, PartitionSpec("d")))
-        for f in own_steps.values():
-            with pytest.raises(NotImplementedError, match=r"Explicit.*`loopax\.sharded_lanes\(f, mesh, 'd'\)`"):
-                jax.jit(jax.vmap(f)).lower(starts)
-        alone = own_steps["fori"](jnp.asarray(0.9))
-        spread = lx.sharded_lanes(own_steps["fori"], devices, "d")
-        assert_close(jax.device_get(jax.jit(spread)(starts))[10], jax.device_get(alone))
+        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
+        for lanes in ("sequential", lx.Compact(min_lanes=1)):
+            for name in ("while", "fori", "scan"):
+                with pytest.raises(NotImplementedError, match=r"Explicit.*`loopax\.sharded_lanes\(f, mesh, 'd'\)`"):
+                    jax.jit(jax.vmap(partial(OWN_STEPS[name], lanes=lanes))).lower(starts)
 
 
-@pytest.mark.parametrize(
-    ("where", "loop"),
-    [
-        ("f of scan", lambda step, c: lx.scan(lambda c, _: (step(c), None), c, length=3)),
-        ("body_fun of fori_loop", lambda step, c: lx.fori_loop(0, 3, lambda i, c: step(c), c)),
-        ("body_fun of while_loop", lambda step, c: lx.while_loop(lambda c: c["a"].sum() < 3, step, c)),
-        ("step of rollout", lambda step, c: lx.rollout(lambda c: (step(c), None), c, 3)),
-    ],
-)
-def test_a_carry_that_changes_its_sharding(where, loop):
+def test_a_carry_that_changes_its_sharding():
     """The error names the user's function and the leaf, and not `while_loop ... state.carry[0]`."""
+    loops = {
+        "f of scan": lambda step, c: lx.scan(lambda c, _: (step(c), None), c, length=3),
+        "body_fun of while_loop": lambda step, c: lx.while_loop(lambda c: c["a"].sum() < 3, step, c),
+        "step of rollout": lambda step, c: lx.rollout(lambda c: (step(c), None), c, 3),
+    }
     devices = mesh(AxisType.Explicit)
     with jax.set_mesh(devices):
         starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
         step = lambda c: {"a": c["a"] + starts, "b": c["b"]}
         leaf = r"\['a'\]: got float64\[16\] sharded as P.*, expected float64\[16\]\n.*reshard"
-        with pytest.raises(TypeError, match=rf"(?s){where} must return .*{leaf}"):
-            jax.jit(lambda x: loop(step, {"a": x, "b": x}))(jnp.asarray(SPREAD))
+        for where, loop in loops.items():
+            with pytest.raises(TypeError, match=rf"(?s){where} must return .*{leaf}"):
+                jax.jit(lambda x, loop=loop: loop(step, {"a": x, "b": x}))(jnp.asarray(SPREAD))
 
 
 def test_branches_along_an_explicit_axis():
@@ -322,13 +307,7 @@ def test_checks_that_fail_are_raised_by_all_devices():
     assert done.returncode == 0, done.stderr
     lanes = sum(1.1**i for i in range(6))  # and its derivative, as each lane is linear in x
     found = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
-    assert [name for name, result in found if result == "raised"] == [
-        "lanes",
-        "lanes in jit",
-        "gradient of lanes",
-        "gradient of lanes in jit",
-        "carry",
-        "carry in jit",
-    ]
+    of_lanes = ["lanes", "lanes in jit", "gradient of lanes", "gradient of lanes in jit"]
+    assert [name for name, result in found if result == "raised"] == [*of_lanes, "carry", "carry in jit"]
     numbers = [float(result) for _, result in found if result != "raised"]
-    assert numbers == pytest.approx([lanes, lanes, lanes, lanes, 80 * 1.1**3, 80 * 1.1**3])
+    assert numbers == pytest.approx([lanes] * 4 + [80 * 1.1**3] * 2)
