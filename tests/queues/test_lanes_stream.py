@@ -13,24 +13,21 @@ import pytest
 
 import loopax as lx
 from loopax._src.queues.chunks import FIRST, SECONDS, Pace
-from tests.queues.streams import ANSWERS, collatz, expected, found, items
+from tests.queues.streams import ANSWERS, CHAOTIC, chaotic, collatz, expected, found, items
 
 
-@pytest.mark.parametrize("count", ANSWERS)
 @pytest.mark.parametrize("lanes", [1, 4, 64])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_every_item_once(count, lanes, prefetch):
-    assert found(lx.lanes_stream(collatz, items(count), lanes=lanes, prefetch=prefetch)) == ANSWERS[count]
+def test_every_item_once(lanes, prefetch):
+    for count, answers in ANSWERS.items():
+        assert found(lx.lanes_stream(collatz, items(count), lanes=lanes, prefetch=prefetch)) == answers
+    ordered = lx.lanes_stream(collatz, items(100), lanes=lanes, prefetch=prefetch, ordered=True)
+    assert [index for index, _ in ordered] == list(range(100))
 
 
 @pytest.mark.parametrize("chunk_steps", [1, 7, 1000])
 def test_chunks_change_nothing(chunk_steps):
     assert found(lx.lanes_stream(collatz, items(100), lanes=8, chunk_steps=chunk_steps)) == ANSWERS[100]
-
-
-def test_results_in_order():
-    indices = [index for index, _ in lx.lanes_stream(collatz, items(100), lanes=8, ordered=True)]
-    assert indices == list(range(100))
 
 
 def test_results_in_the_order_in_which_they_finish():
@@ -73,49 +70,21 @@ def test_items_of_several_arrays_keys_and_numbers():
         np.testing.assert_allclose(results[index], walk(item), rtol=1e-6)
 
 
-class Decay(eqx.Module):
-    rate: jax.Array
-
-    def __call__(self, n):
-        return lx.fori_loop(0, n, lambda i, x: self.rate * x, jnp.ones(2, jnp.float32), max_steps=20)
-
-
-def test_modules_with_other_weights_share_a_program():
+def test_one_compilation_for_any_number_of_items_and_other_weights():
     traced = []
 
-    class Counting(Decay):
+    class Decay(eqx.Module):
+        rate: jax.Array
+
         def __call__(self, n):
             traced.append(1)
-            return super().__call__(n)
+            return lx.fori_loop(0, n, lambda i, x: self.rate * x, jnp.ones(2, jnp.float32), max_steps=20)
 
-    for rate in (0.5, 0.25):
-        results = dict(lx.lanes_stream(Counting(jnp.float32(rate)), items(5), lanes=2))
-        np.testing.assert_allclose([results[i][0] for i in range(5)], [rate**n for n in range(1, 6)], rtol=1e-6)
+    for rate, count in ((0.5, 1), (0.5, 20), (0.25, 5)):
+        results = dict(lx.lanes_stream(Decay(jnp.float32(rate)), items(count), lanes=2))
+        expected = [rate**n for n in range(1, count + 1)]
+        np.testing.assert_allclose([results[i][0] for i in range(count)], expected, rtol=1e-6)
     assert len(traced) == 1
-
-
-def test_one_compilation_for_any_number_of_items():
-    traced = []
-
-    def counted(n):
-        traced.append(1)
-        return collatz(n)
-
-    with jax.log_compiles():
-        for count in (1, 5, 100):
-            assert found(lx.lanes_stream(counted, items(count), lanes=4)) == ANSWERS[count]
-    assert len(traced) == 1
-
-
-def test_a_report():
-    stream = lx.lanes_stream(collatz, items(100), lanes=8)
-    list(stream)
-    report = stream.report()
-    assert (report.items, report.lanes) == (100, 8)
-    assert report.useful == sum(steps for steps, _ in ANSWERS[100].values())
-    assert 0.7 < report.share <= 1.0
-    assert report.share_fed >= report.share
-    assert "100 items through 8 lanes" in str(report)
 
 
 def test_a_stream_that_is_left_early_frees_its_lanes():
@@ -141,33 +110,29 @@ def test_progress_shows_items_and_steps(sized, capsys):
     shown = capsys.readouterr().err
     assert re.search(rf"numbers: \d+{'/100' if sized else ''} items.*items/s, .*steps/s.*[0-4] lanes? active", shown)
     assert re.search(r"numbers: 100 items in 0:00:\d\d, .*items/s\n$", shown)
-
-
-def test_progress_of_a_stream_that_is_left_early(capsys):
     with lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=8, progress=lx.Progress(every=0.001)) as stream:
-        next(stream)
+        next(stream)  # left early
     assert "lanes_stream: last seen after" in capsys.readouterr().err
-
-
-def test_nothing_is_shown_unless_asked_for(capsys):
     list(lx.lanes_stream(collatz, items(9), lanes=4, progress=False))
     assert capsys.readouterr().err == ""
-    with pytest.raises(TypeError, match=r"lanes_stream\(progress=...\): got"):
-        lx.lanes_stream(collatz, items(9), progress="yes")  # pyright: ignore[reportArgumentType]
 
 
-def test_lane_report_of_a_stream():
-    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+def test_report_of_a_stream():
+    stream = lx.lanes_stream(collatz, items(100), lanes=8)
     list(stream)
     report = lx.lane_report(stream)
     assert report == stream.report()
-    assert (report.items, report.useful) == (100, sum(steps for steps, _ in ANSWERS[100].values()))
+    assert (report.items, report.lanes) == (100, 8)
+    assert report.useful == sum(steps for steps, _ in ANSWERS[100].values())
+    assert 0.7 < report.share <= 1.0
+    assert report.share_fed >= report.share
+    assert "100 items through 8 lanes" in str(report)
     with pytest.raises(TypeError, match="lane_report of a stream"):
         lx.lane_report(stream, lanes=lx.Compact())
 
 
 def test_items_are_fetched_with_the_settings_of_the_caller():
-    """The thread that fetches has settings of JAX of its own."""
+    """The thread that fetches has settings of JAX of its own, and a program belongs to some."""
     doubled = lambda x: lx.fori_loop(0, 3, lambda i, x: 2 * x, x)
     seen = []
 
@@ -176,13 +141,13 @@ def test_items_are_fetched_with_the_settings_of_the_caller():
             seen.append(jnp.asarray(x).dtype)
             yield x
 
-    with jax.enable_x64(False):
-        results = dict(lx.lanes_stream(doubled, numbers(), lanes=2))
-    assert [results[i].dtype for i in range(2)] == seen == [np.float32] * 2
-    with jax.enable_x64(True):
-        results = dict(lx.lanes_stream(doubled, numbers(), lanes=2))
-    assert [results[i].dtype for i in range(2)] == seen[2:] == [np.float64] * 2
-    assert results == {0: 12.0, 1: 20.0}
+    for x64, dtype in ((False, np.float32), (True, np.float64)):
+        seen.clear()
+        with jax.enable_x64(x64):
+            stream = lx.lanes_stream(doubled, numbers(), lanes=2)
+        results = dict(stream)  # the settings are those where it was made
+        assert [results[i].dtype for i in range(2)] == seen == [dtype] * 2
+        assert results == {0: 12.0, 1: 20.0}
 
 
 def test_a_chunk_takes_as_many_steps_as_fit_into_its_time():
@@ -212,14 +177,87 @@ def test_an_iterable_may_write_into_its_array_again(prefetch):
     assert found(lx.lanes_stream(collatz, numbers(), lanes=4, prefetch=prefetch)) == ANSWERS[100]
 
 
-def test_streams_under_other_settings_are_compiled_again():
-    def draw(n):
-        key = jax.random.key(n)
-        return lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
+# ---- streams that are suspended, and go on
 
-    first = dict(lx.lanes_stream(draw, items(3), lanes=2))
-    with jax.enable_x64(False):
-        second = lx.lanes_stream(draw, items(3), lanes=2)
-    second = dict(second)  # the settings are those where it was made
-    assert all(second[i] != first[i] for i in range(3))
-    assert dict(lx.lanes_stream(draw, items(3), lanes=2)) == first
+
+def bits(results):
+    return {index: [x.tobytes() for x in jax.tree.leaves(result)] for index, result in results}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("taken", [0, 1, 17, 59])
+def test_suspended_streams_go_on_to_the_same_bits(taken, ordered):
+    whole = bits(lx.lanes_stream(chaotic, CHAOTIC, lanes=8))
+    stream = lx.lanes_stream(chaotic, CHAOTIC, lanes=8, ordered=ordered, chunk_steps=5)
+    first = list(it.islice(stream, taken))
+    state = stream.suspend()
+    leaves, treedef = jax.tree.flatten(state)
+    assert all(isinstance(leaf, int | np.ndarray | np.generic) for leaf in leaves)
+    state = treedef.unflatten(map(np.array, leaves))
+    rest = list(lx.lanes_stream(chaotic, CHAOTIC[int(state.fetched) :], lanes=8, ordered=ordered, resume=state))
+    assert bits([*first, *rest]) == whole
+    assert len(first) + len(rest) == len(whole)
+    if ordered:
+        assert [index for index, _ in [*first, *rest]] == list(range(60))
+
+
+def test_suspended_again_and_again():
+    whole, got, state, rest = bits(lx.lanes_stream(chaotic, CHAOTIC, lanes=8)), [], None, CHAOTIC
+    while True:
+        stream = lx.lanes_stream(chaotic, rest, lanes=8, resume=state, chunk_steps=3)
+        got += it.islice(stream, 7)
+        if len(got) == len(whole):
+            break
+        state = stream.suspend()
+        rest = CHAOTIC[state.fetched :]
+    assert bits(got) == whole
+
+
+def test_a_closed_stream_is_not_suspended():
+    with lx.lanes_stream(chaotic, CHAOTIC, lanes=8) as stream:
+        next(stream)
+    with pytest.raises(ValueError, match=r"the stream is closed"):
+        stream.suspend()
+
+
+def test_only_failed_results_are_left():
+    limited = lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0, max_steps=5)
+    stream = lx.lanes_stream(limited, [9, 1, 8], lanes=4, throw=False)
+    first = next(stream)
+    rest = [first, *lx.lanes_stream(limited, [], lanes=4, throw=False, resume=stream.suspend())]
+    assert {index: error is not None for index, _, error in rest} == {0: True, 1: False, 2: True}
+
+
+def test_an_error_of_the_source_is_not_lost_by_suspending():
+    class SourceError(Exception):
+        pass
+
+    def numbers():
+        yield from items(5)
+        raise SourceError
+
+    stream = lx.lanes_stream(collatz, numbers(), lanes=2)
+    next(stream)
+    time.sleep(0.2)
+    stream.suspend()
+    with pytest.raises(SourceError):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+    with lx.lanes_stream(collatz, numbers(), lanes=2) as stream:
+        next(stream)
+        time.sleep(0.2)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_progress_of_a_resumed_stream_counts_unfinished_items(capsys):
+    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    first = list(it.islice(stream, 10))
+    suspended = stream.suspend()
+    rest = items(100)[suspended.fetched :]
+    progress = lx.Progress(every=0.001)
+    list(lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, progress=progress))
+    last = capsys.readouterr().err.splitlines()[-1]
+    finished = int(last.split(": ")[1].split(" items")[0])
+    assert finished == 100 - len(first) - len(suspended.results)
