@@ -27,8 +27,14 @@ def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
     assert stored <= 2 * (isqrt(bound) + 1) or ceil(bound / block) * carry_bytes <= SMALL_STORE_BYTES
 
 
-def test_block_size_of_ordinary_carries_is_the_square_root():
+def test_particular_numbers():
+    """The square root for ordinary carries; how much of the last steps fits; too little room for two levels."""
     assert [block_size(bound, 1_000) for bound in (10_000, 9_999, 1, 0)] == [100, 100, 1, 1]
+    for checkpoints, evaluations in ((500, 1.5), (64, 1.96), (1000, 1.0)):
+        found = last_steps(1000, checkpoints, 1, 1)
+        assert found is not None
+        assert 2 - found.recorded / 1000 <= 1.01 * evaluations
+    assert last_steps(1000, 63, 1, 1) is last_steps(1000, 100, 1, 100) is None
 
 
 @given(st.integers(0, 120), st.integers(0, 200), st.integers(1, 4), st.integers(0, 4))
@@ -44,18 +50,6 @@ def test_last_steps(num_steps, checkpoints, carry, residuals):
     starts = ceil((num_steps - found.recorded) / found.block)
     one_more = starts * carry + (found.recorded + 1) * max(residuals, 1)  # residuals without a size count as 1
     assert starts == 0 or one_more > room or found.recorded == num_steps - 1
-
-
-@pytest.mark.parametrize(("checkpoints", "evaluations"), [(500, 1.5), (64, 1.96), (1000, 1.0)])
-def test_last_steps_of_a_thousand(checkpoints, evaluations):
-    found = last_steps(1000, checkpoints, 1, 1)
-    assert found is not None
-    assert 2 - found.recorded / 1000 <= 1.01 * evaluations
-
-
-def test_too_little_room_for_two_levels():
-    assert last_steps(1000, 63, 1, 1) is None
-    assert last_steps(1000, 100, 1, 100) is None
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5))

@@ -5,28 +5,27 @@ import pytest
 from loopax.schedule import Action
 from tests.support.schedule_machine import execute
 
-
-@pytest.mark.parametrize(
-    ("actions", "problem"),
-    [
-        ([Action("restore", 0)], "restore"),
-        ([Action("advance", 1)], "advance"),
-        ([Action("keep", 0), Action("keep", 0)], "keep"),
-        ([Action("reverse", 0)], "reverse"),
-        ([Action("advance", 0), Action("reverse", 0)], "reverse"),
-        ([Action("advance", 0), Action("advance", 1), Action("reverse", 1)], "reverse"),
-        ([Action("drop", 0)], "drop"),
-        ([Action("keep", 0)], "at the end"),
-        ([Action("record", 1)], "record"),
-        ([Action("record", 0), Action("record", 0)], "record"),
-        ([Action("record", 0), Action("reverse", 0)], "reverse"),
-        ([Action("record", 0), Action("restore", 0)], "restore"),
-        ([Action("record", 0), Action("reverse", 1)], "at the end"),
+IMPOSSIBLE = {
+    "restore": [[("restore", 0)], [("record", 0), ("restore", 0)]],
+    "advance": [[("advance", 1)]],
+    "keep": [[("keep", 0), ("keep", 0)]],
+    "reverse": [
+        [("reverse", 0)],
+        [("advance", 0), ("reverse", 0)],
+        [("advance", 0), ("advance", 1), ("reverse", 1)],
+        [("record", 0), ("reverse", 0)],
     ],
-)
-def test_the_machine_refuses_what_is_not_possible(actions, problem):
-    with pytest.raises(ValueError, match=problem):
-        execute(actions, 2)
+    "drop": [[("drop", 0)]],
+    "record": [[("record", 1)], [("record", 0), ("record", 0)]],
+    "at the end": [[("keep", 0)], [("record", 0), ("reverse", 1)]],
+}
+
+
+@pytest.mark.parametrize("problem", IMPOSSIBLE)
+def test_the_machine_refuses_what_is_not_possible(problem):
+    for actions in IMPOSSIBLE[problem]:
+        with pytest.raises(ValueError, match=problem):
+            execute([Action(*action) for action in actions], 2)
 
 
 def test_records_take_room_and_save_an_evaluation():

@@ -26,11 +26,6 @@ def test_every_length(schedule, slots):
     for n, cost in costs(schedule(slots), slots):
         assert cost.most_stored <= min(n, slots)
         assert cost.evaluations <= 1.5 * evaluations(n, slots)
-
-
-@each_number_of_slots(2)
-def test_every_length_that_stumm_and_walther_allow(slots):
-    """Algorithm I, and II after it."""
     for n, cost in costs(chain(stumm_walther_1(slots), stumm_walther_2(slots)), slots):
         assert cost.most_stored <= min(n, slots)
         assert cost.evaluations <= evaluations(n, slots) + 3
