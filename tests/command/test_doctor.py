@@ -1,7 +1,10 @@
-"""`python -m loopax doctor`: what fails is reported, and is the exit code."""
+"""`python -m loopax doctor`: what fails is reported, and is the exit code; versions."""
 
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +17,7 @@ from loopax._command import doctor as blas
 from loopax._command import installed as versions
 from loopax._command.copies import CopyTest
 from loopax._command.doctor import Setting, settings
-from loopax._command.installed import Installed
+from loopax._command.installed import Installed, in_range
 from loopax._command.selftest import Result, SelfTest
 from tests.command.copying import swapped
 
@@ -26,14 +29,14 @@ def test_all_is_well_here():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("all is well")
     assert "FAILS" not in done.stdout
-    for words in (
+    parts = (
         "Versions",
         "8 x cpu",
         "shard_map of vmap of grad, devices: 8",
         "run-time check raises",
         "Buffer, appended",
-    ):
-        assert words in done.stdout
+    )
+    assert all(words in done.stdout for words in parts)
 
 
 @pytest.fixture
@@ -45,12 +48,9 @@ def quick(monkeypatch):
     return monkeypatch
 
 
-def test_nothing_fails(quick, capsys):
+def test_lanes_over_cores(quick, capsys):
     assert main(["doctor"]) == 0
     assert "all is well" in capsys.readouterr().out
-
-
-def test_lanes_over_cores(quick, capsys):
     quick.setattr(cores, "usable", lambda: 2)
     quick.setattr(cores, "gains", lambda number: [cores.Gain("sequential", 0.008, 0.004 * number / 2)])
     assert main(["doctor"]) == 0
@@ -58,12 +58,9 @@ def test_lanes_over_cores(quick, capsys):
     assert "2 CPU devices" in shown
     assert shown.split("sequential")[1].split()[:3] == ["8.0", "4.0", "2.0"]
 
-
-def test_a_process_that_fails_is_reported(quick, capsys):
     def ended(_):
         raise subprocess.CalledProcessError(1, "python")
 
-    quick.setattr(cores, "usable", lambda: 2)
     quick.setattr(cores, "gains", ended)
     assert main(["doctor"]) == 1
     assert "lanes over cores" in capsys.readouterr().out
@@ -127,25 +124,17 @@ def test_a_version_out_of_range_is_reported(quick, capsys):
     assert "1 failed (jax)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("got", "wanted", "error"),
-    [
+def test_answers_are_compared():
+    ones = np.ones(2)
+    answers = [
         (1.0, 1.0, ""),
-        (np.ones(2), [1.0, 1.00001], ""),
+        (ones, [1.0, 1.00001], ""),
         (1.5, 1.0, "got 1.5, expected 1.0"),
-        (np.ones(2), 1.0, "got [1.0, 1.0], expected 1.0"),
+        (ones, 1.0, "got [1.0, 1.0], expected 1.0"),
         (float("nan"), 1.0, "got nan, expected 1.0"),
-    ],
-)
-def test_answers_are_compared(got, wanted, error):
-    assert selftest.run(SelfTest("this", lambda: (got, wanted))) == Result("this", error)
-
-
-def test_an_error_without_words():
-    def fails():
-        raise RuntimeError
-
-    assert selftest.run(SelfTest("this", fails)).error == "RuntimeError: "
+    ]
+    for got, wanted, error in answers:
+        assert selftest.run(SelfTest("this", lambda got=got, wanted=wanted: (got, wanted))) == Result("this", error)
 
 
 def test_the_answers_are_those_of_calculus():
@@ -176,3 +165,63 @@ def test_settings_say_what_is_unusual(monkeypatch):
     assert found["devices"].value.startswith("8 x cpu")
     assert [setting.value for setting in settings() if setting.name == "XLA_FLAGS"] == ["--one=1", "--two=2"]
     assert found["compilation cache"].value == "off"
+
+
+# ---- versions, and whether they are in the ranges that loopax's own package names
+
+
+ROOT = Path(__file__).parents[2]
+
+
+RANGES = [
+    ("0.10.2", ">=0.10.0", True),
+    ("0.9.9", ">=0.10.0", False),
+    ("0.10", ">=0.10.0", True),
+    ("0.12.0.1", ">=0.10.0,<0.12", False),
+    ("0.11.9", ">=0.10.0, <0.12", True),
+    ("0.12.8.dev3", ">=0.12.8", True),
+    ("2.0.0rc1", ">=2.0.0", True),
+    ("3.11.7+local", ">=3.11", True),
+    ("1.5", "!=1.5.0", False),
+    ("1.5", "==1.5.0", True),
+    ("1.5", "", True),
+]
+
+
+def test_ranges():
+    for version, wanted, inside in RANGES:
+        assert in_range(version, wanted) is inside, (version, wanted)
+    with pytest.raises(ValueError, match="~=1"):
+        in_range("1.5", "~=1.4")
+
+
+def test_all_ranges_of_the_package_are_understood():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    required = [*project["dependencies"], *(name for extra in extras for name in extra)]
+    assert all(versions._parsed(requirement).wanted.startswith(">=") for requirement in required)
+    assert all(in_range("99.0", versions._parsed(requirement).wanted) for requirement in required)
+
+
+def test_what_the_package_names_is_found(monkeypatch):
+    """The ranges come from the package, not from a second list."""
+    required = ["jax>=0.10.0", "numpy>=99", 'no-such-package>=1.0; extra == "flax"', "nor-this-one>=2"]
+    monkeypatch.setattr(metadata, "requires", lambda _: required)
+    found = {package.name: package for package in versions.found()}
+    assert list(found) == ["Python", "loopax", "jax", "jaxlib", "numpy", "no-such-package", "nor-this-one"]
+    assert found["jax"].status == "ok"
+    assert found["numpy"] == Installed("numpy", metadata.version("numpy"), ">=99", "")
+    assert found["numpy"].status == "out of range"
+    assert found["no-such-package"].status == "not installed: pip install loopax[flax]"
+    assert found["nor-this-one"].status == "FAILS: not installed"
+    assert [package.name for package in found.values() if package.fails] == ["numpy", "nor-this-one"]
+    assert Installed("flax", "0.1", ">=0.12.8", "flax").fails  # also where it is optional
+
+
+def test_a_copy_of_the_source_that_is_not_installed(monkeypatch):
+    def missing(_):
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    assert {"Python", "jax", "jaxlib", "equinox"} <= {package.name for package in versions.found()}
+    assert not any(package.fails for package in versions.found())
