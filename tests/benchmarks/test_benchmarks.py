@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,6 @@ def of_group(edit):
 # ---- targets
 
 
-def test_nothing_changed():
-    assert changed(lambda _: None) == []
-
-
 def test_milliseconds_and_seconds_are_of_a_machine():
     def edit(new):
         for program in new["groups"][0]["programs"]:
@@ -70,60 +65,37 @@ def test_milliseconds_and_seconds_are_of_a_machine():
             row["s"] = 7.0
         new["machine"] = "B"
 
-    assert changed(edit) == []
+    assert changed(edit) == changed(lambda _: None) == []
 
 
-@pytest.mark.parametrize(("measured", "is_listed"), [(0.8 * 1.24, True), (0.89, False), (0.65, False), (0.6, True)])
-def test_ratios_of_times_are_listed_beyond_the_tolerance_or_the_bound(measured, is_listed):
-    found = changed(of_group(lambda group: group["targets"][0].update(measured=measured)))
-    assert [c.what for c in found] == ["time: loopax Checkpointed() / Equinox checkpointed"] * is_listed
+def test_ratios_of_times_are_listed_beyond_the_tolerance_or_the_bound():
+    for measured, is_listed in ((0.8 * 1.24, True), (0.89, False), (0.65, False), (0.6, True)):
+        found = changed(of_group(lambda group, m=measured: group["targets"][0].update(measured=m)))
+        assert [c.what for c in found] == ["time: loopax Checkpointed() / Equinox checkpointed"] * is_listed
 
 
-def test_a_target_that_is_not_met_any_more_fails():
-    (found,) = changed(of_group(lambda group: group["targets"][0].update(measured=0.91)))
-    assert (found.title, found.before, found.now, found.fails) == ("Gradient", 0.8, 0.91, True)
-    assert found.verdict == "was met, is not (bound 0.9)"
+def test_targets_that_are_met_and_are_not():
+    def after(target, **edit):
+        found = changed(of_group(lambda group: group["targets"][target].update(**edit)))
+        return [(c.title, c.before, c.now, c.verdict, c.fails) for c in found]
 
-
-def test_a_target_that_was_not_met_may_stay_so():
-    assert changed(of_group(lambda group: group["targets"][2].update(measured=0.55))) == []
-    (found,) = changed(of_group(lambda group: group["targets"][2].update(measured=0.9)))
-    assert (found.verdict, found.fails) == ("more", False)
-
-
-def test_a_target_that_is_met_now():
-    (found,) = changed(of_group(lambda group: group["targets"][2].update(measured=0.39)))
-    assert (found.verdict, found.fails) == ("is met now (bound 0.4)", False)
-
-
-def test_a_bound_that_was_drawn_tighter_fails():
-    (found,) = changed(of_group(lambda group: group["targets"][0].update(bound=0.7)))
-    assert found.fails
-
-
-def test_the_best_of_several_peers_is_one_target():
-    old = report()
-    old["groups"][0]["targets"][0]["to"] = ("Bounded()", "Residuals()")
-    new = json.loads(json.dumps(old))  # which makes lists of tuples
-    new["groups"][0]["targets"][0]["measured"] = 0.95
-    (found,) = compare.changes(old, new)
-    assert found.what == "time: loopax Checkpointed() / the best of Bounded(), Residuals()"
+    assert after(0, measured=0.91) == [("Gradient", 0.8, 0.91, "was met, is not (bound 0.9)", True)]
+    assert after(0, bound=0.7) == [("Gradient", 0.8, 0.8, "was met, is not (bound 0.7)", True)]
+    assert after(2, measured=0.55) == []  # it was not met, and may stay so
+    assert after(2, measured=0.9) == [("Gradient", 0.5, 0.9, "more", False)]
+    assert after(2, measured=0.39) == [("Gradient", 0.5, 0.39, "is met now (bound 0.4)", False)]
 
 
 # ---- memory and counts
 
 
-@pytest.mark.parametrize(
-    ("mib", "verdict", "fails"), [(0.52, "more", True), (0.48, "less", False), (0.504, None, None)]
-)
-def test_memory(mib, verdict, fails):
-    found = changed(of_group(lambda group: group["programs"][0].update(temporary_mib=mib)))
-    assert [(c.verdict, c.fails) for c in found] == ([(verdict, fails)] if verdict else [])
+def test_memory():
+    def after(program, mib):
+        found = changed(of_group(lambda group: group["programs"][program].update(temporary_mib=mib)))
+        return [(c.verdict, c.fails) for c in found]
 
-
-def test_the_memory_of_a_peer_does_not_fail():
-    (found,) = changed(of_group(lambda group: group["programs"][1].update(temporary_mib=2.0)))
-    assert (found.verdict, found.fails) == ("more, of a peer", False)
+    assert [after(0, mib) for mib in (0.52, 0.48, 0.504)] == [[("more", True)], [("less", False)], []]
+    assert after(1, 2.0) == [("more, of a peer", False)]
 
 
 def test_memory_is_not_compared_with_that_of_another_kind_of_device():
@@ -137,38 +109,20 @@ def test_memory_is_not_compared_with_that_of_another_kind_of_device():
     assert changed(edit) == []
 
 
-def test_a_record_of_another_machine_is_of_its_device():
-    old = report()
-    old["versions"] = "jax 0.10.2, equinox 0.13.8, gpu, float32"
-    old["groups"][0]["setting"] = f"A. {report()['versions']}"
-    new = report()
-    new["groups"][0]["programs"][0]["temporary_mib"] = 5.0
-    assert [c.fails for c in compare.changes(old, new)] == [True]
-
-
 def test_counts_in_tables_are_found_by_the_words_of_their_row():
     def edit(new):
         rows = new["tables"][0]["rows"]
+        rows[0]["met"] = False
         rows[1]["evaluations"] = 4.2
-        rows[2]["evaluations"] = 4.5
+        rows[2] |= {"evaluations": 4.5, "met": True}
         rows.insert(0, {"matrix": "new", "evaluations": 9.0, "s": 1.0, "met": False})
 
-    found = changed(edit)
-    assert [(c.what, c.verdict, c.fails) for c in found] == [
+    assert {(c.what, c.verdict, c.fails) for c in changed(edit)} == {
+        ("Wishart: met", "was met, is not", True),
         ("Wishart (2): evaluations", "more", True),
         ("rank one: evaluations", "less", False),
-    ]
-
-
-def test_what_a_table_says_is_met():
-    def edit(new):
-        new["tables"][0]["rows"][0]["met"] = False
-        new["tables"][0]["rows"][2]["met"] = True
-
-    assert [(c.what, c.verdict, c.fails) for c in changed(edit)] == [
-        ("Wishart: met", "was met, is not", True),
         ("rank one: met", "is met now", False),
-    ]
+    }
 
 
 def test_what_is_counted_once_but_not_the_ratios_that_follow():
@@ -196,32 +150,28 @@ def test_what_only_one_report_has_is_not_compared():
 def test_two_files_are_compared(tmp_path, monkeypatch, capsys, measured, code):
     new = report()
     new["groups"][0]["targets"][0]["measured"] = measured
-    for name, content in {"old": report(), "new": new}.items():
-        records.write(content, tmp_path / f"{name}.json")
-    monkeypatch.setattr(
-        "sys.argv", ["benchmarks", "--against", str(tmp_path / "old.json"), "--results", str(tmp_path / "new.json")]
-    )
+    paths = {name: tmp_path / f"{name}.json" for name in ("old", "new")}
+    for content, path in zip((report(), new), paths.values(), strict=True):
+        records.write(content, path)
+    arguments = ["benchmarks", "--against", str(paths["old"]), "--results", str(paths["new"])]
+    monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit) as stopped:
         command.main()
     assert stopped.value.code == code
-    output = capsys.readouterr().out
-    assert f"1 change beyond the tolerance, {code} for the worse" in output
+    assert f"1 change beyond the tolerance, {code} for the worse" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_do_not_go_together(monkeypatch, capsys):
+    for arguments, message in (
         (["--results", "new.json"], "--results needs --against FILE"),
         (["--write"], "--write is for a part"),
         (["a part", "--figures"], "a part is measured"),
         (["--against", "--list"], "--against writes nothing"),
-    ],
-)
-def test_arguments_that_do_not_go_together(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert message in capsys.readouterr().err
+    ):
+        monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+        with pytest.raises(SystemExit):
+            command.main()
+        assert message in capsys.readouterr().err
 
 
 # ---- a run
@@ -285,12 +235,9 @@ def test_estimates_are_of_the_last_run_or_of_the_times_of_programs():
 # ---- what is committed
 
 
-def test_the_page_is_that_of_the_results():
-    assert COMMITTED.with_suffix(".md").read_text() == page.page(records.read(COMMITTED))
-
-
-def test_titles_are_of_one_table_each():
+def test_the_page_is_that_of_the_results_whose_titles_are_of_one_table_each():
     committed = records.read(COMMITTED)
+    assert COMMITTED.with_suffix(".md").read_text() == page.page(committed)
     titles = [title for kind in records.KINDS for title in records.by_title(committed, kind)]
     assert len(titles) == len(set(titles)) == sum(len(committed[kind]) for kind in records.KINDS)
 
@@ -298,11 +245,7 @@ def test_titles_are_of_one_table_each():
 def test_figures_are_drawn_of_what_there_is(tmp_path):
     committed = records.read(COMMITTED)
     lorenz = [record for record in committed["groups"] if "Lorenz, RK4" in record["title"]]
-    some = committed | {"groups": lorenz, "tables": [], "counts": []}
-    drawn = figures.draw(some, tmp_path)
-    assert sorted(path.name for path in drawn) == [
-        "benchmark-auto.svg",
-        "benchmark-budgets.svg",
-        "benchmark-gradients.svg",
-    ]
+    drawn = figures.draw(committed | {"groups": lorenz, "tables": [], "counts": []}, tmp_path)
+    names = ["benchmark-auto.svg", "benchmark-budgets.svg", "benchmark-gradients.svg"]
+    assert sorted(path.name for path in drawn) == names
     assert sorted(tmp_path.iterdir()) == sorted(drawn)

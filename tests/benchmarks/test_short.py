@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.short import beside_peers, programs
-from benchmarks.short.measure import DEVICE, QUICK, Contender, Program, measure
+from benchmarks.short.measure import QUICK, Contender, Program, measure
 from benchmarks.short.options import main
 from tests.support.example_files import precision_of_a_user
 
@@ -69,12 +69,12 @@ def test_ratios_are_to_the_first_contender_or_there_are_none():
     broken, *others = sorted(contenders(), key=lambda contender: contender.library != "broken")
     rows = measure(Program("sines", [broken, *others], (jnp.ones(3),)), rounds=1)
     assert [row.ratio for row in rows] == [None] * len(rows)
-
-
-def test_contenders_may_compute_different_things_of_arguments_of_their_own():
     functions = [Contender("sine", jnp.sin, (jnp.ones(3),)), Contender("cosine", jnp.cos, (jnp.ones(2),))]
-    rows = measure(Program("both", functions, is_one=False), rounds=1)
+    rows = measure(Program("both", functions, is_one=False), rounds=1)  # of arguments of their own
     assert [(row.note, row.milliseconds is not None) for row in rows] == [("", True)] * 2
+    headers, lines = beside_peers.columns(rows)
+    assert headers == ["library", "ms", "x loopax", "temporary MiB", "compile s"]
+    assert all(len(line) == len(headers) for line in lines)
 
 
 def one_program(monkeypatch, functions):
@@ -97,13 +97,6 @@ def test_files(monkeypatch, tmp_path, capsys):
     assert any(line.split() == ["broken", "ValueError:", "no", "such", "thing"] for line in lines)
 
 
-def test_columns_in_which_nothing_stands_are_left_out():
-    rows = measure(Program("sines", contenders()[:2], (jnp.ones(3),)), rounds=1)
-    headers, lines = beside_peers.columns(rows)
-    assert headers == ["library", "ms", "x loopax", "temporary MiB", "compile s"]
-    assert all(len(line) == len(headers) for line in lines)
-
-
 def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
     broken, fine = contenders()[3], contenders()[1]
     one_program(monkeypatch, [Contender("loopax", broken.function), fine])
@@ -111,26 +104,9 @@ def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
     assert "no such thing" in capsys.readouterr().out
 
 
-def test_sizes_are_those_of_the_device(monkeypatch, capsys):
-    given = []
-
-    def build(sizes):
-        given.append(sizes)
-        return Program("sines", contenders()[:1], (jnp.ones(3),))
-
-    monkeypatch.setattr(beside_peers, "programs", lambda: [build])
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["--short"]) == 0
-    assert given == [DEVICE]
-    assert "x loopax" in capsys.readouterr().out
-
-
-def test_a_folder_that_is_not_there(tmp_path, capsys):
+def test_what_cannot_be_written(monkeypatch, tmp_path, capsys):
     assert main(["--short", "--json", str(tmp_path / "none" / "x.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
-
-
-def test_without_matplotlib(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["--short", "--figure", str(tmp_path / "x.png")]) == 2
     assert "pip install loopax[matplotlib]" in capsys.readouterr().err
