@@ -21,18 +21,6 @@ EACH_LOOP = pytest.mark.parametrize("loop", [while_loop, fori_loop, scan])
 # ---- where a module stands
 
 
-@EACH_LOOP
-def test_in_the_carry_everything_but_arrays_stays_what_it_is(loop: Any) -> None:
-    def step(state: Any) -> Any:
-        block, _ = state
-        assert (type(block.width), type(block.dropout.p), type(block.dropout.inference)) == (int, float, bool)
-        return apply(state)
-
-    block, x = eqx.filter_jit(loop)(step, (BLOCK, X))
-    assert eqx.tree_equal(block, BLOCK)
-    assert_close(x, python_loop(apply, (BLOCK, X))[1])
-
-
 @EACH_KIND
 def test_stacked_layers_in_xs(kind: Any) -> None:
     layers = eqx.filter_vmap(Block)(KEYS)
@@ -47,22 +35,6 @@ def test_stacked_layers_in_xs(kind: Any) -> None:
 
     actual = eqx.filter_jit(eqx.filter_value_and_grad(loss))(layers, X)
     assert_close(actual, eqx.filter_jit(eqx.filter_value_and_grad(expected))(layers, X))
-
-
-def test_modules_in_ys_are_those_of_filter_vmap() -> None:
-    _, blocks = lx.scan(lambda c, key: (c, Block(key)), None, KEYS)
-    expected = eqx.filter_vmap(Block)(KEYS)
-    assert_close(arrays(blocks), arrays(expected))
-    assert eqx.tree_equal(*(eqx.filter(tree, eqx.is_array, inverse=True) for tree in (blocks, expected)))
-    run = eqx.filter_vmap(lambda block, x: block(x), in_axes=(eqx.if_array(0), None))
-    assert_close(run(blocks, X), run(expected, X))
-
-
-@EACH_KIND
-def test_closed_over(kind: Any) -> None:
-    loss = lambda block: (fori_loop(block, X, kind=kind) ** 2).sum()
-    expected = lambda block: (python_loop(block, X) ** 2).sum()
-    assert_close(eqx.filter_jit(eqx.filter_grad(loss))(BLOCK), eqx.filter_grad(expected)(BLOCK))
 
 
 def test_shared_layers_and_enumerations_in_the_carry() -> None:
@@ -108,28 +80,12 @@ def test_number_that_the_body_takes_for_an_array_is_one() -> None:
     assert_close((count.x, count.rate), (X + 6, jnp.asarray(jnp.inf)))
 
 
-def scaled(count: Count) -> Count:
-    scale = 3.0 if count.n is True else float(count.n)
-    return Count(count.n, count.x * scale * count.rate, count.rate)
-
-
-def test_numbers_that_differ_between_calls_of_one_body() -> None:
-    run = lambda n, rate: fori_loop(scaled, Count(n, X, rate)).x
-    assert_close(run(1, 1), X)
-    assert_close(run(1, 2.0), 8 * X)
-    assert_close(run(2, 1.0), 8 * X)
-    assert_close(run(True, 1.0), 27 * X)
-
-
 def test_error_of_a_body_with_numbers_is_its_first() -> None:
     def step(count: Count) -> Count:
         raise ValueError(f"a mistake in a body that is given {type(count.n).__name__}")
 
     with pytest.raises(ValueError, match="given int"):
         fori_loop(step, Count(0, X))
-
-
-# ---- training in a loop
 
 
 # ---- modules as functions
@@ -238,3 +194,65 @@ def test_body_that_changes_a_flag_is_told_which() -> None:
     notes = "\n".join(error.value.__notes__)
     assert "body_fun of fori_loop does not return these Python values" in notes
     assert "[0].dropout.inference: got bool False, expected bool True" in notes
+
+
+# ---- `eqx.nn.State` and `eqx.nn.BatchNorm`
+
+
+class Normalised(eqx.Module):
+    """A layer with a batch norm, and a state of its own that counts calls."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    calls: eqx.nn.StateIndex[Array]
+
+    def __init__(self, mode: Any) -> None:
+        self.linear = eqx.nn.Linear(3, 3, key=KEY)
+        self.norm = eqx.nn.BatchNorm(3, "batch", momentum=0.5, mode=mode)
+        self.calls = eqx.nn.StateIndex(jnp.array(0))
+
+    def __call__(self, x: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
+        state = state.set(self.calls, state.get(self.calls) + 1)
+        return self.norm(jnp.sin(self.linear(x)), state)
+
+
+BATCH = jnp.stack([X, 2 * X, jnp.cos(X)])
+
+
+def over_batch(model: Normalised) -> Callable[[Any], Any]:
+    batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return lambda carry: batched(*carry)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("ema", "auto"), ("batch", lx.Checkpointed(2))], ids=str)
+def test_state_in_the_carry(mode: str, kind: Any) -> None:
+    model, state = eqx.nn.make_with_state(Normalised)(mode)
+
+    def loss(model: Normalised, loop: Any, state: Any) -> Any:
+        x, state = loop(over_batch(model), (BATCH, state))
+        return (x**3).sum() + sum(leaf.sum() for leaf in jax.tree.leaves(state) if leaf.dtype == float), state
+
+    run = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+    (value, after), gradient = run(model, ft.partial(fori_loop, kind=kind), state)
+    (wanted, wanted_after), wanted_gradient = run(model, python_loop, state)
+    assert after.get(model.calls) == 3
+    assert_close((value, arrays(gradient), after), (wanted, arrays(wanted_gradient), wanted_after))
+
+
+def test_state_of_each_lane() -> None:
+    model, state = eqx.nn.make_with_state(Normalised)("batch")
+
+    def run(n: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
+        return lx.fori_loop(0, n, lambda _, carry: over_batch(model)(carry), (BATCH, state))
+
+    _, after = eqx.filter_jit(jax.vmap(run, in_axes=(0, None)))(jnp.array([0, 2, 5]), state)
+    assert after.get(model.calls).tolist() == [0, 2, 5]
+    counter: Any = model.norm.batch_counter
+    assert after.get(counter).tolist() == [0, 2, 5]
+
+
+def test_state_of_another_model_shows_what_it_holds() -> None:
+    _, state = eqx.nn.make_with_state(Normalised)("batch")
+    model, _ = eqx.nn.make_with_state(Normalised)("batch")
+    with pytest.raises(TypeError, match=r"got State .*Normalised\.calls.*expected .*Normalised\.norm"):
+        fori_loop(lambda state: state.substate(model.calls), state)

@@ -240,9 +240,3 @@ def test_symbolic_numbers_of_steps(name: str, x64: bool) -> None:
         for rows in (1, 5):
             xs = jnp.linspace(0.1, 0.7, rows, dtype=jnp.float32)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), read.call(xs), SIZES[name](xs))
-
-
-def test_a_symbolic_length_beyond_the_rows_is_checked() -> None:
-    row = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.float32)
-    with raises(NotImplementedError, "jax.export", "xs has 5 rows"):
-        export.export(jax.jit(lambda xs: lx.scan(lambda c, x: (c + x, None), 0, np.arange(5), xs.shape[0])))(row)

@@ -1,7 +1,6 @@
 """Mutable arrays (`jax.new_ref`) in loops, against `jax.lax`: values and derivatives are equal, the rest is refused."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -174,12 +173,6 @@ def test_lanes_at_another_axis_than_those_of_the_array(lanes: Any, shape: Any) -
         expected = [[alone(*lane) for lane in zip(of, counts, strict=True)] for of in np.moveaxis(starts, axis, 0)]
         for i, x in enumerate(got):
             np.testing.assert_allclose(x, [[lane[i] for lane in of] for of in expected], rtol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
-def test_every_kind(kind: Any) -> None:
-    loops: Any = SimpleNamespace(scan=partial(lx.scan, kind=kind))
-    np.testing.assert_allclose(all_of(partial(read_and_write, loops)), all_of(partial(read_and_write, lax)), rtol=1e-10)
 
 
 def test_eagerly_and_twice() -> None:

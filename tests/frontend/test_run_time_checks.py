@@ -1,20 +1,28 @@
-"""Bounds that are found out when a program runs: every result and every derivative raises."""
+"""Bounds that are found out when a program runs: every result and derivative raises, where a check can fail."""
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import loopax as lx
 from tests.support.limited_loops import (
     EACH_LIMITED,
     RUN_TIME,
+    SUM,
+    assert_no_callback_in_a_loop,
+    count_callbacks,
     doubled,
     eagerly,
     fori_loop,
+    inner,
+    nested_fori,
     raises,
+    rows_up_to,
     scan,
     scan_with_stop,
     while_loop,
@@ -107,3 +115,186 @@ def test_each_derivative_alone_raises_beyond_the_bound_only(derivative: str) -> 
             jax.block_until_ready(program(jnp.float64(1.0), jnp.int32(5)))
         found = program(jnp.float64(1.0), jnp.int32(3))
         assert [np.asarray(x).tolist() for x in jax.tree.leaves(found)] == expected.get(derivative, [8.0])
+
+
+# ---- lanes and nested loops: raised once, after the outermost loop
+
+
+@EACH_LIMITED
+def test_a_bound_of_lanes(loop: Any) -> None:
+    for jit in (jax.jit, eagerly):
+        with raises(RUN_TIME, "max_steps=3 stopped"):
+            jax.block_until_ready(jit(jax.vmap(lambda n: loop(n, max_steps=3)))(jnp.array([1, 5, 2])))
+    _, info = jax.jit(jax.vmap(lambda n: loop(n, max_steps=3, info=True)))(jnp.array([1, 3, 2]))
+    assert info.num_steps.tolist() == [1, 3, 2]
+    _, info = jax.jit(jax.vmap(lambda n: loop(n, max_steps=3, throw=False, info=True)))(jnp.array([1, 5, 3]))
+    assert (info.num_steps.tolist(), info.limit_reached.tolist()) == ([1, 3, 3], [False, True, False])
+
+
+def nested_thrice(steps: Any) -> Any:
+    return lx.fori_loop(0, 2, lambda i, x: x + nested_fori(steps), 0.0)
+
+
+# With their results for three steps of the inner loop.
+NESTED: Any = {
+    "fori_loop": (nested_fori, 6),
+    "while_loop": (lambda n: lx.while_loop(lambda x: x < 2, lambda x: inner(x, n), 0.0), 3),
+    "scan": (lambda n: lx.scan(lambda c, _: (inner(c, n), None), 0.0, jnp.arange(2))[0], 6),
+    "thrice": (nested_thrice, 12),
+    "cond_fun": (lambda n: lx.while_loop(lambda x: inner(x, n) < 6, lambda x: x + 1.0, 0.0), 3),
+    "stop": (
+        lambda n: lx.scan(lambda c, _: (c + 1.0, None), 0.0, jnp.arange(3), stop=lambda c, _: inner(c, n) > 5)[0],
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("outer", "expected"), NESTED.values(), ids=NESTED)
+def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, expected: int) -> None:
+    program = jax.jit(outer)
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(program(5))
+    assert program(3) == expected
+    assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
+
+
+def test_no_callback_in_the_body_of_a_differentiated_outer_loop() -> None:
+    def loss(x: Any, steps: Any) -> Any:
+        return x * NESTED["scan"][0](steps) ** 2 + lx.fori_loop(0, 2, lambda _, x: inner(x, steps), x)
+
+    assert_no_callback_in_a_loop(jax.make_jaxpr(jax.grad(loss))(1.0, jnp.int32(3)))
+
+
+def test_an_inner_check_is_raised_once() -> None:
+    assert count_callbacks(nested_thrice, 3) == count_callbacks(lambda n: inner(0.0, n), 3) > 0
+
+
+TRANSFORMED_INNER = {
+    "jit": jax.jit(inner),
+    "vmap": lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1],
+    "grad": lambda x, n: x + 3.0 * jax.grad(inner)(x, n),
+    "checkpoint": jax.checkpoint(inner),
+    "cond": lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n),
+    "lax.fori_loop": lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED_INNER)
+def test_transformed_inner_loop_still_raises_beyond_its_bound_only(how: str) -> None:
+    program = jax.jit(lambda n: nested_fori(n, TRANSFORMED_INNER[how]))
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(program(5))
+    assert program(3) == 6.0
+
+
+def test_branch_that_is_not_taken_does_not_raise() -> None:
+    untaken = lambda x, n: lax.cond(n < 0, inner, lambda x, _: x, x, n)
+    assert jax.jit(lambda n: nested_fori(n, untaken))(5) == 0.0
+
+
+def test_throw_is_for_its_own_loop_only() -> None:
+    outer = lambda n: lx.fori_loop(0, n, lambda _, x: inner(x, n), 0.0, max_steps=2, throw=False)
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(jax.jit(outer)(5))
+    assert jax.jit(lambda n: nested_fori(n, lambda x, n: inner(x, n, throw=False)))(5) == 6.0
+
+
+def test_a_lane_that_is_done_raises_no_error_of_its_inner_loop() -> None:
+    def triangle(count: Any) -> Any:
+        return lx.fori_loop(0, count, lambda i, x: inner(x, i + 1), 0.0)
+
+    lanes = jax.jit(jax.vmap(triangle))
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(lanes(np.array([2, 4])))
+    assert lanes(np.array([2, 3])).tolist() == [3.0, 6.0]
+
+
+# ---- no callback without need
+
+NO_CHECK: Any = {
+    "while_loop without a bound": lambda n: lx.while_loop(lambda x: x < n, lambda x: x + 1, 0),
+    "static fori_loop within its bound": lambda n: lx.fori_loop(0, 3, lambda _, x: x + 1, n, max_steps=3),
+    "fori_loop to an int32": lambda n: lx.fori_loop(0, n.astype(jnp.int32), lambda _, x: x + 1, 0),
+    "fori_loop between int8": lambda n: lx.fori_loop(n.astype(jnp.int8), jnp.int8(3), lambda _, x: x + 1, 0),
+    "uint8 within a bound": lambda n: lx.fori_loop(0, n.astype(jnp.uint8), lambda _, x: x + 1, 0, max_steps=255),
+    "scan over rows": lambda n: lx.scan(lambda c, x: (c + x, c), n, jnp.arange(3)),
+    "static scan within its bound": lambda n: lx.scan(lambda c, _: (c + 1, c), n, length=3, max_steps=4),
+    "uint8 steps over enough rows": lambda n: lx.scan(SUM, 0.0, jnp.arange(255.0), n.astype(jnp.uint8)),
+    "scan with stop over rows": lambda n: lx.scan(lambda c, x: (c + x, c), n, jnp.arange(3), stop=lambda c, _: c > 9),
+    "scan with stop without rows": lambda n: lx.scan(lambda c, _: (c + 1, None), n, stop=lambda c, _: c > 9),
+    "while_loop, throw=False": lambda n: while_loop(n, max_steps=3, throw=False, info=True),
+    "fori_loop, throw=False": lambda n: fori_loop(n, max_steps=3, throw=False, info=True),
+    "fori_loop between int64, throw=False": lambda n: fori_loop(n, throw=False),
+    "scan, throw=False": lambda n: scan(n, max_steps=3, throw=False, info=True),
+    "scan over rows, throw=False": lambda n: rows_up_to(n, throw=False, info=True),
+    "key without a bound, throw=False": lambda n: lx.while_loop(
+        lambda x: x < n, lambda x, key: x + 1, 0, key=jax.random.key(0), throw=False
+    ),
+    "inner loop, throw=False": lambda n: nested_fori(n, lambda x, n: inner(x, n, throw=False)),
+}
+
+
+@pytest.mark.parametrize("program", NO_CHECK)
+def test_no_callback_where_nothing_can_fail_or_throw_is_false(program: str) -> None:
+    assert "callback" not in str(jax.make_jaxpr(NO_CHECK[program])(3))
+
+
+@pytest.mark.parametrize("loop", [while_loop, fori_loop, scan, lambda n, max_steps: rows_up_to(n)])
+def test_callback_where_something_can_fail(loop: Any) -> None:
+    assert count_callbacks(lambda n: loop(n, max_steps=3), 3) > 0
+
+
+# ---- what is known when the program is traced
+
+
+def at_once(f: Any) -> Any:
+    """Inside of `jit`, what does not depend on its arguments is computed when it is traced."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            return f(*arguments, **options)
+
+    return run
+
+
+KNOWN: Any = {
+    "while_loop": lambda n: while_loop(n, max_steps=3)[1],
+    "fori_loop": lambda n: fori_loop(n, max_steps=3),
+    "scan": lambda n: scan(n, max_steps=3)[0],
+    "scan over rows": lambda n: rows_up_to(n)[0],
+    "nested": nested_fori,
+    "gradient": lambda n: jax.grad(doubled)(1.0, n),
+    "Buffer": lambda n: lx.fori_loop(0, n, lambda i, b: b.append(i), lx.Buffer(3, like=jnp.int32(0)))[-1],
+    "History": lambda n: lx.History(4, like=0.0)[n],
+}
+
+
+@pytest.mark.parametrize("program", KNOWN)
+def test_check_that_is_known_to_hold_is_none(program: str) -> None:
+    """Neither of values that are known then, nor of values that are not."""
+    f = KNOWN[program]
+    three = jnp.int32(3)
+    expected = jax.jit(f)(three)
+    assert jax.jit(lambda: at_once(f)(three))() == expected
+    assert jax.jit(at_once(f))(three) == expected
+    assert "callback" not in str(jax.make_jaxpr(lambda: at_once(f)(three))())
+
+
+@pytest.mark.parametrize("program", KNOWN)
+def test_check_that_is_known_to_fail_raises_when_the_program_is_traced(program: str) -> None:
+    f, four = KNOWN[program], jnp.int32(4)
+    is_argument = program in ("fori_loop", "nested", "scan over rows")  # which is wrong, as static ones are
+    with pytest.raises(ValueError if is_argument else eqx.EquinoxRuntimeError, match=r"^(loopax\.|scan\()"):
+        jax.make_jaxpr(lambda: at_once(f)(four))()
+    program_with_check = jax.jit(at_once(f)).lower(four).compile()  # which is not known then
+    with pytest.raises(RUN_TIME, match=r"Error: loopax\."):
+        jax.block_until_ready(program_with_check(four))
+
+
+def test_known_checks_in_the_body_of_a_loop() -> None:
+    def known(x: Any, steps: int) -> Any:
+        return x + at_once(while_loop)(steps, max_steps=3)[1]
+
+    assert jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 3), 0.0))(2) == 16.0
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 4), 0.0))(2))

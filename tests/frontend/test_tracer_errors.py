@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.limited_loops import (
-    leave_tracer,
-)
+from tests.support.limited_loops import leave_tracer
 
 # ---- values that Python has to know, which JAX refuses
 

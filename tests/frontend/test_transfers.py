@@ -108,11 +108,3 @@ def test_the_first_condition_reads_a_mutable_array():
     assert lx.while_loop(lambda c: c < most[...], lambda c: 2 * c, ONE) == 12
     most[...] = 1.0
     assert lx.while_loop(lambda c: c < most[...], lambda c: 2 * c, ONE) == 1.5
-
-
-def test_a_check_of_a_loop_in_the_first_condition_is_raised_at_once():
-    def goes_on(c):
-        return lx.while_loop(lambda x: x < 100, lambda x: x + 1, c, max_steps=5) < 50
-
-    with pytest.raises(Exception, match="max_steps=5"):
-        lx.while_loop(goes_on, lambda c: c, ONE)

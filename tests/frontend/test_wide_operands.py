@@ -1,7 +1,7 @@
 """Operands of 64 bits where `jax_enable_x64` is off: they keep their bits, as in `jax.lax`."""
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import equinox as eqx
@@ -26,12 +26,15 @@ def grow(c: Any, x: Any) -> Any:
     return jnp.sin(c * x) + x
 
 
+def lanes_of(x: Any, ns: Any, lanes: Any) -> Any:
+    return jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x, lanes=lanes))(ns)
+
+
 LOOPS: dict[str, Callable[..., Any]] = {
     "fori_loop": lambda x, xs, n, ns: lx.fori_loop(0, 3, lambda i, c: grow(c, x), x),
     "fori_loop, traced": lambda x, xs, n, ns: lx.fori_loop(n - n, n, lambda i, c: (i, grow(c[1], x)), (n, x)),
     "while_loop": lambda x, xs, n, ns: lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, grow(c[1], x)), (0, x)),
     "scan": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n),
-    "scan in reverse": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, reverse=True),
     "stop": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), x), x, xs, stop=lambda c, y: c > x),
     "key": lambda x, xs, n, ns: lx.fori_loop(0, 2, lambda i, c, key: grow(c, x), x, key=jax.random.key(0)),
     "rollout": lambda x, xs, n, ns: lx.rollout(lambda s: (grow(s, x), s), x, 4, save_every=2),
@@ -52,13 +55,9 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "lanes_map": lambda x, xs, n, ns: lx.lanes_map(
         lambda n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n), ns, lanes=2
     ),
-    "lockstep": lambda x, xs, n, ns: jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x))(ns),
-    "compact": lambda x, xs, n, ns: jax.vmap(
-        lambda x, n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n, lanes=lx.Compact(min_lanes=1))
-    )(xs, ns),
-    "sequential": lambda x, xs, n, ns: jax.vmap(
-        lambda n: lx.fori_loop(0, n, lambda i, c: grow(c, x), x, lanes="sequential")
-    )(ns),
+    "lockstep": lambda x, xs, n, ns: lanes_of(x, ns, "lockstep"),
+    "compact": lambda x, xs, n, ns: lanes_of(x, ns, lx.Compact(min_lanes=1)),
+    "sequential": lambda x, xs, n, ns: lanes_of(x, ns, "sequential"),
     "costly branches of lanes": lambda x, xs, n, ns: jax.vmap(
         lambda y: lx.cond(y > x, lambda y: lx.fori_loop(0, 3, lambda i, c: grow(c, x), y), jnp.sin, y)
     )(xs),
@@ -95,11 +94,6 @@ def of_loop(name: str) -> Callable[[Any, Any], Any]:
     return lambda x, xs: wide(LOOPS[name](x, xs, LIMIT, LIMITS))
 
 
-def squares(name: str) -> Callable[[Any, Any], Any]:
-    """A sum without Python numbers."""
-    return lambda x, xs: reduce(lax.add, [lax.dot(y.ravel(), y.ravel()) for y in of_loop(name)(x, xs)])
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_values(name: str) -> None:
     same(lambda: jax.jit(of_loop(name))(X, XS))
@@ -112,19 +106,11 @@ def test_values_outside_of_jit_and_in_python(name: str) -> None:
         same(lambda: of_loop(name)(X, XS))
 
 
-FAST = ["scan", "Buffer", "reference", "lockstep", "free", "compact"]
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LOOPS])
+@pytest.mark.parametrize("name", ["scan", "Buffer", "reference", "lockstep", "free", "compact"])
 def test_derivatives(name: str) -> None:
-    """Forward over reverse, and reverse twice, which JAX's mutable arrays do not have."""
-    f = squares(name)
-    slopes = lambda x, xs: reduce(lax.add, [lax.dot(d.ravel(), d.ravel()) for d in jax.grad(f, (0, 1))(x, xs)])
-
-    def second(x: Any, xs: Any) -> Any:
-        forward = jax.jvp(jax.grad(f, (0, 1)), (x, xs), (x, xs))
-        return forward if name == "reference" else (forward, jax.grad(slopes, (0, 1))(x, xs))
-
+    """Forward over reverse, of a sum of squares without Python numbers."""
+    total = lambda x, xs: reduce(lax.add, [lax.dot(y.ravel(), y.ravel()) for y in of_loop(name)(x, xs)])
+    second = lambda x, xs: jax.jvp(jax.grad(total, (0, 1)), (x, xs), (x, xs))
     same(lambda: jax.jit(second)(X, XS))
 
 
@@ -145,9 +131,11 @@ CHECKS_ARE_CUT = pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 
 @CHECKS_ARE_CUT
 def test_reversible() -> None:
-    """Its inverse is compared with the step."""
-    f = lambda x: lx.fori_loop(0, 9, lambda i, c: c + x, x, kind=lx.Reversible(lambda i, c: c - x, rtol=1e-3))
-    same(lambda: jax.jit(jax.grad(f))(X))
+    """Its inverse is compared with the step; the NaN of one that is wrong is of the dtype, too."""
+    for inverse in (lambda i, c, x: c - x, lambda i, c, x: c):
+        kind = lambda x, inverse=inverse: lx.Reversible(partial(inverse, x=x), rtol=1e-3)
+        f = lambda x, kind=kind: lx.fori_loop(0, 9, lambda i, c: c + x, x, kind=kind(x), throw=False)
+        same(lambda f=f: jax.jit(jax.grad(f))(X))
 
 
 @CHECKS_ARE_CUT
@@ -161,13 +149,6 @@ def test_implicit() -> None:
     np.testing.assert_allclose(found, jax.grad(f)(jnp.sin(X)), rtol=1e-5)
 
 
-@CHECKS_ARE_CUT
-def test_failed_loops() -> None:
-    """NaN is of the dtype, too."""
-    f = lambda x: lx.fori_loop(0, 9, lambda i, c: c + x, x, kind=lx.Reversible(lambda i, c: c, rtol=1e-3), throw=False)
-    same(lambda: jax.jit(jax.grad(f))(X))
-
-
 # ---- numbers of steps
 
 
@@ -175,16 +156,17 @@ def counted(lower: Any, upper: Any) -> Any:
     return lx.fori_loop(lower, upper, lambda i, c: c + 1, 0, throw=False, info=True)
 
 
-@pytest.mark.parametrize("limits", [(0, FAR), (NEAR, FAR), (LIMIT, FAR), (FAR, LIMIT), (-FAR, 2 - FAR)])
-def test_limits(limits: Any) -> None:
+def test_limits() -> None:
     """They are not cut, and too many steps are none."""
+    program, each = jax.jit(counted), [(NEAR, FAR), (LIMIT, FAR), (FAR, LIMIT), (-FAR, 2 - FAR)]
     with jax.enable_x64(False):
-        count, info = jax.jit(counted)(*limits)
-    distance = max(int(limits[1]) - int(limits[0]), 0)
-    if distance < 2**31:
-        assert (count, info.num_steps, info.limit_reached) == (distance, distance, False)
-    else:
-        assert info.limit_reached
+        for limits in each:
+            count, info = program(*limits)
+            distance = max(int(limits[1]) - int(limits[0]), 0)
+            if distance < 2**31:
+                assert (count, info.num_steps, info.limit_reached) == (distance, distance, False)
+            else:
+                assert info.limit_reached
 
 
 def test_an_index_beyond_32_bits() -> None:
