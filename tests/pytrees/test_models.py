@@ -68,15 +68,6 @@ def test_module_in_the_carry_comes_out_unchanged(loop: Any) -> None:
 
 
 @EACH_LOOP
-def test_module_in_the_carry_under_vmap(loop: Any) -> None:
-    models = eqx.tree_at(lambda m: m.weight, CELL, jnp.asarray(np.stack([W, 2 * W])))
-    axes = eqx.tree_at(lambda m: m.weight, jax.tree.map(lambda _: None, CELL), 0, is_leaf=lambda x: x is None)
-    out, x = eqx.filter_vmap(partial(loop, apply), in_axes=((axes, None),), out_axes=((axes, 0)))((models, X))
-    same(out, models)
-    assert x.tolist() == [[16.0, 8.0], [128.0, 64.0]]
-
-
-@EACH_LOOP
 def test_gradient_of_a_module_in_the_carry(loop: Any) -> None:
     """Of every kind that the loop has, in one program."""
 

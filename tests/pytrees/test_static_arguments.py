@@ -114,29 +114,3 @@ def test_flag_that_is_known(flag: Any) -> None:
     (_, ys), info = scan(3, reverse=flag, throw=flag, info=flag, unroll=np.bool_(True))
     assert ys.tolist() == [4.0, 2.0, 1.0]
     assert info.num_steps == 3
-
-
-def test_what_the_messages_say_to_do_instead() -> None:
-    """With a traced number, and one program for all of them."""
-
-    def flipped(reverse: bool) -> Any:
-        return lx.scan(lambda c, x: (10 * c + x, None), 0, jnp.arange(3), reverse=reverse)[0]
-
-    def every(n: Any) -> Any:
-        step = lambda state: ((state[0] + 1, state[1].append(state[0], when=state[0] % n == 0)), None)
-        return lx.rollout(step, (0, lx.Buffer(8, like=0)), 8).state[1].count
-
-    @jax.jit
-    def run(n: Any) -> list[Any]:
-        return [
-            lx.while_loop(lambda c: (c[0] < n) & (c[1] > 0), lambda c: (c[0] + 1, c[1] / 2), (0, 1.0), max_steps=8)[1],
-            lx.fori_loop(0, n, lambda _, x: 2.0 * x, 1.0, max_steps=8),
-            lx.scan(lambda c, _: (c + 1, c), 0, length=n, max_steps=8)[1],
-            lx.rollout(lambda state: (state + 1, state), 0, n, max_steps=8).num_steps,
-            every(n),
-            lx.History(8, jnp.arange(8))[-n],
-            jax.lax.cond(n > 3, lambda: flipped(True), lambda: flipped(False)),
-        ]
-
-    assert [x.tolist() for x in run(3)] == [0.125, 8.0, [0, 1, 2, 0, 0, 0, 0, 0], 3, 3, 5, 12]
-    assert [x.tolist() for x in run(4)] == [0.0625, 16.0, [0, 1, 2, 3, 0, 0, 0, 0], 4, 2, 4, 210]
