@@ -1,8 +1,7 @@
 """Several Python processes that run one JAX program together, on the loopback interface of this machine.
 
-`run` starts them and waits; `Processes` also kills one of them, and waits for what they print. A program is a function
-of a module, named as "package.module:function"; each process calls it with the given strings, after
-`jax.distributed.initialize`.
+`run` starts them and waits; `Processes` also kills one of them. A program is a function of a module, named as
+"package.module:function"; each process calls it with the given strings, after `jax.distributed.initialize`.
 """
 
 import importlib
@@ -63,16 +62,6 @@ class Processes:
     def output(self, i: int) -> str:
         """What a process has printed so far."""
         return self._file(i).read_text(errors="replace")
-
-    def wait_for(self, i: int, text: str, timeout: float = 60) -> None:
-        """Wait until a process has printed this."""
-        deadline = time.monotonic() + timeout
-        while text not in self.output(i):
-            ended = self._processes[i].poll() is not None and text not in self.output(i)
-            if ended or time.monotonic() > deadline:
-                how = "ended" if ended else f"has not in {timeout} s"
-                raise TimeoutError(f"process {i} should print {text!r}, and {how}. It printed:\n{self.output(i)}")
-            time.sleep(0.02)
 
     def kill(self, i: int, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to one process."""

@@ -69,13 +69,3 @@ def shards(tree: Any) -> dict[str, list[Any]]:
 def show() -> None:
     """What each process does: one line with its shards."""
     print("shards: " + json.dumps(shards(results(jax.devices()))))
-
-
-def sum_for_ever() -> None:
-    """Let the devices of all processes depend on each other in every step of a loop."""
-    mesh = mesh_of(jax.devices())
-    start = jax.device_put(np.ones(FEATURES), NamedSharding(mesh, PartitionSpec("d")))
-    run = jax.jit(lambda h: lx.fori_loop(0, 100, lambda _, h: h / h.sum() + jnp.roll(h, 1) / 2, h))
-    while True:
-        start = jax.block_until_ready(run(start))
-        print("at work")

@@ -1,13 +1,12 @@
 """The same on several processes as in one: `jax.distributed` on the loopback interface."""
 
 import json
-import signal
 
 import jax
 import numpy as np
 import pytest
 
-from tests.hosts.processes import Processes, run
+from tests.hosts.processes import run
 from tests.hosts.programs import results, shards
 
 
@@ -34,15 +33,3 @@ def test_the_bits_are_those_of_one_process(pair):
 def value(bits):
     """A float64 from its bits, as `shards` writes them."""
     return float(np.frombuffer(bytes.fromhex(bits))[0])
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_others():
-    """With an error, soon, though they wait for its part of a sum."""
-    with Processes("tests.hosts.programs:sum_for_ever", 2, heartbeat=3) as processes:
-        processes.wait_for(1, "at work")
-        processes.kill(1)
-        first, second = processes.wait(timeout=40)
-    assert second.returncode == -signal.SIGKILL
-    assert first.returncode != 0
-    assert "another task died" in first.output or "Gloo" in first.output
