@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
-from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
 from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent, width_of
-from loopax._src.frontend.options import check_callable
-from loopax._src.frontend.run import LoopSpec, run
+from loopax._src.frontend.options import Options, check_callable
+from loopax._src.frontend.run import run
+from loopax._src.frontend.trace import Step
 from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now, zero
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.nnx.functional import is_object
@@ -272,9 +272,8 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_
         return (operands, as_arrays(call.results, branch.function(*operands))), None, None
 
     called = Called(call.name, (branch.function,), ())
-    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called, once=True)
+    traced = Step(step, f"{branch.name} of {call.name}", called, call.name, once=True)
     extent = Extent(0, is_taken.astype(jnp.int32), 1, fixed=False)
-    kind = Auto() if call.lanes == Lockstep() else Bounded()
-    loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name, used_keys=used_keys)
-    done = run(traced, loop_spec, [], (call.operands, result), None, None)
+    options = Options(call.name, Auto() if call.lanes == Lockstep() else Bounded(), call.lanes)
+    done = run(traced, options, extent, [], (call.operands, result), branch=branch.name, used_keys=used_keys)
     return done.hand_over(settle(done.carry, done.checks))[1]

@@ -8,18 +8,12 @@ from jaxtyping import Array, Int, PyTree
 
 from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.frontend import options as arguments
-from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.extent import Limits, fori_extent, while_extent
-from loopax._src.frontend.options import LoopOptions
+from loopax._src.frontend.options import SCAN, LoopOptions
 from loopax._src.frontend.references import take_references
-from loopax._src.frontend.run import ScanBody, finish, loop_spec_of, run, run_scan, scan_spec
-from loopax._src.frontend.steps import (
-    fori_index,
-    fori_step,
-    functions_of_step,
-    step_back,
-    while_step,
-)
+from loopax._src.frontend.run import finish, run, run_scan
+from loopax._src.frontend.steps import fori_index, fori_step, scan_rows, step_back, while_step
+from loopax._src.frontend.trace import Step
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import KindLike
 from loopax._src.progress import ProgressLike
@@ -148,12 +142,10 @@ def while_loop(
     """
     options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info)
     goes_on, call = while_step(options, cond_fun, body_fun)
-    functions = body_fun, cond_fun
-    called = Called("while_loop", functions, ("carry",))
-    spec, keys = ("while_loop", options.key_spec), functions_of_step(options, *functions)
-    step = tracing.Step(call, "body_fun of while_loop", keys, spec, called, step_back(options))
+    called, depends_on = Called("while_loop", (body_fun, cond_fun), ("carry",)), ("while_loop", options.key_spec)
+    step = Step(call, "body_fun of while_loop", called, depends_on, step_back(options))
     extent = while_extent(options.max_steps)
-    done = run(step, loop_spec_of(options, extent, body_fun), options.extras, init_val, None, goes_on)
+    done = run(step, options, extent, options.extras, init_val, goes_on=goes_on)
     carry, _, loop_info = finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
@@ -258,17 +250,13 @@ def fori_loop(
     """
     options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
     limits = Limits.of(lower, upper, "fori_loop")
-    extent = fori_extent(limits, options.max_steps, options.throw)
-    unroll = arguments.unroll_steps("fori_loop", unroll, extent.bound if extent.fixed else None, stops=False)
+    extent = fori_extent(limits, options.max_steps, options.throw).unrolled("fori_loop", unroll)
     first, is_weak = limits.first_index()
-    call = fori_step(options, body_fun, is_weak)
-    spec = ("fori_loop", is_weak, options.key_spec)
     called = Called("fori_loop", (body_fun,), ("i", "carry"), ("lower", "key"))
     back = step_back(options, partial(fori_index, is_weak=is_weak))
-    keys = functions_of_step(options, body_fun)
-    step = tracing.Step(call, "body_fun of fori_loop", keys, spec, called, back)
-    loop_spec = loop_spec_of(options, extent, body_fun, unroll=unroll)
-    done = run(step, loop_spec, [first, *options.extras], init_val, None, None)
+    depends_on = "fori_loop", is_weak, options.key_spec
+    step = Step(fori_step(options, body_fun, is_weak), "body_fun of fori_loop", called, depends_on, back)
+    done = run(step, options, extent, [first, *options.extras], init_val)
     carry, _, loop_info = finish(options, extent, done)
     return options.with_info(carry, loop_info)
 
@@ -393,8 +381,8 @@ def scan(
     """
     options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
     xs, references = take_references("scan(xs=...)", xs)
-    loop_spec = scan_spec(arguments.SCAN, options, f, stop, xs, length, reverse, unroll)
-    functions = (f,) if stop is None else (f, stop)
-    body = ScanBody(arguments.SCAN, f, stop, functions, back=step_back(options, has_rows=True))
-    result, loop_info = run_scan(body, options, loop_spec, init, xs, references)
+    extent = scan_rows(SCAN, options, f, stop, xs, length, reverse).unrolled("scan", unroll, stop is not None)
+    called = Called("scan", (f,) if stop is None else (f, stop), ("carry", "x"))
+    back = step_back(options, has_rows=True)
+    result, loop_info = run_scan(SCAN, options, extent, f, stop, init, xs, called, back, references)
     return options.with_info(result, loop_info)

@@ -14,8 +14,8 @@ from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
-from loopax._src.frontend.run import ScanBody, run_scan, scan_spec
-from loopax._src.frontend.steps import call_user, step_back
+from loopax._src.frontend.run import run_scan
+from loopax._src.frontend.steps import call_user, scan_rows, step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
@@ -24,7 +24,7 @@ from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.pytrees.static import Called, Why, positive_int
 
 WORDS = arguments.Words("rollout", "step", "inputs", "outputs", "state", "output")
 _SAVE_EVERY = Why(
@@ -145,25 +145,25 @@ def rollout(
 
     """
     options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info)
-    loop_spec = scan_spec(WORDS, options, step, stop, inputs, length, False, unroll)
+    extent = scan_rows(WORDS, options, step, stop, inputs, length, False).unrolled("rollout", unroll, stop is not None)
     every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):
         raise TypeError(f"rollout(history=...): got {describe(history)}, expected a loopax.History.")
-    functions, back = (step,) if stop is None else (step, stop), _step_back(options, inputs is not None)
+    called = Called("rollout", (step,) if stop is None else (step, stop), ("state", "x"))
+    back = _step_back(options, inputs is not None)
     if back is not None and history is not None:
         raise NotImplementedError(inverse_message("rollout(history=...), which forgets rows,"))
 
     def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
-        spec = type(once), every, inputs is None
-        body = ScanBody(WORDS, once.take, stop and once.is_last, functions, spec, ("state", "x"), back)
-        return run_scan(body, options, loop_spec, carry, inputs)
+        is_last, depends_on = stop and once.is_last, (type(once), every, inputs is None)
+        return run_scan(WORDS, options, extent, once.take, is_last, carry, inputs, called, back, depends_on=depends_on)
 
     once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
     saves = every > 1 and not runs_in_python()  # where steps are values, outputs are left out afterwards
     if saves:
         silent = replace(options, throw=False)
         like = _output_types(lambda carry, inputs: run(once, carry, inputs, silent)[0][1], carry, inputs)
-        carry = _start_saving(carry, like, (loop_spec.extent.capacity or 0) // every)
+        carry = _start_saving(carry, like, (extent.capacity or 0) // every)
     (last, outputs), loop_info = run(_Saving(once, every) if saves else once, carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
     if saves:
@@ -246,7 +246,7 @@ def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
         assert of_states.record is not None
         return of_states.record(row, extras, [carry.state for carry in carries], x)
 
-    return StepBack(inverse, of_states.record and record)
+    return StepBack(of_states.functions, inverse, of_states.record and record)
 
 
 def _start_saving(carry: _Carry, like: Any, rows: int) -> _Carry:

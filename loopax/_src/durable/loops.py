@@ -343,10 +343,10 @@ def scan(
     words = arguments.Words("durable.scan", "f", "xs", "ys")
     options = loop_options(words.name, (init, xs, length), key, progress, max_steps, throw, info)
     length = None if length is None else an_int(f"{words.name}(length=...)", length)
-    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
+    extent = scan_rows(words, options, f, stop, xs, length, reverse)
     low, high = int(extent.low), int(extent.high)
     total = None if extent.capacity is None and length is None else high - low
-    rows = RowPlan(extent.capacity or 0, high - 1 if reverse else low, reverse)
+    rows = RowPlan(extent.capacity or 0, high - 1 if extent.reverse else low, extent.reverse)
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     arrays, call = _reading(words, xs, rows, call)
     job = Job(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +23,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.run import LoopSpec, run
+from loopax._src.frontend.run import run
 from loopax._src.frontend.steps import Call, always, first_condition
 from loopax._src.nnx.functional import thaw
 from loopax._src.nnx.writeback import hand_over
@@ -210,7 +210,7 @@ def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | N
 
 
 def _step(job: Job) -> tracing.Step:
-    return tracing.Step(job.call, job.where, (job.call,), job.options.key_spec, job.called)
+    return tracing.Step(job.call, job.where, job.called, job.options.key_spec, own=(job.call,))
 
 
 def _walk(job: Job) -> chunks.TakeSteps:
@@ -218,12 +218,9 @@ def _walk(job: Job) -> chunks.TakeSteps:
 
     def walk(carry: Any, start: Sequence[Any], most: Any, rows: int | None) -> chunks.StepsTaken:
         bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
-        extent = Extent(0, most, bound, fixed=False, capacity=rows)
-        step = _step(job)
-        name, kind, lanes = job.options.name, job.options.kind, job.options.lanes
-        how = LoopSpec(name, extent, reverse=False, unroll=job.unroll, kind=kind, lanes=lanes)
-        first = always if job.stops else None
-        done = run(step, how, start, carry, None, first)
+        extent = Extent(0, most, bound, fixed=False, capacity=rows, unroll=job.unroll)
+        options = replace(job.options, progress=None, throw=True)
+        done = run(_step(job), options, extent, start, carry, goes_on=always if job.stops else None)
         goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
         results = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
         return chunks.StepsTaken(done.hand_over(results[0]), thaw(results[1]), *results[2:])

@@ -1,8 +1,8 @@
 """How many steps a loop may take, from static and traced limits."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.export
@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.checks import Check
-from loopax._src.frontend.options import Words, is_traced_int
+from loopax._src.frontend.options import Words, is_traced_int, unroll_steps
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.jax_internals import convert
 from loopax._src.pytrees.leaves import describe
@@ -36,15 +36,6 @@ def is_size(value: Any) -> bool:
 def known_int(value: Any) -> int | None:
     """The integer, where it is known now: also an array outside of `jit`."""
     return None if value is None or isinstance(value, Tracer) else int(value)
-
-
-class Distance(NamedTuple):
-    """How far apart two limits are, of which at least one is traced."""
-
-    steps: jax.Array  # int32[], at most MOST_STEPS
-    is_more: Any  # False or bool[]: it is more than that
-    longest: int  # the longest that it can be
-    checks: list[Check]  # that the index can hold the limits; no steps where it cannot
 
 
 @dataclass(frozen=True)
@@ -105,26 +96,33 @@ class Limits:
             self._refuse_beyond("upper", upper - 1)
         return max(upper - lower, 0)
 
-    def distance(self) -> Distance:
-        """How far apart they are, exactly, whatever their dtypes."""
-        with width_of(self.lower, self.upper):
-            return self._distance()
+    def distance(self) -> tuple[jax.Array, Any, int, list[Check]]:
+        """How far apart limits are of which one is traced, exactly, whatever their dtypes.
 
-    def _distance(self) -> Distance:
-        for name, limit in self.by_name.items():
-            if (known := known_int(limit)) is not None:
-                self._refuse_beyond(name, known)
-        dtype = self.dtype
-        beyond = _is_beyond(self.lower, dtype) | _is_beyond(self.upper, dtype)
-        longest = _range(self.upper, dtype)[1] - _range(self.lower, dtype)[0]
-        wide = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-        gap = _gap(convert(self.lower, wide), convert(self.upper, wide))
-        if beyond is not False:
-            gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
-        checks = [] if beyond is False else [Check.of(f"loopax.{self.caller}", beyond, self._beyond())]
-        if longest <= MOST_STEPS or self.are_sizes:
-            return Distance(gap.astype(jnp.int32), False, longest, checks)
-        return Distance(jnp.minimum(gap, MOST_STEPS).astype(jnp.int32), gap > MOST_STEPS, longest, checks)
+        int32[], at most MOST_STEPS; whether it is more than that (False or bool[]); the most that it can be; and the
+        checks that the index can hold the limits, without which there are no steps.
+        """
+        with width_of(self.lower, self.upper):
+            for name, limit in self.by_name.items():
+                if (known := known_int(limit)) is not None:
+                    self._refuse_beyond(name, known)
+            dtype = self.dtype
+            beyond = _is_beyond(self.lower, dtype) | _is_beyond(self.upper, dtype)
+            longest = _range(self.upper, dtype)[1] - _range(self.lower, dtype)[0]
+            wide = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
+            lower, upper = convert(self.lower, wide), convert(self.upper, wide)
+            # max(upper - lower, 0), without a sign: a signed difference may wrap, and its bits are right.
+            gap = upper - lower
+            if _is_signed(gap.dtype):
+                gap = lax.bitcast_convert_type(gap, jnp.dtype(f"uint{8 * gap.dtype.itemsize}"))
+            gap = jnp.where(upper > lower, gap, jnp.zeros((), gap.dtype))
+            checks = []
+            if beyond is not False:
+                gap = jnp.where(beyond, jnp.zeros((), gap.dtype), gap)
+                checks = [Check.of(f"loopax.{self.caller}", beyond, self._beyond())]
+            if longest <= MOST_STEPS or self.are_sizes:
+                return gap.astype(jnp.int32), False, longest, checks
+            return jnp.minimum(gap, MOST_STEPS).astype(jnp.int32), gap > MOST_STEPS, longest, checks
 
     def _refuse_beyond(self, name: str, index: int) -> None:
         """Refuse a limit whose index is beyond the dtype of the index."""
@@ -171,17 +169,9 @@ def _is_beyond(limit: Any, dtype: np.dtype[Any]) -> Any:
     return below | (int(own.max) > int(holds.max) and limit > int(holds.max))
 
 
-def _gap(lower: jax.Array, upper: jax.Array) -> jax.Array:
-    """max(upper - lower, 0), without a sign: a signed difference may wrap, and its bits are right."""
-    difference = upper - lower
-    if jnp.issubdtype(difference.dtype, jnp.signedinteger):
-        difference = lax.bitcast_convert_type(difference, jnp.dtype(f"uint{8 * difference.dtype.itemsize}"))
-    return jnp.where(upper > lower, difference, jnp.zeros((), difference.dtype))
-
-
 @dataclass(frozen=True)
 class Extent:
-    """The rows of a loop and the limits on its steps."""
+    """The rows that a loop walks, and the limits on its steps."""
 
     low: Any  # an int where it is known when traced, else int32[]
     high: Any  # likewise
@@ -191,6 +181,13 @@ class Extent:
     checks: list[Check] = field(default_factory=list)
     capacity: int | None = None  # rows of ys, where there are any
     bound_is_loose: bool = False  # the bound is `max_steps`, which may be far above the steps that are taken
+    reverse: bool = False  # from the last row to the first
+    unroll: int = 1  # steps per iteration of the compiled loop
+
+    def unrolled(self, name: str, unroll: Any, stops: bool = False) -> "Extent":
+        """The same, with what the user says of `unroll`."""
+        steps = unroll_steps(name, unroll, self.bound if self.fixed else None, stops)
+        return self if steps == 1 else replace(self, unroll=steps)
 
 
 def while_extent(max_steps: int | None) -> Extent:
@@ -202,7 +199,11 @@ def while_extent(max_steps: int | None) -> Extent:
 def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
     """The steps of a `fori_loop`. One that is going to raise takes none: they could be 2**31."""
     if limits.known:
-        return _fixed_extent(limits.caller, limits.known_distance(), max_steps)
+        length = limits.known_distance()
+        if length > MOST_STEPS and max_steps is None:
+            raise ValueError(f"{limits.caller}: {length} steps are more than {MOST_STEPS}, to which step counts go.")
+        steps = length if max_steps is None else min(length, max_steps)
+        return Extent(0, steps, steps, fixed=steps == length, over_limit=steps < length)
     steps, is_more, longest, checks = limits.distance()
     if max_steps is not None:
         over = longest > max_steps and (is_more | (steps > max_steps))
@@ -220,60 +221,39 @@ _TOO_FAR = (
 )
 
 
-def _fixed_extent(name: str, length: int, max_steps: int | None) -> Extent:
-    if length > MOST_STEPS and max_steps is None:
-        raise ValueError(f"{name}: {length} steps are more than {MOST_STEPS}, to which step counts go.")
-    steps = length if max_steps is None else min(length, max_steps)
-    return Extent(0, steps, steps, fixed=steps == length, over_limit=steps < length)
-
-
 def scan_extent(
     words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool, throw: bool
 ) -> Extent:
     """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
-    if length is None:
-        return _scan_without_length(words, rows, max_steps, reverse, stops)
-    of_array = is_size(length)
-    length = jnp.asarray(length) if of_array else length
-    is_array = is_traced_int(f"{words.name}(length=...)", length)
-    known = known_int(length)
-    if known is not None:
-        _check_known_length(words, known, rows)
-        if not is_array or (rows is None and max_steps is None):
-            return _static_scan(known, rows, max_steps, reverse)
+    name, xs, of_array = words.name, words.xs, is_size(length)
+    if length is None and rows is None:
+        if not stops:
+            raise ValueError(
+                f"{name} does not know how many steps to take: {xs} has no arrays, and neither `length` nor "
+                "`stop` is given. Give one of them."
+            )
+        if reverse:
+            raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
+        return replace(while_extent(max_steps), capacity=max_steps)
+    if of_array:
+        length = jnp.asarray(length)
+    is_array = length is not None and is_traced_int(f"{name}(length=...)", length)
+    if (known := known_int(length)) is not None:
+        int_within(f"{name}(length=...)", known, 0, MOST_STEPS)
+        if rows is not None and known > rows:
+            raise ValueError(
+                f"{name}(length=...): got {known}, but {xs} has {rows} rows. Give at most {rows}, or more rows of {xs}."
+            )
+    # An array is a length of the run, also where it is known: one program serves other lengths.
+    if length is None or (known is not None and (not is_array or (rows is None and max_steps is None))):
+        number = rows if known is None else known
+        assert number is not None
+        steps = number if max_steps is None else min(number, max_steps)
+        low, high = (number - steps, number) if reverse else (0, steps)
+        fixed, capacity = steps == number, number if rows is None else rows
+        return Extent(low, high, high, fixed, over_limit=not fixed, capacity=capacity, reverse=reverse)
     with width_of(length):
         return _traced_scan(words, length, rows, max_steps, reverse, throw, of_array)
-
-
-def _check_known_length(words: Words, length: int, rows: int | None) -> None:
-    name, xs = words.name, words.xs
-    int_within(f"{name}(length=...)", length, 0, MOST_STEPS)
-    if rows is not None and length > rows:
-        raise ValueError(
-            f"{name}(length=...): got {length}, but {xs} has {rows} rows. Give at most {rows}, or more rows of {xs}."
-        )
-
-
-def _scan_without_length(words: Words, rows: int | None, max_steps: int | None, reverse: bool, stops: bool) -> Extent:
-    if rows is not None:
-        return _static_scan(rows, rows, max_steps, reverse)
-    if not stops:
-        raise ValueError(
-            f"{words.name} does not know how many steps to take: {words.xs} has no arrays, and neither `length` nor "
-            "`stop` is given. Give one of them."
-        )
-    if reverse:
-        raise ValueError("scan(reverse=True) starts at the last row, so it needs `xs` or `length`.")
-    high = MOST_STEPS if max_steps is None else max_steps
-    over = max_steps is not None
-    return Extent(0, high, max_steps, fixed=False, over_limit=over, capacity=max_steps, bound_is_loose=True)
-
-
-def _static_scan(length: int, rows: int | None, max_steps: int | None, reverse: bool) -> Extent:
-    capacity = length if rows is None else rows
-    steps = length if max_steps is None else min(length, max_steps)
-    low, high = (length - steps, length) if reverse else (0, steps)
-    return Extent(low, high, high, fixed=steps == length, over_limit=steps < length, capacity=capacity)
 
 
 def _traced_scan(
@@ -284,24 +264,26 @@ def _traced_scan(
     The size of an array can only be beyond the rows.
     """
     most, top = int(jnp.iinfo(length.dtype).max), MOST_STEPS if rows is None else rows
-    negative = not of_array and jnp.issubdtype(length.dtype, jnp.signedinteger) and length < 0
+    negative = not of_array and _is_signed(length.dtype) and length < 0
     beyond = most > top and not (of_array and rows is None) and length > top
     checks = []
     if (wrong := negative | beyond) is not False:
-        checks = [Check.of(f"loopax.{words.name}", wrong, _length_problem(words, rows), length)]
+        there_is = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
+        problem = (
+            f"`length`{AMOUNT} is negative, or more than there is ({there_is}). Give a length within the data, or "
+            "throw=False to take what there is."
+        )
+        checks = [Check.of(f"loopax.{words.name}", wrong, problem, length)]
     length = jnp.clip(length, 0, min(top, most)).astype(jnp.int32)
     if beyond is not False and rows is None and throw:
         length = jnp.where(beyond, 0, length)  # it is going to raise, and should not take 2**31 steps first
     over = max_steps is not None and min(top, most) > max_steps and length > max_steps
     if max_steps is None:
         low, high, bound = 0, length, rows
-    elif not reverse:
-        low, high, bound = 0, jnp.minimum(length, max_steps), min(top, max_steps)
-    elif rows is not None:
+    elif reverse and rows is not None:
         low, high, bound = jnp.maximum(length - max_steps, 0), length, rows
-    else:  # without rows of xs, max_steps is the capacity: the last row that there can be is the first walked
-        low, high, bound = 0, jnp.minimum(length, max_steps), max_steps
-    capacity = rows if rows is not None else max_steps
+    else:  # without rows of xs, max_steps is the capacity, also in reverse: the last row that there can be comes first
+        low, high, bound = 0, jnp.minimum(length, max_steps), min(top, max_steps)
     return Extent(
         low,
         high,
@@ -309,14 +291,7 @@ def _traced_scan(
         fixed=False,
         over_limit=over,
         checks=checks,
-        capacity=capacity,
+        capacity=max_steps if rows is None else rows,
         bound_is_loose=rows is None,
-    )
-
-
-def _length_problem(words: Words, rows: int | None) -> str:
-    most = f"{words.xs} has {rows} rows" if rows is not None else f"step counts go to {MOST_STEPS}"
-    return (
-        f"`length`{AMOUNT} is negative, or more than there is ({most}). Give a length within the data, or throw=False "
-        "to take what there is."
+        reverse=reverse,
     )

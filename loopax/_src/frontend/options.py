@@ -38,10 +38,6 @@ _TRACED_STEPS = {
 }
 _GIVE_BOUND = "give a static bound, and let the number itself be traced: "
 _UNROLL = Why("how many steps stand in the program", "choose one for all calls: results do not depend on it")
-_REVERSE = Why(
-    "in which order the program walks the rows",
-    "choose between two scans: `jax.lax.cond(flag, lambda: scan(..., reverse=True), lambda: scan(...))`",
-)
 _THROW = Why(
     "whether the program holds a check that raises",
     "give throw=False and info=True, and use `limit_reached`, which is traced",
@@ -72,12 +68,12 @@ class Options:
     name: str
     kind: Kind
     lanes: Lanes
-    progress: Progress | None
-    max_steps: int | None
-    key_data: Any
-    key_impl: Any
-    throw: bool
-    info: bool
+    progress: Progress | None = None
+    max_steps: int | None = None
+    key_data: Any = None
+    key_impl: Any = None
+    throw: bool = True  # whether what goes wrong when the loop runs is an error
+    info: bool = False
 
     @property
     def key_spec(self) -> Any:
@@ -264,11 +260,6 @@ def _known_rows(words: Words, rows: Any) -> int:
         f"number of rows, so it has to be known when the loop is traced. Pad {words.xs} to as many rows as there may "
         "be, and give the length at run time as length=."
     )
-
-
-def is_reverse(name: str, reverse: Any) -> bool:
-    """Whether to walk rows from the last to the first."""
-    return static_bool(f"{name}(reverse=...)", reverse, _REVERSE)
 
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:

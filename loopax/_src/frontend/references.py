@@ -82,14 +82,14 @@ def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any
     if use is None or not any(use.kept):
         return carry
     leaves, structure = jax.tree.flatten(carry)
-    old, kept = jax.tree.leaves(freeze(init)), iter(use.kept)
+    old, kept = jax.tree.leaves(init), iter(use.kept)
     is_kept = [isinstance(leaf, Dynamic) and next(kept) for leaf in spec.leaves]
     return structure.unflatten([a if kept else b for kept, a, b in zip(is_kept, old, leaves, strict=True)])
 
 
 def _arrays(tree: Any, spec: Spec) -> list[Any]:
     """The leaves that are arrays in the loop, keys as they are."""
-    return select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(freeze(tree)))
+    return select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(tree))
 
 
 # The row of a tape that an inverse is given, while it is traced together with the step that makes the row.

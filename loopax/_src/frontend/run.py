@@ -1,9 +1,13 @@
-"""Running a loop on a user's pytrees: the traced step becomes a loop of the core, and its results pytrees again."""
+"""Running a loop on a user's pytrees: the traced step becomes a loop of the core, and its results pytrees again.
+
+Outside of `jax.jit` a loop is compiled as one program. So it moves no constants to the device, and JAX keeps what its
+transformations make of the program from one call to the next.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +16,12 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from loopax._src import core
-from loopax._src.core.ir.lanes import Free, Lanes, Lockstep
-from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
+from loopax._src.core.ir.lanes import Free, Lockstep
+from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
-from loopax._src.frontend import trace as tracing
 from loopax._src.frontend.checks import Check, KindCheck, settle
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.options import SCAN, no_capacity
-from loopax._src.frontend.program import Given, Program, PythonSteps, Results, compiled, take_steps
+from loopax._src.frontend.in_python import PythonSteps, take_steps
 from loopax._src.frontend.references import (
     NO_REFERENCES,
     KeyUse,
@@ -29,10 +31,17 @@ from loopax._src.frontend.references import (
     refuse_references_in,
     with_kept_keys,
 )
-from loopax._src.frontend.steps import always, first_condition, functions_of_step, scan_rows, scan_step, within_length
-from loopax._src.frontend.trace import FirstCondition, Found, Step, Traced, trace_promoting
-from loopax._src.jax_internals import keep_bits, runs_eagerly, runs_in_python, zeros
-from loopax._src.kinds import Kind
+from loopax._src.frontend.steps import always, first_condition, scan_step
+from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, Traced, trace_promoting
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    jaxpr_as_fun,
+    keep_bits,
+    runs_eagerly,
+    runs_in_python,
+    vary_like,
+    zeros,
+)
 from loopax._src.messages import derivative_and_references_message, derivative_message
 from loopax._src.nnx.functional import freeze, roots, thaw
 from loopax._src.nnx.writeback import hand_over, refuse_lost_changes
@@ -52,27 +61,11 @@ _NOT_TRACEABLE = (
 
 
 @dataclass(frozen=True)
-class LoopSpec:
-    """The rows that a loop walks, and how."""
-
-    name: str  # of the loop, as the user calls it
-    extent: Extent
-    reverse: bool
-    unroll: int
-    kind: Kind
-    lanes: Lanes
-    throw: bool = True  # whether what goes wrong when it runs is an error
-    reporter: Reporter | None = None  # to whom it tells how far it is
-    branch: str = ""  # which function of a `cond` or a `switch` it is; empty for loops
-    used_keys: list[Any] = field(default_factory=list)  # that other branches have consumed
-
-
-@dataclass(frozen=True)
-class Finished:
+class LoopResults:
     """The results of a loop on pytrees, NNX objects in them frozen."""
 
     num_steps: Any
-    goes_on: Any
+    goes_on: Any  # None: the loop has no condition
     carry: Any
     ys: Any
     checks: list[Check]
@@ -80,139 +73,177 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _ArrayResults:
     """The results of a loop as arrays."""
 
     num_steps: Any
-    goes_on: Any  # None: the loop has no condition
+    goes_on: Any
     carry: list[Any]  # with the weak types of the body's results
     spec: Spec  # of the carry
     ys: list[Any]  # those that the body wrote to rows of xs first
-    found: Found
+    found: Findings
     checks: Sequence[Check] = ()
     key_use: KeyUse | None = None
 
 
 def run(
     step: Step,
-    loop_spec: LoopSpec,
+    options: arguments.Options,
+    extent: Extent,
     extras: Sequence[Any],
     init: Any,
-    xs: Any,
-    goes_on: FirstCondition | None,
+    xs: Any = None,
+    goes_on: FirstCondition | None = None,
     references: ReferenceRows = NO_REFERENCES,
-) -> Finished:
+    *,
+    branch: str = "",
+    used_keys: list[Any] | None = None,
+) -> LoopResults:
     """Run a loop; `goes_on(extras, init)` says whether to take the first step (None: the loop has no condition).
 
-    `references` are those whose values are among xs.
+    `references` are those whose values are among xs. `branch` is the function of a `cond` or a `switch` that the loop
+    calls, and `used_keys` are the PRNG keys that other branches have consumed.
     """
-    extent, kind = loop_spec.extent, loop_spec.kind
-    frozen = freeze(init)
-    refuse_references_in(_INITIAL.get(loop_spec.name, f"{loop_spec.name}(init_val=...)"), frozen)
-    stored = core.checked_kind(kind, extent.bound)
-    is_fixed = extent.fixed and goes_on is None
-    call = _Call(references.step(step), loop_spec, extras, init, xs, *pack(freeze(xs)), references, stored, is_fixed)
-    if runs_in_python() and kind.derivative == "exact":
-        return _run_in_python(call, frozen, goes_on)
+    # NNX objects become pytrees of arrays here, once, and objects again where the results are handed over.
+    frozen, frozen_xs = freeze(init), freeze(xs)
+    refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), frozen)
+    call = _UserCall(
+        references.step(step),
+        options,
+        extent,
+        extras,
+        init,
+        frozen,
+        xs,
+        frozen_xs,
+        *pack(frozen_xs),
+        references,
+        core.checked_kind(options.kind, extent.bound),
+        extent.fixed and goes_on is None,
+        options.reporter(step.called.functions[0]),
+        branch,
+        [] if used_keys is None else used_keys,
+    )
+    if runs_in_python() and options.kind.derivative == "exact":
+        return call.in_python(goes_on)
     return call.finished(call.traced(frozen, extent, goes_on))
 
 
 @dataclass(frozen=True)
-class _Call:
+class _UserCall:
     """A call of a loop."""
 
     step: Step
-    loop_spec: LoopSpec
+    options: arguments.Options
+    extent: Extent
     extras: Sequence[Any]
     init: Any  # the user's
-    xs: Any
+    frozen: Any  # the same, frozen
+    xs: Any  # the user's
+    frozen_xs: Any
     x_arrays: list[Any]
     x_spec: Spec
     references: ReferenceRows
     kind: core.Kind  # what the program keeps of it
     is_fixed: bool  # as in `core.LoopFacts`
+    reporter: Reporter | None
+    branch: str
+    used_keys: list[Any]
 
-    def check(self, found: Found) -> None:
+    def check(self, found: Findings) -> None:
         """Refuse what a step does and a loop cannot."""
         refuse_lost_changes(self.step.where, self.init, found.changes, self.xs, found.row_changes)
-        if self.loop_spec.extent.capacity is None and any(found.rows.written):
-            raise no_capacity(SCAN, "NNX objects in xs", "set up what they hold before the scan")
+        if self.extent.capacity is None and any(found.rows.written):
+            raise arguments.no_capacity(arguments.SCAN, "NNX objects in xs", "set up what they hold before the scan")
 
-    def traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _Ended:
+    def traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _ArrayResults:
         """Trace the step, and run the loop from a carry (frozen) on."""
-        step, loop_spec, extras = self.step, self.loop_spec, self.extras
+        step, options, extras = self.step, self.options, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
-        note_key_use(traced.key_use, (init, spec), (self.xs, self.x_spec), loop_spec.used_keys)
+        note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
-        _refuse_other_derivative(step, loop_spec, bool(traced.references))
+        if (kind := options.kind.without_functions()).derivative != "exact":
+            if isinstance(options.lanes, Free):
+                raise NotImplementedError(derivative_message(f"{options.name}(lanes='free')", kind))
+            if traced.references:
+                raise NotImplementedError(derivative_and_references_message(step.where, kind))
+
         first, first_consts = traced.first or (None, [])
         if goes_on is not None and first is None:
             is_first, arrays = first_condition(step.where, goes_on, extras, spec, arrays)
             first_consts = [is_first]
         values = [reference[...] for reference in traced.references]
-        num_flags, predicated = len(traced.messages), goes_on is not None
-        loop = self._loop(traced, extent, predicated, int(predicated) + len(arrays) + num_flags + len(values))
-        (low, first_row), (high, end_row) = map(_known, (extent.low, extent.high))
-        given = Given(first_row, end_row, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays)
-        is_free, capacity = isinstance(loop_spec.lanes, Free), extent.capacity
-        program = Program(loop, is_free, low, high, first, len(extras), len(arrays), num_flags, capacity)
+        num_go, num_flags = int(goes_on is not None), len(traced.messages)
+        loop = self._loop(traced, extent, goes_on is not None, num_go + len(arrays) + num_flags + len(values))
+        # A limit that is known now is a part of the program, and another one an operand of it.
+        low, high = (limit if isinstance(limit, int) else None for limit in (extent.low, extent.high))
+        limits = extent.low if low is None else None, extent.high if high is None else None
+        given = *limits, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays
+        is_free = isinstance(options.lanes, Free)
+        program = _LoopProgram(
+            loop, is_free, low, high, first, len(extras), len(arrays), num_flags, extent.capacity or 0
+        )
 
         def user_carry(leaves: Sequence[Any]) -> Any:
-            return thaw(spec.unpack(leaves[int(predicated) :][: len(arrays)]))
+            return thaw(spec.unpack(leaves[num_go:][: len(arrays)]))
 
-        def run_now() -> Results:
-            if core.runs_plainly(loop_spec.kind) and runs_eagerly():
-                return compiled(program, given)
-            operands = program.operands(given)
+        def run_now() -> core.Outcome:
+            if core.runs_plainly(options.kind) and runs_eagerly():
+                return _compiled(program, *given)
+            operands = program.operands(*given)
             if is_free:
-                return program.results(core.run_free(loop, *operands))
-            checked = KindCheck(f"loopax.{loop_spec.name}", loop_spec.throw)
-            call = core.LoopCall(
-                loop, operands, self.is_fixed, step.where, user_carry, checked, run_loop=core.run_with_tape
-            )
-            return program.results(core.run_by(loop_spec.kind, call))
+                return program.with_all_rows(core.run_free(loop, *operands))
+            checked = KindCheck(f"loopax.{options.name}", options.throw)
+            run_loop, is_fixed = core.run_with_tape, self.is_fixed
+            call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
+            return program.with_all_rows(core.run_by(options.kind, call))
 
-        out = loop_spec.reporter.watch(run_now) if loop_spec.reporter else run_now()
-        for reference, value in zip(traced.references, out.references, strict=True):
+        out = self.reporter.watch(run_now) if self.reporter else run_now()
+        go, carry, flags, values = split_list(out.carry, [num_go, len(arrays), num_flags])
+        for reference, value in zip(traced.references, values, strict=True):
             overwrite(reference, value)
-        checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
-        carry = restore_weak(out.carry, traced.carry_avals)
-        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks, traced.key_use)
+        checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
+        carry, go = restore_weak(carry, traced.carry_avals), go[0] if go else None
+        return _ArrayResults(out.num_steps, go, carry, spec, out.ys, traced.found, checks, traced.key_use)
 
     def _loop(self, traced: Traced, extent: Extent, predicated: bool, num_carry: int) -> core.Loop:
         """The loop of a traced step."""
-        loop_spec = self.loop_spec
+        options = self.options
         return core.Loop(
             traced.body,
             num_consts=len(traced.closed_over) + len(self.extras),
             num_carry=num_carry,
             bound=extent.bound,
-            reverse=loop_spec.reverse,
+            reverse=extent.reverse,
             predicated=predicated,
-            unroll=loop_spec.unroll,
+            unroll=extent.unroll,
             kind=self.kind,
             is_fixed=self.is_fixed,
             bound_is_loose=extent.bound_is_loose,
             inverse=traced.inverse,
-            lanes=Lockstep() if isinstance(loop_spec.lanes, Free) else loop_spec.lanes,
-            reporting=loop_spec.reporter and core.Reporting(loop_spec.reporter),
+            lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
+            reporting=self.reporter and core.Reporting(self.reporter),
             debug_info=core.DebugInfo(
-                loop_spec.name,
+                options.name,
                 self.kind,
-                loop_spec.lanes,
+                options.lanes,
                 self.is_fixed,
                 traced.names,
                 extent.bound,
-                branch=loop_spec.branch,
+                branch=self.branch,
             ),
         )
 
-    def finished(self, ended: _Ended) -> Finished:
+    def finished(self, ended: _ArrayResults) -> LoopResults:
         """The results as pytrees."""
-        extent, found, step = self.loop_spec.extent, ended.found, self.step
+        extent, found, step = self.extent, ended.found, self.step
         rows, ys = split_list(ended.ys, [sum(found.rows.written)])
-        walked: Any = _walked(extent, self.loop_spec.reverse, ended.num_steps) if rows or self.references else None
+        walked: Any = None  # which rows the loop has been at
+        if rows or self.references:
+            number = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
+            is_taken = number >= extent.high - ended.num_steps if extent.reverse else number < ended.num_steps
+            walked = (number < extent.high) & is_taken if extent.reverse else is_taken
         xs_after = found.rows.xs_after(self.x_arrays, rows, walked)
         ys = found.y_spec.unpack(restore_weak(ys, found.y_spec.avals))
 
@@ -220,82 +251,96 @@ class _Call:
             hand_over(step.where, self.xs, xs_after, found.row_changes)
             return hand_over(step.where, self.init, carry, found.changes)
 
-        return Finished(
+        return LoopResults(
             ended.num_steps,
             ended.goes_on,
-            with_kept_keys(ended.key_use, self.init, ended.spec, ended.spec.unpack(ended.carry)),
+            with_kept_keys(ended.key_use, self.frozen, ended.spec, ended.spec.unpack(ended.carry)),
             self.references.write_back(ys, walked),
             list(ended.checks),
             hand_over_all,
         )
 
-
-def _run_in_python(call: _Call, init: Any, goes_on: FirstCondition | None) -> Finished:
-    """Take steps in Python; a traced loop takes those that Python cannot, or says what one without steps returns."""
-    loop_spec, rows, reporter = call.loop_spec, call.x_spec.rows(), call.loop_spec.reporter
-    extent = loop_spec.extent
-    x_rows = [keep_bits(lambda x: x[: extent.bound], x) for x in call.x_arrays]
-
-    def take() -> PythonSteps:
-        return take_steps(call.step, extent, loop_spec.reverse, call.extras, init, x_rows, rows, goes_on, reporter)
-
-    steps = reporter.watch(take) if reporter else take()
-    if steps.found is not None and steps.is_over:
-        call.check(steps.found)
-        number, ys = jnp.int32(steps.number), steps.written()
-        return call.finished(_Ended(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
-    condition = None if goes_on is None else lambda *_: steps.goes_on
-    try:
-        rest = call.traced(steps.spec.unpack(steps.carry), steps.rest, condition)
-    except _NOT_TRACEABLE as error:
-        if not steps.is_over:
-            raise
-        if extent.capacity is not None:
-            error.add_note(
-                f"Note of loopax: {call.step.where} is not called, but traced, as the loop takes no steps: "
-                "for the types of its rows of outputs."
-            )
-            raise
-        return _without_steps(call, steps)
-    if steps.found is not None:
-        ys, found = steps.written(rest.ys), rest.found.after(steps.found)
-        rest = replace(rest, num_steps=rest.num_steps + steps.number, ys=ys, found=found)
-    return call.finished(rest)
+    def in_python(self, goes_on: FirstCondition | None) -> LoopResults:
+        """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
+        extent, x_rows = self.extent, [keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
+        take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows(), goes_on)
+        steps: PythonSteps = self.reporter.watch(partial(take, self.reporter)) if self.reporter else take(None)
+        if steps.found is not None and steps.is_over:
+            self.check(steps.found)
+            number, ys = jnp.int32(steps.number), steps.written()
+            return self.finished(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
+        condition = None if goes_on is None else lambda *_: steps.goes_on
+        last = steps.spec.unpack(steps.carry)
+        try:
+            rest = self.traced(last, steps.rest, condition)
+        except _NOT_TRACEABLE as error:
+            if not steps.is_over:
+                raise
+            if extent.capacity is not None:
+                error.add_note(
+                    f"Note of loopax: {self.step.where} is not called, but traced, as the loop takes no steps: "
+                    "for the types of its rows of outputs."
+                )
+                raise
+            # A loop that takes no steps and has no rows needs no types of a step.
+            has_objects = bool(roots(self.init))
+            hand_over = lambda carry: self.init if has_objects else carry  # noqa: E731
+            return LoopResults(jnp.int32(0), steps.goes_on, last, None, [], hand_over)
+        if steps.found is not None:
+            ys, found = steps.written(rest.ys), rest.found.after(steps.found)
+            rest = replace(rest, num_steps=rest.num_steps + steps.number, ys=ys, found=found)
+        return self.finished(rest)
 
 
-def _without_steps(call: _Call, steps: PythonSteps) -> Finished:
-    """What a loop returns that takes no steps and has no rows, if its step cannot be traced for the types."""
-    carry, has_objects = steps.spec.unpack(steps.carry), bool(roots(call.init))
-    hand_over = lambda carry: call.init if has_objects else carry  # noqa: E731
-    return Finished(jnp.int32(0), steps.goes_on, carry, None, [], hand_over)
+@dataclass(frozen=True)
+class _LoopProgram:
+    """A loop as a function of arrays: the loop, and the static facts about its operands."""
+
+    loop: core.Loop
+    is_free: bool
+    low: int | None
+    high: int | None
+    first: ClosedJaxpr | None  # (*closes over, *extras, *carry) -> whether to take the first step
+    num_extras: int
+    num_arrays: int  # of the user's carry
+    num_flags: int
+    capacity: int  # rows of ys
+
+    def operands(
+        self,
+        low: Any,  # None where the program knows it
+        high: Any,  # likewise
+        go: Sequence[Any],  # what the condition closes over, or whether to take the first step
+        consts: Sequence[Any],  # what the body closes over, and behind it `extras` of a step
+        carry: Sequence[Any],
+        references: Sequence[Any],  # the values of mutable arrays that the body closes over
+        xs: Sequence[Any],
+    ) -> core.LoopOperands:
+        """The operands of the loop."""
+        loop = self.loop
+        low = low if self.low is None else jnp.int32(self.low)
+        high = high if self.high is None else jnp.int32(self.high)
+        if self.first is not None:
+            go = jaxpr_as_fun(self.first)(*go, *consts[len(consts) - self.num_extras :], *carry)
+        if loop.predicated:
+            go = [vary_like(go[0], loop.body.out_avals[0])]
+        first_flag = len(go) + self.num_arrays
+        flags = [zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
+        xs = [keep_bits(lambda x: x[: loop.bound], x) for x in xs]
+        return core.LoopOperands(low, high, consts, [*go, *carry, *flags, *references], xs)
+
+    def with_all_rows(self, out: core.Outcome) -> core.Outcome:
+        """Results with zero rows for those beyond a static bound below the capacity."""
+        missing = [self.capacity - y.shape[0] for y in out.ys]
+        return out._replace(ys=[padded(y, more) if more else y for y, more in zip(out.ys, missing, strict=True)])
 
 
-def _refuse_other_derivative(step: Step, loop_spec: LoopSpec, has_references: bool) -> None:
-    """Raise where a kind cannot give a loop another derivative."""
-    kind = loop_spec.kind.without_functions()
-    if kind.derivative != "exact" and isinstance(loop_spec.lanes, Free):
-        raise NotImplementedError(derivative_message(f"{loop_spec.name}(lanes='free')", kind))
-    if kind.derivative != "exact" and has_references:
-        raise NotImplementedError(derivative_and_references_message(step.where, kind))
-
-
-def _walked(extent: Extent, reverse: bool, num_steps: Any) -> jax.Array:
-    """Which rows the loop has been at."""
-    rows = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
-    return (rows < extent.high) & (rows >= extent.high - num_steps) if reverse else rows < num_steps
-
-
-def _known(limit: Any) -> tuple[int | None, Any]:
-    """A limit where it is known now, and where it is an array."""
-    return (limit, None) if isinstance(limit, int) else (None, limit)
-
-
-def loop_spec_of(
-    options: arguments.Options, extent: Extent, function: Any, reverse: bool = False, unroll: int = 1
-) -> LoopSpec:
-    """The rows that a loop walks, and how, from what the user has given."""
-    reporter = options.reporter(function)
-    return LoopSpec(options.name, extent, reverse, unroll, options.kind, options.lanes, options.throw, reporter)
+@partial(jax.jit, static_argnums=0)
+def _compiled(program: _LoopProgram, *given: Any) -> core.Outcome:
+    """Run a loop with the derivative that its kind's plan gives."""
+    loop, operands = program.loop, program.operands(*given)
+    out = core.run_free(loop, *operands) if program.is_free else core.run_with_tape(loop, operands)
+    return program.with_all_rows(out)
 
 
 @partial(jax.jit, inline=True)
@@ -310,85 +355,59 @@ def _has_no_keys(num_steps: Any) -> jax.Array:
     return num_steps >= MOST_STEPS
 
 
-def finish(options: arguments.Options, extent: Extent, done: Finished) -> tuple[Any, Any, LoopInfo]:
+def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tuple[Any, Any, LoopInfo]:
     """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
     over, goes_on = extent.over_limit, done.goes_on
     if over is True and goes_on is None and options.throw:
         raise ValueError(arguments.limit_message(options.name, options.max_steps))
     reached = over if goes_on is None or over is False else _and_true(goes_on) if over is True else over & goes_on
     checks, call = list(done.checks), f"loopax.{options.name}"
-    if not options.throw:
-        for check in extent.checks:
-            reached = reached | check.failed
     if options.throw:
         checks += extent.checks
         if reached is not False:
             checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
         if options.key_data is not None and extent.bound is None:
             checks.append(Check.of(call, _has_no_keys(done.num_steps), arguments.OUT_OF_KEYS))
+    else:
+        for check in extent.checks:
+            reached = reached | check.failed
     if isinstance(reached, bool):
         reached = ~zeros(_BOOL) if reached else zeros(_BOOL)
-    result = done.carry, done.ys, LoopInfo(done.num_steps, reached)
-    carry, ys, loop_info = settle(result, checks)
+    carry, ys, loop_info = settle((done.carry, done.ys, LoopInfo(done.num_steps, reached)), checks)
     return done.hand_over(carry), thaw(ys), loop_info
 
 
-# A scan, by whatever name the user has called it: `scan` itself, or a rollout.
-
-
-class ScanBody(NamedTuple):
-    """What a scan repeats."""
-
-    words: arguments.Words
-    f: Callable[..., tuple[Any, Any]]
-    stop: Callable[[Any, Any], Any] | None
-    functions: tuple[Any, ...]  # the user's, for which it is traced once
-    options: Hashable = ()  # what else it depends on
-    parameters: tuple[str, str] = ("carry", "x")  # that of the user's function
-    back: tracing.StepBack | None = None  # what the kind brings to walk back
-
-
-def scan_spec(
-    words: arguments.Words,
-    options: arguments.Options,
-    f: Any,
-    stop: Any,
-    xs: PyTree[Any],
-    length: Any,
-    reverse: Any,
-    unroll: Any,
-) -> LoopSpec:
-    """Which rows a scan walks and how; an error where an argument does not fit."""
-    extent, reverse = scan_rows(words, options, f, stop, xs, length, reverse)
-    unroll = arguments.unroll_steps(words.name, unroll, extent.bound if extent.fixed else None, stop is not None)
-    return loop_spec_of(options, extent, f, reverse, unroll)
-
-
 def run_scan(
-    body: ScanBody,
+    words: arguments.Words,  # of `scan` itself, or of a rollout
     options: arguments.Options,
-    loop_spec: LoopSpec,
+    extent: Extent,
+    f: Callable[..., tuple[Any, Any]],
+    stop: Callable[[Any, Any], Any] | None,
     init: PyTree[Any],
     xs: PyTree[Any],
+    called: Called,
+    back: StepBack | None,
     references: ReferenceRows = NO_REFERENCES,
+    depends_on: Hashable = (),
 ) -> tuple[tuple[Any, Any], LoopInfo]:
-    """Run a scan; `references` are those whose values are among xs."""
-    words, f, stop = body[:3]
-    extent = loop_spec.extent
-    call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
+    """Run a scan; `f` and `stop` depend on the functions in `called`, and on `depends_on`.
+
+    `references` are those whose values are among xs.
+    """
     is_counted = stop is not None and extent.bound is None and isinstance(extent.high, Tracer)
-    spec = (words.name, extent.capacity is None, options.key_spec, body.options, is_counted and loop_spec.reverse)
-    called = Called(words.name, body.functions, body.parameters)
-    keys = functions_of_step(options, *body.functions)
+    call = scan_step(words, options, f, stop, extent.capacity is not None, is_counted, extent.reverse)
     extras, goes_on = options.extras, None if stop is None else always
-    if is_counted:
-        call, extras, goes_on = (
-            within_length(call, loop_spec.reverse),
-            [extent.high, *extras],
-            lambda extras, _: extras[0] > 0,
-        )
+    if is_counted:  # the length stops the loop, too: it is the first of the extras
+        extras, goes_on = [extent.high, *extras], lambda extras, _: extras[0] > 0
         called = called._replace(extras=("length", "key"))
-    step = tracing.Step(call, words.where, keys, (*spec, is_counted), called, body.back)
-    done = run(step, loop_spec, extras, init, xs, goes_on, references)
+    spec = (
+        words.name,
+        extent.capacity is None,
+        options.key_spec,
+        depends_on,
+        is_counted and extent.reverse,
+        is_counted,
+    )
+    done = run(Step(call, words.where, called, spec, back), options, extent, extras, init, xs, goes_on, references)
     carry, ys, loop_info = finish(options, extent, done)
     return (carry, ys), loop_info

@@ -15,7 +15,6 @@ from loopax._src.frontend.options import (
     Options,
     Words,
     check_callable,
-    is_reverse,
     no_rows,
     one_bool,
     pair,
@@ -26,6 +25,12 @@ from loopax._src.jax_internals import convert, made_with, to_weak
 from loopax._src.nnx.functional import freeze, thaw_numbered
 from loopax._src.nnx.writeback import take_back
 from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none
+from loopax._src.pytrees.static import Why, static_bool
+
+_REVERSE = Why(
+    "in which order the program walks the rows",
+    "choose between two scans: `jax.lax.cond(flag, lambda: scan(..., reverse=True), lambda: scan(...))`",
+)
 
 # (row, extras, carry, x) -> (carry, a row of ys, whether to go on); None where there is none
 Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
@@ -81,33 +86,29 @@ def step_back(
         return None
     kind = f"of {options.name}(kind={type(options.kind).__name__}(...))"
     check_callable(f"the inverse {kind}", inverse)
+    if record is not None:
+        check_callable(f"record {kind}", record)
 
     def call(function: Any, row: Any, extras: Sequence[Any], carries: Sequence[Any], x: Any, *recorded: Any) -> Any:
         i = [] if index is None else [index(row, extras)]
         xs = [x] if has_rows else []
         key = options.step_key(i[0] if i else row, extras)
-        names = [*["i"] * len(i), *_CARRIES[len(carries)], *["x"] * len(xs), *["recorded"] * len(recorded)]
+        given = ["after"] if len(carries) == 1 else ["before", "after"]
+        names = [*["i"] * len(i), *given, *["x"] * len(xs), *["recorded"] * len(recorded)]
         where = f"{'inverse' if function is inverse else 'record'} {kind}"
         return call_user(where, function, names, *i, *carries, *xs, *recorded, **key)
 
-    if record is None:
-        return StepBack(partial(call, inverse))
-    check_callable(f"record {kind}", record)
-    return StepBack(partial(call, inverse), partial(call, record))
+    functions = (inverse,) if record is None else (inverse, record)
+    return StepBack(functions, partial(call, inverse), None if record is None else partial(call, record))
 
 
-# What functions of a kind are given: the carry after a step, or those before and after it.
-_CARRIES = {1: ["after"], 2: ["before", "after"]}
+def scan_step(
+    words: Words, options: Options, f: Any, stop: Any, has_rows: bool, is_counted: bool = False, reverse: bool = False
+) -> Call:
+    """A step of a scan, which may have rows of outputs or not.
 
-
-def functions_of_step(options: Options, *functions: Any) -> tuple[Any, ...]:
-    """The user's functions in a step, with those of the kind: a step is traced once for the same ones."""
-    of_kind = (options.kind.inverse, options.kind.record)
-    return (*functions, *(function for function in of_kind if function is not None))
-
-
-def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool) -> Call:
-    """A step of a scan, which may have rows of outputs or not."""
+    `is_counted`: there is a `stop`, and no static bound; the length, the first of `extras`, stops the scan, too.
+    """
 
     def call(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
         key = options.step_key(row, extras)
@@ -117,7 +118,10 @@ def scan_step(words: Words, options: Options, f: Any, stop: Any, has_rows: bool)
         if stop is None:
             return carry, y, None
         where = f"stop of {words.name}"
-        return carry, y, ~one_bool(where, call_user(where, stop, ["carry", "y"], carry, y))
+        goes_on = ~one_bool(where, call_user(where, stop, ["carry", "y"], carry, y))
+        if is_counted:
+            goes_on = goes_on & (row > 0 if reverse else row + 1 < extras[0])
+        return carry, y, goes_on
 
     return call
 
@@ -157,27 +161,14 @@ def _does_not_fit(function: Any, arguments: Any, keywords: Any) -> str | None:
     return None
 
 
-def within_length(call: Call, reverse: bool) -> Call:
-    """The step of a scan with `stop` that has no static bound: the length, the first of `extras`, stops it, too."""
-
-    def step(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        carry, y, goes_on = call(row, extras[1:], carry, x)
-        return carry, y, goes_on & (row > 0 if reverse else row + 1 < extras[0])
-
-    return step
-
-
-def scan_rows(
-    words: Words, options: Options, f: Any, stop: Any, xs: Any, length: Any, reverse: Any
-) -> tuple[Extent, bool]:
-    """Which rows a scan walks, and whether from the last; an error where an argument does not fit."""
+def scan_rows(words: Words, options: Options, f: Any, stop: Any, xs: Any, length: Any, reverse: Any) -> Extent:
+    """Which rows a scan walks; an error where an argument does not fit."""
     check_callable(words.where, f)
     if stop is not None:
         check_callable(f"stop of {words.name}", stop)
-    reverse = is_reverse(words.name, reverse)
+    reverse = static_bool(f"{words.name}(reverse=...)", reverse, _REVERSE)
     rows = rows_of(words, freeze(xs))
-    extent = scan_extent(words, length, rows, options.max_steps, reverse, stop is not None, options.throw)
-    return extent, reverse
+    return scan_extent(words, length, rows, options.max_steps, reverse, stop is not None, options.throw)
 
 
 def always(*_: Any) -> Any:

@@ -63,6 +63,7 @@ T = TypeVar("T")
 class StepBack:
     """What a kind brings to walk back. Carries are a sequence: the one after a step, or those before and after it."""
 
+    functions: tuple[Any, ...]  # the user's
     inverse: Callable[..., Any]  # (row, extras, [carry after], x, *[a row of the tape]) -> carry before
     record: Callable[..., Any] | None = None  # (row, extras, [carry before, carry after], x) -> a row of the tape
 
@@ -72,20 +73,25 @@ class Step:
     """One step of a loop in terms of the user's pytrees.
 
     `call(row, extras, carry, x)` returns the new carry, a row of ys, and whether to go on (None where
-    the loop has no condition). `functions` are the user's functions in it, which key the cache.
+    the loop has no condition).
     """
 
     call: Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
     where: str  # the user's function in error messages
-    functions: tuple[Any, ...]
+    called: Called  # the user's functions, and what JAX's errors name
     options: Hashable  # what else `call` depends on
-    called: Called  # what JAX's errors name
     back: StepBack | None = None  # what the kind brings to walk back
     once: bool = False  # it is a branch, which is taken at most once
+    own: tuple[Any, ...] = ()  # functions that are made for one call
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """With the same functions and options, it is the same step."""
+        return (*self.own, *self.called.functions, *(self.back.functions if self.back else ()))
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """What a step does to the user's pytrees, besides their values."""
 
     y_spec: Spec
@@ -93,7 +99,7 @@ class Found:
     row_changes: Changes  # and to those in rows of xs
     rows: WrittenRows  # whose written arrays are the first ys
 
-    def after(self, before: "Found") -> "Found":
+    def after(self, before: "Findings") -> "Findings":
         """What this step and those before it do together."""
         changes, row_changes = self.changes.after(before.changes), self.row_changes.after(before.row_changes)
         return replace(self, changes=changes, row_changes=row_changes)
@@ -105,18 +111,11 @@ class Taken(NamedTuple):
     goes_on: Any  # None where the loop has no condition
     carry: list[Any]
     ys: list[Any]  # what the body wrote to rows of xs, and its row of ys
-    found: Found
+    found: Findings
 
 
 # Whether to take the first step: (extras, carry) -> bool[]. The functions and the options of a `Step` determine it.
 FirstCondition = Callable[[Sequence[Any], Any], Any]
-
-
-class First(NamedTuple):
-    """A traced first condition."""
-
-    closed: ClosedJaxpr  # (*closed over, *extras, *carry) -> bool[]
-    closed_over: list[Any]
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,13 @@ class Traced:
     closed_over: list[Any]  # values that the user's functions close over
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
-    found: Found
+    found: Findings
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
     key_use: KeyUse | None
-    first: First | None  # None: no condition, or one that `run` calls itself
+    # The first condition, (*closed over, *extras, *carry) -> bool[], and what it closes over. None: there is none, or
+    # `run` calls it itself.
+    first: tuple[ClosedJaxpr, list[Any]] | None
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:
@@ -208,18 +209,19 @@ def _trace(
     Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
     changed since.
     """
-    if not all(map(is_only_itself, step.functions)):
+    functions = step.functions
+    if not all(map(is_only_itself, functions)):
         return _trace_now(step, extras, init, spec, x_rows, goes_on)
     context = goes_on is not None, runs_eagerly(), trace_context()
-    key = (step.functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, *context)
-    entries = _cache.setdefault(step.functions[0], {})
+    key = (functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, *context)
+    entries = _cache.setdefault(functions[0], {})
     try:
         if key in entries:
             return entries[key]
     except TypeError:  # a leaf that is not an array cannot be hashed
         return _trace_now(step, extras, init, spec, x_rows, goes_on)
     traced = _trace_now(step, extras, init, spec, x_rows, goes_on)
-    closed_over = [*traced.closed_over, *traced.references, *(traced.first.closed_over if traced.first else [])]
+    closed_over = [*traced.closed_over, *traced.references, *(traced.first[1] if traced.first else [])]
     if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
         entries[key] = traced
     return traced
@@ -263,7 +265,7 @@ def take(
     y = freeze(y)
     refuse_references_in(f"{step.where} returned y", y)
     ys, y_spec = pack(without_flags(y))
-    return Taken(goes_on, carry, [*rows, *ys], Found(y_spec, changes, row_changes, written))
+    return Taken(goes_on, carry, [*rows, *ys], Findings(y_spec, changes, row_changes, written))
 
 
 def _trace_now(
@@ -337,7 +339,7 @@ def _trace_now(
     return Traced(body, inverse, constants, references, **found, names=names, key_use=uses, first=first)
 
 
-def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> First | None:
+def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> tuple[ClosedJaxpr, list[Any]] | None:
     """The first condition; None where it may change objects or mutable arrays, or where loops in it hand on checks."""
     is_pure = False
 
@@ -351,8 +353,8 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         return go
 
     raw = jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals)
-    first = First(*open_constants(raw))
-    return first if is_pure and not any(map(is_reference, first.closed_over)) else None
+    first, closed_over = open_constants(raw)
+    return (first, list(closed_over)) if is_pure and not any(map(is_reference, closed_over)) else None
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -394,7 +396,7 @@ def _name_in_errors(
     called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x, *after])
 
 
-def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: Found, predicated: bool, num_own: int) -> core.Names:
+def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: Findings, predicated: bool, num_own: int) -> core.Names:
     """What the operands and the rows of results are called in the user's pytrees."""
 
     def unnamed(count: int) -> tuple[str, ...]:
