@@ -8,7 +8,7 @@ cannot be handed over, and is raised on the spot.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import local
 from typing import Any
@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._src.core.jaxpr.types import nan_if
-from loopax._src.frontend.raising import Line, Said, call_at, calls, raise_if, with_amount
+from loopax._src.frontend.raising import Failure, Line, call_at, calls, raise_if, with_amount
 from loopax._src.jax_internals import (
     Primitive,
     calling_lines,
@@ -80,17 +80,14 @@ class KindCheck:
     def __call__(self, results: Any, failed: Any, message: str, amount: Any, *, throw: bool | None = None) -> Any:
         """See `LoopCall`."""
         if self._throw if throw is None else throw:
-            place = f" at {self._stack[0]}" if self._stack else ""
-            return settle(results, [Check(failed, f"{self._call}{place}: {message}", amount, self._stack)])
+            _, _, stack = self._key
+            place = f" at {stack[0]}" if stack else ""
+            return settle(results, [Check(failed, f"{self._call}{place}: {message}", amount, stack)])
         return jax.tree.map(lambda x: nan_if(failed, x), results)
 
     @cached_property
-    def _stack(self) -> tuple[Line, ...]:
-        return calls(self._lines)
-
-    @property
-    def _key(self) -> Any:
-        return self._call, self._throw, self._stack
+    def _key(self) -> tuple[str, bool, tuple[Line, ...]]:
+        return self._call, self._throw, calls(self._lines)
 
     def __eq__(self, other: object) -> bool:
         """Whether the calls came from the same lines."""
@@ -101,25 +98,17 @@ class KindCheck:
         return hash(self._key)
 
 
-@dataclass
-class Collector:
-    """What the body of an outer loop has been handed while it is traced."""
-
-    trace: Any
-    checks: list[Check] = field(default_factory=list)
-
-
+# What the bodies of outer loops have been handed while they are traced: for each, the trace and the checks.
 _active = local()
 
 
 @contextmanager
 def collecting() -> Iterator[list[Check]]:
     """Take the checks of loops in a body that is being traced."""
-    stack = _active.__dict__.setdefault("stack", [])
-    collector = Collector(trace_state())
-    stack.append(collector)
+    stack: list[tuple[Any, list[Check]]] = _active.__dict__.setdefault("stack", [])
+    stack.append((trace_state(), []))
     try:
-        yield collector.checks
+        yield stack[-1][1]
     finally:
         stack.pop()
 
@@ -137,12 +126,13 @@ def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> A
     """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
     checks = [check for check in checks if check.can_fail]
     stack = _active.__dict__.get("stack", [])
-    if stack and stack[-1].trace == trace_state():
-        stack[-1].checks.extend(checks)
+    if stack and stack[-1][0] == trace_state():
+        stack[-1][1].extend(checks)
         return results
     for check in checks:
         failed = _raised(check, mesh or jax.sharding.get_abstract_mesh())
-        results = _invalid_if(failed, results) if isinstance(failed, Tracer) or failed else results
+        if isinstance(failed, Tracer) or failed:
+            results = _invalid_if(failed, results)
     return results
 
 
@@ -156,26 +146,20 @@ def _raised(check: Check, mesh: Any) -> Any:
     if kinds <= {AxisType.Manual}:
         return raise_if(check.failed, check.message, stack, check.amount)
     if AxisType.Explicit in kinds:
-        return on_each_device_p.bind(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
-    return _on_each_device(check.failed, said=Said(check.text), stack=stack, mesh=mesh)
+        return on_each_device_p.bind(check.failed, what=Failure(check.text, stack), mesh=mesh)
+    return _on_each_device(check.failed, what=Failure(check.text, stack), mesh=mesh)
 
 
-def _on_each_device(failed: Any, *, said: Said, stack: tuple[Line, ...], mesh: Any) -> Any:
+def _on_each_device(failed: Any, *, what: Failure, mesh: Any) -> Any:
     """Raise on all devices of a mesh over which JAX decides on shardings.
 
     It would call back from one device, and all others would wait for that one for ever.
     """
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    whole = PartitionSpec()
-    on_each = jax.shard_map(
-        lambda failed: raise_if(failed, said.text, stack),
-        mesh=mesh,
-        in_specs=whole,
-        out_specs=whole,
-        axis_names={name for name, axis_type in axes if axis_type != AxisType.Manual},
-        check_vma=False,
-    )
-    return on_each(failed)
+    names = {name for name, axis_type in axes if axis_type != AxisType.Manual}
+    raised = partial(raise_if, message=what.message, stack=what.stack)
+    specs = PartitionSpec()
+    return jax.shard_map(raised, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=names, check_vma=False)(failed)
 
 
 # `_on_each_device`, outside of all `jax.vmap`s: JAX does not map a `shard_map` over an axis that it takes itself.
@@ -183,7 +167,7 @@ on_each_device_p = Primitive("on_each_device")
 register(
     on_each_device_p,
     meaning=_on_each_device,
-    params=["said", "stack", "mesh"],
+    params=["what", "mesh"],
     abstract_eval=lambda failed, **_: core.ShapedArray((), failed.dtype),
     batch_without_axis=lambda operands, _, **params: (on_each_device_p.bind(jnp.any(operands[0]), **params), None),
 )
@@ -202,14 +186,11 @@ def _invalid_if(failed: Any, results: Any) -> Any:
         return jax.tree.map(lambda leaf: on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
     def guarded(node: Any) -> Any:
-        """Rows are seen through what stands beside them, which is enough."""
-        return eqx.tree_at(_rows, invalid(node), _rows(node)) if isinstance(node, RowByRow) else invalid(node)
+        # Rows are seen through what stands beside them, which is enough.
+        return eqx.tree_at(rows, invalid(node), rows(node)) if isinstance(node, RowByRow) else invalid(node)
 
+    rows = lambda node: node._rows  # noqa: E731
     return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
-
-
-def _rows(node: RowByRow) -> Any:
-    return node._rows
 
 
 def _selected(failed: Any, array: jax.Array) -> jax.Array:

@@ -13,10 +13,9 @@ from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary, format_list
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-import equinox
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
@@ -36,60 +35,9 @@ from loopax._src.jax_internals import (
     without_folding,
 )
 
-# A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and says which it is.
-
-
-class Said:
-    """A text that is no part of a program: two that differ in a line of the source alone are the same one."""
-
-    def __init__(self, text: str) -> None:
-        """Keep it."""
-        self.text = text
-
-    def __repr__(self) -> str:
-        """Short, for it stands in printed jaxprs."""
-        return "check"
-
-
-unexported_p = Primitive("unexported")
-
-
-def unexported(failed: Any, said: Said) -> Any:
-    """The flag of a check that says this where it fails."""
-    return unexported_p.bind(failed, said=said)
-
-
-def _lowered(ctx: Any, failed: Any, *, said: Said) -> Any:
-    if is_for_export(ctx):
-        _refuse(said.text)
-    return [failed]
-
-
-def _refuse(text: str) -> NoReturn:
-    raise NotImplementedError(
-        "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no callbacks. "
-        f"The error is:\n  {text}\nThree ways out:\n"
-        "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
-        "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to Implicit;\n"
-        "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, and "
-        "integers are the largest of their dtype."
-    )
-
-
-register(
-    unexported_p,
-    impl=lambda failed, *, said: failed,  # noqa: ARG005
-    lowering=_lowered,
-    abstract_eval=lambda failed, *, said: failed,  # noqa: ARG005
-    batch_without_axis=lambda args, axes, *, said: (unexported(args[0], said), axes[0]),
-)
-
-
-# Lines of the user's code, from which calls come.
-
-
-# Calls go through these packages: Equinox wraps methods of modules, ours among them, and jaxtyping checks types.
-_BETWEEN = tuple(f"{Path(file).parent}{os.sep}" for file in (equinox.__file__, jaxtyping.__file__))
+# Lines of the user's code. Calls go through these packages: Equinox wraps methods of modules, ours among them, and
+# jaxtyping checks types.
+_BETWEEN = tuple(f"{Path(file).parent}{os.sep}" for file in (eqx.__file__, jaxtyping.__file__))
 
 
 class Line(NamedTuple):
@@ -114,7 +62,6 @@ def of_user(lines: Iterable[tuple[str, int, str]]) -> Iterator[Line]:
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
 AMOUNT = "{amount}"  # in a message: where a number goes that is known only when the check fails
-_UNKNOWN = Line("unknown", 1, "unknown")
 
 
 def call_at(call: str) -> str:
@@ -130,20 +77,17 @@ def calls(lines: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
 
 def with_amount(message: str, amount: Any, lane: Any = ()) -> str:
     """The message with this number in the place of `AMOUNT`, or with none, and the place of a lane in its batch."""
+    shown = ""
+    if amount is not None:
+        amount = np.asarray(amount)
+        shown = f" ({int(amount)})" if np.issubdtype(amount.dtype, np.integer) else f" ({float(amount):.3g})"
     place = ", ".join(map(str, np.asarray(lane, int).tolist()))
     place = f"({place})" if "," in place else place
-    return message.replace(AMOUNT, _shown(amount)) + (f" First at index {place} of the batch." if place else "")
-
-
-def _shown(amount: Any) -> str:
-    if amount is None:
-        return ""
-    amount = np.asarray(amount)
-    return f" ({int(amount)})" if np.issubdtype(amount.dtype, np.integer) else f" ({float(amount):.3g})"
+    return message.replace(AMOUNT, shown) + (f" First at index {place} of the batch." if place else "")
 
 
 @dataclass(frozen=True)
-class _Error:
+class Failure:
     """What a check says, and from which lines."""
 
     message: str
@@ -154,30 +98,57 @@ class _Error:
         return "check"
 
 
+# A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and says which it is.
+unexported_p = Primitive("unexported")
+
+
+def _lowered(ctx: Any, failed: Any, *, what: Failure) -> Any:
+    if is_for_export(ctx):
+        raise NotImplementedError(
+            "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no "
+            f"callbacks. The error is:\n  {with_amount(what.message, None)}\nThree ways out:\n"
+            "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
+            "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to "
+            "Implicit;\n"
+            "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, "
+            "and integers are the largest of their dtype."
+        )
+    return [failed]
+
+
+register(
+    unexported_p,
+    impl=lambda failed, *, what: failed,  # noqa: ARG005
+    lowering=_lowered,
+    abstract_eval=lambda failed, *, what: failed,  # noqa: ARG005
+    batch_without_axis=lambda args, axes, *, what: (unexported_p.bind(args[0], what=what), axes[0]),
+)
+
+
 def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = None) -> Any:
     """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
-    if _is_for_equinox():
+    # `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU.
+    if _ON_ERROR != "raise" or jax.default_backend() == "tpu":
         failed = eqxi.unvmap_any(failed)
         with without_folding():
             return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
-    amounts = [] if amount is None else [_to_show(lax.stop_gradient(amount))]
-    return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, what=_Error(message, stack))
+    amounts = []
+    if amount is not None:
+        amount = jnp.asarray(lax.stop_gradient(amount))
+        # JAX cuts a number of 64 bits that a callback is given where `jax_enable_x64` is off.
+        is_cut = amount.dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype("int64") == "int32"
+        amounts = [convert(amount, jnp.dtype("float32")) if is_cut else amount]
+    return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, what=Failure(message, stack))
 
 
-def _to_show(amount: Any) -> Any:
-    """A number as a callback can be given it: JAX cuts one of 64 bits where `jax_enable_x64` is off."""
-    is_cut = jnp.asarray(amount).dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype("int64") == "int32"
-    return convert(amount, jnp.dtype("float32")) if is_cut else jnp.asarray(amount)
-
-
-def _raise_now(failed: Any, *amounts: Any, what: _Error) -> Any:
+def _raise_now(failed: Any, *amounts: Any, what: Failure) -> Any:
     failed, lane, *found = jax.jit(_first_failure)(failed, *amounts)
     if failed:
         raise eqx.EquinoxRuntimeError(with_amount(what.message, next(iter(found), None), lane))
     return failed
 
 
-def _raise_later(failed: Any, *amounts: Any, what: _Error) -> Any:
+def _raise_later(failed: Any, *amounts: Any, what: Failure) -> Any:
     with without_folding():
         return _program(what)(*_first_failure(failed, *amounts))
 
@@ -192,7 +163,7 @@ def _first_failure(failed: Any, *amounts: Any) -> list[Any]:
     return [jnp.any(failed), lane, *(x.reshape(-1)[first] for x in found)]
 
 
-def _batch(operands: Any, dims: Any, *, what: _Error) -> Any:
+def _batch(operands: Any, dims: Any, *, what: Failure) -> Any:
     """One check for all lanes, whose axis stands first."""
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     moved = [
@@ -222,34 +193,26 @@ def text_of_check(error: Exception) -> str:
     return text.partition("\n-----")[0].strip() if found else str(error)
 
 
-def _is_for_equinox() -> bool:
-    """Whether `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU."""
-    return _ON_ERROR != "raise" or jax.default_backend() == "tpu"
-
-
 @lru_cache(maxsize=1024)
-def _program(what: _Error) -> Callable[..., Any]:
+def _program(what: Failure) -> Callable[..., Any]:
     """Raise where a flag is True; compiled once for as many calls from the same lines."""
+    line = what.stack[0] if what.stack else Line("unknown", 1, "unknown")
+
+    # A frame of this line that nobody has called: a generator's, before it starts. All of its code is in one line.
+    def place() -> Iterator[None]: yield  # fmt: skip
+
+    code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
 
     def fail(lane: Any = (), amount: Any = None) -> NoReturn:
-        text, stack = with_amount(what.message, amount, lane), what.stack
-        shown = format_list([FrameSummary(*line) for line in reversed(stack)])
+        text = with_amount(what.message, amount, lane)
+        shown = format_list([FrameSummary(*line) for line in reversed(what.stack)])
         _jit.last_error_info = text, shown[::-1]  # from where `equinox.filter_jit` takes its text
-        frame = _frame(stack[0] if stack else _UNKNOWN)
+        frame = FunctionType(code, {})().gi_frame
         # The class by which `equinox.filter_jit` knows an error that it has to show.
         raise _errors._EquinoxRuntimeError(text).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
     def check(failed: Any, *found: Any) -> Any:
-        failed = unexported(failed, Said(with_amount(what.message, None)))
+        failed = unexported_p.bind(failed, what=what)
         return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), *found), lambda: False)
 
     return jax.jit(check)
-
-
-def _frame(line: Line) -> FrameType:
-    """A frame of this line that nobody has called: a generator's, before it starts. All of its code is in one line."""
-
-    def place() -> Iterator[None]: yield  # fmt: skip
-
-    code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
-    return FunctionType(code, {})().gi_frame
