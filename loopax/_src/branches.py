@@ -8,7 +8,7 @@ step. They carry the result, which each hands on if it takes none.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
-from loopax._src.frontend.branch_results import Branch, Results, as_arrays, common_results
+from loopax._src.frontend.branch_results import Branch, common_results
 from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import Options, check_callable
@@ -96,11 +96,19 @@ def cond(
     Derivatives: forward and reverse mode, in every order.
 
     """
-    true_fun, false_fun, operands = _with_operands_together(true_fun, false_fun, operands)
+    # `jax.lax.cond` also takes `cond(pred, true_operand, true_fun, false_operand, false_fun)`, without documenting it.
+    if not callable(true_fun) and callable(false_fun) and len(operands) == 2 and callable(operands[1]):
+        if_true, of_true, (of_false, if_false) = false_fun, true_fun, operands
+        operands = of_true, of_false
+        true_fun, false_fun = wraps(if_true)(lambda x, _: if_true(x)), wraps(if_false)(lambda _, x: if_false(x))
     check_callable("true_fun of cond", true_fun)
     check_callable("false_fun of cond", false_fun)
     given = _operands("cond", operands, operand)
-    is_true, how = _predicate(pred), to_lanes(lanes)
+    is_one = isinstance(pred, bool | int | float | np.generic | np.ndarray | jax.Array) and np.ndim(pred) == 0
+    if not is_one or jnp.result_type(pred).kind not in "biuf":
+        raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
+    pred, how = jnp.asarray(pred), to_lanes(lanes)
+    is_true = pred if pred.dtype == jnp.bool_ else lax.ne(pred, zero(pred.dtype))  # numbers too, as in `jax.lax`
     if runs_in_python() and (value := value_now(is_true)) is not None:
         return (true_fun if value else false_fun)(*given)
     branches = [Branch("true_fun", true_fun), Branch("false_fun", false_fun)]
@@ -155,7 +163,10 @@ def switch(
     for i, function in enumerate(functions):
         check_callable(f"branches[{i}] of switch", function)
     given = _operands("switch", operands, operand)
-    number = _index(index)
+    is_one = isinstance(index, int | np.generic | np.ndarray | jax.Array) and np.ndim(index) == 0
+    if not is_one or isinstance(index, bool) or jnp.result_type(index).kind not in "iu":
+        raise TypeError(f"switch(index=...): got {describe(index)}, expected one integer.")
+    number = jnp.asarray(index)
     if not functions:
         raise ValueError("switch(branches=...): got no branches, expected at least one function.")
     how = to_lanes(lanes)
@@ -169,17 +180,6 @@ def switch(
     return _run_one("switch", named, [number == i for i in range(len(functions))], given, how)
 
 
-def _with_operands_together(true_fun: Any, false_fun: Any, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Functions and operands, also of a call `cond(pred, true_operand, true_fun, false_operand, false_fun)`.
-
-    `jax.lax.cond` takes it, too, but does not document it any more.
-    """
-    if callable(true_fun) or not callable(false_fun) or len(operands) != 2 or not callable(operands[1]):
-        return true_fun, false_fun, operands
-    if_true, (if_false, of_false) = false_fun, operands
-    return wraps(if_true)(lambda x, _: if_true(x)), wraps(of_false)(lambda _, x: of_false(x)), (true_fun, if_false)
-
-
 def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
     """The operands, by whatever name they are given."""
     if operand is _NOT_GIVEN:
@@ -191,30 +191,11 @@ def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any
     return (operand,)
 
 
-def _predicate(pred: Any) -> Any:
-    """A predicate as one bool; numbers that are not zero are True, as in `jax.lax`."""
-    is_one = isinstance(pred, bool | int | float | np.generic | np.ndarray | jax.Array) and np.ndim(pred) == 0
-    if not is_one or jnp.result_type(pred).kind not in "biuf":
-        raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
-    pred = jnp.asarray(pred)
-    return pred if pred.dtype == jnp.bool_ else lax.ne(pred, zero(pred.dtype))
+@dataclass(frozen=True)
+class _Reference:
+    """Where a mutable array stands among operands."""
 
-
-def _index(index: Any) -> Any:
-    """An index as an array."""
-    is_one = isinstance(index, int | np.generic | np.ndarray | jax.Array) and np.ndim(index) == 0
-    if not is_one or isinstance(index, bool) or jnp.result_type(index).kind not in "iu":
-        raise TypeError(f"switch(index=...): got {describe(index)}, expected one integer.")
-    return jnp.asarray(index)
-
-
-class _Call(NamedTuple):
-    """A call of `cond` or `switch`."""
-
-    name: str
-    operands: tuple[Any, ...]
-    results: Results
-    lanes: Lanes
+    number: int
 
 
 def _run_one(
@@ -224,30 +205,31 @@ def _run_one(
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    call = _Call(name, operands, common_results(name, branches, operands), how)
-    result = call.results.zeros()
-    used_keys: list[Any] = []
+    results = common_results(name, branches, operands)
+    options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
+    result, used_keys = results.zeros(), []
     for branch, taken in zip(branches, is_taken, strict=True):
-        result = _run_if(call, branch, taken, result, used_keys)
-    return call.results.as_returned(result)
 
+        def call(row: Any, extras: Sequence[Any], carry: Any, x: Any, branch: Branch = branch) -> tuple[Any, Any, Any]:
+            del row, extras, x
+            return (carry[0], results.arrays_of(branch.function(*carry[0]))), None, None
 
-@dataclass(frozen=True)
-class _Reference:
-    """Where a mutable array stands among operands."""
-
-    number: int
+        # A loop of one step, or of none, whose carry are the operands and the result so far.
+        step = Step(call, f"{branch.name} of {name}", Called(name, (branch.function,), ()), name, once=True)
+        extent = Extent(0, taken.astype(jnp.int32), 1, fixed=False)
+        done = run(step, options, extent, [], (operands, result), branch=branch.name, used_keys=used_keys)
+        _, result = done.hand_over(settle(done.carry, done.checks))
+    return results.as_returned(result)
 
 
 def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> tuple[Sequence[Branch], Any]:
     """Branches that close over mutable arrays among operands (`jax.new_ref`), which no loop can carry."""
-    references = [leaf for leaf in jax.tree.leaves(operands, is_leaf=is_object) if _is_reference(leaf)]
+    leaves, treedef = jax.tree.flatten(operands, is_leaf=is_object)
+    references = [leaf for leaf in leaves if is_reference(leaf) and not is_object(leaf)]
     if not references:
         return branches, operands
     numbers = iter(range(len(references)))
-
-    def taken_out(leaf: Any) -> Any:
-        return _Reference(next(numbers)) if _is_reference(leaf) else leaf
+    taken_out = [_Reference(next(numbers)) if is_reference(x) and not is_object(x) else x for x in leaves]
 
     def put_back(leaf: Any) -> Any:
         return references[leaf.number] if isinstance(leaf, _Reference) else leaf
@@ -255,25 +237,4 @@ def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> t
     def closing(function: Callable[..., Any]) -> Callable[..., Any]:
         return wraps(function)(lambda *given: function(*jax.tree.map(put_back, given, is_leaf=is_object)))
 
-    branches = [Branch(branch.name, closing(branch.function)) for branch in branches]
-    return branches, jax.tree.map(taken_out, operands, is_leaf=is_object)
-
-
-def _is_reference(leaf: Any) -> bool:
-    return is_reference(leaf) and not is_object(leaf)
-
-
-def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_keys: list[Any]) -> list[Any]:
-    """The result of a branch if it is taken; else `result`."""
-
-    def step(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        del row, extras, x
-        operands, _ = carry
-        return (operands, as_arrays(call.results, branch.function(*operands))), None, None
-
-    called = Called(call.name, (branch.function,), ())
-    traced = Step(step, f"{branch.name} of {call.name}", called, call.name, once=True)
-    extent = Extent(0, is_taken.astype(jnp.int32), 1, fixed=False)
-    options = Options(call.name, Auto() if call.lanes == Lockstep() else Bounded(), call.lanes)
-    done = run(traced, options, extent, [], (call.operands, result), branch=branch.name, used_keys=used_keys)
-    return done.hand_over(settle(done.carry, done.checks))[1]
+    return [Branch(b.name, closing(b.function)) for b in branches], treedef.unflatten(taken_out)

@@ -1,19 +1,18 @@
 """What the branches of a `cond` or a `switch` return: the same structure and types, or an error that says where not."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import merge_lists, reject
 from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.steps import call_user
-from loopax._src.frontend.trace import is_only_itself, without_flags
+from loopax._src.frontend.trace import traced_once, without_flags
 from loopax._src.jax_internals import (
     Literal,
     convert,
@@ -23,23 +22,12 @@ from loopax._src.jax_internals import (
     source_here,
     spec_of,
     to_weak,
-    trace_context,
     varying_axes,
     with_varying_axes,
     zeros,
 )
-from loopax._src.nnx.functional import freeze, keeps_closures, thaw
-from loopax._src.pytrees.leaves import (
-    NO_RETURN,
-    Dynamic,
-    Spec,
-    Static,
-    conversion,
-    describe,
-    differences,
-    pack,
-    same_structure,
-)
+from loopax._src.nnx.functional import freeze, thaw
+from loopax._src.pytrees.leaves import NO_RETURN, Dynamic, Spec, conversion, describe, differences, pack, same_structure
 from loopax._src.pytrees.static import Called, parameters_of
 
 
@@ -53,7 +41,7 @@ class Branch(NamedTuple):
 _COMPUTED = object()
 
 
-class Results(NamedTuple):
+class BranchResults(NamedTuple):
     """The types that all branches return.
 
     An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
@@ -70,8 +58,13 @@ class Results(NamedTuple):
 
     def zeros(self) -> list[Any]:
         """Arrays of these types, for those that branches compute."""
-        avals = reject(self.is_given, self.avals)
-        return list(map(zeros, avals))
+        return list(map(zeros, reject(self.is_given, self.avals)))
+
+    def arrays_of(self, result: Any) -> list[Any]:
+        """The arrays that a branch computes, of the types of all."""
+        arrays, _ = pack(without_flags(freeze(result)))
+        pairs = zip(reject(self.is_given, arrays), reject(self.is_given, self.avals), strict=True)
+        return [convert(x, aval.dtype) for x, aval in pairs]
 
     def as_returned(self, arrays: Sequence[Any]) -> Any:
         """The user's pytree from the arrays that branches compute."""
@@ -81,72 +74,46 @@ class Results(NamedTuple):
         return thaw(self.spec.unpack(arrays))
 
 
-class _Found(NamedTuple):
+class _Traced(NamedTuple):
     """What one branch returns."""
 
     spec: Spec
     tree: Any  # the pytree with types at its leaves
-    given: list[Any]  # as in `Results`
+    # For each array: where it stands among what the branch closes over and behind it its operands; None: it is computed
+    places: list[int | None]
+    closed_over: list[Any]
 
 
-def as_arrays(results: Results, result: Any) -> list[Any]:
-    """The arrays that a branch computes, of the types of all."""
-    arrays, _ = pack(without_flags(freeze(result)))
-    pairs = zip(reject(results.is_given, arrays), reject(results.is_given, results.avals), strict=True)
-    return [convert(x, aval.dtype) for x, aval in pairs]
-
-
-def common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> Results:
+def common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> BranchResults:
     """The types that all branches return for these operands."""
     arrays, spec = pack(freeze(operands))
-    found = [_result_of(name, branch, spec, arrays) for branch in branches]
-    first = found[0]
-    avals, given = first.spec.avals, first.given
-    for branch, other in zip(branches[1:], found[1:], strict=True):
-        _refuse_one_none(name, {branches[0].name: first.tree, branch.name: other.tree})
-        problems = _problems(first, avals, other)
-        if problems:
-            raise TypeError(_message(name, branches[0].name, branch.name, problems))
+    key = "branch", spec
+    traced = [traced_once((b.function,), key, partial(_trace, name, b, spec, arrays)) for b in branches]
+    results = [
+        [_COMPUTED if i is None else [*branch.closed_over, *arrays][i] for i in branch.places] for branch in traced
+    ]
+    first, avals, given = traced[0], traced[0].spec.avals, results[0]
+    for branch, other, other_given in zip(branches[1:], traced[1:], results[1:], strict=True):
+        names = branches[0].name, branch.name
+        if (first.tree is None) != (other.tree is None):
+            forgetful, second = names if first.tree is None else names[::-1]
+            raise TypeError(f"{forgetful} of {name} must return what {second} does. Got None. {NO_RETURN}")
+        if problems := _problems(first, avals, other):
+            raise TypeError(
+                f"{name}: {names[1]} and {names[0]} must return the same structure, shapes and dtypes. They do not, "
+                "at:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+                + f"\nConvert a result ({conversion(problems)}), or return the same containers."
+            )
         avals = [_joined(a, b) for a, b in zip(avals, other.spec.avals, strict=True)]
-        given = [a if a is b else _COMPUTED for a, b in zip(given, other.given, strict=True)]
-    return Results(first.spec, avals, [_only_value(aval, x) for aval, x in zip(avals, given, strict=True)])
+        given = [a if a is b else _COMPUTED for a, b in zip(given, other_given, strict=True)]
+    # Arrays of `float0`, which no loop carries, have only one value.
+    only = [np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else None for aval in avals]
+    return BranchResults(first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)])
 
 
-def _refuse_one_none(name: str, results: dict[str, Any]) -> None:
-    """An error where one of two branches returns None."""
-    forgetful = [branch for branch, result in results.items() if result is None]
-    if len(forgetful) == 1:
-        (other,) = results.keys() - forgetful
-        raise TypeError(f"{forgetful[0]} of {name} must return what {other} does. Got None. {NO_RETURN}")
-
-
-def _only_value(aval: Any, given: Any) -> Any:
-    """What all branches return of a type: arrays of `float0`, which no loop carries, have only one value."""
-    return np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else given
-
-
-_cache: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def _result_of(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> _Found:
-    """What a branch returns for these operands: traced once for the same functions and types, as loops are."""
-    function, key = branch.function, (spec, trace_context())
-    if not is_only_itself(function):
-        return _trace(name, branch, spec, arrays)[0](arrays)
-    entries = _cache.setdefault(function, {})
-    try:
-        if key in entries:
-            return entries[key](arrays)
-    except TypeError:  # a leaf that is not an array cannot be hashed
-        return _trace(name, branch, spec, arrays)[0](arrays)
-    found, closed_over = _trace(name, branch, spec, arrays)
-    if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
-        entries[key] = found
-    return found(arrays)
-
-
-def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[Callable[..., _Found], list[Any]]:
-    """A function from operands of these types to what a branch returns, and the values that the branch closes over."""
+def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[_Traced, list[Any]]:
+    """What a branch returns for operands of these types, and the values that it closes over."""
     found: list[Spec] = []
     here = source_here()
 
@@ -160,54 +127,37 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
         found.append(out_spec)
         return out
 
-    Called(name, (branch.function,), ()).name_in_errors(call, _names(branch, spec))
-    closed = jax.make_jaxpr(call)(arrays)
-    (of_result,) = found
-    leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
-    tree, (opened, consts) = of_result.treedef.unflatten(leaves), open_constants(closed)
-    inputs = {var: i for i, var in enumerate(opened.invars)}
-    places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
-
-    def at(arrays: Sequence[Any]) -> _Found:
-        values = [*consts, *arrays]
-        return _Found(of_result, tree, [_COMPUTED if place is None else values[place] for place in places])
-
-    return at, consts
-
-
-def _names(branch: Branch, spec: Spec) -> list[str]:
-    """What a branch calls the arrays that it is given."""
+    # What the branch calls the arrays that it is given.
     names = spec.names("operands")
     for i, parameter in enumerate(parameters_of(branch.function)):
         prefix = f"operands[{i}]"
         names = [parameter + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names]
-    return names
+    Called(name, (branch.function,), ()).name_in_errors(call, names)
+    closed = jax.make_jaxpr(call)(arrays)
+    (of_result,) = found
+    leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
+    opened, consts = open_constants(closed)
+    inputs = {var: i for i, var in enumerate(opened.invars)}
+    places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
+    return _Traced(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
 
 
-def _problems(first: _Found, avals: Sequence[Any], other: _Found) -> list[str]:
-    """Where the results of two branches differ."""
+def _problems(first: _Traced, avals: Sequence[Any], other: _Traced) -> list[str]:
+    """Where the results of two branches differ; `avals` are the types of the first and those between."""
     a, b = first.spec, other.spec
     if not same_structure(a.treedef, b.treedef):
         found = differences(first.tree, other.tree, _words, root="the result itself")
         return list(found) or [f"{b.treedef} and {a.treedef}"]
-    numbered = iter(avals)
-    return [
-        f"{path}: {_leaf_words(b)} and {_leaf_words(a)}"
-        for path, a, b in zip(_paths(a), a.leaves, b.leaves, strict=True)
-        if not _fit(a, b, next(numbered) if isinstance(a, Dynamic) else None)
-    ]
-
-
-def _paths(spec: Spec) -> list[str]:
-    numbered = spec.treedef.unflatten(range(len(spec.leaves)))
-    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    return [jax.tree_util.keystr(path) or "the result itself" for path, _ in paths]
-
-
-def _fit(a: Static | Dynamic, b: Static | Dynamic, aval: Any) -> bool:
-    if not (isinstance(a, Dynamic) and isinstance(b, Dynamic)):
-        return a == b
-    return a.key_impl == b.key_impl and aval.shape == b.aval.shape and _joined(aval, b.aval) is not None
+    problems, numbered = [], iter(avals)
+    for path, x, y in zip(a.paths(), a.leaves, b.leaves, strict=True):
+        fits, aval = x == y, next(numbered) if isinstance(x, Dynamic) else None
+        if aval is not None and isinstance(x, Dynamic) and isinstance(y, Dynamic):
+            same = x.key_impl == y.key_impl and aval.shape == y.aval.shape
+            fits = same and _joined(aval, y.aval) is not None
+        if not fits:
+            words = [_words(leaf.aval if isinstance(leaf, Dynamic) else leaf.value) for leaf in (y, x)]
+            problems.append(f"{path or 'the result itself'}: {words[0]} and {words[1]}")
+    return problems
 
 
 def _joined(a: Any, b: Any) -> Any:
@@ -223,15 +173,3 @@ def _joined(a: Any, b: Any) -> Any:
 
 def _words(leaf: Any) -> str:
     return leaf.str_short() if hasattr(leaf, "str_short") else describe(leaf)
-
-
-def _leaf_words(leaf: Any) -> str:
-    return _words(leaf.aval if isinstance(leaf, Dynamic) else leaf.value)
-
-
-def _message(name: str, first: str, other: str, problems: Sequence[str]) -> str:
-    return (
-        f"{name}: {other} and {first} must return the same structure, shapes and dtypes. They do not, at:\n"
-        + "\n".join(f"  {problem}" for problem in problems)
-        + f"\nConvert a result ({conversion(problems)}), or return the same containers."
-    )

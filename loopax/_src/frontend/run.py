@@ -163,7 +163,8 @@ class _UserCall:
         note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
-        if (kind := options.kind.without_functions()).derivative != "exact":
+        if options.kind.derivative != "exact":
+            kind = options.kind.without_functions()
             if isinstance(options.lanes, Free):
                 raise NotImplementedError(derivative_message(f"{options.name}(lanes='free')", kind))
             if traced.references:
@@ -343,16 +344,9 @@ def _compiled(program: _LoopProgram, *given: Any) -> core.Outcome:
     return program.with_all_rows(out)
 
 
-@partial(jax.jit, inline=True)
-def _and_true(goes_on: Any) -> jax.Array:
-    """Return `goes_on`, by the operation that the texts of stored runs contain (`durable/`)."""
-    return True & goes_on
-
-
-@partial(jax.jit, inline=True)
-def _has_no_keys(num_steps: Any) -> jax.Array:
-    """Whether step counts have come to their end."""
-    return num_steps >= MOST_STEPS
+# Compiled, so that the numbers are no arguments that are moved to the device.
+_and_true = jax.jit(lambda goes_on: True & goes_on, inline=True)  # the texts of stored runs contain it (`durable/`)
+_has_no_keys = jax.jit(lambda num_steps: num_steps >= MOST_STEPS, inline=True)
 
 
 def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tuple[Any, Any, LoopInfo]:

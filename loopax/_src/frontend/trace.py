@@ -150,11 +150,13 @@ def trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, goes_on: FirstCondition | None
 ) -> tuple[Traced, list[Any], Spec]:
     """Trace a step, and return with it the arrays of the first carry, of the types that they have in the loop."""
+    own_key = step.options, tuple(map(jax.typeof, extras)), goes_on is not None, runs_eagerly()
 
-    def trace(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
-        return _trace(step, extras, init, spec, x_rows, goes_on), arrays, spec
+    def trace_from(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
+        now = partial(_trace_now, step, extras, init, spec, x_rows, goes_on)
+        return traced_once(step.functions, (*own_key, spec, x_rows), now), arrays, spec
 
-    return promoting(step.where, init, trace)
+    return promoting(step.where, init, trace_from)
 
 
 # `function(carry, its arrays, its spec)`, which may raise a CarryMismatchError
@@ -162,66 +164,56 @@ OnCarry = Callable[[Any, list[Any], Spec], T]
 
 
 def promoting(where: str, carry: Any, function: OnCarry[T]) -> T:
-    """Call the function, and again with arrays for the Python numbers of modules where the body can't do with numbers.
+    """Call the function, and again with promoted leaves where the body's result asks for it.
 
-    A body may ask one of them for `.astype` or divide 1 by 0.0. If arrays do not help, the first error is the body's.
+    A body may ask a Python number of a module for `.astype`, or divide 1 by 0.0. So if it fails, arrays are tried for
+    them; if arrays do not help, the first error is the body's.
     """
+
+    def until_it_fits(carry: Any) -> T:
+        changed: list[str] = []
+        while True:
+            try:
+                return function(carry, *pack(carry))
+            except CarryMismatchError as mismatch:
+                changed += mismatch.changed
+                carry = mismatch.restart(carry)
+            except Exception as error:
+                if changed:
+                    error.add_note(
+                        f"Note of loopax: {where} does not return these Python values as it is given them, so they are "
+                        "arrays in the loop:\n" + "\n".join(changed) + "\nReturn them as they came, and they stay what "
+                        "they are."
+                    )
+                raise
+
     try:
-        return _until_it_fits(where, carry, function)
+        return until_it_fits(carry)
     except Exception:
         if has_numbers(carry):
             with suppress(Exception):
-                return _until_it_fits(where, with_arrays(carry), function)
+                return until_it_fits(with_arrays(carry))
         raise
 
 
-def _until_it_fits(where: str, carry: Any, function: OnCarry[T]) -> T:
-    """Call the function, and again with promoted leaves where the body's result asks for it."""
-    changed: list[str] = []
-    while True:
-        try:
-            return function(carry, *pack(carry))
-        except CarryMismatchError as mismatch:
-            changed += mismatch.changed
-            carry = mismatch.restart(carry)
-        except Exception as error:
-            if changed:
-                error.add_note(_changed_note(where, changed))
-            raise
+_cache: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def _changed_note(where: str, changed: Sequence[str]) -> str:
-    """What to know about an error in a body whose Python values have become arrays."""
-    return (
-        f"Note of loopax: {where} does not return these Python values as it is given them, so they are arrays in the "
-        "loop:\n" + "\n".join(changed) + "\nReturn them as they came, and they stay what they are."
-    )
-
-
-_cache: WeakKeyDictionary[Any, dict[Hashable, Traced]] = WeakKeyDictionary()
-
-
-def _trace(
-    step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, goes_on: FirstCondition | None
-) -> Traced:
-    """Trace a step, once for the same functions and types, as `jax.lax` does.
+def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[], tuple[T, Sequence[Any]]]) -> T:
+    """What is traced, once for the same functions and key, as `jax.lax` does; and `trace_now` says what it closes over.
 
     Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
     changed since.
     """
-    functions = step.functions
     if not all(map(is_only_itself, functions)):
-        return _trace_now(step, extras, init, spec, x_rows, goes_on)
-    context = goes_on is not None, runs_eagerly(), trace_context()
-    key = (functions[1:], step.options, tuple(map(jax.typeof, extras)), spec, x_rows, *context)
-    entries = _cache.setdefault(functions[0], {})
+        return trace_now()[0]
+    entries, key = _cache.setdefault(functions[0], {}), (*functions[1:], key, trace_context())
     try:
         if key in entries:
             return entries[key]
     except TypeError:  # a leaf that is not an array cannot be hashed
-        return _trace_now(step, extras, init, spec, x_rows, goes_on)
-    traced = _trace_now(step, extras, init, spec, x_rows, goes_on)
-    closed_over = [*traced.closed_over, *traced.references, *(traced.first[1] if traced.first else [])]
+        return trace_now()[0]
+    traced, closed_over = trace_now()
     if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
         entries[key] = traced
     return traced
@@ -259,84 +251,108 @@ def take(
     carry, changes = take_back(step.where, start, objects, carry)
     refuse_references_in(f"{step.where} returned carry", carry)
     matched = match_carry(step.where, init, spec, carry)
-    carry = _as_they_came(arrays, spec, leaves, matched, carry)
+    # An array that only went through a PRNG key is the one that was given.
+    both = zip(spec.leaves, leaves, jax.tree.leaves(carry), strict=True)
+    same = [old is new for leaf, old, new in both if isinstance(leaf, Dynamic)]
+    matched = [old if is_same else new for old, new, is_same in zip(arrays, matched, same, strict=True)]
     x, row_changes = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
     rows, written = written_rows(step.where, x_start, x_rows, x)
     y = freeze(y)
     refuse_references_in(f"{step.where} returned y", y)
     ys, y_spec = pack(without_flags(y))
-    return Taken(goes_on, carry, [*rows, *ys], Findings(y_spec, changes, row_changes, written))
+    return Taken(goes_on, matched, [*rows, *ys], Findings(y_spec, changes, row_changes, written))
 
 
 def _trace_now(
     step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, goes_on: FirstCondition | None
-) -> Traced:
-    predicated = goes_on is not None
+) -> tuple[Traced, list[Any]]:
+    """A traced step, and what it closes over."""
     found: dict[str, Any] = {}
-    row_of_tape_spec: list[Spec] = []  # one, if the kind records a tape
-    placed = partial(made_at, source_here())
+    placed, num_go = partial(made_at, source_here()), int(goes_on is not None)
+    num_recorded = 0  # arrays in a row of the tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
+        nonlocal num_recorded
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
         with collecting() as checks:
             taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags = failures(checks)
-        found["found"] = taken.found
-        found["carry_avals"] = list(map(jax.typeof, taken.carry))
-        found["messages"] = list(flags)
-        go = [taken.goes_on] if predicated else []
-        recorded = flat_record(step.back.record, row, given, (arrays, taken.carry), x_arrays) if step.back else []
-        before = flat_inverse(step.back.inverse, row, given, after, x_arrays) if step.back else []
-        return [*go, *taken.carry, *flags.values(), *taken.ys, *recorded, *before]
-
-    def flat_record(record: Any, row: Any, given: list[Any], carries: Sequence[Any], x: list[Any]) -> list[Any]:
-        if record is None:
-            return []
+        carry_avals = list(map(jax.typeof, taken.carry))
+        found.update(found=taken.found, carry_avals=carry_avals, messages=list(flags))
+        results = [*[taken.goes_on] * num_go, *taken.carry, *flags.values(), *taken.ys]
+        if step.back is None:
+            return results
+        recorded, tape = [], []
+        if step.back.record is not None:
+            carries, x = [thaw(spec.unpack(carry)) for carry in (arrays, taken.carry)], thaw(x_rows.unpack(x_arrays))
+            with collecting():  # the body has the checks
+                made = step.back.record(row, given, carries, x)
+            made = freeze(made)
+            refuse_references_in(f"record of {step.where} returned", made)
+            recorded, row_spec = pack(without_flags(made))
+            num_recorded, tape = len(recorded), [row_spec.unpack(row_of_tape(row_spec.avals))]
+        start = placed(spec.unpack(after))
+        (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x_arrays))
         with collecting():
-            made = record(row, given, [thaw(spec.unpack(carry)) for carry in carries], thaw(x_rows.unpack(x)))
-        made = freeze(made)
-        refuse_references_in(f"record of {step.where} returned", made)
-        recorded, row_spec = pack(without_flags(made))
-        row_of_tape_spec[:] = [row_spec]
-        return recorded
-
-    def flat_inverse(inverse: Any, row: Any, given: list[Any], after: list[Any], x: list[Any]) -> list[Any]:
-        where, start = f"the inverse of {step.where}", placed(spec.unpack(after))
-        (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x))
-        of_tape = [row_spec.unpack(row_of_tape(row_spec.avals)) for row_spec in row_of_tape_spec]
-        with collecting():  # the body has the checks
-            carry = inverse(row, given, [carry], x, *of_tape)
+            carry = step.back.inverse(row, given, [carry], x, *tape)
+        where = f"the inverse of {step.where}"
         carry, _ = take_back(where, start, objects, carry)
-        return match_carry(where, init, spec, carry)
+        return [*results, *recorded, *match_carry(where, init, spec, carry)]
 
-    after = spec.avals if step.back else []
-    _name_in_errors(flat, step.called, len(extras), spec, x_rows, step.back is not None)
+    # What JAX's errors call the arguments: as the user's function does.
+    called, after = step.called, spec.avals if step.back else []
+    carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
+    names = [called.name("i"), *called.extras[: len(extras)], *carry, *x, *(carry if after else [])]
+    called.name_in_errors(flat, names)
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
-    uses = key_use(step.where, raw, len(extras), spec, x_rows, int(predicated), step.once)
+    uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
     open_body, closed_over = open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
     refuse_other_types(step.where, closed_over)
     open_body = with_values(open_body) if uses_references(open_body) else open_body
-    open_inverse = inverse = None
+    open_inverse = None
     if after:
         first = len(closed_over) + 1 + len(extras)
-        open_body, open_inverse = _apart(open_body, range(first, first + len(spec.avals)))
-    num_flags = len(found["messages"])
-    body = _as_body(open_body, closed_over, extras, spec.avals, x_rows.avals, num_flags, predicated)
+        open_body, open_inverse = _apart(open_body, range(first, first + len(after)))
+
+    # Before: (*closed over, row, *extras, *carry, *x) -> ([goes on], *carry, *flags, *y, *row of the tape, *references)
+    # After: (row, *constants, *extras, [goes on], *carry, *flags, *references, *x)
+    #        -> ([goes on], *carry, *flags, *references, *y, *row of the tape)
+    num_flags, num_carry, function = len(found["messages"]), len(spec.avals), chained(open_body)
+    is_mutable, avals = list(map(is_reference, closed_over)), open_body.in_avals[: len(closed_over)]
+    constants, references = reject(is_mutable, avals), select(is_mutable, avals)
+    sizes = [len(constants), len(extras), num_go, num_carry, num_flags, len(references)]
+
+    def in_core(row: Any, *operands: Any) -> list[Any]:
+        closed, given, _, arrays, flags, values, x = split_list(operands, sizes)
+        out, _ = function(*merge_lists(is_mutable, closed, values), row, *given, *arrays, *x)
+        new, new_flags, results = split_list(out, [num_go + num_carry, num_flags])
+        ys, values = split_list(results, [len(results) - len(references)])
+        flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
+        return [strongly_typed(x) for x in (*new, *flags, *values, *ys)]
+
+    go, flags = open_body.out_avals[:num_go], open_body.out_avals[num_go + num_carry :][:num_flags]
+    given = [INDEX, *constants, *map(jax.typeof, extras)]
+    body = trace(in_core, [*given, *go, *spec.avals, *flags, *references, *x_rows.avals])
+    inverse = None
     if open_inverse:
-        if any(map(is_reference, closed_over)):
+        if references:
             raise NotImplementedError(inverse_and_references_message(step.where))
-        sizes = [len(closed_over), len(extras), int(predicated), len(spec.avals), num_flags]
-        num_recorded = sum(len(row_spec.avals) for row_spec in row_of_tape_spec)
+        sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
         inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
-    is_mutable = list(map(is_reference, closed_over))
-    constants, references = reject(is_mutable, closed_over), select(is_mutable, closed_over)
-    refuse_strays(step.where, init, body, 1 + len(constants) + len(extras), predicated)
-    names = _names(body, spec, x_rows, found["found"], predicated, num_flags + len(references))
+    refuse_strays(step.where, init, body, len(given), goes_on is not None)
+    names = core.Names(
+        (core.UNNAMED,) * (len(given) - 1),
+        (*[core.UNNAMED] * num_go, *spec.names("carry"), *[core.UNNAMED] * (num_flags + len(references))),
+        tuple(x_rows.names("xs")),
+        (*[core.UNNAMED] * sum(found["found"].rows.written), *found["found"].y_spec.names("ys")),
+    )
     first = _trace_first(goes_on, extras, spec) if goes_on is not None and runs_eagerly() else None
-    return Traced(body, inverse, constants, references, **found, names=names, key_use=uses, first=first)
+    values = reject(is_mutable, closed_over), select(is_mutable, closed_over)
+    traced = Traced(body, inverse, *values, **found, names=names, key_use=uses, first=first)
+    return traced, [*closed_over, *(first[1] if first else [])]
 
 
 def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> tuple[ClosedJaxpr, list[Any]] | None:
@@ -352,9 +368,8 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         is_pure = not objects and not checks
         return go
 
-    raw = jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals)
-    first, closed_over = open_constants(raw)
-    return (first, list(closed_over)) if is_pure and not any(map(is_reference, closed_over)) else None
+    first, closed_over = open_constants(jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals))
+    return (first, closed_over) if is_pure and not any(map(is_reference, closed_over)) else None
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -385,61 +400,6 @@ def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int], num_r
 
     of_tape = raw.in_avals[len(raw.in_avals) - num_recorded :]
     return trace(inverse, [*body.in_avals, *of_tape])
-
-
-def _name_in_errors(
-    flat: Callable[..., Any], called: Called, num_extras: int, spec: Spec, x_rows: Spec, has_inverse: bool
-) -> None:
-    """Let JAX's errors about a value in the body name the user's body, and the path in what it is given."""
-    carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
-    after = carry if has_inverse else []
-    called.name_in_errors(flat, [called.name("i"), *called.extras[:num_extras], *carry, *x, *after])
-
-
-def _names(body: ClosedJaxpr, spec: Spec, x_rows: Spec, found: Findings, predicated: bool, num_own: int) -> core.Names:
-    """What the operands and the rows of results are called in the user's pytrees."""
-
-    def unnamed(count: int) -> tuple[str, ...]:
-        return (core.UNNAMED,) * count
-
-    carry = (*unnamed(predicated), *spec.names("carry"), *unnamed(num_own))
-    xs, ys = x_rows.names("xs"), found.y_spec.names("ys")
-    consts = unnamed(len(body.in_avals) - 1 - len(carry) - len(xs))
-    return core.Names(consts, carry, tuple(xs), (*unnamed(sum(found.rows.written)), *ys))
-
-
-def _as_they_came(given: list[Any], spec: Spec, start: list[Any], arrays: list[Any], end: Any) -> list[Any]:
-    """The arrays of a carry with those that were given in place of those that only went through a PRNG key."""
-    leaves = zip(spec.leaves, start, jax.tree.leaves(end), strict=True)
-    same = [old is new for leaf, old, new in leaves if isinstance(leaf, Dynamic)]
-    return [old if is_same else new for old, new, is_same in zip(given, arrays, same, strict=True)]
-
-
-def _as_body(
-    raw: ClosedJaxpr,
-    closed_over: Sequence[Any],
-    extras: Sequence[Any],
-    carry: Sequence[Any],
-    xs: Sequence[Any],
-    num_flags: int,
-    predicated: bool,
-) -> ClosedJaxpr:
-    """Give a traced step the core's form: the condition, the flags and the values of references join the carry."""
-    function, num_go = chained(raw), int(predicated)
-    go, flags = raw.out_avals[:num_go], raw.out_avals[num_go + len(carry) :][:num_flags]
-    is_mutable, avals = list(map(is_reference, closed_over)), raw.in_avals[: len(closed_over)]
-    constants, references = reject(is_mutable, avals), select(is_mutable, avals)
-    sizes = [len(constants), len(extras), len(go), len(carry), num_flags, len(references)]
-
-    def body(row: Any, *operands: Any) -> list[Any]:
-        closed, given, _, arrays, flags, values, x = split_list(operands, sizes)
-        out, _ = function(*merge_lists(is_mutable, closed, values), row, *given, *arrays, *x)
-        new, new_flags, results = split_list(out, [len(go) + len(carry), num_flags])
-        ys, values = split_list(results, [len(results) - len(references)])
-        flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
-        return [strongly_typed(x) for x in (*new, *flags, *values, *ys)]
-
-    return trace(body, [INDEX, *constants, *map(jax.typeof, extras), *go, *carry, *flags, *references, *xs])
 
 
 def strongly_typed(x: Any) -> jax.Array:
