@@ -117,8 +117,12 @@ def options(
     data, impl = prng_key(name, key)
     throw = static_bool(f"{name}(throw=...)", throw, _THROW)
     info = static_bool(f"{name}(info=...)", info, _INFO)
-    shown = to_progress(name, progress)
-    return Options(name, to_kind(kind), to_lanes(lanes), shown, _max_steps(name, max_steps), data, impl, throw, info)
+    shown, kind, lanes = to_progress(name, progress), to_kind(kind), to_lanes(lanes)
+    if max_steps is not None:
+        why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
+        refuse_arrays(f"{name}(max_steps=...)", max_steps, "a Python int", why)
+        max_steps = int_within(f"{name}(max_steps=...)", max_steps, 0, MOST_STEPS)
+    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info)
 
 
 def prng_key(name: str, key: Any) -> tuple[Any, Any]:
@@ -135,15 +139,6 @@ def prng_key(name: str, key: Any) -> tuple[Any, Any]:
         f"{name}(key=...): got {describe(key)}, expected one PRNG key. Make one with `jax.random.key(seed)`, "
         "or take one of several with `keys[0]`."
     )
-
-
-def _max_steps(name: str, max_steps: Any) -> int | None:
-    if max_steps is None:
-        return None
-    why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
-    what = f"{name}(max_steps=...)"
-    refuse_arrays(what, max_steps, "a Python int", why)
-    return int_within(what, max_steps, 0, MOST_STEPS)
 
 
 def check_callable(what: str, function: Any) -> None:
@@ -248,18 +243,13 @@ def rows_of(words: Words, xs: Any) -> int | None:
     if not counts:
         return None
     (rows,) = counts
-    return _known_rows(words, rows)
-
-
-def _known_rows(words: Words, rows: Any) -> int:
-    """The number of rows, which a symbolic dimension (of `jax.export`) does not tell."""
-    if isinstance(rows, int):
-        return rows
-    raise NotImplementedError(
-        f"{words.name}: {words.xs} has {rows} rows, a symbolic dimension. How much a gradient stores depends on the "
-        f"number of rows, so it has to be known when the loop is traced. Pad {words.xs} to as many rows as there may "
-        "be, and give the length at run time as length=."
-    )
+    if not isinstance(rows, int):
+        raise NotImplementedError(
+            f"{words.name}: {words.xs} has {rows} rows, a symbolic dimension. How much a gradient stores depends on "
+            f"the number of rows, so it has to be known when the loop is traced. Pad {words.xs} to as many rows as "
+            "there may be, and give the length at run time as length=."
+        )
+    return rows
 
 
 def unroll_steps(name: str, unroll: Any, static_length: int | None, stops: bool) -> int:

@@ -68,10 +68,14 @@ def key_use(
 
 
 def note_key_use(use: KeyUse | None, carry: tuple[Any, Spec], xs: tuple[Any, Spec], seen: list[Any]) -> None:
-    """Say it to JAX, but for keys that other branches have consumed already (`seen`)."""
+    """Say it to JAX, but for keys that other branches have consumed already (`seen`); pytrees are frozen."""
     if use is None:
         return
-    keys = [*use.closed_over, *select(use.carry, _arrays(*carry)), *select(use.x, _arrays(*xs))]
+    # The leaves that are arrays in the loop, keys as they are.
+    arrays = [
+        select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(tree)) for tree, spec in (carry, xs)
+    ]
+    keys = [*use.closed_over, *select(use.carry, arrays[0]), *select(use.x, arrays[1])]
     new = [key for key in keys if not any(key is other for other in seen)]
     seen.extend(new)
     consume_keys(new)
@@ -85,11 +89,6 @@ def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any
     old, kept = jax.tree.leaves(init), iter(use.kept)
     is_kept = [isinstance(leaf, Dynamic) and next(kept) for leaf in spec.leaves]
     return structure.unflatten([a if kept else b for kept, a, b in zip(is_kept, old, leaves, strict=True)])
-
-
-def _arrays(tree: Any, spec: Spec) -> list[Any]:
-    """The leaves that are arrays in the loop, keys as they are."""
-    return select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(tree))
 
 
 # The row of a tape that an inverse is given, while it is traced together with the step that makes the row.
@@ -212,15 +211,14 @@ def take_references(where: str, xs: Any) -> tuple[Any, ReferenceRows]:
     pairs, treedef = tree_flatten_with_path(xs, is_leaf=is_object)
     mask = tuple(is_reference(leaf) and not is_object(leaf) for _, leaf in pairs)
     found: dict[int, str] = {}
-    for (path, leaf), is_one in zip(pairs, mask, strict=True):
-        if is_one and id(leaf) in found:
+    for path, leaf in select(mask, pairs):
+        if id(leaf) in found:
             raise ValueError(
                 f"{where}: got one mutable array (`jax.new_ref`) at {found[id(leaf)]} and at {keystr(path)}, expected "
                 "it once. Give it once, and use its row twice."
             )
-        found |= {id(leaf): keystr(path)} if is_one else {}
+        found[id(leaf)] = keystr(path)
     if not any(mask):
         return xs, NO_REFERENCES
-    leaves = [leaf for _, leaf in pairs]
-    values = [leaf[...] if is_one else leaf for leaf, is_one in zip(leaves, mask, strict=True)]
-    return treedef.unflatten(values), ReferenceRows([leaf for leaf, m in zip(leaves, mask, strict=True) if m], mask)
+    values = [leaf[...] if is_one else leaf for (_, leaf), is_one in zip(pairs, mask, strict=True)]
+    return treedef.unflatten(values), ReferenceRows([leaf for _, leaf in select(mask, pairs)], mask)

@@ -1,7 +1,6 @@
 """Rows of pytrees: what a row may be, whether one matches others, at which index it stands."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,15 +25,12 @@ def refuse_strays(where: str, carry: PyTree[Any], body: ClosedJaxpr, first: int,
         if isinstance(node, RowByRow):
             found = sorted({name for names in of_node[: len(jax.tree.leaves(node._rows))] for name in names})
             if found:
-                raise TypeError(_stray_message(where, f"a {type(node).__name__} (carry{keystr(path)})", found))
-
-
-def _stray_message(where: str, what: str, names: Sequence[str]) -> str:
-    return (
-        f"{where} sends the rows of {what} through {', '.join(names)}. Only `append`, `[]`, `rows` and loops of loopax "
-        "may touch them: then they are written in place, and nothing of them is stored. Instead of choosing between "
-        "two of them (`jax.lax.cond`, `jnp.where`), say `append(row, when=...)`; read a row before a `cond`."
-    )
+                raise TypeError(
+                    f"{where} sends the rows of a {type(node).__name__} (carry{keystr(path)}) through "
+                    f"{', '.join(found)}. Only `append`, `[]`, `rows` and loops of loopax may touch them: then they "
+                    "are written in place, and nothing of them is stored. Instead of choosing between two of them "
+                    "(`jax.lax.cond`, `jnp.where`), say `append(row, when=...)`; read a row before a `cond`."
+                )
 
 
 def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Array]:
@@ -45,42 +41,32 @@ def matching_row(what: str, rows: PyTree[Array], row: PyTree[Any]) -> PyTree[Arr
             f"{what} is a pytree of another structure: got {jax.tree.structure(row)}, expected "
             f"{jax.tree.structure(wanted)}."
         )
-    leaves = zip(tree_flatten_with_path(row)[0], jax.tree.leaves(wanted), strict=True)
-    if misfits := [(path, leaf, aval) for (path, leaf), aval in leaves if not _fits(leaf, aval)]:
-        raise TypeError(
-            f"{what} does not match the others, at:\n"
-            + "\n".join(_misfit(*misfit) for misfit in misfits)
-            + "".join(sorted({_advice(leaf, aval) for _, leaf, aval in misfits}))
-        )
+    misfits, advice = [], set()
+    for (path, leaf), aval in zip(tree_flatten_with_path(row)[0], jax.tree.leaves(wanted), strict=True):
+        if not (problem := _misfit(leaf, aval)):
+            continue
+        advice.add("\n" + problem)
+        expected = f"{aval.dtype.name}{'<host>' if is_on_host(aval) else ''}{list(aval.shape)}"
+        misfits.append(f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {expected}")
+    if misfits:
+        raise TypeError(f"{what} does not match the others, at:\n" + "\n".join(misfits) + "".join(sorted(advice)))
     return jax.tree.map(lambda x, aval: convert(x, aval.dtype), row, wanted)
 
 
-def _misfit(path: Any, leaf: Any, aval: Any) -> str:
-    return f"  {keystr(path) or 'the row itself'}: got {describe(leaf)}, expected {_name(aval)}"
-
-
-def _name(aval: Any) -> str:
-    return f"{aval.dtype.name}{'<host>' if is_on_host(aval) else ''}{list(aval.shape)}"
-
-
-def _advice(leaf: Any, aval: Any) -> str:
-    """What to do about a leaf that does not fit."""
+def _misfit(leaf: Any, aval: Any) -> str:
+    """What to do about a leaf that does not fit; nothing, if it fits."""
     given = _type_of(leaf)
     if given is None:
-        return "\nGive an array."
+        return "Give an array."
     if _memory_of(leaf) is not memory_space(aval):
-        return "\nMove it (`jax.device_put(x, ...)`), or choose another `like`."
-    if given.shape == aval.shape:
-        return "\nConvert the dtype (`x.astype(...)`)."
-    return "\nGive one row of the shape of the others: reduce, slice or `x.reshape(...)` it, or choose another `like`."
-
-
-def _fits(leaf: Any, aval: Any) -> bool:
-    given = _type_of(leaf)
-    if given is None or given.shape != aval.shape or _memory_of(leaf) is not memory_space(aval):
-        return False
+        return "Move it (`jax.device_put(x, ...)`), or choose another `like`."
+    if given.shape != aval.shape:
+        return (
+            "Give one row of the shape of the others: reduce, slice or `x.reshape(...)` it, or choose another `like`."
+        )
     with jax.numpy_dtype_promotion("standard"):  # the strict one has an error of its own
-        return (jnp.result_type(aval.dtype, leaf) if given.weak_type else given.dtype) == aval.dtype
+        dtype = jnp.result_type(aval.dtype, leaf) if given.weak_type else given.dtype
+    return "" if dtype == aval.dtype else "Convert the dtype (`x.astype(...)`)."
 
 
 def _type_of(leaf: Any) -> Any:
@@ -120,17 +106,14 @@ def one_index(name: str, index: Any, size: int) -> int | Array:
                 index = jnp.clip(index, max(int(own.min), int(narrow.min)), int(narrow.max))
         return index.astype(jnp.int32)
     try:
-        if not isinstance(index, bool):
-            return _static_index(name, operator.index(index), size)
+        place = None if isinstance(index, bool) else operator.index(index)
     except TypeError:
-        pass
+        place = None
+    if place is not None:
+        if not -size <= place < size:
+            raise IndexError(f"{name}[{place}]: there are {size} rows at most, from {-size} to {size - 1}.")
+        return place
     raise TypeError(
         f"rows are read one at a time, at an integer: got {describe(index)}. All of them are `.rows`, an array that "
         "slices as others do."
     )
-
-
-def _static_index(name: str, index: int, size: int) -> int:
-    if not -size <= index < size:
-        raise IndexError(f"{name}[{index}]: there are {size} rows at most, from {-size} to {size - 1}.")
-    return index

@@ -17,8 +17,6 @@ from loopax._src.nnx.writeback import refuse_changes
 from loopax._src.pytrees.leaves import Spec, is_static, pack
 from loopax._src.pytrees.static import Called, parameters_of
 
-# A function of one item, traced.
-
 
 class ItemProgram(NamedTuple):
     """What is run for each item."""
@@ -78,6 +76,7 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
     """
     given, other = eqx.partition((tuple(args), dict(kwargs)), _is_array)
     leaves, treedef = jax.tree.flatten_with_path(given)
+    arrays, paths = [leaf for _, leaf in leaves], [path for path, _ in leaves]
     found: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
@@ -86,8 +85,15 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
         leaves, found["treedef"] = jax.tree.flatten(results)
         return leaves
 
-    arrays = [leaf for _, leaf in leaves]
-    Called(caller, (fn,), ()).name_in_errors(flat, [_name(fn, path) for path, _ in leaves])
+    def name(path: Any) -> str:
+        """What an array among the arguments is called: its parameter, and where in it."""
+        (in_keywords, which), rest = path[:2], keystr(path[2:])
+        if in_keywords.idx:
+            return which.key + rest
+        return (names[which.idx] if which.idx < len(names) else f"argument {which.idx}") + rest
+
+    names = parameters_of(fn)
+    Called(caller, (fn,), ()).name_in_errors(flat, list(map(name, paths)))
     try:
         closed = jax.make_jaxpr(flat)(*arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -95,19 +101,10 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
     return TracedProgram(
         closed,
         arrays,
-        [path[1].idx if path[0].idx == 0 else -1 for path, _ in leaves],
-        [path[2:] for path, _ in leaves],
+        [path[1].idx if path[0].idx == 0 else -1 for path in paths],
+        [path[2:] for path in paths],
         lambda results: eqx.combine(found["treedef"].unflatten(results), found["other"]),
     )
-
-
-def _name(fn: Callable[..., Any], path: Any) -> str:
-    """What an array among the arguments is called: its parameter, and where in it."""
-    (in_keywords, which), rest = path[:2], keystr(path[2:])
-    if in_keywords.idx:
-        return which.key + rest
-    names = parameters_of(fn)
-    return (names[which.idx] if which.idx < len(names) else f"argument {which.idx}") + rest
 
 
 def _is_array(leaf: Any) -> bool:
