@@ -112,7 +112,7 @@ class Checkpointed(Kind):
         """See `Kind.cost`."""
         count, step = self._carries(loop), loop.step
         size = step.carry_bytes
-        time = 2 * step.evaluation + step.step + costs().storing(size, count * size)
+        time = 2 * step.evaluation + step.overhead + costs().storing(size, count * size)
         time += CALLS_OF_BLOCKS * step.carry_calls
         last = self._last_steps(loop)
         if last is not None and loop.bound:

@@ -132,7 +132,7 @@ def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     facts = StepFacts(carry, num_bytes(rows), again, num_bytes(by_residual.residual_avals))
     calls_of_rows = costs().call * len(rows)
     if not tiny.is_tiny(by_carry.known.body):
-        return facts._replace(step=costs().step, residual_calls=calls_of_rows)
+        return facts._replace(overhead=costs().step, residual_calls=calls_of_rows)
     ahead = tiny.calls(by_residual.known.body, tiny.MOST_STORING, num_bytes(rows))
     back = _calls_of_derivative(by_residual.linear, tiny.MOST_FROM_RESIDUALS)
     return facts._replace(

@@ -115,7 +115,7 @@ class StepFacts(NamedTuple):
         The estimated time of one evaluation of the step, in nanoseconds.
     read_bytes : int
         The bytes that the derivative reads, including what it computes from stored residuals.
-    step : float
+    overhead : float
         The overhead of one step of a loop, in nanoseconds.
     carry_calls, residual_calls : float
         The nanoseconds that storing every carry, or the residuals of every step, adds to a step in calls of operations.
@@ -127,7 +127,7 @@ class StepFacts(NamedTuple):
     residual_bytes: int
     evaluation: float
     read_bytes: int = 0
-    step: float = 0.0
+    overhead: float = 0.0
     carry_calls: float = 0.0
     residual_calls: float = 0.0
 
