@@ -33,7 +33,7 @@ from loopax._src.kinds import Truncated as Truncated
 from loopax._src.loops import fori_loop as fori_loop
 from loopax._src.loops import scan as scan
 from loopax._src.loops import while_loop as while_loop
-from loopax._src.nnx.writeback import local as local
+from loopax._src.nnx.functional import local as local
 from loopax._src.progress import Progress as Progress
 from loopax._src.pytrees.leaves import LoopInfo as LoopInfo
 from loopax._src.queues.lanes_map import lanes_map as lanes_map

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from loopax._src.core.jaxpr.util import num_bytes, split_list
 from loopax._src.frontend.trace import strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
-from loopax._src.nnx.functional import freeze, roots, thaw_numbered
-from loopax._src.nnx.writeback import Changes, take_back
+from loopax._src.nnx.functional import Changes, freeze, roots, take_back, thaw_numbered
 from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, match_carry, pack
 
 CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps

@@ -17,8 +17,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits
 from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
 from loopax._src.jax_internals import api_boundary
-from loopax._src.nnx.functional import freeze, thaw_numbered
-from loopax._src.nnx.writeback import refuse_changes
+from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import LoopInfo, pack
 from loopax._src.pytrees.static import Called, an_int
 

@@ -25,8 +25,7 @@ from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.run import run
 from loopax._src.frontend.steps import Call, always, first_condition
-from loopax._src.nnx.functional import thaw
-from loopax._src.nnx.writeback import hand_over
+from loopax._src.nnx.functional import hand_over, thaw
 from loopax._src.pytrees.leaves import LoopInfo, restore_weak
 from loopax._src.pytrees.static import Called
 

@@ -146,7 +146,7 @@ def _problems(first: _Traced, avals: Sequence[Any], other: _Traced) -> list[str]
     """Where the results of two branches differ; `avals` are the types of the first and those between."""
     a, b = first.spec, other.spec
     if not same_structure(a.treedef, b.treedef):
-        found = differences(first.tree, other.tree, _words, root="the result itself")
+        found = differences(first.tree, other.tree, root="the result itself")
         return list(found) or [f"{b.treedef} and {a.treedef}"]
     problems, numbered = [], iter(avals)
     for path, x, y in zip(a.paths(), a.leaves, b.leaves, strict=True):
@@ -155,7 +155,7 @@ def _problems(first: _Traced, avals: Sequence[Any], other: _Traced) -> list[str]
             same = x.key_impl == y.key_impl and aval.shape == y.aval.shape
             fits = same and _joined(aval, y.aval) is not None
         if not fits:
-            words = [_words(leaf.aval if isinstance(leaf, Dynamic) else leaf.value) for leaf in (y, x)]
+            words = [describe(leaf.aval if isinstance(leaf, Dynamic) else leaf.value) for leaf in (y, x)]
             problems.append(f"{path or 'the result itself'}: {words[0]} and {words[1]}")
     return problems
 
@@ -169,7 +169,3 @@ def _joined(a: Any, b: Any) -> Any:
         return None
     joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)
     return with_varying_axes(joined, varying_axes(a) | varying_axes(b))
-
-
-def _words(leaf: Any) -> str:
-    return leaf.str_short() if hasattr(leaf, "str_short") else describe(leaf)

@@ -61,11 +61,6 @@ class Check:
         """The message without the number."""
         return with_amount(self.message, None)
 
-    @property
-    def can_fail(self) -> bool:
-        """Whether it is not known now that it does not, as it is known outside of `jit`."""
-        return isinstance(self.failed, Tracer) or bool(np.any(np.asarray(self.failed)))
-
 
 class KindCheck:
     """`LoopCall.checked` of a loop that the user calls now: an error names this call, wherever a derivative is taken.
@@ -113,18 +108,11 @@ def collecting() -> Iterator[list[Check]]:
         stack.pop()
 
 
-def failures(checks: Sequence[Check]) -> dict[str, Any]:
-    """Where any of them fails, by message."""
-    failed: dict[str, Any] = {}
-    for check in checks:
-        failed[check.text] = jnp.any(check.failed) | failed.get(check.text, False)
-    return failed
-
-
 @varying_as_needed
 def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
     """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
-    checks = [check for check in checks if check.can_fail]
+    # Outside of `jit`, it is known now that most do not fail.
+    checks = [x for x in checks if isinstance(x.failed, Tracer) or np.any(np.asarray(x.failed))]
     stack = _active.__dict__.get("stack", [])
     if stack and stack[-1][0] == trace_state():
         stack[-1][1].extend(checks)

@@ -18,7 +18,7 @@ from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, Taken, promoting, take
 from loopax._src.jax_internals import keep_bits, of_weak_type, value_now, zeros
-from loopax._src.nnx.writeback import clear_errors
+from loopax._src.nnx.functional import clear_errors
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import Spec, pack
 

@@ -205,12 +205,6 @@ def pair(words: Words, result: Any) -> tuple[Any, Any]:
     return carry, y
 
 
-def no_rows(words: Words, y: Any) -> None:
-    """Refuse outputs of a scan that has no static number of rows to write them to."""
-    if not all(stays(y)):
-        raise no_capacity(words, words.ys, f"return ({words.carry}, None) from {words.f}")
-
-
 def no_capacity(words: Words, what: str, otherwise: str) -> ValueError:
     """The error of a scan without a static number of rows that has something to write to them."""
     steps = _TRACED_STEPS[words.name.removeprefix("durable.")]

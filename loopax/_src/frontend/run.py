@@ -43,8 +43,7 @@ from loopax._src.jax_internals import (
     zeros,
 )
 from loopax._src.messages import derivative_and_references_message, derivative_message
-from loopax._src.nnx.functional import freeze, roots, thaw
-from loopax._src.nnx.writeback import hand_over, refuse_lost_changes
+from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
 from loopax._src.pytrees.static import Called

@@ -15,16 +15,15 @@ from loopax._src.frontend.options import (
     Options,
     Words,
     check_callable,
-    no_rows,
+    no_capacity,
     one_bool,
     pair,
     rows_of,
 )
 from loopax._src.frontend.trace import FirstCondition, StepBack
 from loopax._src.jax_internals import convert, made_with, to_weak
-from loopax._src.nnx.functional import freeze, thaw_numbered
-from loopax._src.nnx.writeback import take_back
-from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none
+from loopax._src.nnx.functional import freeze, take_back, thaw_numbered
+from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none, stays
 from loopax._src.pytrees.static import Why, static_bool
 
 _REVERSE = Why(
@@ -113,8 +112,8 @@ def scan_step(
     def call(row: Any, extras: Sequence[Any], carry: Any, x: Any) -> tuple[Any, Any, Any]:
         key = options.step_key(row, extras)
         carry, y = pair(words, call_user(words.where, f, ["carry", "x"], carry, x, **key))
-        if not has_rows:
-            no_rows(words, freeze(y))
+        if not has_rows and not all(stays(freeze(y))):
+            raise no_capacity(words, words.ys, f"return ({words.carry}, None) from {words.f}")
         if stop is None:
             return carry, y, None
         where = f"stop of {words.name}"

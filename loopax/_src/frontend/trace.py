@@ -1,5 +1,6 @@
 """Tracing a step: from a user's functions on pytrees to the body of a loop, once for the same functions and types."""
 
+import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from loopax._src import core
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
-from loopax._src.frontend.checks import collecting, failures
+from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import (
     KeyUse,
     key_use,
@@ -42,8 +43,17 @@ from loopax._src.jax_internals import (
     with_values,
 )
 from loopax._src.messages import inverse_and_references_message
-from loopax._src.nnx.functional import freeze, is_object, keeps_closures, thaw, thaw_numbered
-from loopax._src.nnx.writeback import Changes, WrittenRows, clear_errors, take_back, written_rows
+from loopax._src.nnx.functional import (
+    Changes,
+    WrittenRows,
+    clear_errors,
+    freeze,
+    is_object,
+    take_back,
+    thaw,
+    thaw_numbered,
+    written_rows,
+)
 from loopax._src.pytrees.leaves import (
     CarryMismatchError,
     Dynamic,
@@ -202,9 +212,17 @@ _cache: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[], tuple[T, Sequence[Any]]]) -> T:
     """What is traced, once for the same functions and key, as `jax.lax` does; and `trace_now` says what it closes over.
 
-    Only functions are looked up that are equal to no other: some callables compare by value. NNX objects may have
-    changed since.
+    Only functions are looked up that are equal to no other, and do not change: some callables compare by value, and NNX
+    objects may have changed since.
     """
+
+    def is_only_itself(function: Any) -> bool:
+        kind = type(function)
+        by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
+        has_weak_references = kind.__weakrefoffset__ != 0  # negative where Python keeps them, from 3.12 on
+        is_object_of_its_own = by_identity and has_weak_references and not is_object(function)
+        return isinstance(function, types.FunctionType) or is_object_of_its_own
+
     if not all(map(is_only_itself, functions)):
         return trace_now()[0]
     entries, key = _cache.setdefault(functions[0], {}), (*functions[1:], key, trace_context())
@@ -214,17 +232,11 @@ def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[],
     except TypeError:  # a leaf that is not an array cannot be hashed
         return trace_now()[0]
     traced, closed_over = trace_now()
-    if keeps_closures(closed_over) and not any(isinstance(value, Tracer) for value in closed_over):
+    # Where NNX is in use, a function may close over what Variables held, and over something else the next time.
+    keeps_closures = not closed_over or "flax.nnx" not in sys.modules
+    if keeps_closures and not any(isinstance(value, Tracer) for value in closed_over):
         entries[key] = traced
     return traced
-
-
-def is_only_itself(function: Any) -> bool:
-    """Whether a function is the same as before only if it is the same object, and does not change."""
-    kind = type(function)
-    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
-    has_weak_references = kind.__weakrefoffset__ != 0  # negative where Python keeps them, from 3.12 on
-    return isinstance(function, types.FunctionType) or (by_identity and has_weak_references and not is_object(function))
 
 
 def take(
@@ -276,7 +288,9 @@ def _trace_now(
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
         with collecting() as checks:
             taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
-        flags = failures(checks)
+        flags: dict[str, Any] = {}  # where any of the checks with this text fails
+        for check in checks:
+            flags[check.text] = jnp.any(check.failed) | flags.get(check.text, False)
         carry_avals = list(map(jax.typeof, taken.carry))
         found.update(found=taken.found, carry_avals=carry_avals, messages=list(flags))
         results = [*[taken.goes_on] * num_go, *taken.carry, *flags.values(), *taken.ys]

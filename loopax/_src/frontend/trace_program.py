@@ -12,8 +12,7 @@ from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.jax_internals import ClosedJaxpr, made_at, open_constants, source_here
 from loopax._src.messages import mixed_items_message, untraceable_message
-from loopax._src.nnx.functional import freeze, thaw_numbered
-from loopax._src.nnx.writeback import refuse_changes
+from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, is_static, pack
 from loopax._src.pytrees.static import Called, parameters_of
 

@@ -2,144 +2,24 @@
 
 NNX objects form a graph: several names may lead to one Variable, and all who hold an object see it change. As the JAX
 pytree that an object is too, it loses both. So a loop freezes them before it flattens anything: a `Frozen` node has the
-arrays as leaves and everything else, references included, as static structure. Each step thaws objects of its own.
+arrays as leaves and everything else, references included, as static structure. Each step thaws objects of its own. What
+a body does to them is done to the caller's objects after the loop.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
+from jaxtyping import PyTree
 
-from loopax._src.pytrees.leaves import same_value
-
-# The places of NNX objects and what stands there, to say in an error message where two differ.
-
-
-DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
-
-
-class Place(NamedTuple):
-    """What stands at a place: an object, an attribute that is no array, an array, or an object met before."""
-
-    content: Any  # equal where nothing has changed
-    text: str
-    number: int | None  # of an object
-
-
-def name_of(path: tuple[Any, ...]) -> str:
-    """A path in the words of an error message."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-
-
-def shown(name: str) -> str:
-    """The name of a place in a message; that of an object with nothing around it is empty."""
-    return name or "the object itself"
-
-
-def places(graphs: Mapping[str, Any]) -> dict[str, Place]:
-    """All places of graph definitions that count their objects together, by name."""
-    found: dict[str, Place] = {}
-    first: dict[int, str] = {}  # where an object is met first
-    for root, graph in graphs.items():
-        _visit(root, iter(graph.nodes), iter(graph.attributes), found, first)
-    return found
-
-
-def _visit(
-    name: str, nodes: Iterator[Any], attributes: Iterator[Any], found: dict[str, Place], first: dict[int, str]
-) -> None:
-    """Enter the next node, and what it holds, in the order in which NNX writes a graph definition."""
-    graphlib = sys.modules["flax.nnx.graphlib"]
-    node = next(nodes)
-    if isinstance(node, graphlib.NodeRef):
-        found[name] = Place(("again", first[node.index]), f"the object at {shown(first[node.index])}", node.index)
-        return
-    found[name] = _object(node, graphlib)
-    if node.index is not None:
-        first[node.index] = name
-    for _ in range(getattr(node, "num_attributes", 0)):
-        key, content = next(attributes)
-        place = name + name_of((key,))
-        if isinstance(content, graphlib.NodeAttr):
-            _visit(place, nodes, attributes, found, first)
-        elif isinstance(content, graphlib.Static):
-            found[place] = Place(content, repr(content.value), None)
-        else:
-            found[place] = Place("array", "an array", None)
-
-
-def _object(node: Any, graphlib: Any) -> Place:
-    """A module, a Variable or a container."""
-    if not isinstance(node, graphlib.VariableDef):
-        return Place(node.type, node.type.__name__, node.index)
-    metadata = dict(node.metadata)
-    own = ", ".join(f"{key}={value!r}" for key, value in metadata.items() if key not in DEFAULTS)
-    return Place((node.type, metadata), node.type.__name__ + f" ({own})" * bool(own), node.index)
-
-
-def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """One line for each place that differs between graph definitions; nothing on what is below such a place."""
-    before, after = places(expected), places(got)
-    lines: dict[str, str] = {}
-    for name in [*before, *(name for name in after if name not in before)]:
-        if "._pytree__" in name or any(is_at_or_below(name, other) for other in lines):
-            continue
-        old, new = before.get(name), after.get(name)
-        where = shown(name)
-        if new is None and old is not None:
-            lines[name] = f"  {where}: {old.text} is missing from the result"
-        elif old is None and new is not None:
-            lines[name] = f"  {where}: {new.text} is new in the result"
-        elif old is not None and new is not None and not same_value(old.content, new.content):
-            lines[name] = f"  {where}: got {new.text}, expected {old.text}"
-    return list(lines.values())
-
-
-def with_stacked_axis(stack: Any, row: Any) -> Any:
-    """The graph definition of a row with the metadata of the stack, where it only lacks the name of one axis.
-
-    NNX keeps the names of axes as tuples among the metadata (`out_sharding`), and takes them out of rows
-    (`nnx.transform_metadata`).
-    """
-    if len(stack.nodes) != len(row.nodes):
-        return row
-    return replace(row, nodes=[*map(_with_stacked_axis, stack.nodes, row.nodes)])
-
-
-def _with_stacked_axis(stack: Any, row: Any) -> Any:
-    variable = sys.modules["flax.nnx.graphlib"].VariableDef
-    if not (isinstance(stack, variable) and isinstance(row, variable)):
-        return row
-    whole, less = dict(stack.metadata), dict(row.metadata)
-    same_keys = whole.keys() == less.keys()
-    fits = same_keys and all(same_value(whole[key], less[key]) or _lacks_one(whole[key], less[key]) for key in whole)
-    return replace(row, metadata=stack.metadata) if fits else row
-
-
-def _lacks_one(whole: Any, less: Any) -> bool:
-    """Whether this is the tuple without one of its entries."""
-    if not (isinstance(whole, tuple) and isinstance(less, tuple)):
-        return False
-    return any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
-
-
-def is_at_or_below(name: str, other: str) -> bool:
-    """Whether a place belongs to another."""
-    return name.startswith(other) and name[len(other) :][:1] in ("", ".", "[")
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """The way from an object to one of its leaves, as the key of a pytree."""
-
-    path: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        """As in an error message."""
-        return name_of(self.path)
+from loopax._src.core.jaxpr.util import Mask, either, select
+from loopax._src.jax_internals import api_boundary
+from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, describe, match_carry, pack, same_value
 
 
 @dataclass(frozen=True)
@@ -151,17 +31,16 @@ class Frozen:
     values: tuple[Any, ...]  # what Variables hold, and arrays that are attributes
 
 
-def _flatten(frozen: Frozen) -> tuple[list[tuple[Any, Any]], Any]:
-    keyed = [(Attribute(path), value) for path, value in zip(frozen.paths, frozen.values, strict=True)]
-    return keyed, (frozen.graph, frozen.paths)
+jax.tree_util.register_pytree_with_keys(
+    Frozen,
+    lambda x: (list(zip(map(name_of, x.paths), x.values, strict=True)), (x.graph, x.paths)),
+    lambda structure, values: Frozen(*structure, tuple(values)),
+)
 
 
-def _unflatten(structure: Any, values: Iterable[Any]) -> Frozen:
-    graph, paths = structure
-    return Frozen(graph, paths, tuple(values))
-
-
-jax.tree_util.register_pytree_with_keys(Frozen, _flatten, _unflatten)
+def name_of(path: tuple[Any, ...]) -> str:
+    """A path in the words of an error message."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
 
 
 def is_object(x: Any) -> bool:
@@ -170,16 +49,17 @@ def is_object(x: Any) -> bool:
     return nnx is not None and (type(x) in nnx.graphlib.GRAPH_REGISTRY or isinstance(x, nnx.Variable))
 
 
+def is_frozen(x: Any) -> bool:
+    """Whether this was an object."""
+    return isinstance(x, Frozen)
+
+
 def roots(tree: Any) -> dict[str, Any]:
     """The NNX objects that stand in a pytree, frozen or not, by where they stand."""
     if "flax.nnx" not in sys.modules:
         return {}
-    leaves, _ = tree_flatten_with_path(tree, is_leaf=_is_root)
-    return {keystr(path): leaf for path, leaf in leaves if _is_root(leaf)}
-
-
-def _is_root(x: Any) -> bool:
-    return isinstance(x, Frozen) or is_object(x)
+    leaves, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_frozen(x) or is_object(x))
+    return {keystr(path): leaf for path, leaf in leaves if is_frozen(leaf) or is_object(leaf)}
 
 
 def freeze(tree: Any) -> Any:
@@ -191,36 +71,35 @@ def freeze_numbered(tree: Any) -> tuple[Any, list[Any]]:
     """A frozen pytree, and all objects in it by number."""
     if "flax.nnx" not in sys.modules:
         return tree, []
-    numbers = sys.modules["flax.nnx"].graphlib.RefMap()
+    nnx = sys.modules["flax.nnx"]
+    numbers = nnx.graphlib.RefMap()
+
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return leaf
+        if leaf.ref or leaf.hijax:
+            closed_over = " Let the function close over it, or make" if leaf.ref else " Make"
+            raise NotImplementedError(
+                f"a {type(leaf).__name__} in a carry or in xs is made with `{'ref' if leaf.ref else 'hijax'}=True`, "
+                f"expected one without.{closed_over} it without, or convert it: "
+                "`nnx.with_vars(module, ref=False, hijax=False)`."
+            )
+        return leaf.get_raw_value()
 
     def frozen(x: Any) -> Any:
         if not is_object(x):
             return x
         graph, paths, leaves = flatten(x, numbers)
-        return Frozen(graph, paths, tuple(map(_value, leaves)))
+        return Frozen(graph, paths, tuple(map(value, leaves)))
 
     tree = jax.tree.map(frozen, tree, is_leaf=is_object)
-    return tree, [found for found, _ in sorted(numbers.items(), key=lambda item: item[1])]
+    return tree, sorted(numbers, key=lambda found: numbers[found])
 
 
 def flatten(root: Any, numbers: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
     """The graph definition of an object, the paths to its leaves, and these; `numbers` counts objects met so far."""
     graph, state = sys.modules["flax.nnx"].flatten(root, ref_index=numbers, graph=True)
     return graph, state.paths, state.leaves
-
-
-def _value(leaf: Any) -> Any:
-    """What a leaf of a graph holds."""
-    if not isinstance(leaf, sys.modules["flax.nnx"].Variable):
-        return leaf
-    if leaf.ref or leaf.hijax:
-        closed_over = " Let the function close over it, or make" if leaf.ref else " Make"
-        raise NotImplementedError(
-            f"a {type(leaf).__name__} in a carry or in xs is made with `{'ref' if leaf.ref else 'hijax'}=True`, "
-            f"expected one without.{closed_over} it without, or convert it: "
-            "`nnx.with_vars(module, ref=False, hijax=False)`."
-        )
-    return leaf.get_raw_value()
 
 
 def thaw(tree: Any) -> Any:
@@ -236,18 +115,390 @@ def thaw_numbered(tree: Any) -> tuple[Any, list[Any]]:
     objects = nnx.graphlib.IndexMap()
 
     def thawed(x: Any) -> Any:
-        if not isinstance(x, Frozen):
+        if not is_frozen(x):
             return x
         values = jax.tree.map(lambda value: value, list(x.values))  # a Variable may hold a container, and change it
         return nnx.unflatten(x.graph, values, index_ref=objects)
 
-    tree = jax.tree.map(thawed, tree, is_leaf=lambda x: isinstance(x, Frozen))
-    return tree, [found for _, found in sorted(objects.items(), key=lambda item: item[0])]
+    tree = jax.tree.map(thawed, tree, is_leaf=is_frozen)
+    return tree, [objects[number] for number in sorted(objects)]
 
 
-def keeps_closures(values: Sequence[Any]) -> bool:
-    """Whether a function that closes over these arrays closes over them the next time too.
+@api_boundary
+def local(module: PyTree[Any]) -> Any:
+    """Copy Flax NNX objects, so that a loop changes the copy and not the caller's objects.
 
-    Where NNX is in use they may be what Variables held when it was traced.
+    The meaning::
+
+        return copy.deepcopy(module)   # the arrays themselves are shared: they are immutable
+
+    A loop changes the NNX objects in its carry in place. If many lanes share one module, this module cannot hold the
+    dropout counters and batch statistics of each lane. `local` gives each lane its own copy::
+
+        def lane(model, x):                                   # jax.vmap(lane, in_axes=(None, 0))
+            return lx.fori_loop(0, n, body, (lx.local(model), x))
+
+    Parameters
+    ----------
+    module
+        A module, an `nnx.Rngs`, or any pytree with NNX objects in it. An object that occurs twice occurs twice in the
+        copy, as one object.
+
+    Returns
+    -------
+    copy
+        The copy, with new NNX objects that belong to the trace in which `local` is called.
+
+    Raises
+    ------
+    TypeError
+        `module` holds no NNX object. Loops never change other models (Equinox modules, plain pytrees) in place.
+
+    Notes
+    -----
+    Cost: no array is copied. Derivatives: gradients pass through.
+
+    The copy draws the same random numbers as the original: lanes that share a module share its dropout masks. To give
+    each lane its own masks, give each lane an `nnx.Rngs(key)`.
+
     """
-    return not values or "flax.nnx" not in sys.modules
+    if not roots(module):
+        leaf = describe(module) if jax.tree_util.all_leaves([module]) else f"a {type(module).__name__} without any"
+        raise TypeError(
+            f"local(module): got {leaf}, expected a Flax NNX object, or a pytree with NNX objects in it. "
+            "Only these are changed in place; leave `local` out for other models."
+        )
+    return thaw(freeze(module))
+
+
+@dataclass(frozen=True)
+class WrittenRows:
+    """What a body writes to NNX objects in a row of xs: further rows of outputs, of which xs is made after the loop."""
+
+    spec: Spec  # of the row as the body leaves it
+    places: tuple[int | None, ...]  # for each array, the one of xs that was there before
+    written: Mask  # and whether the body wrote it
+
+    def xs_after(self, xs: Sequence[jax.Array], rows: Sequence[jax.Array], taken: jax.Array) -> Any:
+        """The xs, frozen, with the rows that were written where they were taken; others of what is new are zero."""
+        following = iter(rows)
+        arrays = []
+        for place, is_written in zip(self.places, self.written, strict=True):
+            old, new = None if place is None else xs[place], next(following) if is_written else None
+            if old is not None and new is not None:
+                new = jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            arrays.append(old if new is None else new)
+        return self.spec.unpack(arrays)
+
+
+def written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[jax.Array], WrittenRows]:
+    """The arrays that the body wrote to a row, frozen before and after; a Variable may hold other containers then."""
+
+    def paths_of_arrays(leaves: dict[Any, Any], spec: Spec) -> list[Any]:
+        return [path for path, leaf in zip(leaves, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
+
+    old, new = dict(tree_leaves_with_path(start)), dict(tree_leaves_with_path(end))
+    numbers = {path: number for number, path in enumerate(paths_of_arrays(old, spec))}
+    ends, end_spec = pack(end)
+    paths = paths_of_arrays(new, end_spec)
+    written = tuple(path not in old or new[path] is not old[path] for path in paths)
+    after = WrittenRows(end_spec, tuple(map(numbers.get, paths)), written)
+    if not any(written):
+        return [], after
+    # Arrays in the places of others have the types of these.
+    row = spec.treedef.unflatten([new.get(path, leaf) for path, leaf in old.items()])
+    try:
+        fitting = match_carry(f"{where}, which changes rows of xs,", start, spec, row)
+    except CarryMismatchError:
+        raise TypeError(
+            f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
+        ) from None
+    ends = [x if place is None else fitting[place] for x, place in zip(ends, after.places, strict=True)]
+    return select(written, ends), after
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a body does to the NNX objects that it is given, root by root."""
+
+    replaced: tuple[bool, ...] = ()  # it returns an object of its own instead
+    written: tuple[tuple[bool, ...], ...] = ()  # which values it changes
+
+    def after(self, before: "Changes") -> "Changes":
+        """What a body does to them in this step and in those before it."""
+        return replace(self, written=tuple(map(either, self.written, before.written)))
+
+
+def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_rows: bool = False) -> tuple[Any, Changes]:
+    """What a body returned, frozen, and what it changed; TypeError where that is more than values.
+
+    `given` is the frozen pytree of which the body was given the live `objects`. Rows may lose the name of the axis
+    along which they are stacked: their Variables are those of the stack, which keeps it.
+    """
+    returned, new_objects = freeze_numbered(result)
+    if not objects:  # `given` is not looked at then: the body may have used up an `equinox.nn.State` in it
+        return returned, Changes()
+    old, new = roots(given), roots(returned)
+    if list(old) != list(new) or not all(isinstance(root, Frozen) for root in new.values()):
+        return returned, Changes()  # containers that differ are found by those who compare containers
+    if of_rows:
+        returned = _with_stacked_axis(returned, old)
+        new = roots(returned)
+    before, after = ({root: x.graph for root, x in frozen.items()} for frozen in (old, new))
+    if not same_value(list(before.values()), list(after.values())):
+        raise TypeError(_structure_message(where, differences(before, after)))
+
+    # Which roots the body replaced by objects of its own, and a line for each part that is replaced, or moved.
+    known = set(map(id, objects))
+    is_new = [id(x) not in known for x in new_objects]
+    replaced = {root: is_new[graph.nodes[0].index] for root, graph in before.items()}
+    wrong = []
+    for name, place in places(before).items():
+        if (number := place.number) is None:
+            continue
+        root = next(root for root in before if is_at_or_below(name, root))
+        if is_new[number] != replaced[root] or not (is_new[number] or objects[number] is new_objects[number]):
+            kind = type(new_objects[number]).__name__
+            wrong.append(f"  {shown(name)}: got another {kind}, expected the one that was given")
+    if wrong:
+        raise TypeError(_structure_message(where, wrong))
+
+    # Nobody would see a change to an object that the body then replaced.
+    left = freeze([objects[graph.nodes[0].index] for graph in before.values()])
+    lost = [
+        f"  {shown(root + name_of(path))}: changed, but the object is not returned"
+        for (root, start), end in zip(old.items(), left, strict=True)
+        if replaced[root]
+        for path, a, b in zip(start.paths, start.values, end.values, strict=False)
+        if _differ(a, b)
+    ]
+    if lost:
+        raise TypeError(_structure_message(where, lost))
+    written = tuple(tuple(map(_differ, old[root].values, new[root].values)) for root in old)
+    return returned, Changes(tuple(replaced.values()), written)
+
+
+def _differ(old: Any, new: Any) -> bool:
+    """Whether a value is not the one that the body was given (a Variable may hold a pytree)."""
+    old, new = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+
+def _with_stacked_axis(rows: Any, given: Mapping[str, Frozen]) -> Any:
+    """Frozen rows whose Variables have the metadata of the stack, where they only lack the name of one axis.
+
+    NNX keeps the names of axes as tuples among the metadata (`out_sharding`), and takes them out of rows
+    (`nnx.transform_metadata`).
+    """
+    variable = sys.modules["flax.nnx.graphlib"].VariableDef
+    stacks = iter(given.values())
+
+    def lacks_one(whole: Any, less: Any) -> bool:
+        are_names = isinstance(whole, tuple) and isinstance(less, tuple)
+        return are_names and any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
+
+    def node_named(stack: Any, row: Any) -> Any:
+        if not (isinstance(stack, variable) and isinstance(row, variable)):
+            return row
+        whole, less = dict(stack.metadata), dict(row.metadata)
+        fits = whole.keys() == less.keys() and all(
+            same_value(whole[key], less[key]) or lacks_one(whole[key], less[key]) for key in whole
+        )
+        return replace(row, metadata=stack.metadata) if fits else row
+
+    def named(x: Any) -> Any:
+        if not is_frozen(x):
+            return x
+        stack, graph = next(stacks).graph, x.graph
+        if len(stack.nodes) != len(graph.nodes):
+            return x
+        return replace(x, graph=replace(graph, nodes=[*map(node_named, stack.nodes, graph.nodes)]))
+
+    return jax.tree.map(named, rows, is_leaf=is_frozen)
+
+
+def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
+    """Refuse a function that changes the NNX objects that it is given, where nobody would see it."""
+    _, changes = take_back(where, given, objects, live, of_rows=True)
+    if any(map(any, changes.written)):
+        raise TypeError(
+            f"{where} changes an NNX object in {what} belong to nobody afterwards. Change a copy, "
+            "`loopax.local(module)`, and return what is needed of it."
+        )
+
+
+def refuse_lost_changes(where: str, init: Any, changes: Changes, xs: Any, row_changes: Changes) -> None:
+    """Refuse to change a Variable of the caller both in the carry and in rows of xs."""
+    if not (any(map(any, changes.written)) and any(map(any, row_changes.written))):
+        return
+    in_carry, in_xs = (
+        {
+            id(leaf): shown(root + name_of(path))
+            for root, path, leaf, _ in _written(roots(tree), done)
+            if is_object(leaf)
+        }
+        for tree, done in ((init, changes), (xs, row_changes))
+    )
+    if twice := in_carry.keys() & in_xs.keys():
+        raise TypeError(
+            f"{where} changes Variables that are both in the carry and in xs, where only one change can be kept:\n"
+            + "\n".join(f"  {in_carry[one]} of the carry is {in_xs[one]} of xs" for one in twice)
+            + "\nLeave them out of one, or put a copy there, `loopax.local(module)`."
+        )
+
+
+def _written(objects: Mapping[str, Any], changes: Changes) -> Iterator[tuple[str, Any, Any, int]]:
+    """What the body changes of the caller's objects: the root, the path, the leaf and the number of the leaf."""
+    numbers = sys.modules["flax.nnx"].graphlib.RefMap()
+    for (root, x), replaced, written in zip(objects.items(), changes.replaced, changes.written, strict=True):
+        _, paths, leaves = flatten(x, numbers)
+        for number, (path, leaf, is_written) in enumerate(zip(paths, leaves, written, strict=True)):
+            if is_written and not replaced:
+                yield root, path, leaf, number
+
+
+def _structure_message(where: str, lines: list[str]) -> str:
+    return (
+        f"{where} must keep the structure and the references of the NNX objects that it is given. "
+        "It does not, at:\n" + ("\n".join(lines) or "  attributes that NNX keeps for itself") + "\n"
+        "Change the values of Variables in place (`variable[...] = value`) instead of putting others in their place, "
+        "add and remove attributes before the loop, and return what is new at each step as a row of `ys`."
+    )
+
+
+def hand_over(where: str, init: Any, last: Any, changes: Changes) -> Any:
+    """The result of a loop: the objects of `init`, changed in place to the values of the frozen pytree `last`."""
+    if not changes.replaced:
+        return last
+    objects, frozen = roots(init), roots(last)
+    with clear_errors(f"{where} changes", "after the loop"):
+        # What has not changed is left alone, unlike by `nnx.update`: it may belong to an outer trace.
+        for root, path, leaf, number in _written(objects, changes):
+            value = frozen[root].values[number]
+            if is_object(leaf):
+                leaf.set_raw_value(value)
+            else:
+                _set(objects[root], path, value)
+    choices = iter(zip(objects.values(), changes.replaced, strict=True))
+
+    def chosen(leaf: Any) -> Any:
+        if not is_object(leaf):
+            return leaf
+        old, replaced = next(choices)
+        return leaf if replaced else old
+
+    leaves, treedef = jax.tree.flatten(thaw(last), is_leaf=is_object)
+    return treedef.unflatten(map(chosen, leaves))
+
+
+def _set(node: Any, path: Sequence[Any], value: Any) -> Any:
+    """The node with an array at a path: objects are changed in place, other containers (a tuple) made anew."""
+    if not path:
+        return value
+    key, *rest = path
+    kind = sys.modules["flax.nnx"].graphlib.get_node_impl(node)
+    old = kind.node_dict(node)[key]
+    new = _set(old, rest, value)
+    if not is_object(node):
+        children, structure = kind.flatten(node)
+        return kind.unflatten([(k, new if k == key else child) for k, child in children], structure)
+    if new is not old:
+        kind.set_key(node, key, new)
+    return node
+
+
+@contextmanager
+def clear_errors(where: str, when: str = "in the body of the loop") -> Iterator[None]:
+    """Say what to do where NNX refuses to change an object of an outer trace."""
+    try:
+        yield
+    except Exception as error:
+        errors = sys.modules.get("flax.errors")
+        is_refused = errors is not None and isinstance(error, errors.TraceContextError)
+        if not is_refused or "loopax.local" in str(error):
+            raise
+        reason, *_ = str(error).split(" (http")
+        raise type(error)(
+            f"{where} an NNX object of an outer trace {when} ({reason}). Each step of a loop, and each lane of a "
+            "`vmap`, has values of its own, which an object from outside cannot hold. Either put the object into the "
+            "carry of the loop, where it may change from step to step (under `jit`, `grad` or `vmap`, it must also be "
+            "an argument of the function that is transformed); or put a copy of it into the carry, "
+            "`loopax.local(module)`, made where the loop is called, which leaves the object as it is."
+        ) from error
+
+
+# The places of NNX objects and what stands there, to say in an error message where two differ.
+
+
+class Place(NamedTuple):
+    """What stands at a place: an object, an attribute that is no array, an array, or an object met before."""
+
+    content: Any  # equal where nothing has changed
+    text: str
+    number: int | None = None  # of an object
+
+
+_DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
+
+
+def places(graphs: Mapping[str, Any]) -> dict[str, Place]:
+    """All places of graph definitions that count their objects together, by name."""
+    graphlib = sys.modules["flax.nnx.graphlib"]
+    found: dict[str, Place] = {}
+    first: dict[int, str] = {}  # where an object is met first
+
+    def visit(name: str, nodes: Any, attributes: Any) -> None:
+        """Enter the next node, and what it holds, in the order in which NNX writes a graph definition."""
+        node = next(nodes)
+        if isinstance(node, graphlib.NodeRef):
+            place = first[node.index]
+            found[name] = Place(("again", place), f"the object at {shown(place)}", node.index)
+            return
+        if isinstance(node, graphlib.VariableDef):
+            metadata = dict(node.metadata)
+            own = ", ".join(f"{key}={value!r}" for key, value in metadata.items() if key not in _DEFAULTS)
+            found[name] = Place((node.type, metadata), node.type.__name__ + f" ({own})" * bool(own), node.index)
+        else:  # a module or a container
+            found[name] = Place(node.type, node.type.__name__, node.index)
+        if node.index is not None:
+            first[node.index] = name
+        for _ in range(getattr(node, "num_attributes", 0)):
+            key, content = next(attributes)
+            place = name + name_of((key,))
+            if isinstance(content, graphlib.NodeAttr):
+                visit(place, nodes, attributes)
+            elif isinstance(content, graphlib.Static):
+                found[place] = Place(content, repr(content.value))
+            else:
+                found[place] = Place("array", "an array")
+
+    for root, graph in graphs.items():
+        visit(root, iter(graph.nodes), iter(graph.attributes))
+    return found
+
+
+def shown(name: str) -> str:
+    """The name of a place in a message; that of an object with nothing around it is empty."""
+    return name or "the object itself"
+
+
+def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """One line for each place that differs between graph definitions; nothing on what is below such a place."""
+    before, after = places(expected), places(got)
+    lines: dict[str, str] = {}
+    for name in [*before, *(name for name in after if name not in before)]:
+        if "._pytree__" in name or any(is_at_or_below(name, other) for other in lines):
+            continue
+        old, new = before.get(name), after.get(name)
+        if new is None and old is not None:
+            lines[name] = f"  {shown(name)}: {old.text} is missing from the result"
+        elif old is None and new is not None:
+            lines[name] = f"  {shown(name)}: {new.text} is new in the result"
+        elif old is not None and new is not None and not same_value(old.content, new.content):
+            lines[name] = f"  {shown(name)}: got {new.text}, expected {old.text}"
+    return list(lines.values())
+
+
+def is_at_or_below(name: str, other: str) -> bool:
+    """Whether a place belongs to another."""
+    return name.startswith(other) and name[len(other) :][:1] in ("", ".", "[")

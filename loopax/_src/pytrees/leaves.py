@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.tree_util import FlattenedIndexKey, KeyPath, PyTreeDef, keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int, PyTree
 
@@ -23,11 +24,6 @@ from loopax._src.jax_internals import (
     to_weak,
     vary_like,
 )
-
-# Types at the public boundary.
-
-
-Predicate = Bool[Array, ""]
 
 
 class RowByRow(eqx.Module):
@@ -50,59 +46,62 @@ class LoopInfo(NamedTuple):
     """
 
     num_steps: Int[Array, ""]
-    limit_reached: Predicate
+    limit_reached: Bool[Array, ""]
 
 
 # Where two pytrees differ in what is not an array: values that stay what they are, and structures.
 
 
-Describe = Callable[[Any], str]  # a leaf in the words of an error message
-
-
-def differences(
-    old: Any, new: Any, describe: Describe, path: KeyPath = (), *, root: str = "the carry itself"
-) -> Iterator[str]:
+def differences(old: Any, new: Any, path: KeyPath = (), *, root: str = "the carry itself") -> Iterator[str]:
     """A line for each place where the structure of `new` is not that of `old`, from the root down."""
     name = keystr(path) or root
     if _is_leaf(old) and _is_leaf(new):
         return
     if type(old) is not type(new):
-        yield f"{name}: got {_node_text(new, describe)}, expected {_node_text(old, describe)}"
+        yield f"{name}: got {_node_text(new)}, expected {_node_text(old)}"
         return
     olds, news = _children(old), _children(new)
-    other_data = not same_structure(_one_level(old), _one_level(new))
-    if other_data and any(isinstance(key, FlattenedIndexKey) for key in olds):  # children without names
-        yield _data_difference(name, old, new)
-        return
-    if other_data and olds.keys() == news.keys():
-        yield from _static_differences(name, old, new, path)
+    structures = _one_level(old), _one_level(new)
+    if not same_structure(*structures):
+        (_, a), (_, b) = (structure.node_data() for structure in structures)
+        data_line = f"{name}: got {type(new).__name__} with the static data {b!r}, expected {a!r}"
+        if any(isinstance(key, FlattenedIndexKey) for key in olds):  # children without names
+            yield data_line
+            return
+        if olds.keys() == news.keys():
+            # Static fields differ, or other data of the class.
+            children = {keystr((key,)) for key in olds}
+            fields = [field.name for field in dataclasses.fields(old)] if dataclasses.is_dataclass(old) else []
+            values = [(f".{field}", getattr(old, field, None), getattr(new, field, None)) for field in fields]
+            lines = [
+                f"{keystr(path)}{field}: got {b!r}, expected {a!r} (a static field)"
+                for field, a, b in values
+                if field not in children and not same_value(a, b)
+            ]
+            yield from lines or [data_line]
     for key, child in olds.items():
         if key in news:
-            yield from differences(child, news[key], describe, (*path, key))
+            yield from differences(child, news[key], (*path, key))
         else:
-            yield f"{keystr((*path, key))}: {_node_text(child, describe)} is missing from the result"
+            yield f"{keystr((*path, key))}: {_node_text(child)} is missing from the result"
     for key, child in news.items():
         if key not in olds:
-            yield f"{keystr((*path, key))}: {_node_text(child, describe)} is new in the result"
+            yield f"{keystr((*path, key))}: {_node_text(child)} is new in the result"
 
 
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values that are not arrays are known to be the same, and no step could tell one from the other.
 
-    Python's `==` knows less: `0.0 == -0.0` and `1 == True`, and NaN is not equal to itself.
+    Python's `==` knows less: `0.0 == -0.0` and `1 == True`, and NaN is not equal to itself. Numbers may stand anywhere
+    in containers.
     """
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
     try:
-        return _same_content(a, b)
+        return a is b or (type(a) is type(b) and _same_content(a, b))
     except Exception:  # noqa: BLE001 - a user's __eq__ may raise anything, and then the values are not known equal
         return False
 
 
 def _same_content(a: Any, b: Any) -> bool:
-    """Whether two values of one type are the same; numbers may stand anywhere in containers."""
     if isinstance(a, np.ndarray | np.generic):
         same_type = a.dtype == b.dtype and a.shape == b.shape
         return same_type and (all(map(same_value, a.flat, b.flat)) if a.dtype == object else a.tobytes() == b.tobytes())
@@ -134,24 +133,6 @@ def same_structure(a: Any, b: Any) -> bool:
     )
 
 
-def _static_differences(name: str, old: Any, new: Any, path: KeyPath) -> Iterator[str]:
-    """What differs in the parts of a node that are not pytrees: static fields, or other data of its class."""
-    children = {keystr((key,)) for key in _children(old)}
-    fields = [f".{field.name}" for field in dataclasses.fields(old)] if dataclasses.is_dataclass(old) else []
-    values = [(field, getattr(old, field[1:], None), getattr(new, field[1:], None)) for field in fields]
-    lines = [
-        f"{keystr(path)}{field}: got {b!r}, expected {a!r} (a static field)"
-        for field, a, b in values
-        if field not in children and not same_value(a, b)
-    ]
-    yield from lines or [_data_difference(name, old, new)]
-
-
-def _data_difference(name: str, old: Any, new: Any) -> str:
-    (_, a), (_, b) = (_one_level(node).node_data() for node in (old, new))
-    return f"{name}: got {type(new).__name__} with the static data {b!r}, expected {a!r}"
-
-
 def _children(node: Any) -> dict[Any, Any]:
     return {path[0]: child for path, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]}
 
@@ -165,7 +146,7 @@ def _is_leaf(node: Any) -> bool:
     return jax.tree_util.all_leaves([node])
 
 
-def _node_text(node: Any, describe: Describe) -> str:
+def _node_text(node: Any) -> str:
     if node is None:
         return "None"
     return describe(node) if _is_leaf(node) else type(node).__name__
@@ -216,8 +197,9 @@ def is_number(leaf: Any) -> bool:
 
 def in_modules(tree: Any) -> list[bool]:
     """For each leaf, whether it is a part of an Equinox module."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is_module)
-    return [_is_module(node) for node in nodes for _ in jax.tree.leaves(node)]
+    is_module = lambda node: isinstance(node, eqx.Module)  # noqa: E731
+    nodes = jax.tree.leaves(tree, is_leaf=is_module)
+    return [is_module(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def stays(tree: Any) -> list[bool]:
@@ -229,10 +211,6 @@ def stays(tree: Any) -> list[bool]:
     leaves = jax.tree.leaves(tree)
     pairs = zip(leaves, in_modules(tree), strict=True)
     return [is_static(leaf) or (within and is_number(leaf)) for leaf, within in pairs]
-
-
-def _is_module(node: Any) -> bool:
-    return isinstance(node, eqx.Module)
 
 
 def to_array(leaf: Any) -> tuple[jax.Array, Dynamic]:
@@ -281,11 +259,12 @@ class Spec:
 
     def rows(self) -> "Spec":
         """The spec of one row, for arrays that are stacked along their first axis."""
-        return replace(self, leaves=tuple(_row(leaf) if isinstance(leaf, Dynamic) else leaf for leaf in self.leaves))
 
+        def row(leaf: Static | Dynamic) -> Static | Dynamic:
+            is_array = isinstance(leaf, Dynamic)
+            return replace(leaf, aval=mapped_aval(leaf.aval.shape[0], 0, leaf.aval)) if is_array else leaf
 
-def _row(leaf: Dynamic) -> Dynamic:
-    return replace(leaf, aval=mapped_aval(leaf.aval.shape[0], 0, leaf.aval))
+        return replace(self, leaves=tuple(map(row, self.leaves)))
 
 
 def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
@@ -347,21 +326,33 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
     which the result does. Raises TypeError, leaf by leaf, where none would.
     """
     if not same_structure(jax.tree.structure(out), spec.treedef):
-        raise TypeError(_structure_message(where, init, out))
-    names, olds, news = _paths(init), jax.tree.leaves(init), jax.tree.leaves(out)
-    outcomes = [_match_leaf(leaf, old, new) for leaf, old, new in zip(spec.leaves, olds, news, strict=True)]
-    rows = list(zip(spec.leaves, names, olds, news, outcomes, strict=True))
-    if problems := [_line(name, old, new) for _, name, old, new, outcome in rows if outcome is None]:
+        lines = list(differences(init, out)) or [
+            f"got the structure      {jax.tree.structure(out)}",
+            f"expected the structure {jax.tree.structure(init)}",
+        ]
         raise TypeError(
-            f"{where} must return a carry of the same types as it is given. It does not, at:\n"
-            + "\n".join(problems)
-            + f"\nConvert the initial value or the result ({conversion(problems)}) so that they agree; "
-            "what is not an array must be returned as it came (a function that is made anew is another one)."
+            f"{where} must return a carry of the same structure as it is given. It does not:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nReturn the same containers and classes, with the same keys, static fields and as many elements."
         )
-    restarts = [(name, leaf, old, new) for leaf, name, old, new, o in rows if isinstance(o, _Restart)]
-    if restarts:
+    pairs = list(zip(jax.tree.leaves(init), jax.tree.leaves(out), strict=True))
+    outcomes = [_match_leaf(leaf, *pair) for leaf, pair in zip(spec.leaves, pairs, strict=True)]
+    if any(outcome is None or isinstance(outcome, _Restart) for outcome in outcomes):
+        names = [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(init)[0]]
+        lines = [
+            f"  {name}: got {describe(new)}, expected {describe(old)}"
+            for name, (old, new) in zip(names, pairs, strict=True)
+        ]
+        if problems := [line for line, outcome in zip(lines, outcomes, strict=True) if outcome is None]:
+            raise TypeError(
+                f"{where} must return a carry of the same types as it is given. It does not, at:\n"
+                + "\n".join(problems)
+                + f"\nConvert the initial value or the result ({conversion(problems)}) so that they agree; "
+                "what is not an array must be returned as it came (a function that is made anew is another one)."
+            )
         converts = [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
-        changed = [_line(name, old, new) for name, leaf, old, new in restarts if isinstance(leaf, Static)]
+        of_leaves = zip(spec.leaves, lines, outcomes, strict=True)
+        changed = [line for leaf, line, o in of_leaves if isinstance(o, _Restart) and isinstance(leaf, Static)]
         raise CarryMismatchError(converts, changed)
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 
@@ -377,10 +368,6 @@ def refuse_none(where: str, carry: Any, out: Any) -> None:
         )
 
 
-def _line(name: str, old: Any, new: Any) -> str:
-    return f"  {name}: got {describe(new)}, expected {describe(old)}"
-
-
 @dataclass(frozen=True)
 class _Restart:
     """How to convert the start of this leaf."""
@@ -393,7 +380,12 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     if isinstance(spec, Static):
         if same_value(old, new):
             return spec
-        return _Restart(jnp.asarray) if _becomes_array(old, new) else None
+        # A Python bool or number was the start of what the body returns as an array, or as another number.
+        is_bool = isinstance(new, bool) or (
+            not is_static(new) and jnp.shape(new) == () and jnp.result_type(new) == jnp.bool_
+        )
+        fits = is_bool if isinstance(old, bool) else is_number(old) and not is_static(new)
+        return _Restart(jnp.asarray) if fits else None
     if is_static(new) and not isinstance(new, bool):
         return None
     array, described = to_array(new)
@@ -403,32 +395,14 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
     if a.shape != b.shape or memory_space(a) is not memory_space(b) or spec_of(a) != spec_of(b):
         return None
     if a.dtype != b.dtype:
-        return _promoted(a, b, old)
-    missing = b.mat.varying - a.mat.varying
-    if missing:
-        return _Restart(lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b)))
-    return vary_like(array, a)
-
-
-def _becomes_array(old: Any, new: Any) -> bool:
-    """Whether a Python bool or number was the start of what the body returns as an array, or as another number."""
-    return _is_bool_scalar(new) if isinstance(old, bool) else is_number(old) and not is_static(new)
-
-
-def _promoted(a: AbstractValue, b: AbstractValue, old: Any) -> Any:
-    """A weakly typed start takes the dtype of the result, a weakly typed result that of the start."""
-    if getattr(a, "weak_type", False):
+        # A weakly typed start takes the dtype of the result, a weakly typed result that of the start.
+        if not getattr(a, "weak_type", False):
+            return None
         dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
         return _Restart(lambda leaf: convert(leaf, dtype)) if dtype != a.dtype else None
-    return None
-
-
-def _is_bool_scalar(x: Any) -> bool:
-    return (not is_static(x) and jnp.shape(x) == () and jnp.result_type(x) == jnp.bool_) or isinstance(x, bool)
-
-
-def _paths(tree: Any) -> list[str]:
-    return [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(tree)[0]]
+    if b.mat.varying - a.mat.varying:
+        return _Restart(lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b)))
+    return vary_like(array, a)
 
 
 def conversion(problems: Sequence[str]) -> str:
@@ -439,16 +413,16 @@ def conversion(problems: Sequence[str]) -> str:
 
 
 def describe(leaf: Any) -> str:
-    """A leaf in the words of an error message."""
-    if is_static(leaf):
+    """A leaf, or its type, in the words of an error message."""
+    if isinstance(leaf, ShapedArray):
+        return leaf.str_short()
+    if is_static(leaf) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return f"{type(leaf).__name__} {leaf!r}"
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-        where = "<host>" if is_on_host(leaf) else ""
-        spec = spec_of(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else ()
-        spread = f" sharded as {jax.P(*spec)}" if any(spec) else ""
-        return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}{spread}"
-    return f"{type(leaf).__name__} {leaf!r}"
+    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
+    where = "<host>" if is_on_host(leaf) else ""
+    spec = spec_of(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else ()
+    spread = f" sharded as {jax.P(*spec)}" if any(spec) else ""
+    return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}{spread}"
 
 
 def describe_node(node: Any) -> str:
@@ -458,15 +432,3 @@ def describe_node(node: Any) -> str:
     if isinstance(node, tuple | list):
         return f"a {type(node).__name__} of {len(node)}"
     return describe(node) if jax.tree_util.all_leaves([node]) else f"a {type(node).__name__}"
-
-
-def _structure_message(where: str, init: Any, out: Any) -> str:
-    lines = list(differences(init, out, describe)) or [
-        f"got the structure      {jax.tree.structure(out)}",
-        f"expected the structure {jax.tree.structure(init)}",
-    ]
-    return (
-        f"{where} must return a carry of the same structure as it is given. It does not:\n"
-        + "\n".join(f"  {line}" for line in lines)
-        + "\nReturn the same containers and classes, with the same keys, static fields and as many elements."
-    )

@@ -25,15 +25,6 @@ def code_of(function: Any) -> CodeType | None:
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
-def source_of(function: Any) -> str:
-    """The name of a function and where it stands, in JAX's words."""
-    code = code_of(function)
-    if code is None:
-        function = _behind(function)
-        return getattr(function, "__name__", type(function).__name__)
-    return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-
-
 def _behind(function: Any) -> Any:
     """What a user has written, behind wrappers and partial applications."""
     function = inspect.unwrap(function)
@@ -66,8 +57,12 @@ class Called(NamedTuple):
 
     def name_in_errors(self, function: Callable[..., Any], arguments: Sequence[str]) -> None:
         """Let JAX's errors name the user's functions and these arguments while `function` is traced."""
-        sources = " and ".join(map(source_of, self.functions))
-        name_in_errors(function, f"loopax.{self.caller}", sources, arguments)
+        sources = []
+        for user in self.functions:
+            code, known = code_of(user), _behind(user)
+            name = getattr(known, "__name__", type(known).__name__)
+            sources.append(f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}" if code else name)
+        name_in_errors(function, f"loopax.{self.caller}", " and ".join(sources), arguments)
 
 
 class Why(NamedTuple):
@@ -77,19 +72,18 @@ class Why(NamedTuple):
     instead: str  # the way out that leaves the value traced, as a request: "give ..."
 
 
-def static_int(what: str, value: Any, why: Why) -> int:
+def static_int(what: str, value: Any, why: Why, role: str = "") -> int:
     """An integer that is known when the program is traced. `what`: the argument, as `Buffer(capacity=...)`.
 
     An array outside of `jit` is refused too: the same call in `jit` would be.
     """
     refuse_arrays(what, value, "a Python int", why)
-    return an_int(what, value)
+    return an_int(what, value, role)
 
 
 def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
     """A number of something, from 1 on, that is known when the program is traced."""
-    refuse_arrays(what, value, "a Python int", why)
-    number = an_int(what, value, f", the number of {unit}")
+    number = static_int(what, value, why, f", the number of {unit}")
     if number < 1:
         raise ValueError(f"{what}: got {number}, expected at least 1, the number of {unit}.")
     return number
@@ -97,8 +91,7 @@ def positive_int(what: str, value: Any, unit: str, why: Why) -> int:
 
 def positive_float(what: str, value: Any, or_zero: bool = False) -> float:
     """A positive number that is known when the program is traced."""
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{what}: got {describe(value)}, expected a Python float.")
     if not value > 0 and not (or_zero and value == 0):
         raise ValueError(f"{what}: got {value}, expected a positive number{' or zero' if or_zero else ''}.")
@@ -141,7 +134,7 @@ def refuse_arrays(what: str, value: Any, expected: str, why: Why) -> None:
     """Refuse JAX's arrays, also those whose values are known now."""
     if isinstance(value, jax.Array):
         is_traced = isinstance(value, Tracer)
-        got = f"a traced {describe(value)}" if is_traced else describe(value)
+        got = f"{'a traced ' * is_traced}{describe(value)}"
         static = expected if is_traced else f"{expected}, such as `x.item()`"
         raise TypeError(
             f"{what}: got {got}, expected {expected}. It decides {why.decides}, so it must be known when the program "
