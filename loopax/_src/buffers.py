@@ -110,7 +110,11 @@ class Buffer(RowByRow):
         place = jnp.where(written, self.count, self.capacity)
         rows = jax.tree.map(lambda rows, x: rows_of.put(rows, place, x, appends=True), self._rows, row)
         # The count alone depends on the check: the rows of a buffer are seen through it.
-        check = Check.of("loopax.Buffer.append", when & is_full, _full_problem(self.capacity))
+        problem = (
+            f"the buffer has room for {self.capacity} rows, and all of them have been written. Make it with a larger "
+            "`capacity`, or append fewer rows (`when=`)."
+        )
+        check = Check.of("loopax.Buffer.append", when & is_full, problem)
         count = settle(self.count + written.astype(jnp.int32), [check])
         return eqx.tree_at(lambda b: (b._rows, b.count), self, (rows, count))
 
@@ -159,13 +163,6 @@ class Buffer(RowByRow):
             return where(self.mask.reshape(-1, *(1,) * (rows.ndim - 1)), seen, zero(rows.dtype))
 
         return jax.tree.map(written, self._rows)
-
-
-def _full_problem(capacity: int) -> str:
-    return (
-        f"the buffer has room for {capacity} rows, and all of them have been written. Make it with a larger "
-        "`capacity`, or append fewer rows (`when=`)."
-    )
 
 
 _MISSING = (

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -66,7 +65,8 @@ def read(file: str | os.PathLike[str]) -> Costs:
     if set(found) != set(Costs._fields):
         names = f"Got {sorted(found)}, expected {sorted(Costs._fields)}."
         raise ValueError(f"{file} is a calibration of other operations. {names} {_AGAIN}")
-    wrong = {name: value for name, value in found.items() if not _is_time(value)}
+    is_number = {name: isinstance(x, int | float) and not isinstance(x, bool) for name, x in found.items()}
+    wrong = {name: x for name, x in found.items() if not (is_number[name] and 0 < x < float("inf"))}
     if wrong:
         raise ValueError(f"{file} is not a calibration. Got {wrong}, expected positive numbers. {_AGAIN}")
     return Costs(**found)
@@ -75,10 +75,6 @@ def read(file: str | os.PathLike[str]) -> Costs:
 def write(file: str | os.PathLike[str], constants: Costs, machine: str) -> None:
     """A file for `set_calibration`."""
     Path(file).write_text(json.dumps({"machine": machine, "nanoseconds": constants._asdict()}, indent=2) + "\n")
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 use_environment()

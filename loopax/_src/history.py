@@ -112,7 +112,8 @@ class History(eqx.Module):
         row = matching_row("History.push: the row", self._rows, row)
         oldest, count = self._oldest, self._count
         if oldest is None:
-            rows = jax.tree.map(partial(keep_bits, _pushed), self._rows, row)
+            pushed = partial(keep_bits, lambda rows, row: jnp.concatenate([rows[1:], row[None]]))
+            rows = jax.tree.map(pushed, self._rows, row)
         else:
             rows = jax.tree.map(lambda rows, x: buffers.put(rows, oldest, x), self._rows, row)
             oldest = jnp.where(oldest == self._size - 1, 0, oldest + 1)
@@ -159,24 +160,20 @@ class History(eqx.Module):
             zero.
 
         """
-        place, checks = self._place(index)
-        if self._oldest is not None:
-            inside = place < self._size
-            place = jnp.where(inside, (place + self._oldest) % self._size, place)
-        row = jax.tree.map(lambda rows: buffers.get(rows, place)[0], self._rows)
-        return settle(row, checks)
-
-    def _place(self, index: Any) -> tuple[Any, list[Check]]:
-        """The place of a row, counted from the oldest, and what may be wrong with it."""
         size = self._size
         given, index = index, one_index("history", index, size)
         if isinstance(index, int):
-            return jnp.int32(index % size), []
-        is_missing = (index < -size) | (index >= size)
-        place = jnp.where(index < 0, index + size, index)
-        return jnp.where(is_missing, size, place), [
-            Check.of("loopax.History[index]", is_missing, _missing_problem(size), given)
-        ]
+            place, checks = jnp.int32(index % size), []
+        else:
+            is_missing = (index < -size) | (index >= size)
+            place = jnp.where(is_missing, size, jnp.where(index < 0, index + size, index))
+            problem = f"there are {size} rows, from {-size} to {size - 1}, and the index{AMOUNT} is none of them."
+            checks = [Check.of("loopax.History[index]", is_missing, problem, given)]
+        if self._oldest is not None:
+            inside = place < size
+            place = jnp.where(inside, (place + self._oldest) % size, place)
+        row = jax.tree.map(lambda rows: buffers.get(rows, place)[0], self._rows)
+        return settle(row, checks)
 
 
 def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
@@ -198,11 +195,3 @@ def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
     if number < k:
         raise ValueError(f"History({k}, rows): the window is longer than the data: rows has {number} rows. Give {k}.")
     return jax.tree.map(lambda x: keep_bits(lambda x: x[:k], jnp.asarray(x)), rows)
-
-
-def _pushed(rows: Any, row: Any) -> Any:
-    return jnp.concatenate([rows[1:], row[None]])
-
-
-def _missing_problem(size: int) -> str:
-    return f"there are {size} rows, from {-size} to {size - 1}, and the index{AMOUNT} is none of them."

@@ -73,7 +73,11 @@ class Progress:
         if self.label is not None and not isinstance(self.label, str):
             refuse_arrays("Progress(label=...)", self.label, "a string", _WHY)
             raise TypeError(f"Progress(label=...): got {describe(self.label)}, expected a string or None.")
-        _check_every(self.every)
+        refuse_arrays("Progress(every=...)", self.every, "a Python number", _WHY)
+        if isinstance(self.every, bool) or not isinstance(self.every, Real):
+            raise TypeError(f"Progress(every=...): got {describe(self.every)}, expected a number of seconds.")
+        if not 0 < float(self.every) < float("inf"):
+            raise ValueError(f"Progress(every=...): got {self.every}, expected a positive number of seconds.")
         object.__setattr__(self, "every", float(self.every))
         if self.style not in STYLES:
             choices = ", ".join(map(repr, STYLES))
@@ -85,15 +89,8 @@ class Progress:
             )
 
 
-def _check_every(every: object) -> None:
-    refuse_arrays("Progress(every=...)", every, "a Python number", _WHY)
-    if isinstance(every, bool) or not isinstance(every, Real):
-        raise TypeError(f"Progress(every=...): got {describe(every)}, expected a number of seconds.")
-    if not 0 < float(every) < float("inf"):
-        raise ValueError(f"Progress(every=...): got {every}, expected a positive number of seconds.")
-
-
 ProgressLike = Progress | bool | None
+_warned: set[Progress] = set()
 
 
 def to_progress(name: str, progress: ProgressLike) -> Progress | None:
@@ -158,8 +155,12 @@ class Reporter:
         try:
             return show()
         except Exception as error:  # noqa: BLE001 - the user's computation goes on, whatever is wrong with a stream
+            what = f"{type(error).__name__}: {error}"
             with suppress(Exception):
-                _warn_once(self.progress, f"{type(error).__name__}: {error}")
+                if self.progress not in _warned:
+                    _warned.add(self.progress)
+                    message = f"loopax cannot show progress, and goes on without: {what}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
             return otherwise
         except BaseException:  # Ctrl-C, where JAX runs a program in the main thread
             DISPLAYS.close(self)
@@ -184,12 +185,3 @@ class Reporter:
                 raise KeyboardInterrupt from error
             raise
         return results
-
-
-_warned: set[Progress] = set()
-
-
-def _warn_once(progress: Progress, what: str) -> None:
-    if progress not in _warned:
-        _warned.add(progress)
-        warnings.warn(f"loopax cannot show progress, and goes on without: {what}", RuntimeWarning, stacklevel=2)

@@ -154,25 +154,28 @@ def rollout(
     if back is not None and history is not None:
         raise NotImplementedError(inverse_message("rollout(history=...), which forgets rows,"))
 
-    def run(once: _Once | _Saving, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
-        is_last, depends_on = stop and once.is_last, (type(once), every, inputs is None)
+    def run(once: _Once, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
+        is_last, depends_on = stop and once.is_last, (once.saves, every, inputs is None)
         return run_scan(WORDS, options, extent, once.take, is_last, carry, inputs, called, back, depends_on=depends_on)
 
-    once, carry = _Once(step, stop, with_input=inputs is not None), _Carry(state, history)
+    once, carry = _Once(step, stop, inputs is not None, every, saves=False), _Carry(state, history)
     saves = every > 1 and not runs_in_python()  # where steps are values, outputs are left out afterwards
     if saves:
-        silent = replace(options, throw=False)
-        like = _output_types(lambda carry, inputs: run(once, carry, inputs, silent)[0][1], carry, inputs)
-        carry = _start_saving(carry, like, (extent.capacity or 0) // every)
-    (last, outputs), loop_info = run(_Saving(once, every) if saves else once, carry, inputs, options)
+        # The types of an output are those of the rollout that saves all of them, which is traced and not run: on frozen
+        # arguments, so that objects of the caller stay what they are.
+        frozen, found, silent = freeze((carry, inputs)), [], replace(options, throw=False)
+        jax.eval_shape(lambda: found.append(jax.tree.map(_row, run(once, *thaw(frozen), silent)[0][1])))
+        types = row_types("rollout(save_every=...): the output of step", found[0])
+        saved = jax.tree.map(lambda x: zeros(stacked(x, (extent.capacity or 0) // every)), types)
+        carry = carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
+    (last, outputs), loop_info = run(once._replace(saves=saves), carry, inputs, options)
     last_state = last.state if history is None else (last.state, last.history)
     if saves:
         outputs = last.saved
     elif every > 1:
         of_save_points = partial(keep_bits, lambda rows: rows[every - 1 :: every])
         outputs = jax.tree.map(lambda rows: of_save_points(strongly_typed(rows)), outputs)
-    done = Rollout(last_state, outputs, loop_info.num_steps)
-    return options.with_info(done, loop_info)
+    return options.with_info(Rollout(last_state, outputs, loop_info.num_steps), loop_info)
 
 
 class _Carry(NamedTuple):
@@ -192,6 +195,8 @@ class _Once(NamedTuple):
     step: Callable[..., tuple[Any, Any]]
     stop: Callable[[Any, Any], Any] | None
     with_input: bool
+    every: int
+    saves: bool  # puts outputs into the carry at the save points, and returns no rows
 
     def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, Any]:
         """The next carry, and the output."""
@@ -200,33 +205,22 @@ class _Once(NamedTuple):
         state, y = arguments.pair(
             WORDS, call_user(WORDS.where, self.step, names, carry.state, *inputs, **window, **key)
         )
-        return _Carry(state, None if carry.history is None else carry.history.push(y)), y
-
-    def is_last(self, carry: _Carry, y: Any) -> Any:
-        """Whether to stop."""
-        assert self.stop is not None
-        return call_user("stop of rollout", self.stop, ["state", "output"], carry.state, y)
-
-
-class _Saving(NamedTuple):
-    """Steps that put outputs into a carry at their save points, and return no rows."""
-
-    once: _Once
-    every: int
-
-    def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, None]:
-        """The next carry."""
-        after, y = self.once.take(carry, x, **key)
+        after = carry._replace(state=state, history=None if carry.history is None else carry.history.push(y))
+        if not self.saves:
+            return after, y
         number = carry.num_steps + 1
         place = jnp.where(number % self.every == 0, number // self.every - 1, jnp.iinfo(jnp.int32).max)
         saved = jax.tree.map(lambda rows, x: buffers.put(rows, place, jnp.asarray(x), appends=True), carry.saved, y)
-        is_last = False if self.once.stop is None else self.once.is_last(after, y)
+        is_last = False if self.stop is None else self._stops(after, y)
         is_last = arguments.one_bool("stop of rollout", is_last)
         return after._replace(saved=saved, num_steps=number, is_last=is_last), None
 
-    def is_last(self, carry: _Carry, _: Any) -> Any:
+    def is_last(self, carry: _Carry, y: Any) -> Any:
         """Whether to stop."""
-        return carry.is_last
+        return carry.is_last if self.saves else self._stops(carry, y)
+
+    def _stops(self, carry: _Carry, y: Any) -> Any:
+        return call_user("stop of rollout", self.stop, ["state", "output"], carry.state, y)
 
 
 def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
@@ -247,18 +241,6 @@ def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
         return of_states.record(row, extras, [carry.state for carry in carries], x)
 
     return StepBack(of_states.functions, inverse, of_states.record and record)
-
-
-def _start_saving(carry: _Carry, like: Any, rows: int) -> _Carry:
-    saved = jax.tree.map(lambda x: zeros(stacked(x, rows)), like)
-    return carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
-
-
-def _output_types(outputs: Callable[[Any, Any], Any], carry: _Carry, inputs: Any) -> PyTree[Any]:
-    """The types of an output, from the rollout that saves all of them, which is traced and not run."""
-    frozen, found = freeze((carry, inputs)), []  # so that objects of the caller stay what they are
-    jax.eval_shape(lambda: found.append(jax.tree.map(_row, outputs(*thaw(frozen)))))
-    return row_types("rollout(save_every=...): the output of step", found[0])
 
 
 def _row(x: Any) -> Any:
