@@ -154,9 +154,9 @@ def rollout(
     if back is not None and history is not None:
         raise NotImplementedError(inverse_message("rollout(history=...), which forgets rows,"))
 
-    def run(once: _Once, carry: _Carry, inputs: Any, options: arguments.Options) -> Any:
+    def run(once: _Once, given: tuple[_Carry, Any], options: arguments.Options) -> Any:
         is_last, depends_on = stop and once.is_last, (once.saves, every, inputs is None)
-        return run_scan(WORDS, options, extent, once.take, is_last, carry, inputs, called, back, depends_on=depends_on)
+        return run_scan(WORDS, options, extent, once.take, is_last, *given, called, back, depends_on=depends_on)
 
     once, carry = _Once(step, stop, inputs is not None, every, saves=False), _Carry(state, history)
     saves = every > 1 and not runs_in_python()  # where steps are values, outputs are left out afterwards
@@ -164,11 +164,11 @@ def rollout(
         # The types of an output are those of the rollout that saves all of them, which is traced and not run: on frozen
         # arguments, so that objects of the caller stay what they are.
         frozen, found, silent = freeze((carry, inputs)), [], replace(options, throw=False)
-        jax.eval_shape(lambda: found.append(jax.tree.map(_row, run(once, *thaw(frozen), silent)[0][1])))
+        jax.eval_shape(lambda: found.append(jax.tree.map(_row, run(once, thaw(frozen), silent)[0][1])))
         types = row_types("rollout(save_every=...): the output of step", found[0])
         saved = jax.tree.map(lambda x: zeros(stacked(x, (extent.capacity or 0) // every)), types)
         carry = carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
-    (last, outputs), loop_info = run(once._replace(saves=saves), carry, inputs, options)
+    (last, outputs), loop_info = run(once._replace(saves=saves), (carry, inputs), options)
     last_state = last.state if history is None else (last.state, last.history)
     if saves:
         outputs = last.saved

@@ -137,7 +137,7 @@ def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     back = _calls_of_derivative(by_residual.linear, tiny.MOST_FROM_RESIDUALS)
     return facts._replace(
         evaluation=arithmetic(by_carry.known.body),
-        step=tiny.STEP,
+        overhead=tiny.STEP,
         carry_calls=_calls_of_derivative(by_carry.linear, tiny.MOST_FROM_CARRIES),
         residual_calls=ahead + back + (2 * calls_of_rows if ahead or back else tiny.ROW * len(rows)),
     )
