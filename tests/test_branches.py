@@ -287,6 +287,15 @@ def test_results_are_pytrees_of_any_kind() -> None:
     assert jax.random.key_data(out["key"])[1] == 2
 
 
+def test_a_function_beside_other_functions() -> None:
+    """What it hands on as it is depends on these, and so does what it computes, also where it is traced already."""
+    given, first, second = lambda x, y: (x, y), lambda x, y: (x, 2 * y), lambda x, y: (2 * x, y)
+    for other, expected in ((first, (3.0, 10.0)), (second, (6.0, 5.0)), (first, (3.0, 10.0))):
+        assert lx.cond(jnp.bool_(True), given, other, 3.0, 5.0) == (3.0, 5.0)
+        assert lx.cond(jnp.bool_(False), given, other, 3.0, 5.0) == expected
+        assert lx.switch(jnp.int32(1), [other, given], 3.0, 5.0) == (3.0, 5.0)
+
+
 def test_models_and_functions_among_the_operands() -> None:
     model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     f = lambda model, x, g: lx.cond(x[0] > 0, lambda m, x, g: g(m(x)), lambda m, x, g: x, model, x, g)

@@ -7,8 +7,8 @@ step. They carry the result, which each hands on if it takes none.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,36 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
-from loopax._src.frontend.branch_results import Branch, common_results
-from loopax._src.frontend.checks import settle
+from loopax._src.core.jaxpr.util import merge_lists, reject
+from loopax._src.frontend.checks import collecting, settle
 from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import Options, check_callable
+from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.run import run
-from loopax._src.frontend.trace import Step
-from loopax._src.jax_internals import api_boundary, is_reference, runs_in_python, value_now, zero
+from loopax._src.frontend.steps import call_user
+from loopax._src.frontend.trace import Step, traced_once, without_flags
+from loopax._src.jax_internals import (
+    Literal,
+    api_boundary,
+    convert,
+    is_reference,
+    made_at,
+    memory_space,
+    open_constants,
+    runs_in_python,
+    source_here,
+    spec_of,
+    to_weak,
+    value_now,
+    varying_axes,
+    with_varying_axes,
+    zero,
+    zeros,
+)
 from loopax._src.kinds import Auto, Bounded
-from loopax._src.nnx.functional import is_object
-from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static import Called
+from loopax._src.nnx.functional import freeze, is_object, thaw
+from loopax._src.pytrees.leaves import NO_RETURN, Dynamic, Spec, conversion, describe, differences, pack, same_structure
+from loopax._src.pytrees.static import Called, parameters_of
 
 R = TypeVar("R")
 _NOT_GIVEN: Any = object()
@@ -191,6 +210,13 @@ def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any
     return (operand,)
 
 
+class Branch(NamedTuple):
+    """A function, and what the user calls it."""
+
+    name: str
+    function: Callable[..., Any]
+
+
 @dataclass(frozen=True)
 class _Reference:
     """Where a mutable array stands among operands."""
@@ -205,21 +231,30 @@ def _run_one(
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    results = common_results(name, branches, operands)
+    results = _common_results(name, branches, operands)
+    # An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
+    is_given = [x is not _COMPUTED for x in results.given]
+    computed = reject(is_given, results.avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
-    result, used_keys = results.zeros(), []
+    result, used_keys = list(map(zeros, computed)), []
     for branch, taken in zip(branches, is_taken, strict=True):
 
         def call(row: Any, extras: Sequence[Any], carry: Any, x: Any, branch: Branch = branch) -> tuple[Any, Any, Any]:
             del row, extras, x
-            return (carry[0], results.arrays_of(branch.function(*carry[0]))), None, None
+            arrays, _ = pack(without_flags(freeze(branch.function(*carry[0]))))
+            pairs = zip(reject(is_given, arrays), computed, strict=True)
+            return (carry[0], [convert(x, aval.dtype) for x, aval in pairs]), None, None
 
-        # A loop of one step, or of none, whose carry are the operands and the result so far.
-        step = Step(call, f"{branch.name} of {name}", Called(name, (branch.function,), ()), name, once=True)
+        # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes
+        # depends on the other branches, too.
+        called, depends_on = Called(name, (branch.function,), ()), (name, tuple(is_given))
+        step = Step(call, f"{branch.name} of {name}", called, depends_on, once=True)
         extent = Extent(0, taken.astype(jnp.int32), 1, fixed=False)
         done = run(step, options, extent, [], (operands, result), branch=branch.name, used_keys=used_keys)
         _, result = done.hand_over(settle(done.carry, done.checks))
-    return results.as_returned(result)
+    arrays = merge_lists(is_given, result, [x for x in results.given if x is not _COMPUTED])
+    arrays = [to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, results.avals, strict=True)]
+    return thaw(results.spec.unpack(arrays))
 
 
 def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> tuple[Sequence[Branch], Any]:
@@ -238,3 +273,114 @@ def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> t
         return wraps(function)(lambda *given: function(*jax.tree.map(put_back, given, is_leaf=is_object)))
 
     return [Branch(b.name, closing(b.function)) for b in branches], treedef.unflatten(taken_out)
+
+
+# What branches return: the same structure and types, or an error that says where not.
+
+
+_COMPUTED = object()
+
+
+class _BranchResults(NamedTuple):
+    """The types that all branches return."""
+
+    spec: Spec
+    avals: list[Any]  # of the arrays
+    given: list[Any]  # for each array, the one that all branches return as it is; `_COMPUTED`: there is none
+
+
+class _TracedBranch(NamedTuple):
+    """What one branch returns."""
+
+    spec: Spec
+    tree: Any  # the pytree with types at its leaves
+    # For each array: where it stands among what the branch closes over and behind it its operands; None: it is computed
+    places: list[int | None]
+    closed_over: list[Any]
+
+
+def _common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> _BranchResults:
+    """The types that all branches return for these operands."""
+    arrays, spec = pack(freeze(operands))
+    key = "branch", spec
+    traced = [traced_once((b.function,), key, partial(_trace, name, b, spec, arrays)) for b in branches]
+    results = [
+        [_COMPUTED if i is None else [*branch.closed_over, *arrays][i] for i in branch.places] for branch in traced
+    ]
+    first, avals, given = traced[0], traced[0].spec.avals, results[0]
+    for branch, other, other_given in zip(branches[1:], traced[1:], results[1:], strict=True):
+        names = branches[0].name, branch.name
+        if (first.tree is None) != (other.tree is None):
+            forgetful, second = names if first.tree is None else names[::-1]
+            raise TypeError(f"{forgetful} of {name} must return what {second} does. Got None. {NO_RETURN}")
+        if problems := _problems(first, avals, other):
+            raise TypeError(
+                f"{name}: {names[1]} and {names[0]} must return the same structure, shapes and dtypes. They do not, "
+                "at:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+                + f"\nConvert a result ({conversion(problems)}), or return the same containers."
+            )
+        avals = [_joined(a, b) for a, b in zip(avals, other.spec.avals, strict=True)]
+        given = [a if a is b else _COMPUTED for a, b in zip(given, other_given, strict=True)]
+    # Arrays of `float0`, which no loop carries, have only one value.
+    only = [np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else None for aval in avals]
+    return _BranchResults(first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)])
+
+
+def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
+    """What a branch returns for operands of these types, and the values that it closes over."""
+    found: list[Spec] = []
+    here = source_here()
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        with collecting():
+            operands = thaw(made_at(here, spec.unpack(arrays)))
+            names = [f"operands[{i}]" for i in range(len(operands))]
+            result = freeze(call_user(f"{branch.name} of {name}", branch.function, names, *operands))
+        refuse_references_in(f"{branch.name} of {name} returned", result)
+        out, out_spec = pack(without_flags(result))
+        found.append(out_spec)
+        return out
+
+    # What the branch calls the arrays that it is given.
+    names = spec.names("operands")
+    for i, parameter in enumerate(parameters_of(branch.function)):
+        prefix = f"operands[{i}]"
+        names = [parameter + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names]
+    Called(name, (branch.function,), ()).name_in_errors(call, names)
+    closed = jax.make_jaxpr(call)(arrays)
+    (of_result,) = found
+    leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
+    opened, consts = open_constants(closed)
+    inputs = {var: i for i, var in enumerate(opened.invars)}
+    places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
+    return _Traced(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
+
+
+def _problems(first: _TracedBranch, avals: Sequence[Any], other: _TracedBranch) -> list[str]:
+    """Where the results of two branches differ; `avals` are the types of the first and those between."""
+    a, b = first.spec, other.spec
+    if not same_structure(a.treedef, b.treedef):
+        found = differences(first.tree, other.tree, root="the result itself")
+        return list(found) or [f"{b.treedef} and {a.treedef}"]
+    problems, numbered = [], iter(avals)
+    for path, x, y in zip(a.paths(), a.leaves, b.leaves, strict=True):
+        fits, aval = x == y, next(numbered) if isinstance(x, Dynamic) else None
+        if aval is not None and isinstance(x, Dynamic) and isinstance(y, Dynamic):
+            same = x.key_impl == y.key_impl and aval.shape == y.aval.shape
+            fits = same and _joined(aval, y.aval) is not None
+        if not fits:
+            words = [describe(leaf.aval if isinstance(leaf, Dynamic) else leaf.value) for leaf in (y, x)]
+            problems.append(f"{path or 'the result itself'}: {words[0]} and {words[1]}")
+    return problems
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """The type of both; None if there is none. A weakly typed result takes the dtype of the other one."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = a.dtype if a.dtype == b.dtype else jnp.result_type(a, b)
+    other_place = memory_space(a) is not memory_space(b) or spec_of(a) != spec_of(b)
+    if other_place or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
+        return None
+    joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)
+    return with_varying_axes(joined, varying_axes(a) | varying_axes(b))
