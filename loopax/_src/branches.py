@@ -354,7 +354,7 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
     opened, consts = open_constants(closed)
     inputs = {var: i for i, var in enumerate(opened.invars)}
     places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
-    return _Traced(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
+    return _TracedBranch(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
 
 
 def _problems(first: _TracedBranch, avals: Sequence[Any], other: _TracedBranch) -> list[str]:

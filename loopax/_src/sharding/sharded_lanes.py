@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from loopax._src.frontend.checks import Check, collecting, settle
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
-from loopax._src.nnx.functional import freeze, thaw, thaw_numbered
-from loopax._src.nnx.writeback import refuse_changes
+from loopax._src.nnx.functional import freeze, refuse_changes, thaw, thaw_numbered
 from loopax._src.pytrees.leaves import describe, pack
 from loopax._src.sharding.in_axes import Arguments, lane_arguments, move_lanes
 from loopax._src.sharding.mesh import Devices, check_mesh
