@@ -37,11 +37,11 @@ def test_every_dtype(here: Any) -> None:
     step = lambda x: ~x if x.dtype == jnp.bool_ else (x + x.astype(x.dtype)).astype(x.dtype)
     f = lambda c, _: (jax.tree.map(step, c), c)
     expected = jax.jit(lambda: lx.scan(f, init, length=5))()
+    types = lambda ys: jax.tree.map(lambda y: (y.shape, y.dtype), ys, is_leaf=lambda y: hasattr(y, "dtype"))
     for _ in range(2):  # the second time from disk
         carry, ys = durable.scan(f, init, length=5, **here)
         same_bits((carry, read_rows(ys)), expected)
-    types = lambda ys: jax.tree.map(lambda y: (y.shape, y.dtype), ys, is_leaf=lambda y: hasattr(y, "dtype"))
-    assert types(ys) == types(expected[1])
+        assert types(ys) == types(expected[1])
 
 
 def test_weak_types_and_numbers_that_are_promoted(here: Any) -> None:
@@ -112,8 +112,8 @@ def test_nnx_objects_are_updated_in_place(here: Any) -> None:
     assert (carry[0].count[...], carry[1].step[...]) == (11, 11)
     again = start()  # the finished run gives its state to new objects
     assert durable.scan(f, again, XS, **here)[0][0] is again[0]
-    states = [[bits(x) for x in jax.tree.leaves([nnx.split(x)[1] for x in of])] for of in (again, objects)]
-    np.testing.assert_equal(*states)
+    state_of = lambda objects: [bits(x) for x in jax.tree.leaves([nnx.split(x)[1] for x in objects])]
+    np.testing.assert_equal(state_of(again), state_of(objects))
 
 
 @pytest.mark.slow

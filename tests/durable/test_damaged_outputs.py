@@ -64,20 +64,15 @@ def store(path: Path, reverse: bool) -> Any:
     return path, expected, reverse
 
 
-def names(directory: Path) -> list[Path]:
-    """The files of outputs, relative to the directory of the run."""
-    return [path.relative_to(directory) for path in files(directory / "outputs")]
-
-
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: Any, tmp_path: Any) -> None:
     """Each file of a finished run, one at a time: what is read is right, or an error names the file."""
     path, (_, expected), _ = stored
-    source = path / "whole"
+    source, directory = path / "whole", tmp_path / "run"
+    names = [file.relative_to(source) for file in files(source / "outputs")]
     found: dict[Path, str] = {}
-    directory = tmp_path / "run"
     shutil.copytree(source / "outputs", directory / "outputs")
-    for name in names(source):
+    for name in names:
         damage(directory / name)
         try:
             rows = durable.outputs(directory)
@@ -85,7 +80,7 @@ def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: An
         except (RuntimeError, FileNotFoundError) as error:
             found[name] = str(error).replace(str(directory / name), "FILE")
         shutil.copy(source / name, directory / name)
-    pieces = {name for name in names(source) if "c" in name.parts}
+    pieces = {name for name in names if "c" in name.parts}
     assert len(pieces) > 10
     assert found.keys() == pieces | {Path("outputs/.loopax.json")}  # Zarr's own description is for other libraries
     gone = {name: text for name, text in found.items() if "are damaged: FILE" not in text}

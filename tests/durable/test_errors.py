@@ -28,46 +28,30 @@ def run(directory: Any, **options: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "every 0": (
-        {"checkpoint_every": 0},
-        ValueError,
-        r"checkpoint_every=...\): got 0, expected a positive number",
-    ),
+    "every 0": ({"checkpoint_every": 0}, ValueError, r"checkpoint_every=...\): got 0, expected a positive number"),
     "every nan": ({"checkpoint_every": float("nan")}, ValueError, "got nan, expected a positive number of seconds"),
     "every inf": ({"checkpoint_every": float("inf")}, ValueError, "got inf, expected a positive number of seconds"),
     "every True": ({"checkpoint_every": True}, TypeError, "got True, expected an int"),
-    "every text": (
-        {"checkpoint_every": "1m"},
-        TypeError,
-        "got '1m', expected an int .steps., a float .seconds.",
-    ),
+    "every text": ({"checkpoint_every": "1m"}, TypeError, "got '1m', expected an int .steps., a float .seconds."),
     "every no time": ({"checkpoint_every": timedelta(0)}, ValueError, "expected a positive number of seconds"),
     "keep 0": ({"keep": 0}, ValueError, r"keep=...\): got 0, expected at least 1"),
     "keep 1.5": ({"keep": 1.5}, TypeError, "got float 1.5, expected an int, the number of saves"),
     "resume": ({"resume": "alway"}, ValueError, r"resume=...\): got 'alway', expected 'auto' or 'anyway'"),
-    "chunk_steps 0": (
-        {"chunk_steps": 0},
-        ValueError,
-        r"chunk_steps=...\): got 0, expected an int from 1 to 2147483647",
-    ),
+    "chunk_steps 0": ({"chunk_steps": 0}, ValueError, r"chunk_steps=...\): got 0, expected an int from 1 to"),
     "chunk_steps 1.0": ({"chunk_steps": 1.0}, TypeError, "expected an int, the steps of a compiled chunk"),
-    "max_steps": (
-        {"max_steps": -1},
-        ValueError,
-        r"max_steps=...\): got -1, expected an int from 0 to 92233720368",
-    ),
+    "max_steps": ({"max_steps": -1}, ValueError, r"max_steps=...\): got -1, expected an int from 0 to 92233720368"),
     "kind": ({"kind": "auto"}, TypeError, "unexpected keyword argument 'kind'"),
     "key": ({"key": 3}, TypeError, "expected one PRNG key"),
     "unroll": ({"unroll": -2}, ValueError, "expected a positive int"),
 }
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options(options: Any, kind: Any, message: str, tmp_path: Any) -> None:
-    with pytest.raises(kind, match=message) as error:
-        run(tmp_path / "run", **options)
-    assert "fori_loop(" in str(error.value)
-    assert not (tmp_path / "run").exists()
+def test_wrong_options(tmp_path: Any) -> None:
+    for options, kind, message in WRONG.values():
+        with pytest.raises(kind, match=message) as error:
+            run(tmp_path / "run", **options)
+        assert "fori_loop(" in str(error.value)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("number", [1.0, "4", True, jnp.float64(1)], ids=str)
@@ -248,18 +232,19 @@ print(json.dumps(said))
 """
 
 
+SAVED: dict[str, Any] = {"checkpoint_every": 4, "chunk_steps": 1}
+
+
 def run_large(directory: Any, upper: int) -> Any:
     """A state of more than a megabyte, that does not compress."""
-    options: dict[str, Any] = {"directory": directory, "checkpoint_every": 4, "chunk_steps": 1}
     init = jax.random.normal(jax.random.key(0), (200_000,))
-    return durable.fori_loop(0, upper, lambda _, x: jnp.sin(x) * 1.5, init, **options)
+    return durable.fori_loop(0, upper, lambda _, x: jnp.sin(x) * 1.5, init, directory=directory, **SAVED)
 
 
 def run_with_outputs(directory: Any, length: int) -> Any:
     """A small state, and outputs of 16 KiB a row."""
-    options: dict[str, Any] = {"directory": directory, "checkpoint_every": 4, "chunk_steps": 1}
     f = lambda c, _: (c + 1.0, jnp.arange(2048.0) + c)
-    return durable.scan(f, 0.0, length=length, **options)
+    return durable.scan(f, 0.0, length=length, directory=directory, **SAVED)
 
 
 @pytest.mark.slow

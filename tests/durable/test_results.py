@@ -71,12 +71,13 @@ def test_fori_loop(limits: Any, here: Any) -> None:
 
 def test_the_index_has_the_type_that_it_has_in_loopax(here: Any) -> None:
     """Weak for Python numbers: a small array takes it in."""
-    limits: Any
-    for limits in ((0, 5), (np.int16(0), np.int16(5)), (jnp.int8(0), jnp.int8(5))):
-        init = (jnp.arange(3, dtype=jnp.int8), lx.fori_loop(*limits, lambda i, _: i, 0))
-        expected = lx.fori_loop(*limits, lambda i, x: (x[0] + i, i), init)
-        options = here | {"directory": here["directory"] / str(type(limits[0]))}
-        same_bits(durable.fori_loop(*limits, lambda i, x: (x[0] + i, i), init, **options), expected)
+    lower: Any
+    upper: Any
+    for lower, upper in ((0, 5), (np.int16(0), np.int16(5)), (jnp.int8(0), jnp.int8(5))):
+        init = (jnp.arange(3, dtype=jnp.int8), lx.fori_loop(lower, upper, lambda i, _: i, 0))
+        expected = lx.fori_loop(lower, upper, lambda i, x: (x[0] + i, i), init)
+        options = here | {"directory": here["directory"] / str(type(lower))}
+        same_bits(durable.fori_loop(lower, upper, lambda i, x: (x[0] + i, i), init, **options), expected)
 
 
 @pytest.mark.parametrize("start", [0, 9])
