@@ -38,7 +38,7 @@ def recurrent(params, xs, n, **options):
 ARGS = {"w": jnp.ones((4, 4))}, jnp.ones((100, 4)), jnp.int32(70)
 
 
-def test_the_arrays_of_a_loop():
+def test_the_arrays_of_a_loop_and_where_it_stands():
     loop = only(lx.explain(recurrent, *ARGS, argnums=0))
     assert roles(loop) == {
         "carry['h']": "carried",
@@ -52,10 +52,6 @@ def test_the_arrays_of_a_loop():
     assert (leaves["ys"].shape, leaves["carry['h']"].shape, leaves["carry['h']"].size) == ((100,), (4,), 32)
     assert {name for name, leaf in leaves.items() if leaf.is_stored} <= {"carry['h']", "carry['count']"}
     assert {name for name, leaf in leaves.items() if leaf.is_differentiated} == {"carry['h']", "carry['w']"}
-
-
-def test_where_it_stands_and_what_it_is():
-    loop = only(lx.explain(recurrent, *ARGS))
     assert (loop.function, loop.kind, loop.lanes) == ("loopax.scan", lx.Auto(), lx.Lockstep())
     assert (loop.most_steps, loop.is_fixed) == (100, False)
     with open(__file__) as file:
@@ -97,34 +93,27 @@ def test_stored_carries():
         assert loop.stored_bytes == 1024 * loop.stored.carries
 
 
-def test_loops_in_loops_are_indented():
-    def program(x):
-        inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: jnp.sin(x), x)
-        return lax.fori_loop(0, 3, lambda i, x: lx.fori_loop(0, 5, inner, x), x)
-
-    found = lx.explain(program, 1.0)
-    (outer,) = found.loops
-    assert [loop.function for loop in found.walk()] == ["lax.scan", "loopax.fori_loop", "loopax.fori_loop"]
-    assert outer.inner[0].inner[0].most_steps is None
-    lines = str(found).splitlines()
-    assert [len(line) - len(line.lstrip()) for line in lines if "_loop at" in line or "scan at" in line] == [0, 4, 8]
-
-
 def test_loops_are_found_wherever_they_stand():
+    """What stands in another loop is indented."""
+
     @jax.custom_jvp
     def custom(x):
         return lx.fori_loop(0, 2, lambda i, x: x + 1, x)
 
     custom.defjvp(lambda p, t: (custom(*p), t[0]))
+    sines = lambda n: lambda x: lx.fori_loop(0, n, lambda i, x: jnp.sin(x), x)
 
     def program(x):
-        x = lax.cond(x > 0, lambda x: lx.fori_loop(0, 3, lambda i, x: x * 2, x), lambda x: x, x)
-        x = jax.checkpoint(lambda x: lx.fori_loop(0, 4, lambda i, x: jnp.sin(x), x))(x)
-        x = jax.jit(lambda x: lx.fori_loop(0, 5, lambda i, x: jnp.sin(x), x))(x)
-        x = jax.vmap(lambda x: lx.fori_loop(0, 6, lambda i, x: jnp.sin(x), x))(x[None])[0]
-        return custom(x)
+        x = lax.cond(x > 0, sines(3), lambda x: x, jax.checkpoint(sines(4))(jax.jit(sines(5))(x)))
+        return custom(jax.vmap(sines(6))(x[None])[0])
 
     assert sorted(loop.most_steps or 0 for loop in lx.explain(program, 1.0).loops) == [2, 3, 4, 5, 6]
+    inner = lambda i, x: sines(i)(x)
+    found = lx.explain(lambda x: lax.fori_loop(0, 3, lambda i, x: lx.fori_loop(0, 5, inner, x), x), 1.0)
+    assert [loop.function for loop in found.walk()] == ["lax.scan", "loopax.fori_loop", "loopax.fori_loop"]
+    assert found.loops[0].inner[0].inner[0].most_steps is None
+    lines = str(found).splitlines()
+    assert [len(line) - len(line.lstrip()) for line in lines if "_loop at" in line or "scan at" in line] == [0, 4, 8]
 
 
 def test_loops_of_jax():
@@ -165,16 +154,13 @@ def of_lanes(lanes: Any, kind: Any = "auto", steps: int = 40) -> Any:
 
 
 def test_what_lanes_store_is_multiplied_by_them():
+    """And a choice for one of many says so."""
     found = of_lanes("compact", "bounded")
     assert only(found).stored_bytes == 40 * 32 * 64
     assert "gradient stores 40 carries x 32 B x 64 lanes = 80 KiB" in str(found)
     assert "gradient stores 40 carries x 2 KiB = 80 KiB" in str(of_lanes("lockstep", "bounded"))
-
-
-def test_a_choice_for_one_of_many_lanes_says_so():
-    assert "takes Bounded() (for one of 64 lanes: at most 4194304 bytes for 40 steps" in " ".join(
-        str(of_lanes("compact")).split()
-    )
+    words = "takes Bounded() (for one of 64 lanes: at most 4194304 bytes for 40 steps"
+    assert words in " ".join(str(of_lanes("compact")).split())
     found = of_lanes("compact", lx.Auto(memory=80 * 1024 // 2))  # of all lanes, half of their carries
     assert "takes Checkpointed" in str(found)
     assert only(found).stored_bytes <= 40 * 1024
@@ -215,25 +201,21 @@ def test_nothing_is_run_and_types_are_enough():
     assert ran == []
 
 
-def test_python_numbers():
-    """An int is a static length, a float is differentiated."""
+def test_what_is_differentiated():
+    """Of Python's numbers, an int is a static length, and a float is differentiated."""
     program = lambda x, n: lx.fori_loop(0, n, lambda i, x: jnp.sin(x), x)
     found = lx.explain(program, 1.0, 7)
     assert (only(found).most_steps, only(found).is_fixed, found.differentiated) == (7, True, ("x",))
     assert only(lx.explain(program, 1.0, jnp.int32(7))).most_steps is None
-
-
-def test_what_is_differentiated():
     program = lambda a, b: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x) * b["x"], a)
     arguments = jnp.float64(1.0), {"x": jnp.float64(1.0), "n": jnp.int32(1)}
     assert lx.explain(program, *arguments).differentiated == ("a", "b['x']")
-    assert lx.explain(program, *arguments, argnums=1).differentiated == ("b['x']",)
     assert lx.explain(program, *arguments, argnums=(-1,)).differentiated == ("b['x']",)
     stopped = lambda a, b: program(lax.stop_gradient(a), {"x": 1.0})
     assert only(lx.explain(stopped, *arguments)).stored is None
 
 
-def test_no_loops_no_steps_and_no_floats():
+def test_where_there_is_nothing_to_differentiate():
     found = lx.explain(lambda x: x + 1, 1.0)
     assert (found.loops, str(found)) == ((), "<lambda>: no loops, neither of loopax nor of jax.lax.")
     program = lambda x: lx.scan(lambda c, x: (c + x, c), x.dtype.type(0), x)[0]
@@ -241,12 +223,9 @@ def test_no_loops_no_steps_and_no_floats():
     found = lx.explain(program, jnp.arange(3))
     assert found.problem == "no floating-point array among the arguments"
     assert "\nno gradient: no floating-point array" in str(found)
-
-
-def test_a_kind_without_reverse_mode_is_said_so():
     found = lx.explain(lambda x: lx.while_loop(lambda x: x < 9, lambda x: x * 2, x, kind="lax"), 1.0)
     assert found.problem == only(found).problem
-    assert "Choose a kind that has it" in only(found).problem
+    assert "Choose a kind that has it" in found.problem
     found = lx.explain(lambda x: lx.fori_loop(0, 9, lambda i, x: jnp.sin(x), x, kind=lx.Auto(memory=1)), jnp.ones(4))
     assert "stores at least one carry" in only(found).problem
 
@@ -279,18 +258,15 @@ def test_branches_are_listed_as_such():
     assert str(found).startswith("<lambda>: 1 loop and 3 branches")
 
 
-def test_what_a_batch_pays():
-    (warning,) = mapped(64).warnings
-    assert (warning.name, warning.source) == ("branch-for-all-lanes", mapped(64).loops[0].source)
+def test_what_a_batch_of_branches_pays():
+    found = mapped(64)
+    (warning,) = found.warnings
+    assert (warning.name, warning.source) == ("branch-for-all-lanes", found.loops[0].source)
     assert '`cond(..., lanes="compact")`' in warning.message
     assert mapped(8).warnings == mapped(64, lanes="compact").warnings == ()
-
-
-def test_for_whom_a_branch_runs():
     runs = lambda **options: [line.strip() for line in str(mapped(64, **options)).splitlines() if "runs:" in line]
     everybody = "runs: for all 64 lanes, if one of them takes it"
     assert runs() == [everybody, everybody]
-    assert [loop.branch for loop in mapped(64, lanes="compact").loops] == ["true_fun", "false_fun"]
     costly, cheap = runs(lanes="compact")
     assert costly.startswith("runs: if it is taken, in a batch for the lanes that take it (Compact())")
     assert cheap == everybody
@@ -373,7 +349,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("kind", SAID, ids=str)
-def test_explain(kind: lx.Kind) -> None:
+def test_kinds_with_a_way_of_their_own(kind: lx.Kind) -> None:
     derivative, words = SAID[kind]
     explanation = lx.explain(lambda x, w: fori(x, w, kind), X, W)
     loop = next(loop for loop in explanation.loops if loop.kind is not None)
@@ -383,13 +359,10 @@ def test_explain(kind: lx.Kind) -> None:
     text = " ".join(str(explanation).split())
     assert f"gradient stores {words}" in text
     assert ("derivative: " in text) == (derivative != "exact")
-
-
-@pytest.mark.parametrize("kind", [lx.Implicit(), lx.Truncated(last=3)], ids=str)
-def test_lines_of_loops_in_custom_derivatives(kind: lx.Kind) -> None:
-    (loop,) = lx.explain(lambda x, w, n: while_loop(x, w, n, kind), X, W, jnp.int32(5)).loops
-    assert "test_explain.py" in loop.source
-    assert all(leaf.is_differentiated for leaf in loop.leaves if leaf.name == "carry[1]")
+    if derivative != "exact":  # these have a rule for derivatives, in which the loop stands
+        (loop,) = lx.explain(lambda x, w, n: while_loop(x, w, n, kind), X, W, jnp.int32(5)).loops
+        assert "test_explain.py" in loop.source
+        assert all(leaf.is_differentiated for leaf in loop.leaves if leaf.name == "carry[1]")
 
 
 def test_compare() -> None:
