@@ -56,13 +56,6 @@ def test_the_ends_are_those_of_a_cubic_transformation() -> None:
         assert_close(t + c * t**2 / 3 + c**2 * t**3 / 27 + c / 6, np.array([quantile, -quantile]), 1e-9)
 
 
-def test_skewed_samples_have_the_longer_side_where_large_ones_are_missing() -> None:
-    low, high = estimate_with(skewness=1.5).interval()
-    assert 2.0 - low < high - 2.0
-    mirrored = estimate_with(skewness=-1.5).interval()
-    assert_close((mirrored[0], mirrored[1]), (4.0 - high, 4.0 - low))
-
-
 def test_moments_and_skewness_are_those_of_the_samples() -> None:
     away, got = SAMPLES - SAMPLES.mean(), moments(SAMPLES)
     expected = (SAMPLES.mean(), (away**2).sum(), (away**3).sum() / (away**2).sum())
@@ -152,10 +145,9 @@ def test_few_equal_samples_from_signs_say_nothing() -> None:
 
 
 def test_equal_samples_that_are_not_of_signs_say_what_they_seem_to() -> None:
-    identity = np.eye(12)
-    assert compiled(Hutchinson("sphere"), num_matvecs=4)(identity).std_error < 1e-12
-    assert compiled(Hutchinson(), num_matvecs=4)(identity + 0j).std_error < 1e-12
-    assert compiled(XNysTrace(positive_semidefinite=True), num_matvecs=4)(identity).std_error < 1e-12
+    identity, psd = np.eye(12), XNysTrace(positive_semidefinite=True)
+    for estimator, matrix in ((Hutchinson("sphere"), identity), (Hutchinson(), identity + 0j), (psd, identity)):
+        assert compiled(estimator, num_matvecs=4)(matrix).std_error < 1e-12
     assert compiled(Hutchinson(), num_matvecs=4)(np.full((1, 1), 3.0)).std_error < 1e-12
 
 
