@@ -29,13 +29,7 @@ def test_all_is_well_here():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("all is well")
     assert "FAILS" not in done.stdout
-    parts = (
-        "Versions",
-        "8 x cpu",
-        "shard_map of vmap of grad, devices: 8",
-        "run-time check raises",
-        "Buffer, appended",
-    )
+    parts = ["Versions", "8 x cpu", "shard_map of vmap of grad, devices: 8", "run-time check raises", "Buffer, "]
     assert all(words in done.stdout for words in parts)
 
 
@@ -108,20 +102,14 @@ def test_a_gradient_through_a_branch_that_is_not_taken_is_reported(quick, capsys
     assert "2 failed (cond, grad of vmap; cond, grad of vmap, compact lanes)" in out
 
 
-def test_a_copy_in_every_step_is_reported(quick, capsys):
+def test_a_version_out_of_range_and_a_copy_in_every_step_are_reported(quick, capsys):
+    quick.setattr(versions, "found", lambda: [Installed("jax", "0.4.1", ">=0.10.0", "")])
     quick.setattr(copies, "programs", lambda: [CopyTest("swapped", swapped)])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "FAILS: copy f64[2063,16] in every step" in out
-    assert "swapped, gradient" in out
     assert "FAILS: ValueError: Reverse-mode differentiation does not work for lax.while_loop" in out
-    assert "2 failed (swapped, forward; swapped, gradient)" in out
-
-
-def test_a_version_out_of_range_is_reported(quick, capsys):
-    quick.setattr(versions, "found", lambda: [Installed("jax", "0.4.1", ">=0.10.0", "")])
-    assert main(["doctor"]) == 1
-    assert "1 failed (jax)" in capsys.readouterr().out
+    assert "3 failed (jax; swapped, forward; swapped, gradient)" in out
 
 
 def test_answers_are_compared():
@@ -139,8 +127,7 @@ def test_answers_are_compared():
 
 def test_the_answers_are_those_of_calculus():
     """Not only those of the same formula: by differences."""
-    value, slope, curvature = selftest.in_python(0.7, 5)
-    step = 1e-4
+    (value, slope, curvature), step = selftest.in_python(0.7, 5), 1e-4
     after, before = (selftest.in_python(0.7 + d, 5)[0] for d in (step, -step))
     assert slope == pytest.approx((after - before) / (2 * step), rel=1e-6)
     assert curvature == pytest.approx((after - 2 * value + before) / step**2, rel=1e-4)
