@@ -24,11 +24,8 @@ def test_strides_grow_to_the_interval():
         reports += 1
     assert stride == pytest.approx(100_000, abs=1)
     assert reports <= 100 + 7
-
-
-def test_next_stride():
-    for seconds, stride in ((10.0, 1), (0.0, 8 * 50), (1e-9, 8 * 50), (5.0, 1), (0.05, 100)):
-        assert next_stride(50, seconds, 0.1, 50) == stride
+    for seconds, expected in ((10.0, 1), (0.0, 8 * 50), (1e-9, 8 * 50), (5.0, 1), (0.05, 100)):
+        assert next_stride(50, seconds, 0.1, 50) == expected
 
 
 # ---- what is written
@@ -111,36 +108,24 @@ def test_tqdm(clock_of, request, stream):
     displays.end(inner, 9)
     time.now = 2.0
     displays.end(outer, 20)
-    text = stream.getvalue()
-    assert "outer:  50%" in text
-    assert "outer: 100%" in text
-    assert "20/20" in text
-    assert "7 steps" in text
-    assert "2 lanes active" in text
+    for words in ("outer:  50%", "outer: 100%", "20/20", "7 steps", "2 lanes active"):
+        assert words in stream.getvalue()
 
 
-STYLES = [
-    ("auto", True, True, _drawing.Bar),
-    ("auto", False, True, _drawing.TextLine),
-    ("auto", True, False, _drawing.Log),
-    ("text", True, True, _drawing.TextLine),
-    ("tqdm", True, False, _drawing.Bar),
-]
-
-
-@pytest.mark.parametrize(("style", "tqdm", "live", "kind"), STYLES)
-def test_style(monkeypatch, style, tqdm, live, kind):
-    write_to(monkeypatch, Terminal() if live else io.StringIO())
-    monkeypatch.setattr(_drawing, "has_tqdm", lambda: tqdm)
-    assert type(_drawing.drawing(style, 0)) is kind
-
-
-def test_a_notebook_has_a_bar(monkeypatch, log):
-    class ZMQInteractiveShell:
-        pass
-
-    class Module:
-        get_ipython = staticmethod(ZMQInteractiveShell)
-
-    monkeypatch.setitem(sys.modules, "IPython", Module)
+def test_style(monkeypatch, log):
+    for style, tqdm, live, kind in (
+        ("auto", True, True, _drawing.Bar),
+        ("auto", False, True, _drawing.TextLine),
+        ("auto", True, False, _drawing.Log),
+        ("text", True, True, _drawing.TextLine),
+        ("tqdm", True, False, _drawing.Bar),
+    ):
+        write_to(monkeypatch, Terminal() if live else io.StringIO())
+        monkeypatch.setattr(_drawing, "has_tqdm", lambda tqdm=tqdm: tqdm)
+        assert type(_drawing.drawing(style, 0)) is kind
+    monkeypatch.setattr(_drawing, "has_tqdm", lambda: True)
+    shell = type("ZMQInteractiveShell", (), {})
+    notebook = type("Module", (), {"get_ipython": staticmethod(shell)})
+    monkeypatch.setitem(sys.modules, "IPython", notebook)  # type: ignore[arg-type]
+    write_to(monkeypatch, io.StringIO())
     assert type(_drawing.drawing("auto", 0)) is _drawing.Bar
