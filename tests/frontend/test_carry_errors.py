@@ -33,7 +33,8 @@ class Sized:
 
     @classmethod
     def tree_unflatten(cls, size: int, children: Any) -> "Sized":
-        return cls(*children, size)
+        (x,) = children
+        return cls(x, size)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])

@@ -2,6 +2,7 @@
 
 import functools as ft
 from collections import defaultdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def test_each_loop_draws_by_row_index_or_count(make):
     assert_close(draws, expected_draws(key, range(4)))
 
 
-def noisy(kind, lanes="lockstep"):
+def noisy(kind, lanes: Any = "lockstep"):
     def program(w, key, n):
         body = lambda i, h, key: jnp.tanh(w * h + jax.random.normal(key))
         return lx.fori_loop(0, n, body, jnp.ones(()), max_steps=9, key=key, kind=kind, lanes=lanes)

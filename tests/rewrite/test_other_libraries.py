@@ -33,7 +33,8 @@ def bfgs(a):
 
 def conjugate_gradients(a):
     matvec = lambda x: a * (MATRIX @ x) + jnp.sin(a) * x
-    return sparse._cg_solve(matvec, RIGHT, jnp.zeros(3), maxiter=3, M=lambda x: x).sum()
+    solve: Any = sparse._cg_solve
+    return solve(matvec, RIGHT, jnp.zeros(3), maxiter=3, M=lambda x: x).sum()
 
 
 def gmres(a):

@@ -1,11 +1,13 @@
 """The machine that carries out schedules checks every action."""
 
+from typing import Any
+
 import pytest
 
 from loopax.schedule import Action
 from tests.support.schedule_machine import execute
 
-IMPOSSIBLE = {
+IMPOSSIBLE: Any = {
     "restore": [[("restore", 0)], [("record", 0), ("restore", 0)]],
     "advance": [[("advance", 1)]],
     "keep": [[("keep", 0), ("keep", 0)]],
