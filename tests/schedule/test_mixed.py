@@ -26,27 +26,12 @@ def long_optimum():
     return Optimum(LONG, 44)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1), (3, 5)])
-def test_the_optimum_can_be_carried_out(sizes):
-    program = Optimum(60, 24, *sizes)
-    for memory in (5, 9, 24):
-        for n in range(61):
-            cost = execute(program.actions(n, memory), n, *sizes)
-            assert cost.evaluations == program.evaluations(n, memory)
-            assert cost.most_stored <= memory
-
-
 def test_without_residuals_it_is_the_binomial_schedule():
     """Where residuals do not fit. The optimum turns the last step round on the way: it need not store its carry."""
     program = Optimum(60, 6, 1, 7)
     for slots in range(1, 7):
         for n in range(1, 61):
             assert 0 <= evaluations(n, slots) - program.evaluations(n, slots) <= n
-
-
-@pytest.mark.slow
-def test_published_count_of_many_slots():
-    assert Optimum(LONG, 500).evaluations(LONG, 500) == 1500
 
 
 @each_number_of_slots()
