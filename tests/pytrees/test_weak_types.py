@@ -89,7 +89,7 @@ def test_values_and_types_are_those_of_lax() -> None:
         if case in OUTSIDE_OF_JIT:
             with jax.numpy_dtype_promotion("standard"):
                 same(jax.tree.map(jnp.asarray, of_scan(lx, step, init)), expected[case])
-                same(*(of_scan_without_steps(module, step, init) for module in (lx, lax)))
+                same(*(jax.tree.map(jnp.asarray, of_scan_without_steps(m, step, init)) for m in (lx, lax)))
 
 
 @EACH_FORM
