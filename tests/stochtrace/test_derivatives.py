@@ -133,10 +133,7 @@ def test_of_a_complex_operator(estimator: Any) -> None:
 @each_estimator_two_fast
 def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
     counts, ts = np.array([3, 12, 6]), np.array([0.1, 0.2, 0.3])
-
-    def value(t: Any, n: Any) -> Any:
-        return value_along(estimator, num_matvecs=n, max_matvecs=N)(t)
-
+    value = lambda t, n: value_along(estimator, num_matvecs=n, max_matvecs=N)(t)
     gradient = jax.jit(jax.grad(value))
     alone = np.stack([gradient(t, n) for t, n in zip(ts, counts, strict=True)])
     assert_close(jax.jit(jax.vmap(jax.grad(value)))(ts, counts), alone)
