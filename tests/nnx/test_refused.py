@@ -106,23 +106,16 @@ def test_new_objects_of_the_same_structure_are_the_result() -> None:
 def test_an_object_of_an_outer_trace_that_the_body_changes(loop: Any) -> None:
     model, rngs = Counter(), nnx.Rngs(0)
     for step in (lambda x: x + count(model).count[...], lambda x: x + rngs.uniform()):
-        with pytest.raises(TraceContextError, match=r"body_fun|f of scan") as caught:
+        with pytest.raises(TraceContextError, match=r"(?s)(body_fun|f of scan).*carry.*loopax.local") as caught:
             loop(STEPS, step, jnp.float64(0))
-        assert "loopax.local" in str(caught.value)
-        assert "carry" in str(caught.value)
         assert isinstance(caught.value.__cause__, TraceContextError)
     with pytest.raises(TraceContextError, match=r"loopax\.local") as caught:
         lx.fori_loop(0, 2, lambda _, x: loop(STEPS, lambda x: x + count(model).count[...], x), jnp.int32(0))
     assert str(caught.value).count("loopax.local") == 1
-
-
-@EACH_LOOP
-def test_an_object_of_an_outer_trace_in_the_carry(loop: Any) -> None:
-    counter = Counter()
     with pytest.raises(TraceContextError, match=r"changes.*after the loop.*loopax.local"):
-        jax.vmap(lambda n: loop(n, count, counter).count[...])(COUNTS)
-    assert jax.vmap(lambda n: loop(n, count, lx.local(counter)).count[...])(COUNTS).tolist() == COUNTS.tolist()
-    assert counter.count[...] == 0
+        jax.vmap(lambda n: loop(n, count, model).count[...])(COUNTS)
+    assert jax.vmap(lambda n: loop(n, count, lx.local(model)).count[...])(COUNTS).tolist() == COUNTS.tolist()
+    assert model.count[...] == 0
 
 
 def test_local() -> None:

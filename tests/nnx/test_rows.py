@@ -34,11 +34,9 @@ def test_layers_in_xs(reverse: bool) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_layers_that_are_not_reached_stay_as_they_are(reverse: bool) -> None:
     layers = nnx.vmap(Counter)(jnp.arange(5, dtype=jnp.int32) * 10)
-    stop = lambda x, _: x >= 2
     f = lambda x, layer: (x + 1, count(layer).count[...])
-    _, ys = lx.scan(f, 0, layers, jnp.int32(4), reverse, stop=stop)
-    expected = [0, 10, 21, 31, 40] if reverse else [1, 11, 20, 30, 40]
-    assert layers.count[...].tolist() == expected
+    _, ys = lx.scan(f, 0, layers, jnp.int32(4), reverse, stop=lambda x, _: x >= 2)
+    assert layers.count[...].tolist() == ([0, 10, 21, 31, 40] if reverse else [1, 11, 20, 30, 40])
     assert ys.tolist() == ([0, 0, 21, 31, 0] if reverse else [1, 11, 0, 0, 0])
 
 
@@ -77,13 +75,10 @@ def test_values_of_rows_that_change_their_containers() -> None:
 
 
 def test_new_values_of_rows_need_a_static_number_of_rows() -> None:
-    def put(carry: Any, row: Any) -> tuple[Any, Any]:
-        row["a"] = carry
-        return carry + 1, None
-
     def run(length: Any, **options: Any) -> Any:
         variable = nnx.Variable({})
-        lx.scan(put, 0, variable, length, **options)
+        f = lambda carry, row: (carry + 1, row.set_value({"a": carry}))
+        lx.scan(f, 0, variable, length, **options)
         return variable["a"]
 
     assert run(3).tolist() == [0, 1, 2]
