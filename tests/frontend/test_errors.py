@@ -48,10 +48,10 @@ NEARLY: Any = [
 ]
 
 
-@pytest.mark.parametrize(("options", "advice"), NEARLY, ids=str)
-def test_what_is_nearly_a_kind_or_lanes(options: Any, advice: str) -> None:
-    with raises(ValueError, advice):
-        fori_loop(3, **options)
+def test_what_is_nearly_a_kind_or_lanes() -> None:
+    for options, advice in NEARLY:
+        with raises(ValueError, advice):
+            fori_loop(3, **options)
 
 
 def test_implicit_has_a_name() -> None:
@@ -119,25 +119,24 @@ def test_forward_mode_needs_no_bound(loop: Any) -> None:
 # ---- unroll, limits of fori_loop
 
 
-@pytest.mark.parametrize("loop", [fori_loop, scan])
-@pytest.mark.parametrize("unroll", [True, 0])
-def test_unroll_true_with_traced_length(loop: Any, unroll: Any) -> None:
-    with raises(ValueError, f"{loop.__name__}(unroll={unroll})", "static", "unroll=k"):
-        jax.jit(lambda n: loop(n, unroll=unroll, max_steps=3))(3)
-
-
-@pytest.mark.parametrize("unroll", [2, True])
-def test_unroll_with_stop(unroll: Any) -> None:
+@pytest.mark.parametrize("unroll", [True, 0, 2])
+def test_unroll_with_a_traced_length_or_stop(unroll: Any) -> None:
+    for loop in (fori_loop, scan) if unroll != 2 else ():
+        with raises(ValueError, f"{loop.__name__}(unroll={unroll})", "static", "unroll=k"):
+            jax.jit(lambda n, loop=loop: loop(n, unroll=unroll, max_steps=3))(3)
     with raises(ValueError, f"scan(unroll={unroll}", "stop"):
         lx.scan(lambda c, _: (c + 1, c), 0, length=3, unroll=unroll, stop=lambda c, _: c > 1)
 
 
-@pytest.mark.parametrize("limit", [1.0, True, "3", None, np.float32(1), jnp.float32(1), jnp.ones(1, int)])
-def test_limit_of_fori_loop_that_is_not_an_integer(limit: Any) -> None:
-    for name in ("lower", "upper"):
-        limits: Any = {"lower": 0, "upper": 3, name: limit}
-        with raises(TypeError, f"fori_loop({name}=...)", "got", "expected"):
-            lx.fori_loop(limits["lower"], limits["upper"], lambda _, x: x, 0)
+def test_limits_and_lengths_that_are_not_integers() -> None:
+    for wrong in [1.0, True, "3", np.float32(1), jnp.float32(1), jnp.ones(1, int)]:
+        number: Any = wrong
+        with raises(TypeError, "fori_loop(lower=...)", "got", "expected"):
+            lx.fori_loop(number, 3, lambda _, x: x, 0)
+        with raises(TypeError, "fori_loop(upper=...)", "got", "expected"):
+            lx.fori_loop(0, number, lambda _, x: x, 0)
+        with raises(TypeError, "scan(length=...)", "expected"):
+            lx.scan(lambda c, _: (c, None), 0.0, length=number)
 
 
 # ---- rows, lengths and the room for outputs of a scan
@@ -180,12 +179,6 @@ def test_without_throw_a_length_beyond_xs_scans_what_there_is_and_says_so() -> N
     for length, steps, reached in ((4, 3, True), (3, 3, False), (0, 0, False)):
         (carry, _), info = program(length)
         assert (carry, info.num_steps, info.limit_reached) == (sum(range(steps)), steps, reached)
-
-
-@pytest.mark.parametrize("length", [1.0, True, "3", jnp.float32(3), jnp.ones(1, int)])
-def test_length_that_is_not_an_integer(length: Any) -> None:
-    with raises(TypeError, "scan(length=...)", "expected"):
-        lx.scan(lambda c, _: (c, None), 0.0, length=length)
 
 
 def test_ys_without_capacity_where_only_stop_ends_a_scan() -> None:

@@ -56,7 +56,6 @@ REUSING: dict[str, Program] = {
     "the last twice": lambda m, k, x: add_twice(x, split_in_carry(m, k)[0]),
     "used before and handed on": lambda m, k, x: add(add(x, k)[0], handed_on(m, k))[0],
     "handed on and used behind": lambda m, k, x: add(add(x, handed_on_until(m, k))[0], k)[0],
-    "handed on by two": lambda m, k, x: add(add(x, handed_on(m, k))[0], handed_on_until(m, k))[0],
     "in one step": lambda m, k, x: x * split_in_carry(m, k, lambda k: random.normal(k) + random.uniform(k))[1],
     "with a condition": lambda m, k, x: m.while_loop(
         lambda c: c[0] < 3, lambda c: (add(c[0] + 1, c[1])[0], c[1]), (x, k)
@@ -64,9 +63,6 @@ REUSING: dict[str, Program] = {
     "in both loops": lambda m, k, x: m.fori_loop(0, 3, lambda _, x: m.fori_loop(0, 2, lambda _, y: add(y, k)[0], x), x),
     "branch and behind": lambda m, k, x: m.cond(x > 0, random.normal, lambda _: 0.0, k) + add(x, k)[0],
     "branch that closes over": lambda m, k, x: m.cond(x > 0, lambda: add(x, k)[0], lambda: 0.0) + random.normal(k),
-    "branch in a step": lambda m, k, x: (
-        x * split_in_carry(m, k, lambda k: m.cond(x > 0, lambda: random.normal(k), lambda: 0.0) + random.uniform(k))[1]
-    ),
 }
 RIGHT: dict[str, Program] = {
     "split": lambda m, k, x: add(x, split_in_carry(m, k)[0])[0],

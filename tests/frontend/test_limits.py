@@ -90,13 +90,16 @@ def test_static_limit_beyond_the_dtype_of_a_traced_one(x64: bool, dtype: str) ->
                 jax.eval_shape(lambda x, o=other, s=side, n=number: loop(**{o: x, s: n}), traced)
 
 
-@pytest.mark.parametrize(
-    ("lower", "upper"), [(0, 2**31 + 1), (-(2**31) - 1, 0), (2**40, 2**40 + 3), (0, np.uint32(2**31 + 1)), (0, 2**70)]
-)
-def test_static_limits_beyond_the_index_of_32_bits(lower: Any, upper: Any) -> None:
-    beyond = raises(ValueError, "fori_loop(", "got", "beyond int32, the dtype of the index")
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), beyond:
-        loop(lower, upper)
+def test_limits_beyond_the_index() -> None:
+    each: Any = [(0, 2**31 + 1), (-(2**31) - 1, 0), (2**40, 2**40 + 3), (0, np.uint32(2**31 + 1)), (0, 2**70)]
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        for limits in each:
+            with raises(ValueError, "fori_loop(", "got", "beyond int32, the dtype of the index"):
+                loop(*limits)
+    # When the program runs: a weakly typed limit takes the dtype of the other.
+    with raises(RUN_TIME, "lower is int64[] (weakly typed), upper is int8[]", "beyond int8, the dtype of the index"):
+        jax.block_until_ready(jax.jit(loop)(-129, jnp.int8(3)))
+    assert jax.jit(loop)(-128, jnp.int8(3)) == 131
 
 
 def test_static_limits_further_apart_than_can_be_counted() -> None:
@@ -154,10 +157,3 @@ def test_too_many_steps_to_count_raise_before_the_first(program: str) -> None:
     run, message = TOO_MANY[program]
     with raises(RUN_TIME, message, str(2**31 - 1)):
         jax.block_until_ready(jax.jit(run)(jnp.int64(2**40)))
-
-
-def test_limit_beyond_the_index_raises_when_the_program_runs() -> None:
-    """A weakly typed limit takes the dtype of the other."""
-    with raises(RUN_TIME, "lower is int64[] (weakly typed), upper is int8[]", "beyond int8, the dtype of the index"):
-        jax.block_until_ready(jax.jit(loop)(-129, jnp.int8(3)))
-    assert jax.jit(loop)(-128, jnp.int8(3)) == 131

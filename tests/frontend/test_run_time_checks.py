@@ -31,14 +31,6 @@ from tests.support.limited_loops import (
 # ---- the bound is reached
 
 
-@EACH_LIMITED
-def test_bound_that_stops_a_loop_raises(loop: Any) -> None:
-    name = loop.__name__.removesuffix("_with_stop")
-    where = f"loopax.{name} at ", "limited_loops.py:", f"({loop.__name__}): max_steps=3 stopped a loop"
-    with raises(RUN_TIME, *where, "larger max_steps", "throw=False"):
-        jax.block_until_ready(jax.jit(lambda n: loop(n, max_steps=3))(jnp.int32(5)))
-
-
 @pytest.mark.parametrize("loop", [fori_loop, scan])
 def test_bound_below_a_static_number_of_steps_is_an_error_at_once(loop: Any) -> None:
     with raises(ValueError, f"loopax.{loop.__name__}: max_steps=3 stopped a loop"):
@@ -146,6 +138,12 @@ NESTED: Any = {
         lambda n: lx.scan(lambda c, _: (c + 1.0, None), 0.0, jnp.arange(3), stop=lambda c, _: inner(c, n) > 5)[0],
         3,
     ),
+    "jit": (lambda n: nested_fori(n, jax.jit(inner)), 6),
+    "vmap": (lambda n: nested_fori(n, lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1]), 6),
+    "grad": (lambda n: nested_fori(n, lambda x, n: x + 3.0 * jax.grad(inner)(x, n)), 6),
+    "checkpoint": (lambda n: nested_fori(n, jax.checkpoint(inner)), 6),
+    "cond": (lambda n: nested_fori(n, lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n)), 6),
+    "lax": (lambda n: nested_fori(n, lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x)), 6),
 }
 
 
@@ -158,45 +156,22 @@ def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, e
     assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
 
 
-def test_no_callback_in_the_body_of_a_differentiated_outer_loop() -> None:
+def test_an_inner_check_is_raised_once_also_where_the_outer_loop_is_differentiated() -> None:
+    assert count_callbacks(nested_thrice, 3) == count_callbacks(lambda n: inner(0.0, n), 3) > 0
+
     def loss(x: Any, steps: Any) -> Any:
         return x * NESTED["scan"][0](steps) ** 2 + lx.fori_loop(0, 2, lambda _, x: inner(x, steps), x)
 
     assert_no_callback_in_a_loop(jax.make_jaxpr(jax.grad(loss))(1.0, jnp.int32(3)))
 
 
-def test_an_inner_check_is_raised_once() -> None:
-    assert count_callbacks(nested_thrice, 3) == count_callbacks(lambda n: inner(0.0, n), 3) > 0
-
-
-TRANSFORMED_INNER = {
-    "jit": jax.jit(inner),
-    "vmap": lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1],
-    "grad": lambda x, n: x + 3.0 * jax.grad(inner)(x, n),
-    "checkpoint": jax.checkpoint(inner),
-    "cond": lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n),
-    "lax.fori_loop": lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x),
-}
-
-
-@pytest.mark.parametrize("how", TRANSFORMED_INNER)
-def test_transformed_inner_loop_still_raises_beyond_its_bound_only(how: str) -> None:
-    program = jax.jit(lambda n: nested_fori(n, TRANSFORMED_INNER[how]))
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.block_until_ready(program(5))
-    assert program(3) == 6.0
-
-
-def test_branch_that_is_not_taken_does_not_raise() -> None:
-    untaken = lambda x, n: lax.cond(n < 0, inner, lambda x, _: x, x, n)
-    assert jax.jit(lambda n: nested_fori(n, untaken))(5) == 0.0
-
-
-def test_throw_is_for_its_own_loop_only() -> None:
+def test_throw_is_for_its_own_loop_and_a_check_for_what_is_taken_only() -> None:
     outer = lambda n: lx.fori_loop(0, n, lambda _, x: inner(x, n), 0.0, max_steps=2, throw=False)
     with raises(RUN_TIME, "max_steps=3 stopped"):
         jax.block_until_ready(jax.jit(outer)(5))
     assert jax.jit(lambda n: nested_fori(n, lambda x, n: inner(x, n, throw=False)))(5) == 6.0
+    untaken = lambda x, n: lax.cond(n < 0, inner, lambda x, _: x, x, n)
+    assert jax.jit(lambda n: nested_fori(n, untaken))(5) == 0.0
 
 
 def test_a_lane_that_is_done_raises_no_error_of_its_inner_loop() -> None:
@@ -239,11 +214,6 @@ def test_no_callback_where_nothing_can_fail_or_throw_is_false(program: str) -> N
     assert "callback" not in str(jax.make_jaxpr(NO_CHECK[program])(3))
 
 
-@pytest.mark.parametrize("loop", [while_loop, fori_loop, scan, lambda n, max_steps: rows_up_to(n)])
-def test_callback_where_something_can_fail(loop: Any) -> None:
-    assert count_callbacks(lambda n: loop(n, max_steps=3), 3) > 0
-
-
 # ---- what is known when the program is traced
 
 
@@ -270,25 +240,17 @@ KNOWN: Any = {
 
 
 @pytest.mark.parametrize("program", KNOWN)
-def test_check_that_is_known_to_hold_is_none(program: str) -> None:
-    """Neither of values that are known then, nor of values that are not."""
-    f = KNOWN[program]
-    three = jnp.int32(3)
-    expected = jax.jit(f)(three)
-    assert jax.jit(lambda: at_once(f)(three))() == expected
-    assert jax.jit(at_once(f))(three) == expected
+def test_a_check_that_is_known_holds_or_raises_when_the_program_is_traced(program: str) -> None:
+    """Otherwise when it runs."""
+    f, three, four = KNOWN[program], jnp.int32(3), jnp.int32(4)
+    unknown = jax.jit(at_once(f))
+    assert jax.jit(lambda: at_once(f)(three))() == unknown(three) == jax.jit(f)(three)
     assert "callback" not in str(jax.make_jaxpr(lambda: at_once(f)(three))())
-
-
-@pytest.mark.parametrize("program", KNOWN)
-def test_check_that_is_known_to_fail_raises_when_the_program_is_traced(program: str) -> None:
-    f, four = KNOWN[program], jnp.int32(4)
     is_argument = program in ("fori_loop", "nested", "scan over rows")  # which is wrong, as static ones are
     with pytest.raises(ValueError if is_argument else eqx.EquinoxRuntimeError, match=r"^(loopax\.|scan\()"):
         jax.make_jaxpr(lambda: at_once(f)(four))()
-    program_with_check = jax.jit(at_once(f)).lower(four).compile()  # which is not known then
     with pytest.raises(RUN_TIME, match=r"Error: loopax\."):
-        jax.block_until_ready(program_with_check(four))
+        jax.block_until_ready(unknown(four))
 
 
 def test_known_checks_in_the_body_of_a_loop() -> None:

@@ -126,29 +126,27 @@ def lines_where_made(run: Callable[[Callable[..., Any]], Any]) -> set[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda f: lx.while_loop(lambda x: x < 3.0, f, 0.0, key=jax.random.key(0)),
-        lambda f: lx.fori_loop(0, 3, f, 0.0, key=jax.random.key(0)),
-        lambda f: lx.scan(lambda c, x: (f(c, x), None), 0.0, jnp.arange(3.0)),
-        lambda f: lx.scan(lambda c, x: (c, f(x, c)), 0.0, jax.random.split(jax.random.key(0), 3)),
-        lambda f: lx.rollout(lambda s: (f(s), s), 0.0, 3),
-        lambda f: lx.cond(True, f, f, 1.0),
-        lambda f: lx.switch(1, [f, f], 1.0),
-        lambda f: lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda i, c: 2 * c, f(x)), jnp.ones(3)),
-        lambda f: jax.jit(jax.grad(lambda x: lx.fori_loop(0, 2, f, x)))(1.0),
-    ],
-)
+CALLS: Any = [
+    lambda f: lx.while_loop(lambda x: x < 3.0, f, 0.0, key=jax.random.key(0)),
+    lambda f: lx.fori_loop(0, 3, f, 0.0, key=jax.random.key(0)),
+    lambda f: lx.scan(lambda c, x: (f(c, x), None), 0.0, jnp.arange(3.0)),
+    lambda f: lx.scan(lambda c, x: (c, f(x, c)), 0.0, jax.random.split(jax.random.key(0), 3)),
+    lambda f: lx.rollout(lambda s: (f(s), s), 0.0, 3),
+    lambda f: lx.cond(True, f, f, 1.0),
+    lambda f: lx.switch(1, [f, f], 1.0),
+    lambda f: lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda i, c: 2 * c, f(x)), jnp.ones(3)),
+    lambda f: jax.jit(jax.grad(lambda x: lx.fori_loop(0, 2, f, x)))(1.0),
+]
+
+
+@pytest.mark.parametrize("run", CALLS)
 def test_a_value_that_a_function_has_kept_was_made_in_the_call(run: Any) -> None:
     assert {line.partition(":")[0] for line in lines_where_made(run)} == {__file__}
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x]))])
 def test_loops_leak_no_tracers(transform: Any) -> None:
-    def loss(x: Any) -> Any:
-        return lx.fori_loop(0, 3, lambda _, y: lx.fori_loop(0, 2, lambda _, z: z * x, y), x)
-
+    loss = lambda x: lx.fori_loop(0, 3, lambda _, y: lx.fori_loop(0, 2, lambda _, z: z * x, y), x)
     with jax.checking_leaks():
         out = jax.jit(transform(loss))(1.0)
     assert jnp.all(out == (7.0 if transform is jax.grad else 1.0))
