@@ -12,8 +12,6 @@ import numpy as np
 
 from loopax import durable
 
-SECONDS = 0.001  # that a step takes, at least
-
 
 def run(directory: str, marks: str, seconds: float, length: int, every: int) -> str:
     """A chaotic map with noise, and outputs; returns a hash of all bits of the results."""

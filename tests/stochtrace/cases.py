@@ -30,7 +30,6 @@ ESTIMATORS = [
     stochtrace.XNysTrace(positive_semidefinite=True),
 ]
 WITH_BASIS = ESTIMATORS[1:]
-TWO_ESTIMATORS = [ESTIMATORS[0], ESTIMATORS[-1]]  # a stream and a basis, for what they share and what takes long
 
 
 def name_of(value: Any) -> str:
@@ -39,7 +38,6 @@ def name_of(value: Any) -> str:
 
 
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
-two_estimators = pytest.mark.parametrize("estimator", TWO_ESTIMATORS, ids=name_of)
 
 
 def fast_and_slow(fast: list[Estimator], slow: list[Estimator]) -> Any:
