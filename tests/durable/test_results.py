@@ -211,6 +211,18 @@ def test_a_check_in_the_body_stops_the_run_and_leaves_its_saves(here: Any) -> No
 # ---- chunks
 
 
+def test_callbacks_in_the_body(here: Any) -> None:
+    seen: list[int] = []
+
+    def body(i: Any, x: Any) -> Any:
+        jax.debug.callback(lambda i: seen.append(int(i)), i, ordered=True)
+        return wave(i, x)
+
+    durable.fori_loop(0, 8, body, X, **here)
+    jax.effects_barrier()
+    assert seen == list(range(8))
+
+
 def test_results_do_not_depend_on_chunks_and_one_compilation_serves_all(tmp_path: Any) -> None:
     """A chunk is made of whole iterations, whatever the user or memory asks for."""
     traces = []

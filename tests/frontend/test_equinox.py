@@ -37,6 +37,11 @@ def test_stacked_layers_in_xs(kind: Any) -> None:
     assert_close(actual, eqx.filter_jit(eqx.filter_value_and_grad(expected))(layers, X))
 
 
+def test_modules_of_numbers_only_in_ys_need_no_capacity() -> None:
+    _, dropout = lx.scan(lambda c, _: (c + 1, eqx.nn.Dropout(0.5)), 0, length=jnp.int32(3))
+    assert (dropout.p, dropout.inference) == (0.5, False)
+
+
 def test_shared_layers_and_enumerations_in_the_carry() -> None:
     class Result(eqx.Enumeration):
         running = "running"

@@ -189,6 +189,13 @@ def test_models():
     assert roles(loop)["carry[0].kernel"] == "constant"
 
 
+def test_a_gradient_in_the_function():
+    """Its forward pass is a loop as any other."""
+    step = lambda params, xs, n: jax.tree.map(lambda p, g: p - g, params, jax.grad(recurrent)(params, xs, n))
+    found = lx.explain(step, *ARGS)
+    assert any(loop.function == "loopax.scan" and roles(loop).get("xs") == "stream" for loop in found.walk())
+
+
 def test_nothing_is_run_and_types_are_enough():
     ran = []
 

@@ -215,6 +215,13 @@ def test_scans_on_request():
     assert_close(new, old)
 
 
+def test_values_that_are_closed_over():
+    def loss(w):
+        return lx.rewrite_loops(lambda x: lax.while_loop(lambda c: c > 1.0, lambda c: w * c, x))(8.0)
+
+    assert_close(jax.grad(loss)(0.5), jax.grad(lambda w: w**3 * 8.0)(0.5))
+
+
 def test_a_function_without_loops_is_the_same_program():
     f = lambda x: jax.jit(jnp.sin)(x) + lax.scan(lambda c, _: (c * x, c), x, None, 3)[0]
     assert str(jax.make_jaxpr(lx.rewrite_loops(f))(X[0])) == str(jax.make_jaxpr(f)(X[0]))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import loopax as lx
 from loopax.stochtrace import Hutchinson, XNysTrace, estimate_trace
 from tests.stochtrace.cases import (
     ESTIMATORS,
@@ -138,6 +139,19 @@ def test_lanes_are_differentiated_as_if_they_were_alone(estimator: Any) -> None:
     alone = np.stack([gradient(t, n) for t, n in zip(ts, counts, strict=True)])
     assert_close(jax.jit(jax.vmap(jax.grad(value)))(ts, counts), alone)
     assert_close(jax.jit(jax.grad(lambda ts: jax.vmap(value)(ts, counts).sum()))(ts), alone)
+
+
+def test_in_a_loop_and_of_what_a_function_closes_over() -> None:
+    """Also of integers beside."""
+
+    def value(t: Any, at: Any) -> Any:
+        turned = jnp.eye(N) + jnp.sin(t) * TURNED
+        matvec = lambda v: turned @ (PSD @ (turned.T @ v)) + 0.0 * at.astype(float)
+        return estimate_trace(matvec, KEY, num_matvecs=6, size=N).value
+
+    summed = lambda t: lx.fori_loop(0, 3, lambda _, total: total + value(t, jnp.arange(N)), 0.0)
+    expected = jax.jit(jax.grad(value_along(ESTIMATORS[0])))(0.3)
+    assert_close(jax.jit(lambda t: [jax.grad(summed)(t), jax.jacfwd(summed)(t)])(0.3), [3 * expected] * 2)
 
 
 def test_what_is_not_perturbed_is_not_differentiated() -> None:
