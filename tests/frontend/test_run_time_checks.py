@@ -138,12 +138,14 @@ NESTED: Any = {
         lambda n: lx.scan(lambda c, _: (c + 1.0, None), 0.0, jnp.arange(3), stop=lambda c, _: inner(c, n) > 5)[0],
         3,
     ),
-    "jit": (lambda n: nested_fori(n, jax.jit(inner)), 6),
-    "vmap": (lambda n: nested_fori(n, lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1]), 6),
-    "grad": (lambda n: nested_fori(n, lambda x, n: x + 3.0 * jax.grad(inner)(x, n)), 6),
-    "checkpoint": (lambda n: nested_fori(n, jax.checkpoint(inner)), 6),
-    "cond": (lambda n: nested_fori(n, lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n)), 6),
-    "lax": (lambda n: nested_fori(n, lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x)), 6),
+}
+TRANSFORMED: Any = {
+    "jit": jax.jit(inner),
+    "vmap": lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1],
+    "grad": lambda x, n: x + 3.0 * jax.grad(inner)(x, n),
+    "checkpoint": jax.checkpoint(inner),
+    "cond": lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n),
+    "lax.fori_loop": lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x),
 }
 
 
@@ -154,6 +156,14 @@ def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, e
         jax.block_until_ready(program(5))
     assert program(3) == expected
     assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_transformed_inner_loop_still_raises_beyond_its_bound_only(how: str) -> None:
+    program = jax.jit(lambda n: nested_fori(n, TRANSFORMED[how]))
+    with raises(RUN_TIME, "max_steps=3 stopped"):
+        jax.block_until_ready(program(5))
+    assert program(3) == 6.0
 
 
 def test_an_inner_check_is_raised_once_also_where_the_outer_loop_is_differentiated() -> None:
@@ -243,14 +253,14 @@ KNOWN: Any = {
 def test_a_check_that_is_known_holds_or_raises_when_the_program_is_traced(program: str) -> None:
     """Otherwise when it runs."""
     f, three, four = KNOWN[program], jnp.int32(3), jnp.int32(4)
-    unknown = jax.jit(at_once(f))
-    assert jax.jit(lambda: at_once(f)(three))() == unknown(three) == jax.jit(f)(three)
+    assert jax.jit(lambda: at_once(f)(three))() == jax.jit(at_once(f))(three) == jax.jit(f)(three)
     assert "callback" not in str(jax.make_jaxpr(lambda: at_once(f)(three))())
     is_argument = program in ("fori_loop", "nested", "scan over rows")  # which is wrong, as static ones are
     with pytest.raises(ValueError if is_argument else eqx.EquinoxRuntimeError, match=r"^(loopax\.|scan\()"):
         jax.make_jaxpr(lambda: at_once(f)(four))()
+    program_with_check = jax.jit(at_once(f)).lower(four).compile()
     with pytest.raises(RUN_TIME, match=r"Error: loopax\."):
-        jax.block_until_ready(unknown(four))
+        jax.block_until_ready(program_with_check(four))
 
 
 def test_known_checks_in_the_body_of_a_loop() -> None:
