@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import loopax as lx
 from tests.support.compiled import collectives, collectives_in_loops, temporary
 from tests.support.limited_loops import raises
-from tests.support.problem import KINDS, WITH_LAX, name_of
+from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
 STEPS, FEATURES = 40, 1 << 12
@@ -67,7 +67,7 @@ FEATURE = PartitionSpec("d"), PartitionSpec(None, "d")
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+@pytest.mark.parametrize("kind", [KINDS[0], lx.Lax()], ids=name_of)
 def test_results_are_sharded_as_the_start(kind, axis_type):
     devices = mesh(axis_type)
     with jax.set_mesh(devices):
