@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import Loop, Outcome, asked_as, loop_p, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -38,7 +39,6 @@ from loopax._src.jax_internals import (
     inlinable,
     is_jit,
     jaxpr_as_fun,
-    open_constants,
     replace_jaxpr,
     vary_like,
     where,
@@ -139,38 +139,6 @@ def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
     program = inlinable(eqn) if is_jit(eqn) else None
     has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.eqns)
     return program if has_loop else None
-
-
-def run_function(
-    function: Callable[..., list[Any]],
-    carry: Sequence[Any],
-    xs: Sequence[Any] = (),
-    *,
-    bound: int | None,
-    predicated: bool,
-    **asked: Any,
-) -> Outcome:
-    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over all rows, or until its predicate stops it.
-
-    `asked`: the kind, and what else is as in `asked_as`.
-    """
-    opened, closed_over = open_constants(
-        settled(function, INDEX, list(map(jax.typeof, carry)), [jax.typeof(x[0]) for x in xs])
-    )
-    carry = list(map(vary_like, carry, opened.out_avals))
-    consts, (row, *rest) = split_list(opened.invars, [len(closed_over)])
-    loop = Loop(
-        replace_jaxpr(opened, [row, *consts, *rest], opened.outvars),
-        num_consts=len(consts),
-        num_carry=len(carry),
-        bound=bound,
-        reverse=False,
-        predicated=predicated,
-        unroll=1,
-        **asked,
-    )
-    high = jnp.int32(MOST_STEPS if bound is None else bound)
-    return run(loop, jnp.int32(0), high, closed_over, carry, xs)
 
 
 def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.batching.groups import active_first, take
+from loopax._src.core.batching.groups import active_first, run_function, take
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import asked_as
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list, stacked
 from loopax._src.core.lowering.rows import write
-from loopax._src.core.nested_lanes import LaneState, Stepper, at_most_once, run_function, split_at_loop
+from loopax._src.core.nested_lanes import LaneState, Stepper, at_most_once, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
 from loopax._src.messages import lanes_map_message, lanes_stream_message
 
@@ -109,7 +109,7 @@ def run_queue(
         return [*jax.tree.leaves(state), finished, *outputs]
 
     kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
-    out = run_function(one_round, start, rows, bound=full + drained, predicated=False, kind=kind)
+    out = run_function(one_round, start, rows, bound=full + drained, kind=kind)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
     return [take(y, order, 0) for y in outputs]

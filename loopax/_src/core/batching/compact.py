@@ -221,7 +221,8 @@ def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any])
         return _in_lockstep(sweep, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
 
     low, high = operands[:2]
-    program = GroupProgram(run_group, mapped, _operand_axes(sweep), _result_axes(sweep))
+    operand_axes = [at if has_lanes else None for at, has_lanes in zip(_operand_axes(sweep), mapped, strict=True)]
+    program = GroupProgram(run_group, operand_axes, _result_axes(sweep))
     return in_groups(program, sweep.lanes, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 

@@ -1,27 +1,67 @@
 """Lanes whose numbers of steps are known, in groups of lanes that take similar numbers, one after another.
 
-`core/ir/annotations.py` says how many groups there are.
+`core/ir/lanes.py` says how many groups there are. Also lanes that run one after another, and a function as a loop.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Compact, group_sizes
-from loopax._src.core.ir.loop import Loop, run
+from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
-from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes
-from loopax._src.core.jaxpr.util import INDEX, Mask, collective_over, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where
+from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes, settled
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, Mask, collective_over, of_selected, split_list
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    keep_bits,
+    on_device,
+    open_constants,
+    replace_jaxpr,
+    vary_like,
+    where,
+)
 from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
-# A batch whose lanes run one after another, each alone: a loop over lanes around the loop of one lane.
-#
-# No lane waits for another, and none is masked. Each takes the time that it takes without a batch, which is less than
-# its share of a batch where a step is costly, and the numbers of steps differ much.
+
+def run_function(
+    function: Callable[..., list[Any]],
+    carry: Sequence[Any],
+    xs: Sequence[Any] = (),
+    *,
+    bound: int | None,
+    predicated: bool = False,
+    high: Any = None,
+    **asked: Any,
+) -> Outcome:
+    """A loop of `function(row, *carry, *x) -> (*carry, *y)` over rows, or until its predicate stops it.
+
+    The rows are those below `high`; None: all. What the function closes over are constants of the loop. `asked`: the
+    kind, and what else is as in `asked_as`.
+    """
+    rows = [jax.typeof(x[0]) for x in xs]
+    opened, closed_over = open_constants(settled(function, INDEX, list(map(jax.typeof, carry)), rows))
+    # Before: [*closed over, row, *carry, *x] -> After: [row, *closed over, *carry, *x]
+    consts, (row, *rest) = split_list(opened.invars, [len(closed_over)])
+    carry = list(map(vary_like, carry, opened.out_avals))
+    loop = Loop(
+        replace_jaxpr(opened, [row, *consts, *rest], opened.outvars),
+        num_consts=len(consts),
+        num_carry=len(carry),
+        bound=bound,
+        reverse=False,
+        predicated=predicated,
+        unroll=1,
+        **asked,
+    )
+    if high is None:
+        high = jnp.int32(MOST_STEPS if bound is None else bound)
+    return run(loop, jnp.int32(0), high, closed_over, carry, xs)
 
 
 def run_sequentially(
@@ -32,7 +72,10 @@ def run_sequentially(
     dims: Sequence[Any],
     results: Mask,
 ) -> tuple[list[Any], list[int | None]]:
-    """The results of all lanes, and at which axis they have their lanes.
+    """A loop over lanes around the loop of one lane: the results of all lanes, and at which axis they have their lanes.
+
+    No lane waits for another, and none is masked. Each takes the time that it takes without a batch, which is less than
+    its share of a batch where a step is costly, and the numbers of steps differ much.
 
     `alone` takes the operands of one lane; `dims` says where operands have their lanes, None where all share one.
     `body` is what one lane evaluates: it may not communicate with others. `results` says which of the results lanes
@@ -43,36 +86,11 @@ def run_sequentially(
         raise NotImplementedError(sequential_collective_message(axis.name))
     if not isinstance(axis.size, int):
         raise NotImplementedError(symbolic_lanes_message(axis.size))
-    mapped = is_batched(dims)
-    shared = reject(mapped, operands)
-    rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(select(mapped, operands), select(mapped, dims), strict=True)]
-    ys = over_rows(lambda shared, own: alone(*merge_lists(mapped, shared, own)), shared, rows, "a loop over lanes")
+    rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+    of_lane = of_selected(alone, is_batched(dims), operands)
+    kind = Decided(EveryResidual(reason="a loop over lanes"))
+    ys = run_function(lambda _, *own: of_lane(*own), [], rows, bound=axis.size, kind=kind).ys
     return [y if own else keep_bits(lambda y: y[0], y) for own, y in zip(results, ys, strict=True)], axes_of(results)
-
-
-def over_rows(
-    function: Callable[[list[Any], list[Any]], Sequence[Any]], shared: Sequence[Any], rows: Sequence[Any], reason: str
-) -> list[Any]:
-    """`function(shared, row)` of one row after another; the results have rows in front.
-
-    There is one row at least; `reason` says why a gradient stores what all of them need.
-    """
-
-    def body(_: Any, *values: Any) -> Sequence[Any]:
-        return function(*split_list(values, [len(shared)]))
-
-    number = len(rows[0])
-    loop = Loop(
-        trace(body, [INDEX, *map(jax.typeof, shared), *(jax.typeof(x[0]) for x in rows)]),
-        num_consts=len(shared),
-        num_carry=0,
-        bound=number,
-        reverse=False,
-        predicated=False,
-        unroll=1,
-        kind=Decided(EveryResidual(reason=reason)),
-    )
-    return list(run(loop, jnp.int32(0), jnp.int32(number), shared, [], rows).ys)
 
 
 # Take lanes out of a batch.
@@ -112,63 +130,43 @@ def active_first(active: Any, last: Any = False) -> Any:
 class GroupProgram(NamedTuple):
     """What runs in groups: operands are low, high, and others."""
 
-    run_group: Callable[[int, list[Any]], list[Any]]  # (number of lanes, operands) -> results
-    mapped: Mask  # which operands have an axis of lanes
-    operand_axes: Sequence[int]  # where
-    result_axes: Sequence[int]  # all results have one
+    run_group: Callable[[int, Sequence[Any]], list[Any]]  # (number of lanes, operands) -> results
+    operand_axes: Sequence[int | None]  # where each operand has its lanes; None: lanes share it
+    result_axes: Sequence[int]  # where each result has them
 
 
 def in_groups(program: GroupProgram, how: Compact, num_steps: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of all lanes."""
-    lanes = len(num_steps)
+    lanes, given = len(num_steps), list(zip(operands, program.operand_axes, strict=True))
     parts = group_sizes(how, lanes)
     if parts == [(1, lanes)]:
-        return program.run_group(lanes, list(operands))
-    places = sum(number * size for number, size in parts)  # those that are left repeat a lane, without its rows
+        return program.run_group(lanes, operands)
+    # Before: lanes in their order -> After: those with the most steps first, so that lanes of a group take similar
+    # numbers. Groups may have a few places more than there are lanes: these repeat a lane, whose window is empty there.
+    places = sum(number * size for number, size in parts)
     order = jnp.argsort(-num_steps).astype(jnp.int32)
     chosen = order if places == lanes else order[jnp.minimum(jnp.arange(places), lanes - 1)]
-    axes = select(program.mapped, program.operand_axes)
-    own = [
-        _lanes_first(x, at, chosen, places == lanes)
-        for x, at in zip(select(program.mapped, operands), axes, strict=True)
-    ]
-    rows, start, found = [jnp.arange(places) < lanes, *own], 0, []
+    own = [take(jnp.moveaxis(x, at, 0), chosen, 0, places == lanes) for x, at in given if at is not None]
+    is_lane = jnp.arange(places) < lanes
+
+    def group(size: int, _: Any, is_lane: Any, *own: Any) -> list[Any]:
+        of_group = iter(own)
+        low, high, *rest = (x if at is None else jnp.moveaxis(next(of_group), 0, at) for x, at in given)
+        if program.operand_axes[1] is None:
+            low = jnp.where(is_lane, low, high)
+        else:
+            high = jnp.where(is_lane, high, low)
+        results = program.run_group(size, [low, high, *rest])
+        return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
+
+    start, found, kind = 0, [], Decided(EveryResidual(reason="a map over groups of lanes"))
     for number, size in parts:
-        part = [_part(x, start, number, size) for x in rows]
-        found.append(_map(program, number, size, reject(program.mapped, operands), part))
+        # Before: [lanes, ...] -> After: [groups, lanes of a group, ...]
+        cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + number * size)
+        rows = [keep_bits(cut, x).reshape(number, size, *x.shape[1:]) for x in (is_lane, *own)]
+        ys = run_function(partial(group, size), [], rows, bound=number, kind=kind).ys
+        found.append([y.reshape(number * size, *y.shape[2:]) for y in ys])
         start += number * size
     back = jnp.argsort(order).astype(jnp.int32)
     results = [keep_bits(lambda *parts: jnp.concatenate(parts)[:lanes], *parts) for parts in zip(*found, strict=True)]
     return [jnp.moveaxis(take(y, back, 0), 0, at) for y, at in zip(results, program.result_axes, strict=True)]
-
-
-def _lanes_first(x: Any, axis: int, order: Any, unique: bool) -> Any:
-    return take(jnp.moveaxis(x, axis, 0), order, 0, unique)
-
-
-def _part(x: Any, start: int, number: int, size: int) -> Any:
-    """Lanes as rows, one for each group."""
-    lanes = keep_bits(lambda x: x[start : start + number * size], x)
-    return lanes.reshape(number, size, *x.shape[1:])
-
-
-def _map(program: GroupProgram, number: int, size: int, shared: list[Any], rows: list[Any]) -> list[Any]:
-    """One group after another; returns results with lanes first."""
-    axes = select(program.mapped, program.operand_axes)
-
-    def group(shared: list[Any], row: list[Any]) -> list[Any]:
-        is_lane, *own = row
-        own = [jnp.moveaxis(x, 0, at) for x, at in zip(own, axes, strict=True)]
-        low, high, *rest = merge_lists(program.mapped, shared, own)
-        results = program.run_group(size, [*_windows(is_lane, program.mapped, low, high), *rest])
-        return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
-
-    ys = over_rows(group, shared, rows, "a map over groups of lanes")
-    return [y.reshape(number * size, *y.shape[2:]) for y in ys]
-
-
-def _windows(is_lane: Any, mapped: Mask, low: Any, high: Any) -> tuple[Any, Any]:
-    """The windows of a group; a place that is left over, and repeats a lane, gets an empty one."""
-    if mapped[1]:
-        return low, jnp.where(is_lane, high, low)
-    return jnp.where(is_lane, low, high), high

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.effects import acts, guarded
 from loopax._src.core.ir.kind import Decided
@@ -24,7 +25,6 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals
 from loopax._src.core.jaxpr.util import (
-    INDEX,
     Mask,
     collective_over,
     either,
@@ -44,7 +44,6 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     is_sum,
     jaxpr_as_fun,
-    open_constants,
     undifferentiable_effects,
     vary_like,
     zero,
@@ -119,26 +118,15 @@ def skip_idle_rows(
     `step` is a function of the carry, and evaluates the body of one lane for all.
     """
     if undifferentiable_effects(body):
-        return _at_most_one_step(jax.make_jaxpr(step)(carry), jnp.any(active), carry)
+        # The step is a loop: JAX maps no `lax.cond` with such effects.
+        taken, kind = (
+            jnp.any(active).astype(jnp.int32),
+            Decided(EveryResidual(reason="a step that a batch may pass over")),
+        )
+        out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
+        return [*out.carry, *(y[0] for y in out.ys)]
     idle = [*carry, *map(zeros, y_avals)]
     return lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
-
-
-def _at_most_one_step(step: ClosedJaxpr, taken: Any, carry: Sequence[Any]) -> list[Any]:
-    """The step as a loop: JAX maps no `lax.cond` with such effects."""
-    opened, consts = open_constants(step)
-    loop = Loop(
-        trace(lambda _, *values: jaxpr_as_fun(opened)(*values), [INDEX, *opened.in_avals]),
-        num_consts=len(consts),
-        num_carry=len(carry),
-        bound=1,
-        reverse=False,
-        predicated=False,
-        unroll=1,
-        kind=Decided(EveryResidual(reason="a step that a batch may pass over")),
-    )
-    out = run(loop, jnp.int32(0), taken.astype(jnp.int32), consts, carry, [])
-    return [*out.carry, *(y[0] for y in out.ys)]
 
 
 def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:

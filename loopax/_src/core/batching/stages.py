@@ -186,7 +186,8 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
         carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
         return [*carry, *ys]
 
-    program = GroupProgram(run_group, mapped, _operand_axes(loop), _result_axes(loop)[1:])
+    operand_axes = [at if has_lanes else None for at, has_lanes in zip(_operand_axes(loop), mapped, strict=True)]
+    program = GroupProgram(run_group, operand_axes, _result_axes(loop)[1:])
     results = in_groups(program, how, num_steps, operands)
     return Results(num_steps, *split_list(results, [loop.num_carry]))
 
