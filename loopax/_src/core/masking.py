@@ -11,6 +11,7 @@ active lanes.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, inner_jaxprs, map_programs, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
@@ -68,23 +69,18 @@ def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
     return [active_lanes(row, window, windows, lanes)]
 
 
-def _abstract_active(*avals: Any, **params: Any) -> list[Any]:
-    return jax.make_jaxpr(lambda *xs: _active(*xs, **params))(*avals).out_avals
-
-
 register(
     active_p,
     meaning=_active,
     params=ActiveLanes._fields,
-    abstract_eval=_abstract_active,
+    abstract_eval=lambda *avals, **params: jax.make_jaxpr(partial(_active, **params))(*avals).out_avals,
     batch=batch_if_mapped(active_p, batch_expanded(_active)),
 )
 
 
 def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
     """Which lanes are active (`active_lanes`), as a primitive that stays visible in a body."""
-    (active,) = active_p.bind(row, *window, windows=windows, lanes=lanes)
-    return active
+    return active_p.bind(row, *window, windows=windows, lanes=lanes)[0]
 
 
 def an_active(active: Any) -> Any:
@@ -181,31 +177,23 @@ def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool],
 
 def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with operands filled that are filled in derivatives; itself where none is."""
-    return _filled_now(closed) if _fills_later(closed) else closed
+    return _filled_now(closed) or closed
 
 
 @weakly_cached
-def _fills_later(jaxpr: Any) -> bool:
-    """Whether an equation anywhere inside fills in derivatives."""
-    return any(map(_is_filled_later, jaxpr.eqns))
+def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
+    """None where nothing in it, or in the programs of its equations, fills in derivatives."""
 
+    def filling(eqn: Any) -> Any:
+        if eqn.primitive is fill_inactive_p:
+            return eqn.replace(params=always(eqn.params)) if eqn.params["when"] == "in_derivatives" else eqn
+        new = map_programs(eqn, filled_in_derivatives)
+        return eqn if all(value is eqn.params[name] for name, value in new.params.items()) else new
 
-def _is_filled_later(eqn: Any) -> bool:
-    if eqn.primitive is fill_inactive_p:
-        return eqn.params["when"] == "in_derivatives"
-    return any(map(_fills_later, inner_jaxprs(eqn)))
-
-
-@weakly_cached
-def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr:
-    eqns = [_equation_filled_now(eqn) if _is_filled_later(eqn) else eqn for eqn in closed.eqns]
+    eqns = list(map(filling, closed.eqns))
+    if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
+        return None
     return replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
-
-
-def _equation_filled_now(eqn: Any) -> Any:
-    if eqn.primitive is fill_inactive_p:
-        return eqn.replace(params=always(eqn.params))
-    return map_programs(eqn, filled_in_derivatives)
 
 
 def always(params: dict[str, Any]) -> dict[str, Any]:
@@ -229,23 +217,15 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
         return x
 
     def fill(active: Any, first: Any, x: Any) -> Any:
-        return pick(active, x, _lane(x, first))
+        if not spec_of(jax.typeof(x))[0]:
+            return pick(active, x, x[first][None])
+        # JAX does not slice an axis that is spread over an `Explicit` mesh: the lane is the sum of itself and zeros.
+        is_first = jnp.arange(x.shape[0], dtype=first.dtype) == first
+        return pick(active, x, pick(is_first, x, zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True))
 
     for _ in range(batch_axes):
         fill = jax.vmap(fill)
     return on_device(lambda x: fill(active, first, x), x)
-
-
-def _lane(x: Any, number: Any) -> Any:
-    """One lane of x, with the axis of lanes; JAX does not slice an axis that is spread over an `Explicit` mesh."""
-    if not spec_of(jax.typeof(x))[0]:
-        return x[number][None]
-    is_it = jnp.arange(x.shape[0], dtype=number.dtype) == number
-    return pick(is_it, x, zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True)
-
-
-def _abstract_filled(*avals: Any, **params: Any) -> Any:
-    return jax.make_jaxpr(lambda *xs: filled(*xs, **params))(*avals).out_avals[0]
 
 
 def _of_active(active: Any, x: Any) -> Any:
@@ -262,19 +242,18 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
     Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
     """
-    out = fill_inactive_p.bind(*primals, **params)
-    return out, _tangent(primals[0], out, tangents[2])
+    out, _, tangents_later = _linearize(list(map(is_nonzero, tangents)), *primals, **params)
+    return out, tangents_later(*tangents)
 
 
 def _linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
     """The derivative as `_jvp` has it. It is linear in the tangent of `x`, and needs to know who is active."""
-    out = fill_inactive_p.bind(*operands, **params)
-    return out, nonzero[2], lambda *tangents: _tangent(operands[0], out, tangents[2])
+    out, active = fill_inactive_p.bind(*operands, **params), operands[0]
 
+    def tangents_later(_active: Any, _first: Any, tangent: Any) -> Any:
+        return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
 
-def _tangent(active: Any, out: Any, tangent: Any) -> Any:
-    """The tangent of the result, from that of `x`."""
-    return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, nonzero[2], tangents_later
 
 
 def _transpose(ct: Any, active: Any, _first: Any, x: Any, **_: Any) -> list[Any]:
@@ -301,7 +280,7 @@ register(
     fill_inactive_p,
     meaning=filled,
     params=["batch_axes", "when"],
-    abstract_eval=_abstract_filled,
+    abstract_eval=lambda *avals, **params: jax.make_jaxpr(partial(filled, **params))(*avals).out_avals[0],
     jvp=_jvp,
     linearize=_linearize,
     transpose=_transpose,
