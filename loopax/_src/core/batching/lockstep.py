@@ -142,11 +142,6 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
     return lowest, over_lanes(jnp.max, high) if jnp.size(high) else empty
 
 
-def any_row(low: Any, high: Any) -> tuple[Any, Any]:
-    """The window that holds those of all lanes, where there is one row at most; bools are searched faster."""
-    return jnp.zeros((), jnp.int32), over_lanes(jnp.any, low < high).astype(jnp.int32)
-
-
 def when_filled(body: ClosedJaxpr) -> When:
     """When finished lanes need the operands of others: mere arithmetic on their own is harmless until it is summed."""
     return "in_derivatives" if is_arithmetic(body) else "always"

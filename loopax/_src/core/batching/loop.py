@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint
-from loopax._src.core.batching.compact import SWEEPS, compact_vmap
+from loopax._src.core.batching.compact import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.groups import run_sequentially
 from loopax._src.core.batching.lockstep import (
     LaneOperands,
-    any_row,
     hull,
     lockstep_sweep,
     own_limits,
@@ -38,11 +37,12 @@ from loopax._src.core.ir.reverse_sweep import (
     reverse_sweep_p,
     run_sweep,
 )
-from loopax._src.core.jaxpr.cost import StepCost, step_cost
+from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.evaluate import batch_expanded
-from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, move, refuse_sharded_lanes, uniform_body
-from loopax._src.core.jaxpr.util import Mask, collective_over, either, flatten, map_leaves, weakly_cached
+from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_sharded_lanes, uniform_body
+from loopax._src.core.jaxpr.util import Groups, Mask, collective_over, either, flatten, map_leaves, weakly_cached
+from loopax._src.core.masking import over_lanes
 from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
 from loopax._src.messages import symbolic_lanes_message
 
@@ -66,8 +66,13 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
         return Lockstep()
     cost = step_cost(body, num_consts)
     sizes = stage_sizes(Compact(), lanes, cost.is_cheap)
+    # What a step of a lane costs in stages of these sizes, for each of its own steps.
+    durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
+    durations[-1] += LAST_LANE
+    lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
+    in_batch = (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
     alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
-    if alone_is_fast and not cost.is_spread(lanes) and cost.alone < _in_batch(cost, sizes):
+    if alone_is_fast and not cost.is_spread(lanes) and cost.alone < in_batch:
         return Sequential()
     return Compact() if len(sizes) > 1 and not cost.is_cheap else Lockstep()
 
@@ -75,14 +80,6 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
 def kept_together(how: Lanes, body: ClosedJaxpr) -> str:
     """The primitive for which no lane may leave a batch: other lanes see it. Empty if lanes may leave, or never do."""
     return mixing_primitive(body) or "" if isinstance(how, Compact | AutoLanes) else ""
-
-
-def _in_batch(cost: StepCost, sizes: Sequence[int]) -> float:
-    """What a step of a lane costs in stages of these sizes, for each of its own steps."""
-    durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
-    durations[-1] += LAST_LANE
-    lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
-    return (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
 
 
 # Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are.
@@ -120,79 +117,59 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     """
     sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
     low, high, checkpoint_rows, *leaves = operands
-    *windows, is_saved_apart = is_batched(dims[:3])
-    windows = tuple(windows)
-    mapped = sweep.operands(dims[3:])
-    batched, ys = _batched(sweep, axis, map_leaves(lambda d: d is not None, mapped), any(windows))
-    if any(windows):
+    windows, (is_saved_apart,), mapped = is_batched(dims[:2]), is_batched(dims[2:3]), sweep.operands(dims[3:])
+    differ = any(windows)
+    has_lanes = map_leaves(lambda d: d is not None, mapped)
+    batched, ys = sweep_fixpoint(sweep, has_lanes.inputs(either(has_lanes.init, has_lanes.saved)), typed=False)
+    if differ or collective_over(sweep.step, axis.name):
+        # Lanes walk other rows, or the step may ask for a lane's place: all that it computes has an axis of lanes.
+        batched = batched._replace(state=(True,) * sweep.num_state, carry=(True,) * sweep.num_carry)
+        ys = (True,) * len(ys)
+    if differ:
         sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, axis.size))
-    if isinstance(sweep.lanes, Sequential) and axis.size and (any(windows) or not _sweep_acts_for_all(sweep, batched)):
-        alone = partial(reverse_sweep_p.bind, **sweep._asdict())
-        return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
-    in_groups = isinstance(sweep.lanes, Compact) and any(windows)
+    if isinstance(sweep.lanes, Sequential) and axis.size:
+        # A value whose cotangents are mapped has effects that are the same for all lanes (as in `batch_loop`).
+        acting = partial(needs, sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))
+        if differ or not _acts_for_all(sweep.step, acting, batched):
+            alone = partial(reverse_sweep_p.bind, **sweep._asdict())
+            return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
+    in_groups = isinstance(sweep.lanes, Compact) and differ
     if is_saved_apart and not in_groups:
         return _save_again(axis_data, operands, dims, **params)
-    given = _sweep_with_lanes(axis, sweep.operands(leaves), mapped, batched)
+    # Before: lanes at `dims` -> After: [lanes, ...] of consts, init and carry; [rows, lanes, ...] of saved and xs
+    given = _with_lanes(axis, sweep.operands(leaves), mapped, SweepOperands.of(batched), (0, 0, 1, 0, 1))
+    if in_groups:
+        values = [low, high, *flatten(given.inputs(given.init))]
+        return _gathered(SWEEPS, sweep, axis, (*windows, *flatten(batched)), values)
     own = own_limits(windows, low, high)
-    if not any(windows):
-        lanes = _uniform_sweep(sweep, axis, batched, ys)
-    else:
-        if in_groups:
-            refuse_sharded_lanes(axis)
-            return _batch_in_groups(sweep, axis, (*windows, *flatten(batched)), [low, high], given)
-        lanes = lockstep_sweep(
-            sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, tuple(map(jax.typeof, own))
-        )
+    if differ:
+        own_avals = tuple(map(jax.typeof, own))
+        lanes = lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, own_avals)
         low, high = hull(low, high)
+    else:
+        lanes = _uniform_sweep(sweep, axis, batched, ys)
     out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
     return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
 
 
-def _sweep_acts_for_all(sweep: ReverseSweep, batched: SweepInputs) -> bool:
-    """Whether the step has effects, and they are the same for all lanes: those of a value whose cotangents are mapped.
-
-    As for a loop (`batch_loop`).
-    """
-    if not happens(sweep.step.effects):
-        return False
-    used = needs(sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))
-    return not any(map(and_, flatten(used), flatten(batched)))
+def _acts_for_all(body: ClosedJaxpr, acting: Callable[[], Any], batched: Any) -> bool:
+    """Whether a body has effects, and none of the inputs that these need (`acting()`) has lanes: they happen once."""
+    return happens(body.effects) and not any(map(and_, flatten(acting()), flatten(batched)))
 
 
-def _batched(sweep: ReverseSweep, axis: Axis, mapped: SweepOperands, windows_differ: bool) -> tuple[SweepInputs, Mask]:
-    """Which inputs of the bodies, and which ys, have an axis of lanes.
-
-    All that a step computes has one where lanes walk other rows, and where the step may ask for a lane's place.
-    """
-    batched, ys = sweep_fixpoint(sweep, mapped.inputs(either(mapped.init, mapped.saved)), typed=False)
-    if not windows_differ and not collective_over(sweep.step, axis.name):
-        return batched, ys
-    everything = batched._replace(state=(True,) * len(batched.state), carry=(True,) * len(batched.carry))
-    return everything, (True,) * len(ys)
+def _with_lanes(axis: Axis, operands: Groups, dims: Groups, has_lanes: Groups, places: Sequence[int]) -> Groups:
+    """The operands with their axis of lanes where each group has it in a batch; one that all share may get one, too."""
+    groups = zip(operands, dims, has_lanes, places, strict=True)
+    moved = ((zip(*group, strict=True), to) for *group, to in groups)
+    return type(operands)(*([fill_axis(axis, x, d, to) if own else x for x, d, own in leaves] for leaves, to in moved))
 
 
-def _sweep_with_lanes(axis: Axis, operands: SweepOperands, dims: SweepOperands, batched: SweepInputs) -> SweepOperands:
-    """The operands with their axis of lanes where a sweep has it: in front, and behind the rows of saved and xs."""
-
-    def fill(mask: Sequence[bool], values: Sequence[Any], value_dims: Sequence[Any], to: int) -> list[Any]:
-        return [fill_axis(axis, x, d, to) if b else x for b, x, d in zip(mask, values, value_dims, strict=True)]
-
-    return SweepOperands(
-        [move(x, d, 0) for x, d in zip(operands.consts, dims.consts, strict=True)],
-        fill(batched.state, operands.init, dims.init, 0),
-        fill(batched.state, operands.saved, dims.saved, 1),
-        fill(batched.carry, operands.carry, dims.carry, 0),
-        [move(x, d, 1) for x, d in zip(operands.xs, dims.xs, strict=True)],
-    )
-
-
-def _batch_in_groups(
-    sweep: ReverseSweep, axis: Axis, mapped: Mask, window: Sequence[Any], given: SweepOperands
-) -> tuple[list[Any], list[int]]:
+def _gathered(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Any:
+    """Lanes that are gathered into smaller batches while they run."""
     if not isinstance(axis.size, int):
         raise NotImplementedError(symbolic_lanes_message(axis.size))
-    operands = [*window, *flatten(given.inputs(given.init))]
-    return compact_vmap(SWEEPS, sweep, axis, mapped, operands), SWEEPS.result_axes(sweep)
+    refuse_sharded_lanes(axis)
+    return compact_vmap(rules, static, axis, mapped, operands), rules.result_axes(static)
 
 
 @weakly_cached
@@ -218,51 +195,39 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     batched = map_leaves(lambda d: d is not None, mapped)
     outputs = _batched_outputs(loop, axis_data, batched)
     differ = any(windows) or (loop.predicated and outputs.carry[0])
-    loop = _as_chosen(loop, axis) if differ else loop
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
-    if isinstance(loop.lanes, Sequential) and axis.size and (differ or not _loop_acts_for_all(loop, batched)):
-        axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
-        return run_sequentially(_of_one_lane(loop, axis), loop.body, axis, operands, dims, is_batched(axes.leaves))
-    given = _loop_with_lanes(axis, loop.inputs(leaves), mapped, batched.carry)
     if differ:
-        return _batch_lanes(
-            loop, axis, low, high, LaneOperands(windows, own_limits(windows, low, high), batched, given)
-        )
-    out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
-    return out.leaves, result_axes(loop, None, None, outputs).leaves
-
-
-def _loop_acts_for_all(loop: Loop, batched: LoopInputs) -> bool:
-    """Whether the body has effects, and they are the same for all lanes: those of a value whose tangents are mapped."""
-    if not happens(loop.body.effects):
-        return False
-    nothing = [False] * len(loop.body.out_avals)
-    used = needed_inputs(loop.body, loop.carry_range, nothing)[1:]  # effects stay, and so does what they get
-    return not any(map(and_, used, flatten(batched)))
-
-
-def _as_chosen(loop: Loop, axis: Axis) -> Loop:
-    """The loop with the way in which its lanes run, and why that is not what was asked for."""
-    mixing = kept_together(loop.lanes, loop.body)
-    debug_info = loop.debug_info.mixed(mixing) if loop.debug_info and mixing else loop.debug_info
-    return loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
-
-
-def _of_one_lane(loop: Loop, axis: Axis) -> Callable[..., Sequence[Any]]:
-    """The loop of a lane, one of so many: it has its share of the memory, and shows its part of the progress."""
-    reporting = loop.reporting and loop.reporting._replace(runs=axis.size, lanes=axis.size, size=1)
-    loop = loop._replace(share=loop.share / axis.size, reporting=reporting)
-    return lambda *operands: loop_p.bind(*operands, **loop._asdict())
-
-
-def _loop_with_lanes(axis: Axis, inputs: LoopInputs, dims: LoopInputs, carry: Sequence[bool]) -> LoopInputs:
-    """The operands with their axis of lanes where a loop has it: in front, and behind the rows of xs."""
-    leaves = zip(inputs.carry, dims.carry, carry, strict=True)
-    return LoopInputs(
-        [move(x, d, 0) for x, d in zip(inputs.consts, dims.consts, strict=True)],
-        [fill_axis(axis, x, d) if b else x for x, d, b in leaves],
-        [move(x, d, 1) for x, d in zip(inputs.xs, dims.xs, strict=True)],
-    )
+        mixing = kept_together(loop.lanes, loop.body)
+        debug_info = loop.debug_info.mixed(mixing) if loop.debug_info and mixing else loop.debug_info
+        loop = loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
+    if isinstance(loop.lanes, Sequential) and axis.size:
+        # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.
+        nothing = [False] * len(loop.body.out_avals)
+        acting = lambda: [needed_inputs(loop.body, loop.carry_range, nothing)[1:]]  # noqa: E731
+        if differ or not _acts_for_all(loop.body, acting, batched):
+            axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
+            # A lane has its share of the memory, and shows its part of the progress.
+            reporting = loop.reporting and loop.reporting._replace(runs=axis.size, lanes=axis.size, size=1)
+            of_lane = loop._replace(share=loop.share / axis.size, reporting=reporting)
+            alone = partial(loop_p.bind, **of_lane._asdict())
+            return run_sequentially(alone, loop.body, axis, operands, dims, is_batched(axes.leaves))
+    # Before: lanes at `dims` -> After: [lanes, ...] of consts and carry; [rows, lanes, ...] of xs
+    given = _with_lanes(axis, loop.inputs(leaves), mapped, batched, (0, 0, 1))
+    if not differ:
+        out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
+        return out.leaves, result_axes(loop, None, None, outputs).leaves
+    if takes_any_step(loop):
+        rows = jnp.int32(0), jnp.int32(1)
+    elif isinstance(loop.lanes, Compact):  # of a step that all lanes take, a select costs less than to gather them
+        return _gathered(LOOPS, loop, axis, (*windows, *flatten(batched)), [low, high, *flatten(given)])
+    elif loop.bound == 1:
+        rows = jnp.int32(0), over_lanes(jnp.any, low < high).astype(jnp.int32)  # bools are searched faster than numbers
+    else:
+        rows = hull(low, high)
+    out, num_steps = run_lanes(loop, axis, *rows, LaneOperands(windows, own_limits(windows, low, high), batched, given))
+    if num_steps is None:
+        num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+    return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves
 
 
 def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOutputs:
@@ -278,24 +243,3 @@ def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOut
         if either(carry, new.carry) == carry:
             return LoopOutputs(carry, tuple(new.ys))
         carry = either(carry, new.carry)
-
-
-def _batch_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Any:
-    """Lanes that stop at different steps."""
-    if isinstance(loop.lanes, Compact) and not takes_any_step(loop):  # a select costs less than to gather the lanes
-        if not isinstance(axis.size, int):
-            raise NotImplementedError(symbolic_lanes_message(axis.size))
-        refuse_sharded_lanes(axis)
-        operands, mapped = [low, high, *flatten(lanes.inputs)], (*lanes.windows, *flatten(lanes.mapped))
-        return compact_vmap(LOOPS, loop, axis, mapped, operands), LOOPS.result_axes(loop)
-    out, num_steps = run_lanes(loop, axis, *_rows(loop, low, high), lanes)
-    if num_steps is None:
-        num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves
-
-
-def _rows(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
-    """The window of rows that holds those of all lanes."""
-    if takes_any_step(loop):
-        return jnp.int32(0), jnp.int32(1)
-    return any_row(low, high) if loop.bound == 1 else hull(low, high)

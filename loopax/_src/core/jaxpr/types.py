@@ -134,11 +134,6 @@ def refuse_sharded_lanes(axis: Axis) -> None:
         raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
 
 
-def move(x: Any, dim: Any, to: int) -> Any:
-    """An operand with its mapped axis, if it has one, at `to`."""
-    return x if dim is None else jnp.moveaxis(x, int(dim), to)
-
-
 def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
     """With the mapped axis at `to`, also where there was none."""
     if dim is not None:
