@@ -17,7 +17,6 @@ from jax import lax
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.effects import acts, guarded
-from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -29,14 +28,12 @@ from loopax._src.core.jaxpr.util import (
     collective_over,
     either,
     flatten,
-    invert,
     map_leaves,
-    merge_lists,
-    reject,
     select,
     split_list,
     stacked,
     trace,
+    unflatten,
     weakly_cached,
 )
 from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
@@ -68,64 +65,66 @@ def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, An
     return lambda _, *operands: plain(*operands)
 
 
-def accumulators(body: ClosedJaxpr, carry: range) -> Mask:
-    """Which leaves of the carry are only added to: a lane may keep its own, for sums have no domain to leave.
-
-    Such are the cotangents of a lane's own weights, which are as large as the weights.
-    """
-    uses = Counter(id(atom) for eqn in body.eqns for atom in eqn.invars)
-    uses.update(id(atom) for atom in body.outvars)
+def filled_operands(body: ClosedJaxpr, mapped: LoopInputs) -> LoopInputs:
+    """Which of the inputs of a body that have lanes (`mapped`) finished lanes do not read of their own."""
+    carry = range(1 + len(mapped.consts), 1 + len(mapped.consts) + len(mapped.carry))
+    inputs, outputs = body.invars, body.outvars
+    uses = Counter(id(atom) for atom in (*outputs, *(atom for eqn in body.eqns for atom in eqn.invars)))
     sums = {id(eqn.outvars[0]): eqn for eqn in body.eqns if is_sum(eqn)}
 
     def only_added_to(leaf: Any, out: Any) -> bool:
         total = sums.get(id(out))
         return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
 
-    leaves = [body.invars[i] for i in carry]
-    return tuple(only_added_to(leaf, out) for leaf, out in zip(leaves, body.outvars, strict=False))
+    # A lane keeps its own leaves of the carry that are only added to, for sums have no domain to leave. Such are the
+    # cotangents of a lane's own weights, which are as large as the weights. And it keeps its own buffers.
+    added_to = [only_added_to(inputs[i], out) for i, out in zip(carry, outputs, strict=False)]
+    own_consts, own_carry = read_only(body, range(1, carry.start)), either(added_to, buffers(body, carry))
+    # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
+    own = either((*own_consts, *own_carry, *(False for _ in mapped.xs)), mixed_inputs(body)[1:])
+    return unflatten(mapped, [has_lanes and not is_own for has_lanes, is_own in zip(flatten(mapped), own, strict=True)])
 
 
 def step_lanes(
-    function: Callable[..., list[Any]],
+    body: ClosedJaxpr,
+    axis: Axis,
+    mapped: LoopInputs,
+    when: When,
+    may_idle: bool,
     active: Any,
     row: Any,
-    consts: Sequence[Any],
-    others: Sequence[Any],
-    filled: Sequence[bool],
-    carry: Sequence[Any],
-    in_place: Mask,
-    when: When,
+    inputs: LoopInputs,
 ) -> list[Any]:
-    """New carry and rows of ys for all lanes; those of finished lanes are the old carry, and zeros.
+    """One step of a body `(row, *consts, *carry, *x) -> (*carry, *y)` for all lanes.
 
-    Constants are filled already; `filled` says which of the other operands are to be. In leaves of the carry that are
-    changed `in_place`, finished lanes do not write.
+    `mapped` says which inputs have lanes; `may_idle`, whether windows of lanes may leave rows in which none is active.
     """
-    out = function(active, row, *consts, *fill_inactive(active, others, filled, when))
-    new_carry, ys = split_list(out, [len(carry)])
-    leaves = zip(in_place, new_carry, carry, strict=True)
-    return [
-        *(new if changed else pick(active, new, old) for changed, new, old in leaves),
-        *(pick(active, y, zero(y.dtype)) for y in ys),
-    ]
+    consts, carry, xs = inputs
+    function, filled = lane_function(body, flatten(mapped), axis.arguments), filled_operands(body, mapped)
+    # In leaves of the carry that are changed in place, a finished lane does not write: they are its old ones.
+    in_place = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
+    consts = fill_inactive(active, consts, filled.consts, when)
 
+    def step(carry: Sequence[Any]) -> list[Any]:
+        # Before: operands of a finished lane are its own -> After: they are those of an active lane
+        operands = fill_inactive(active, [*carry, *xs], [*filled.carry, *filled.xs], when)
+        new_carry, ys = split_list(function(active, row, *consts, *operands), [len(carry)])
+        # Before: results of that lane are an active one's -> After: its old carry, and zeros
+        leaves = zip(in_place, new_carry, carry, strict=True)
+        return [
+            *(new if changed else pick(active, new, old) for changed, new, old in leaves),
+            *(pick(active, y, zero(y.dtype)) for y in ys),
+        ]
 
-def skip_idle_rows(
-    body: ClosedJaxpr, step: Callable[..., list[Any]], active: Any, carry: Sequence[Any], y_avals: Sequence[Any]
-) -> list[Any]:
-    """One step where the windows of lanes may leave rows in which no lane is active: those are passed over.
-
-    `step` is a function of the carry, and evaluates the body of one lane for all.
-    """
+    if not may_idle:
+        return step(carry)
+    # A row in which no lane is active is passed over.
     if undifferentiable_effects(body):
-        # The step is a loop: JAX maps no `lax.cond` with such effects.
-        taken, kind = (
-            jnp.any(active).astype(jnp.int32),
-            Decided(EveryResidual(reason="a step that a batch may pass over")),
-        )
-        out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
+        # JAX maps no `lax.cond` with such effects, so the step is a loop of one step or none.
+        taken, storage = jnp.any(active).astype(jnp.int32), EveryResidual(reason="a step that a batch may pass over")
+        out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, storage=storage)
         return [*out.carry, *(y[0] for y in out.ys)]
-    idle = [*carry, *map(zeros, y_avals)]
+    idle = [*carry, *(zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
     return lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
 
 
@@ -147,46 +146,19 @@ def when_filled(body: ClosedJaxpr) -> When:
     return "in_derivatives" if is_arithmetic(body) else "always"
 
 
-def filled_operands(
-    body: ClosedJaxpr, consts: Sequence[bool], num_carry: int, rest: Sequence[bool]
-) -> tuple[Mask, Mask]:
-    """Which constants, and which other operands, of a body finished lanes do not read of their own.
-
-    What other lanes see of a lane is its own: the key from which JAX draws for all lanes (`core/jaxpr/dependence.py`).
-    """
-    carry = range(1 + len(consts), 1 + len(consts) + num_carry)
-    own = either(accumulators(body, carry), buffers(body, carry))
-    own_consts = read_only(body, range(1, carry.start))
-    own = either((*own_consts, *own, *invert(rest)), mixed_inputs(body)[1:])
-    filled = zip((*consts, *(True,) * num_carry, *rest), own, strict=True)
-    filled_consts, others = split_list((is_batched and not is_own for is_batched, is_own in filled), [len(consts)])
-    return tuple(filled_consts), tuple(others)
-
-
 def lanes_body(
-    closed: ClosedJaxpr, axis: Axis, windows: Mask, window_avals: tuple[Any, ...], mapped: Sequence[Mask]
+    closed: ClosedJaxpr, axis: Axis, windows: Mask, window_avals: tuple[Any, ...], mapped: LoopInputs
 ) -> ClosedJaxpr:
-    """A body (row, *consts, *carry, *others) -> (*carry, *y) for lanes with windows of their own.
+    """A body (row, *consts, *carry, *xs) -> (*carry, *y) for lanes with windows of their own.
 
-    mapped: which consts, carry leaves and others have an axis of lanes.
+    `mapped` says which of these inputs have an axis of lanes.
     """
-    function = lane_function(closed, flatten(mapped), axis.arguments)
-    consts_mapped, carry_mapped, others_mapped = mapped
-    num_consts, num_carry = len(consts_mapped), len(carry_mapped)
-    filled_consts, filled = filled_operands(closed, consts_mapped, num_carry, others_mapped)
-    in_place = buffers(closed, range(1 + num_consts, 1 + num_consts + num_carry))
-    y_avals = [stacked(a, axis.size) for a in closed.out_avals[num_carry:]]
-    when = when_filled(closed)
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        window, consts, carry, others = split_list(operands, [sum(windows), num_consts, num_carry])
-        active = in_window(row, window, windows, axis)
-        consts = fill_inactive(active, consts, filled_consts, when)
-
-        def step(carry: Sequence[Any]) -> list[Any]:
-            return step_lanes(function, active, row, consts, [*carry, *others], filled, carry, in_place, when)
-
-        return skip_idle_rows(closed, step, active, carry, y_avals) if all(windows) else step(carry)
+        # Before: [row, *consts, *carry, *xs] -> After: [row, [lows], [highs], *consts, *carry, *xs]
+        window, *groups = split_list(operands, [len(window_avals), len(mapped.consts), len(mapped.carry)])
+        active, when = in_window(row, window, windows, axis), when_filled(closed)
+        return step_lanes(closed, axis, mapped, when, all(windows), active, row, LoopInputs(*groups))
 
     lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
     return trace(body, [closed.in_avals[0], *window_avals, *lanes])
@@ -203,10 +175,11 @@ def lockstep_sweep(
 ) -> ReverseSweep:
     """The step for lanes with windows of their own: consts are [lows], [highs], *consts."""
     carry, state = (True,) * sweep.num_carry, (True,) * sweep.num_state
-    front = xs[: sweep.num_forward_xs]
+    # Of the step, the carry and the state go from row to row; of the inverse, the state alone.
+    step, back = LoopInputs(consts, (*carry, *state), xs), LoopInputs(consts, state, xs[: sweep.num_forward_xs])
     lanes = sweep._replace(
-        step=lanes_body(sweep.step, axis, windows, window_avals, [consts, (*carry, *state), xs]),
-        inverse=sweep.inverse and lanes_body(sweep.inverse, axis, windows, window_avals, [consts, state, front]),
+        step=lanes_body(sweep.step, axis, windows, window_avals, step),
+        inverse=sweep.inverse and lanes_body(sweep.inverse, axis, windows, window_avals, back),
         num_consts=sweep.num_consts + len(window_avals),
         lanes=Lockstep(),
     )
@@ -243,19 +216,16 @@ class _DriftOfLanes:
         of_lanes = mapped(list(start), list(end), list(last), list(results))
         if all(self.results):
             return of_lanes
-        without = [_first(x, at) for x, at in zip(results, given, strict=True)]
-        of_all = self.of_lane(*self._shared(start, end, last), without)  # pyright: ignore[reportCallIssue]
-        return merge_lists(self.results, reject(self.results, of_all), select(self.results, of_lanes))
 
-    def _shared(self, *states: Any) -> list[list[Any]]:
-        """Start, end and last carry without lanes; leaves with lanes as if they had come back to their start."""
-        own = [_first(x, 0) for x in select(self.state, states[0])]
-        return [merge_lists(self.state, reject(self.state, leaves), own) for leaves in states]
+        def first_lanes(values: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+            pairs = zip(values, axes, strict=True)
+            return [x if at is None else lax.index_in_dim(x, 0, at, keepdims=False) for x, at in pairs]
 
-
-def _first(x: Any, axis: int | None) -> Any:
-    """That of the first lane, if there are lanes."""
-    return x if axis is None else jax.lax.index_in_dim(x, 0, axis, keepdims=False)
+        # Leaves with lanes say nothing of all: they are as if they had come back to their start.
+        own, flags = first_lanes(start, states), self.state
+        shared = [[o if f else x for o, f, x in zip(own, flags, leaves, strict=True)] for leaves in (start, end, last)]
+        of_all = self.of_lane(*shared, first_lanes(results, given))  # pyright: ignore[reportCallIssue]
+        return [own if has_lanes else x for own, has_lanes, x in zip(of_lanes, self.results, of_all, strict=True)]
 
 
 class LaneOperands(NamedTuple):
@@ -276,11 +246,6 @@ def result_axes(loop: Loop, num_steps: Any, checkpoint_rows: Any, batched: LoopO
     return results._replace(carry=axes_of(results.carry), ys=axes_of(results.ys, 1), saved=axes_of(results.saved, 1))
 
 
-def more_than(leave: int, active: Any) -> Any:
-    """Whether more lanes than these are active."""
-    return jnp.sum(active, dtype=jnp.int32) > leave if leave else jnp.any(active)
-
-
 def goes_on(row: Any, own: Sequence[Any], windows: Mask, reverse: bool) -> Any:
     """Which lanes have rows from `row` on, also ones that have not started; True where all share a bound."""
     if all(windows):
@@ -299,14 +264,16 @@ def takes_any_step(loop: Loop) -> bool:
 
 
 def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
-    """Whether the batch goes on, where it has a predicate, and how many lanes do, where it shows that."""
+    """Whether more than `leave` lanes go on, where the batch has a predicate, and how many do, where it shows that."""
     go_on = carry[0] & ahead if loop.predicated else ahead
-    goes_on = [more_than(leave, go_on)] if loop.predicated else []
-    if loop.reporting is None:
-        return goes_on
-    # Where each lane is a batch that counts its own lanes, these are counted.
-    counts = jnp.ones(axis.size, jnp.int32) if loop.active_count_index is None else carry[loop.active_count_index]
-    return [*goes_on, jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32)]
+    summary = []
+    if loop.predicated:
+        summary.append(jnp.sum(go_on, dtype=jnp.int32) > leave if leave else jnp.any(go_on))
+    if loop.reporting is not None:
+        # Where each lane is a batch that counts its own lanes, these are counted.
+        counts = jnp.ones(axis.size, jnp.int32) if loop.active_count_index is None else carry[loop.active_count_index]
+        summary.append(jnp.sum(jnp.where(go_on, counts, 0), dtype=jnp.int32))
+    return summary
 
 
 @weakly_cached
@@ -320,46 +287,43 @@ def _lanes_loop(
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
     window_avals, extra = avals
-    const_avals, carry_avals, xs_avals = (
-        lane_avals(group, mask, axis) for group, mask in zip(loop.input_avals, mapped, strict=True)
-    )
+    num_windows, num_extra = len(window_avals), len(extra)
     may_discard = takes_any_step(loop)
+    # A step that all lanes take is dropped where it is not taken. What they share is repeated, so that its derivative
+    # is masked in each lane, and then summed.
     when = "never" if may_discard else when_filled(loop.body)
     has_lanes = map_leaves(lambda _: True, mapped) if may_discard else mapped
-    function = lane_function(loop.body, flatten(has_lanes), axis.arguments)
-    in_place = buffers(loop.body, loop.carry_range)
-    filled_consts, filled_others = filled_operands(loop.body, has_lanes.consts, loop.num_carry, has_lanes.xs)
-    num_windows, num_extra = len(window_avals), len(extra)
+    # No lane is active in a row between the windows of two lanes, and where those lanes have stopped by their predicate
+    # that have started. With starts that all share, or ends alone, there is no such row.
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
-    y_avals = [stacked(a, axis.size) for a in loop.output_avals.ys]
-
-    def active_at(row: Any, own: Sequence[Any], carry: Sequence[Any]) -> Any:
-        active = in_window(row, own, windows, axis)
-        return active & carry[0] if loop.predicated else active
 
     def body(row: Any, *operands: Any) -> list[Any]:
+        # Before: [row, *consts, *carry, *x] -> [*carry, *y]
+        # After: [row, *own, *consts, *extra, *carry, *x] -> [*extra, *carry, *y]
+        # Own are lows and highs; extra: whether the batch goes on, how many lanes do, and the steps of each.
         own, consts, extra, carry, xs = split_list(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
-        active = active_at(row, own, carry)
+        active = in_window(row, own, windows, axis)
+        if loop.predicated:
+            active = active & carry[0]
+        inputs = LoopInputs(consts, carry, xs)
         if may_discard:
-            consts, xs = _repeated(axis, consts, mapped.consts), _repeated(axis, xs, mapped.xs)
-        filled = fill_inactive(active, consts, filled_consts, when)
-
-        def step(carry: Sequence[Any]) -> list[Any]:
-            return step_lanes(function, active, row, filled, [*carry, *xs], filled_others, carry, in_place, when)
-
-        out = skip_idle_rows(loop.body, step, active, carry, y_avals) if may_idle else step(carry)
+            inputs = map_leaves(lambda x, own: x if own else fill_axis(axis, x, None), inputs, mapped)
+        out = step_lanes(loop.body, axis, has_lanes, when, may_idle, active, row, inputs)
         if not num_extra:
             return out
+        # A lane that starts later is not active, and goes on: what is ahead of it decides, not its activity.
         ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)
         taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
         return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
 
-    reporting = loop.reporting and loop.reporting._replace(counts_lanes=True)
+    row, inputs = loop.body.in_avals[0], flatten(loop.input_avals)
+    consts, carry, xs = unflatten(mapped, lane_avals(inputs, flatten(mapped), axis))
+    inputs = [row, *window_avals, *consts, *extra, *carry, *xs]
     return loop._replace(
-        reporting=reporting,
-        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, windows, window_avals, extra),
-        body=trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals]),
+        reporting=loop.reporting and loop.reporting._replace(counts_lanes=True),
+        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, windows, avals, inputs),
+        body=trace(body, inputs),
         num_consts=loop.num_consts + num_windows,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
@@ -369,49 +333,34 @@ def _lanes_loop(
     )
 
 
-def _repeated(axis: Axis, operands: Sequence[Any], mapped: Sequence[bool]) -> list[Any]:
-    """What all lanes share, for each of them: its derivative is masked in each lane, and then summed."""
-    return [x if has_lanes else fill_axis(axis, x, None) for x, has_lanes in zip(operands, mapped, strict=True)]
-
-
 def _lanes_inverse(
-    loop: Loop, axis: Axis, mapped: LoopInputs, windows: Mask, window_avals: Sequence[Any], extra: Sequence[Any]
+    loop: Loop,
+    axis: Axis,
+    mapped: LoopInputs,
+    windows: Mask,
+    avals: tuple[tuple[Any, ...], ...],
+    input_avals: Sequence[Any],
 ) -> ClosedJaxpr:
-    """The inverse for such lanes: one that has not taken the step keeps its carry.
-
-    Where a lane has a predicate, its number of steps says which rows it has walked: the number stays what it is.
-    """
+    """The inverse for such lanes, with the inputs of the body: a lane that has not taken a step keeps its carry."""
     assert loop.inverse is not None
-    walked, walked_avals = windows, list(window_avals)
+    window_avals, extra = avals
+    walked, walked_avals = windows, window_avals
     if loop.predicated:
-        walked, walked_avals = (True, True), [extra[-1], extra[-1]]
-    groups = [tuple(mapped.consts), tuple(mapped.carry), tuple(mapped.xs)]
-    inverse = lanes_body(loop.inverse, axis, walked, tuple(walked_avals), groups)
-    back = jaxpr_as_fun(inverse)
-    _, *avals = inverse.in_avals
-    _, const_avals, carry_avals, xs_avals = split_list(avals, [len(walked_avals), loop.num_consts, loop.num_carry])
+        # Its number of steps says which rows a lane with a predicate has walked.
+        walked, walked_avals = (True, True), (extra[-1], extra[-1])
+    back = jaxpr_as_fun(lanes_body(loop.inverse, axis, walked, walked_avals, mapped))
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        own, consts, extra_after, carry, xs = split_list(
-            operands, [len(window_avals), loop.num_consts, len(extra), loop.num_carry]
-        )
+        sizes = [len(window_avals), loop.num_consts, len(extra), loop.num_carry]
+        own, consts, extra_after, carry, xs = split_list(operands, sizes)
         if not loop.predicated:
             return [*extra_after, *back(row, *own, *consts, *carry, *xs)]
         taken = extra_after[-1]
         low, high = (own[-1] - taken, own[-1]) if loop.reverse else (own[0], own[0] + taken)
-        goes_on = jnp.ones_like(extra_after[0])
-        return [goes_on, *extra_after[1:], *back(row, low, high, *consts, *carry, *xs)]
+        # The numbers of steps stay what they are: they say which rows have been walked, on all of the way back.
+        return [jnp.ones_like(extra_after[0]), *extra_after[1:], *back(row, low, high, *consts, *carry, *xs)]
 
-    return trace(body, [loop.body.in_avals[0], *window_avals, *const_avals, *extra, *carry_avals, *xs_avals])
-
-
-def _with_own_start(lanes: LaneOperands, axis: Axis, first: Any, place: int) -> LaneOperands:
-    """The lanes with a first row of their own: `low`, or `high` where rows are walked from the last."""
-    if lanes.windows[place]:
-        return lanes
-    windows = tuple(own or i == place for i, own in enumerate(lanes.windows))
-    start = jnp.broadcast_to(first, (axis.size,))
-    return lanes._replace(windows=windows, own=[*lanes.own, start] if place else [start, *lanes.own])
+    return trace(body, input_avals)
 
 
 def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, leave: int = 0) -> tuple[Outcome, Any]:
@@ -419,12 +368,14 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
 
     Lanes with a predicate stop when no more than `leave` of them go on.
     """
-    extra = []
-    if loop.predicated and loop.inverse is not None:
-        lanes = _with_own_start(lanes, axis, high if loop.reverse else low, int(loop.reverse))
+    extra, own_start = [], int(loop.reverse)
+    if loop.predicated and loop.inverse is not None and not lanes.windows[own_start]:
+        # The inverse counts the steps of a lane from its first row, which is then its own: `low`, or `high` in reverse.
+        windows = tuple(own or place == own_start for place, own in enumerate(lanes.windows))
+        start = jnp.broadcast_to(high if loop.reverse else low, (axis.size,))
+        lanes = lanes._replace(windows=windows, own=[*lanes.own, start] if loop.reverse else [start, *lanes.own])
     if loop.predicated or loop.reporting is not None:
-        first = high - 1 if loop.reverse else low
-        ahead = goes_on(first, lanes.own, lanes.windows, loop.reverse)
+        ahead = goes_on(high - 1 if loop.reverse else low, lanes.own, lanes.windows, loop.reverse)
         extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
         extra.append(fill_axis(axis, vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
