@@ -22,7 +22,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import fill_inactive
-from loopax._src.core.row_buffers import VERSION, add_p, get_p, nowhere, put_p, take_p, view_p
+from loopax._src.core.row_buffers import VERSION, add_p, get_p, lane_axes_of, nowhere, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
@@ -152,7 +152,7 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return bind_again(eqn, [*read, is_active & active])
     if eqn.primitive in (put_p, add_p, take_p):
         rows, place, *rest = operands
-        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, eqn.params["lane_axes"])), *rest])
+        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lane_axes_of(eqn))), *rest])
     if not _acts(eqn):
         return bind_again(eqn, operands)
     if guard := _guard_of(eqn):

@@ -196,6 +196,11 @@ view_p = new_primitive("buffer_view")
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
 
 
+def lane_axes_of(eqn: Any) -> int:
+    """How many leading axes of the array are those of lanes; not of `view`."""
+    return eqn.params["lane_axes"]
+
+
 def appends(eqn: Any) -> bool:
     """Whether a `put` writes a row that has not been read or written before."""
     return eqn.params["appends"]
