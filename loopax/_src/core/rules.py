@@ -22,12 +22,10 @@ from loopax._src.core.autodiff.sweep import sweep_jvp, sweep_linearize, sweep_pa
 from loopax._src.core.batching.compact import (
     CompactVmap,
     compact_vmap_abstract_eval,
-    compact_vmap_dependence,
     compact_vmap_p,
     compact_vmap_transpose,
     compact_vmap_typecheck,
     evaluate_batch,
-    guard_compact_vmap,
     join_batches,
 )
 from loopax._src.core.batching.compact_autodiff import (
@@ -38,7 +36,7 @@ from loopax._src.core.batching.compact_autodiff import (
     compact_vmap_partial_eval_custom,
 )
 from loopax._src.core.batching.loop import batch_loop, batch_sweep
-from loopax._src.core.effects import guard_loop, guard_sweep, guards
+from loopax._src.core.effects import guard_loop, guard_sweep, guarded, guards
 from loopax._src.core.ir.loop import (
     Loop,
     loop_abstract_eval,
@@ -56,6 +54,7 @@ from loopax._src.core.ir.reverse_sweep import (
     sweep_typecheck,
 )
 from loopax._src.core.jaxpr.dependence import (
+    dependence,
     dependence_rules,
     jointly_linear,
     mixed_inputs,
@@ -185,9 +184,9 @@ register(
     dce=compact_vmap_dce,
     batch=batch_if_mapped(compact_vmap_p, join_batches),
 )
-dependence_rules[compact_vmap_p] = compact_vmap_dependence
+dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(CompactVmap(**eqn.params).program))
 mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
-guards[compact_vmap_p] = guard_compact_vmap
+guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
 register_sparse(compact_vmap_p, refuse_sparse)
 
 jointly_linear.add(keep_bits_p)

@@ -14,21 +14,18 @@ import jax.numpy as jnp
 
 from loopax._src.core.batching.groups import GroupProgram, in_groups
 from loopax._src.core.batching.lockstep import hull, lockstep_sweep, own_limits
-from loopax._src.core.effects import guarded
 from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepInputs, checkpoint_and_sweep
-from loopax._src.core.jaxpr.dependence import dependence
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
 from loopax._src.core.jaxpr.evaluate import jvp_expanded, linearize_expanded
 from loopax._src.core.jaxpr.types import Axis, axes_of, check_count, check_types, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import (
     Mask,
     collective_over,
+    either,
     flatten,
-    merge_lists,
     num_bytes,
     of_selected,
-    select,
     trace,
     unflatten,
     weakly_cached,
@@ -49,8 +46,15 @@ from loopax._src.messages import collective_message
 REPEATED_BYTES = 64 * 1024
 
 
+# The primitive has three roles, one for each kind of rule:
+# - the program, which is compiled, differentiated and asked for effects, as any function is;
+# - the static thing that there is a batch of (a loop, a sweep), from which derivatives and dead-code elimination make
+#   another one, and a batch of that;
+# - the table of rules for such a thing, which writes the program anew for another number of lanes.
+
+
 class BatchRules(NamedTuple):
-    """How a batch of something runs."""
+    """How a batch of something runs: of loops, `LOOPS` (`core/batching/stages.py`), and of sweeps, `SWEEPS`."""
 
     run: Callable[..., list[Any]]  # (static, axis, mapped, operands) -> results
     operand_axes: Callable[[Any], list[int]]  # where each operand has its axis of lanes, if it has one
@@ -106,61 +110,48 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
     if collective_over(inner.program, outer.name):
         raise NotImplementedError(collective_message(outer.name))
-    if not _joins(inner, outer, operands, dims):
-        return _map_program(axis_data, operands, dims, inner.program)
+    mapped, sizes = is_batched(dims), (outer.size, inner.axis.size)
+    if not _joins(inner, mapped, sizes, operands):
+        # What does not depend on the new lanes stays as it is.
+        out_axes = axes_of(batched_outputs(inner.program, axis_data, mapped))
+        in_axes = [None if d is None else int(d) for d in dims]
+        function = jax.vmap(jaxpr_as_fun(inner.program), in_axes, out_axes, **axis_arguments(axis_data))
+        return function(*operands), out_axes
     refuse_sharded_lanes(outer)
-    names = [_as_tuple(axis.spmd_name) for axis in (outer, inner.axis)]
-    axis = Axis(outer.size * inner.axis.size, None, (names[0] + names[1]) or None)
-    positions = inner.rules.operand_axes(inner.static)
-    sizes = (outer.size, inner.axis.size)
-    flat = [_flatten(*each, sizes) for each in zip(operands, positions, inner.mapped, dims, strict=True)]
-    mapped = tuple(m or d is not None for m, d in zip(inner.mapped, dims, strict=True))
-    results = compact_vmap(inner.rules, inner.static, axis, mapped, flat)
+    flat = []
+    for x, at, has_lanes, dim in zip(operands, inner.rules.operand_axes(inner.static), inner.mapped, dims, strict=True):
+        if dim is not None or has_lanes:
+            # Before: new lanes at `dim`, and lanes at `at` without them; one of them may be missing
+            # After: [..., new lanes x lanes, ...] at `at`
+            x = jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, int(dim), at)
+            x = x if has_lanes else jnp.expand_dims(x, at + 1)
+            x = jnp.broadcast_to(x, (*x.shape[:at], *sizes, *x.shape[at + 2 :]))
+            x = x.reshape(*x.shape[:at], prod(sizes), *x.shape[at + 2 :])
+        flat.append(x)
+    names = (outer.spmd_name, inner.axis.spmd_name)
+    spmd_names = tuple(name for each in names if each for name in (each if isinstance(each, tuple) else (each,)))
+    joint = Axis(prod(sizes), None, spmd_names or None)
+    results = compact_vmap(inner.rules, inner.static, joint, either(inner.mapped, mapped), flat)
     result_axes = inner.rules.result_axes(inner.static)
-    unflattened = [
-        y.reshape(*y.shape[:at], *sizes, *y.shape[at + 1 :]) for y, at in zip(results, result_axes, strict=True)
-    ]
-    return unflattened, result_axes
+    # Before: [..., new lanes x lanes, ...] -> After: [..., new lanes, lanes, ...]
+    pairs = zip(results, result_axes, strict=True)
+    return [y.reshape(*y.shape[:at], *sizes, *y.shape[at + 1 :]) for y, at in pairs], result_axes
 
 
-def _as_tuple(name: Any) -> tuple[Any, ...]:
-    if name is None:
-        return ()
-    return name if isinstance(name, tuple) else (name,)
-
-
-def _joins(inner: CompactVmap, outer: Axis, operands: Sequence[Any], dims: Sequence[Any]) -> bool:
+def _joins(inner: CompactVmap, newly_mapped: Mask, sizes: tuple[int, int], operands: Sequence[Any]) -> bool:
     """Whether one batch of all lanes is written, or the first one is mapped."""
-    if not inner.rules.steps_differ(inner.static, is_batched(dims)):
+    if not inner.rules.steps_differ(inner.static, newly_mapped):
         return False
     bodies = [part for part in inner.static if isinstance(part, ClosedJaxpr)]
     if not inner.program.effects and any(body.effects for body in bodies):
         return False  # steps that are recomputed, from which effects have been removed
     repeated = own = 0
-    for x, mapped, dim in zip(operands, inner.mapped, dims, strict=True):
+    for x, has_lanes, has_new in zip(operands, inner.mapped, newly_mapped, strict=True):
         size = num_bytes([jax.typeof(x)])
-        own += size if mapped or dim is not None else 0
-        if mapped != (dim is not None):
-            repeated += size * ((outer.size if mapped else inner.axis.size) - 1)
+        own += size if has_lanes or has_new else 0
+        if has_lanes != has_new:
+            repeated += size * ((sizes[0] if has_lanes else sizes[1]) - 1)
     return repeated <= max(own, REPEATED_BYTES)
-
-
-def _map_program(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], program: ClosedJaxpr) -> Any:
-    """The program for all new lanes; what does not depend on them stays as it is."""
-    out_axes = axes_of(batched_outputs(program, axis_data, is_batched(dims)))
-    in_axes = [None if d is None else int(d) for d in dims]
-    mapped = jax.vmap(jaxpr_as_fun(program), in_axes=in_axes, out_axes=out_axes, **axis_arguments(axis_data))
-    return mapped(*operands), out_axes
-
-
-def _flatten(x: Any, at: int, mapped: bool, dim: Any, sizes: tuple[int, int]) -> Any:
-    """An operand with one axis for the lanes of both batches, those of the new one first."""
-    if dim is None and not mapped:
-        return x
-    x = jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, int(dim), at)
-    x = x if mapped else jnp.expand_dims(x, at + 1)
-    x = jnp.broadcast_to(x, (*x.shape[:at], *sizes, *x.shape[at + 2 :]))
-    return x.reshape(*x.shape[:at], prod(sizes), *x.shape[at + 2 :])
 
 
 def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
@@ -170,12 +161,16 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
     None. Results without a cotangent may be no linear functions (primals, in the rule of a `jax.custom_jvp`), so only
     the others are transposed. Progress is not shown a second time.
     """
-    linear = [ad.is_undefined_primal(x) for x in operands]
-    wanted = [not isinstance(ct, ad.Zero) for ct in cts]
     program = jaxpr_as_fun(strip_progress(CompactVmap(**params).program))
-    of_linear = of_selected(lambda *inputs: select(wanted, program(*inputs)), linear, operands)
-    found = linear_transpose(of_linear, *(x.aval for x in select(linear, operands)))
-    return merge_lists(linear, [None] * linear.count(False), found(select(wanted, cts)))
+    is_linear = [ad.is_undefined_primal(x) for x in operands]
+
+    def results_with_cts(*inputs: Any) -> list[Any]:
+        return [y for y, ct in zip(program(*inputs), cts, strict=True) if not isinstance(ct, ad.Zero)]
+
+    of_linear = of_selected(results_with_cts, is_linear, operands)
+    transposed = linear_transpose(of_linear, *(x.aval for x in operands if ad.is_undefined_primal(x)))
+    found = iter(transposed([ct for ct in cts if not isinstance(ct, ad.Zero)]))
+    return [next(found) if linear else None for linear in is_linear]
 
 
 jvp_of_program = jvp_expanded(evaluate_batch)
@@ -196,16 +191,6 @@ def compact_vmap_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
     return compact_vmap_abstract_eval(*avals, **params)
 
 
-def compact_vmap_dependence(eqn: Any) -> list[int]:
-    """Which operands each result depends on: those of the program."""
-    return list(dependence(CompactVmap(**eqn.params).program))
-
-
-def guard_compact_vmap(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    """The program with its effects where `active` is True only."""
-    return guarded(CompactVmap(**eqn.params).program)(active, *operands)
-
-
 # A batch of reverse sweeps that does not wait for the lane with the most rows.
 #
 # The windows of all lanes are known, for their loops have run, so lanes are sorted into groups of similar lengths.
@@ -216,40 +201,25 @@ def guard_compact_vmap(eqn: Any, active: Any, operands: list[Any]) -> Sequence[A
 def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *init, *carry, *xs`."""
     assert isinstance(sweep.lanes, Compact)
+    windows, has_lanes = mapped[:2], unflatten(sweep.backward_avals, mapped[2:])
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
-        return _in_lockstep(sweep, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
+        low, high, *leaves = operands
+        own, inputs = own_limits(windows, low, high), unflatten(sweep.backward_avals, leaves)
+        of_group, own_avals = axis.resized(lanes, similar=lanes < axis.size), tuple(map(jax.typeof, own))
+        lockstep = lockstep_sweep(sweep, of_group, tuple(has_lanes.consts), tuple(has_lanes.xs), windows, own_avals)
+        inputs = inputs._replace(consts=[*own, *inputs.consts])
+        return flatten(checkpoint_and_sweep(lockstep, *hull(low, high), inputs))
 
+    axes = [at if has_lanes else None for at, has_lanes in zip(SWEEPS.operand_axes(sweep), mapped, strict=True)]
     low, high = operands[:2]
-    operand_axes = [at if has_lanes else None for at, has_lanes in zip(_operand_axes(sweep), mapped, strict=True)]
-    program = GroupProgram(run_group, operand_axes, _result_axes(sweep))
+    program = GroupProgram(run_group, axes, SWEEPS.result_axes(sweep))
     return in_groups(program, sweep.lanes, jnp.broadcast_to(high - low, (axis.size,)), operands)
 
 
-def _in_lockstep(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """Walk forward saving, then back."""
-    low, high, *leaves = operands
-    windows, has_lanes = mapped[:2], _inputs(sweep, mapped[2:])
-    own = own_limits(windows, low, high)
-    own_avals = tuple(map(jax.typeof, own))
-    lanes = lockstep_sweep(sweep, axis, tuple(has_lanes.consts), tuple(has_lanes.xs), windows, own_avals)
-    inputs = _inputs(sweep, leaves)
-    inputs = inputs._replace(consts=[*own, *inputs.consts])
-    return flatten(checkpoint_and_sweep(lanes, *hull(low, high), inputs))
-
-
-def _inputs(sweep: ReverseSweep, leaves: Sequence[Any]) -> SweepInputs:
-    """By name what stands for each operand behind `low` and `high`: the states are given by the first one, `init`."""
-    return unflatten(sweep.backward_avals, leaves)
-
-
-def _operand_axes(sweep: ReverseSweep) -> list[int]:
-    consts, state, carry, xs = sweep.backward_avals
-    return [0, 0, *(0 for _ in (*consts, *state, *carry)), *(1 for _ in xs)]
-
-
-def _result_axes(sweep: ReverseSweep) -> list[int]:
-    return [0] * sweep.num_carry + [1] * len(sweep.y_avals)
-
-
-SWEEPS = BatchRules(_run, _operand_axes, _result_axes, lambda _, mapped: any(mapped[:2]))
+SWEEPS = BatchRules(
+    run=_run,
+    operand_axes=lambda sweep: [0] * (1 + sweep.xs_range.start) + [1] * len(sweep.xs_range),
+    result_axes=lambda sweep: [0] * sweep.num_carry + [1] * len(sweep.y_avals),
+    steps_differ=lambda _, mapped: any(mapped[:2]),
+)

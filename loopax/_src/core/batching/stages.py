@@ -59,44 +59,21 @@ def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outco
         raise NotImplementedError(collective_message(axis.name))
     size = min(max(fewest_in_group(loop.lanes), axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
-    order = jnp.pad(_taking_first(takes), (0, batches * size - axis.size))
+    # The numbers of the lanes that take the step, in order; zeros behind them.
+    place = jnp.where(takes, jnp.cumsum(takes, dtype=jnp.int32) - 1, axis.size)
+    numbers = jnp.arange(axis.size, dtype=jnp.int32)
+    order = jnp.zeros_like(numbers).at[place].set(numbers, mode="drop", unique_indices=True)
+    order = jnp.pad(order, (0, batches * size - axis.size))
     count = jnp.sum(takes, dtype=jnp.int32)
     consts, carry, xs = lanes.inputs
-    given = LoopInputs(consts, carry, [keep_bits(lambda x: x[0], x) for x in xs])
-    ys = [zeros(stacked(aval, axis.size)) for aval in loop.output_avals.ys]
-    batched = loop._replace(
-        body=_body_of_batch(loop, axis, size, lanes.mapped, given, [*carry, *ys]),
-        num_consts=2 + sum(map(len, given)),
-        num_carry=len(carry) + len(ys),
-        bound=batches,
-        reverse=False,
-        saving=None,
-        saved=(),
-        lanes=Lockstep(),
-        debug_info=None,
-    )
-    num_batches = -(-count // size)
-    out = run(batched, jnp.int32(0), num_batches, [order, count, *flatten(given)], [*carry, *ys], [])
-    carry, ys = split_list(out.carry, [len(carry)])
-    return Outcome(takes.astype(jnp.int32), carry, [y[None] for y in ys], [], [])
-
-
-def _taking_first(takes: Any) -> Any:
-    """The numbers of the lanes that take the step, in order; zeros behind them."""
-    place = jnp.cumsum(takes, dtype=jnp.int32) - 1
-    lanes = jnp.arange(len(takes), dtype=jnp.int32)
-    place = jnp.where(takes, place, len(takes))
-    return jnp.zeros_like(lanes).at[place].set(lanes, mode="drop", unique_indices=True)
-
-
-def _body_of_batch(
-    loop: Loop, axis: Axis, size: int, mapped: LoopInputs, given: LoopInputs, results: Sequence[Any]
-) -> Any:
-    """(number of the batch, order, count, *operands of all lanes, *results of all lanes) -> the results."""
-    is_mapped = flatten(mapped)
+    given = [*consts, *carry, *(keep_bits(lambda x: x[0], x) for x in xs)]
+    results = [*carry, *(zeros(stacked(aval, axis.size)) for aval in loop.output_avals.ys)]
+    is_mapped = flatten(lanes.mapped)
     function = lane_function(loop.body, is_mapped, axis.resized(size).arguments)
 
     def body(number: Any, order: Any, count: Any, *operands: Any) -> list[Any]:
+        # Before: [row, *consts, *carry, *x] of a lane -> [*carry, *y]
+        # After: [number of the batch, order, count, *operands of all lanes, *results of all lanes] -> [*results]
         of_lanes, results = split_list(operands, [len(is_mapped)])
         chosen = lax.dynamic_slice(order, (number * size,), (size,))
         is_lane = number * size + jnp.arange(size, dtype=jnp.int32) < count
@@ -105,8 +82,21 @@ def _body_of_batch(
         out = function(is_lane, jnp.zeros((), INDEX.dtype), *own)
         return [put(rows, writes, new) for rows, new in zip(results, out, strict=True)]
 
-    avals = [jax.ShapeDtypeStruct(order_shape, INDEX.dtype) for order_shape in ((-(-axis.size // size) * size,), ())]
-    return trace(body, [INDEX, *avals, *map(jax.typeof, flatten(given)), *map(jax.typeof, results)])
+    batched = loop._replace(
+        body=trace(body, [INDEX, *map(jax.typeof, (order, count, *given, *results))]),
+        num_consts=2 + len(given),
+        num_carry=len(results),
+        bound=batches,
+        reverse=False,
+        saving=None,
+        saved=(),
+        lanes=Lockstep(),
+        debug_info=None,
+    )
+    num_batches = -(-count // size)
+    out = run(batched, jnp.int32(0), num_batches, [order, count, *given], results, [])
+    carry, ys = split_list(out.carry, [len(carry)])
+    return Outcome(takes.astype(jnp.int32), carry, [y[None] for y in ys], [], [])
 
 
 def is_one_batch(loop: Loop, lanes: int) -> bool:
@@ -121,37 +111,36 @@ def _sizes(loop: Loop, how: Compact, lanes: int) -> list[int]:
     return stage_sizes(how, lanes, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
 
 
-class Results(NamedTuple):
-    """Of all lanes of a batch."""
+class LaneResults(NamedTuple):
+    """Of some lanes of a batch."""
 
-    num_steps: Any
-    carry: list[Any]
-    ys: list[Any]
+    places: Any  # int32[lanes]: which lanes of the batch
+    num_steps: Any  # int32[lanes]
+    carry: list[Any]  # [lanes, ...]
+    ys: list[Any]  # [rows, lanes, ...]
 
-    def take(self, order: Any) -> "Results":
+    def take(self, order: Any) -> "LaneResults":
         """These lanes, in this order."""
-        carry, ys = [take(x, order, 0) for x in self.carry], [take(y, order, 1) for y in self.ys]
-        return Results(take(self.num_steps, order, 0), carry, ys)
-
-    def part(self, start: int, end: int) -> "Results":
-        """Some lanes."""
-        return Results(
-            self.num_steps[start:end], [x[start:end] for x in self.carry], [y[:, start:end] for y in self.ys]
+        places, num_steps = take(self.places, order, 0), take(self.num_steps, order, 0)
+        return LaneResults(
+            places, num_steps, [take(x, order, 0) for x in self.carry], [take(y, order, 1) for y in self.ys]
         )
+
+    def part(self, start: int, end: int) -> "LaneResults":
+        """Some lanes, from one to another."""
+        carry, ys = [x[start:end] for x in self.carry], [y[:, start:end] for y in self.ys]
+        return LaneResults(self.places[start:end], self.num_steps[start:end], carry, ys)
 
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """The program of a batch."""
+    """The program of a batch; operands are `low, high, *consts, *carry, *xs`."""
     assert isinstance(loop.lanes, Compact)
-    low, high, lanes = _lanes(loop, mapped, operands)
     if takes_one_step(loop) and axis.size:
+        low, high, lanes = _lanes(loop, mapped, operands)
         out = in_batches(loop, axis, jnp.broadcast_to(low < high, (axis.size,)), lanes)
         return [*out.leaves, *nothing_saved(loop, axis)]
-    if loop.predicated:
-        results = _in_stages(loop, loop.lanes, axis, *hull(low, high), lanes)
-    else:
-        results = _in_groups(loop, loop.lanes, axis, mapped, operands)
-    return [results.num_steps, *results.carry, *results.ys, *nothing_saved(loop, axis)]
+    run_apart = _in_stages if loop.predicated else _in_groups
+    return [*run_apart(loop, loop.lanes, axis, mapped, operands), *nothing_saved(loop, axis)]
 
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, LaneOperands]:
@@ -170,100 +159,82 @@ def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), checkpoint_rows]
 
 
-def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Results:
+def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Lanes whose windows are all that stops them."""
-    low, high, _ = _lanes(loop, mapped, operands)
+    low, high = operands[:2]
     num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     groups = sum(number for number, _ in group_sizes(how, axis.size))
     reporting = loop.reporting and loop.reporting._replace(runs=groups, lanes=axis.size)
     loop = loop._replace(saving=None, saved=(), reporting=reporting)
 
-    def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
+    def run_group(size: int, operands: Sequence[Any]) -> list[Any]:
+        low, high, lanes = _lanes(loop, mapped, operands)
         part = loop._replace(
-            share=loop.share * lanes / max(axis.size, 1),
-            reporting=loop.reporting and loop.reporting._replace(size=lanes),
+            share=loop.share * size / max(axis.size, 1),
+            reporting=loop.reporting and loop.reporting._replace(size=size),
         )
-        carry, ys = _in_lockstep(part, axis.resized(lanes, similar=lanes < axis.size), mapped, operands)
-        return [*carry, *ys]
+        out, _ = run_lanes(part, axis.resized(size, similar=size < axis.size), *hull(low, high), lanes)
+        return [*out.carry, *out.ys]
 
-    operand_axes = [at if has_lanes else None for at, has_lanes in zip(_operand_axes(loop), mapped, strict=True)]
-    program = GroupProgram(run_group, operand_axes, _result_axes(loop)[1:])
-    results = in_groups(program, how, num_steps, operands)
-    return Results(num_steps, *split_list(results, [loop.num_carry]))
-
-
-def _in_lockstep(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    low, high, lanes = _lanes(loop, mapped, operands)
-    out, _ = run_lanes(loop, axis, *hull(low, high), lanes)
-    return out.carry, out.ys
+    axes = [at if has_lanes else None for at, has_lanes in zip(LOOPS.operand_axes(loop), mapped, strict=True)]
+    program = GroupProgram(run_group, axes, LOOPS.result_axes(loop)[1:])
+    return [num_steps, *in_groups(program, how, num_steps, operands)]
 
 
-def _in_stages(loop: Loop, how: Compact, axis: Axis, low: Any, high: Any, lanes: LaneOperands) -> Results:
+def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Lanes whose predicates stop them: which go on is known only then.
 
     Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact_autodiff.py`).
     """
+    low, high, lanes = _lanes(loop, mapped, operands)
+    low, high = hull(low, high)
     sizes = _sizes(loop, how, axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
-    places = jnp.arange(axis.size, dtype=jnp.int32)
-    left = Results(jnp.int32(0), list(lanes.inputs.carry), [])
+    left = LaneResults(jnp.arange(axis.size, dtype=jnp.int32), jnp.int32(0), list(lanes.inputs.carry), [])
     finished = []
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
         out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
+        # Before: the rows that are left -> After: those that this stage has walked, and the rest, for the next stage
         reached = high - out.num_steps if loop.reverse else low + out.num_steps
         walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
         ys = [with_rows(old, new, *walked) for old, new in zip(left.ys, out.ys, strict=True)] if index else out.ys
-        left = Results(left.num_steps + num_steps, out.carry, ys)
+        left = LaneResults(left.places, left.num_steps + num_steps, out.carry, ys)
         low, high = rest
-        if smaller:
-            first = high - 1 if loop.reverse else low
-            order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
-            left, places = left.take(order), take(places, order, 0)
-            finished.append((left.part(smaller, size), places[smaller:]))
-            left, places = left.part(0, smaller), places[:smaller]
-            lanes = _lanes_left(lanes, order[:smaller], left.carry)
-    return _in_place([(left, places), *reversed(finished)])
+        if not smaller:
+            break
+        # Before: lanes in the order of this stage -> After: those that go on, then those that are done
+        first = high - 1 if loop.reverse else low
+        order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
+        ordered, going_on = left.take(order), order[:smaller]
+        finished.append(ordered.part(smaller, size))
+        left = ordered.part(0, smaller)
+        inputs = LoopInputs(
+            take_mapped(lanes.inputs.consts, lanes.mapped.consts, going_on, 0),
+            left.carry,
+            take_mapped(lanes.inputs.xs, lanes.mapped.xs, going_on, 1),
+        )
+        lanes = lanes._replace(own=[take(x, going_on, 0) for x in lanes.own], inputs=inputs)
+    if finished:
+        # Before: lanes of the last stage, then those that were done before it, the latest first
+        # After: each lane where it was at the start
+        parts = [left, *reversed(finished)]
+        left = LaneResults(
+            jnp.concatenate([part.places for part in parts]),
+            jnp.concatenate([part.num_steps for part in parts]),
+            [jnp.concatenate(leaves) for leaves in zip(*(part.carry for part in parts), strict=True)],
+            [jnp.concatenate(rows, 1) for rows in zip(*(part.ys for part in parts), strict=True)],
+        )
+        left = left.take(jnp.argsort(left.places).astype(jnp.int32))
+    return [left.num_steps, *left.carry, *left.ys]
 
 
-def _lanes_left(lanes: LaneOperands, order: Any, carry: list[Any]) -> LaneOperands:
-    """The operands of the lanes that are left."""
-    inputs = LoopInputs(
-        take_mapped(lanes.inputs.consts, lanes.mapped.consts, order, 0),
-        carry,
-        take_mapped(lanes.inputs.xs, lanes.mapped.xs, order, 1),
-    )
-    return lanes._replace(own=[take(x, order, 0) for x in lanes.own], inputs=inputs)
-
-
-def _in_place(parts: Sequence[tuple[Results, Any]]) -> Results:
-    """The results of all lanes, each where it was at the start."""
-    if len(parts) == 1:
-        return parts[0][0]
-    results, places = zip(*parts, strict=True)
-    back = jnp.argsort(jnp.concatenate(places)).astype(jnp.int32)
-    joined = Results(
-        jnp.concatenate([r.num_steps for r in results]),
-        [jnp.concatenate(leaves) for leaves in zip(*(r.carry for r in results), strict=True)],
-        [jnp.concatenate(rows, 1) for rows in zip(*(r.ys for r in results), strict=True)],
-    )
-    return joined.take(back)
-
-
-def _operand_axes(loop: Loop) -> list[int]:
-    """Where operands have their lanes."""
-    return [0, 0, *(0,) * (loop.num_consts + loop.num_carry), *(1 for _ in loop.input_avals.xs)]
-
-
-def _result_axes(loop: Loop) -> list[int]:
-    """Where results have their lanes. Each lane has checkpoint rows of its own."""
-    return result_axes(loop, 0, 0).leaves
-
-
-def _steps_differ(loop: Loop, mapped: Mask) -> bool:
-    return any(mapped[:2]) or (
-        loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0]
-    )
-
-
-LOOPS = BatchRules(_run, _operand_axes, _result_axes, _steps_differ)
+LOOPS = BatchRules(
+    run=_run,
+    operand_axes=lambda loop: [0] * (1 + loop.carry_range.stop) + [1] * len(loop.input_avals.xs),
+    result_axes=lambda loop: result_axes(loop, 0, 0).leaves,
+    steps_differ=lambda loop, mapped: (
+        any(mapped[:2])
+        or (loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0])
+    ),
+)
