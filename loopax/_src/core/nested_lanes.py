@@ -52,26 +52,9 @@ from loopax._src.messages import (
     inverse_message,
 )
 
-# A program with one loop in it, cut at that loop.
-
-
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them.
 FEW_ROWS = 128
-
-
-class SplitProgram(NamedTuple):
-    """A program, cut at the loop in it."""
-
-    before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
-    operands: ClosedJaxpr  # (*inputs, *kept) -> (*consts, *xs) of the loop
-    after: ClosedJaxpr  # (*inputs, *kept, *results of the loop) -> outputs
-    loop: Loop
-
-    @property
-    def kept_avals(self) -> list[Any]:
-        """The types of what is computed before the loop for use in or after it."""
-        return self.before.out_avals[2 + self.loop.num_carry :]
 
 
 class LaneState(NamedTuple):
@@ -85,25 +68,99 @@ class LaneState(NamedTuple):
     kept: list[Any]
 
 
+class SplitProgram(NamedTuple):
+    """A program, cut at the only loop in it, for lanes of which each is at another step of the loop.
+
+    `inputs()` gives the inputs of the program for a lane, where they are needed.
+    """
+
+    before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
+    operands: ClosedJaxpr  # (*inputs, *kept) -> (*consts, *xs) of the loop
+    after: ClosedJaxpr  # (*inputs, *kept, *results of the loop) -> outputs
+    loop: Loop
+
+    def start(self) -> LaneState:
+        """A place in the state of a lane that has not begun."""
+        carry, ys = self.loop.output_avals
+        rows = [zeros(stacked(aval, self.loop.bound or 0)) for aval in ys]
+        nothing, kept = jnp.int32(0), self.before.out_avals[2 + self.loop.num_carry :]
+        return LaneState(nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, kept)))
+
+    def goes_on(self, at: LaneState) -> Any:
+        """Whether a lane takes a step."""
+        if self.loop.bound is None and self.loop.predicated:
+            return at.carry[0]
+        ahead = at.row > at.end if self.loop.reverse else at.row < at.end
+        return ahead & at.carry[0] if self.loop.predicated else ahead
+
+    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
+        """What stands before the loop, where it is needed."""
+
+        def before(*_: Any) -> list[Any]:
+            # Before: [low, high, *carry, *kept] -> After: [first row, the first that is not walked, *carry, *kept]
+            low, high, *rest = jaxpr_as_fun(self.before)(*inputs())
+            return [*((high - 1, low - 1) if self.loop.reverse else (low, high)), *rest]
+
+        row, end, *rest = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
+        carry, kept = split_list(rest, [self.loop.num_carry])
+        ys = [where(needed, zeros(jax.typeof(y)), y) for y in at.ys]
+        return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
+
+    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
+        """One step, where it is needed."""
+        loop = self.loop
+        if loop.bound == 0:
+            return at
+
+        def step(*values: Any) -> list[Any]:
+            consts, xs = split_list(jaxpr_as_fun(self.operands)(*inputs(), *at.kept), [loop.num_consts])
+            return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
+
+        results = at_most_once(needed, step, [*at.carry, *map(zeros, loop.output_avals.ys)])
+        carry, rows = loop.outputs(results)
+        counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
+        return at._replace(
+            row=RowLoop(loop.reverse).advance(at.row, counted),
+            num_steps=at.num_steps + counted,
+            carry=list(carry),
+            ys=written(at.ys, at.row, rows, needed),
+        )
+
+    def end(self, inputs: list[Any], at: LaneState) -> list[Any]:
+        """What stands after the loop."""
+        return jaxpr_as_fun(self.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
+
+
 @weakly_cached
-def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> SplitProgram:
-    """Cut a program at the only loop in it; `refuse(number of loops)` is the error where there is not one."""
+def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitProgram:
+    """Cut a program at the only loop in it; `message(number of loops)` is that of the error where there is not one."""
     flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
     loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
-        _refuse_other_derivative(Loop(**eqn.params))
+        # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.
+        debug_info = Loop(**eqn.params).debug_info
+        if debug_info and debug_info.kind is not None and debug_info.kind.derivative != "exact":
+            raise NotImplementedError(derivative_message("a loop of which one is made with others", debug_info.kind))
     if len(loops) != 1:
-        raise refuse(len(loops))
+        raise ValueError(message(len(loops)))
     (at,) = loops
-    front, behind = _around(flat.eqns, at)
-    made = {variable for eqn in front for variable in eqn.outvars}
     loop = Loop(**at.params)
     if loop.reporting is not None:
         raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
     if loop.inverse is not None:
         raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
+    # Before: the equations in their order -> After: those that do not need the loop's results, and those that do
+    results, front, behind = set(at.outvars), [], []
+    for eqn in flat.eqns:
+        if any(not isinstance(atom, Literal) and atom in results for atom in eqn.invars):
+            results.update(eqn.outvars)
+            behind.append(eqn)
+        elif eqn is not at:
+            front.append(eqn)
     low, high, *operands = at.invars
     consts, carry, xs = loop.inputs(operands)
+    # Kept is what is computed before the loop for use in it or after it.
+    made = {variable for eqn in front for variable in eqn.outvars}
     used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.outvars]
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
     inputs = flat.invars
@@ -113,25 +170,6 @@ def split_at_loop(program: ClosedJaxpr, refuse: Callable[[int], Exception]) -> S
         after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.outvars, behind),
         loop=loop,
     )
-
-
-def _refuse_other_derivative(loop: Loop) -> None:
-    """What is around the loop gives it that derivative, and a split program has it elsewhere."""
-    kind = loop.debug_info and loop.debug_info.kind
-    if kind is not None and kind.derivative != "exact":
-        raise NotImplementedError(derivative_message("a loop of which one is made with others", kind))
-
-
-def _around(eqns: Sequence[Any], at: Any) -> tuple[list[Any], list[Any]]:
-    """The equations that do not need this one's results, and those that do."""
-    results, front, behind = set(at.outvars), [], []
-    for eqn in eqns:
-        if any(not isinstance(atom, Literal) and atom in results for atom in eqn.invars):
-            results.update(eqn.outvars)
-            behind.append(eqn)
-        elif eqn is not at:
-            front.append(eqn)
-    return front, behind
 
 
 def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
@@ -151,78 +189,16 @@ def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequen
     return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind).carry[1:]
 
 
-class Stepper(NamedTuple):
-    """The loop of a program, step by step, for lanes of which each is where it is."""
-
-    parts: SplitProgram
-
-    def start(self) -> LaneState:
-        """A place in the state of a lane that has not begun."""
-        carry, ys = self.parts.loop.output_avals
-        rows = [zeros(stacked(aval, self.parts.loop.bound or 0)) for aval in ys]
-        nothing = jnp.int32(0)
-        return LaneState(
-            nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, self.parts.kept_avals))
-        )
-
-    def goes_on(self, at: LaneState) -> Any:
-        """Whether a lane takes a step."""
-        loop = self.parts.loop
-        if loop.bound is None and loop.predicated:
-            return at.carry[0]
-        ahead = at.row > at.end if loop.reverse else at.row < at.end
-        return ahead & at.carry[0] if loop.predicated else ahead
-
-    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
-        """What stands before the loop, where it is needed."""
-        loop, sizes = self.parts.loop, [2, self.parts.loop.num_carry]
-
-        def before(*_: Any) -> list[Any]:
-            (low, high), carry, kept = split_list(jaxpr_as_fun(self.parts.before)(*inputs()), sizes)
-            return [*((high - 1, low - 1) if loop.reverse else (low, high)), *carry, *kept]
-
-        values = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
-        (row, end), carry, kept = split_list(values, sizes)
-        ys = [where(needed, zeros(jax.typeof(y)), y) for y in at.ys]
-        return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
-
-    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
-        """One step, where it is needed."""
-        loop = self.parts.loop
-        if loop.bound == 0:
-            return at
-
-        def step(*values: Any) -> list[Any]:
-            operands = jaxpr_as_fun(self.parts.operands)(*inputs(), *at.kept)
-            consts, xs = split_list(operands, [loop.num_consts])
-            return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
-
-        values = [*at.carry, *map(zeros, loop.output_avals[1])]
-        carry, rows = split_list(at_most_once(needed, step, values), [loop.num_carry])
-        counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
-        return at._replace(
-            row=RowLoop(loop.reverse).advance(at.row, counted),
-            num_steps=at.num_steps + counted,
-            carry=carry,
-            ys=written(at.ys, at.row, rows, needed),
-        )
-
-    def after(self, inputs: list[Any], at: LaneState) -> list[Any]:
-        """What stands after the loop."""
-        return jaxpr_as_fun(self.parts.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
-
-
 def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any) -> list[Any]:
     """The buffers with a row written, where that is needed."""
-    return [_written(buffer, row, value, needed) for buffer, value in zip(buffers, values, strict=True)]
-
-
-def _written(buffer: Any, row: Any, value: Any, needed: Any) -> Any:
-    rows = buffer.shape[0]
-    if rows > FEW_ROWS:
-        return write(buffer, row, where(needed, value, read(buffer, row)))
-    here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
-    return where(here.reshape(-1, *(1,) * value.ndim), value, buffer)
+    new = []
+    for buffer, value in zip(buffers, values, strict=True):
+        if (rows := buffer.shape[0]) > FEW_ROWS:
+            new.append(write(buffer, row, where(needed, value, read(buffer, row))))
+        else:
+            here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
+            new.append(where(here.reshape(-1, *(1,) * value.ndim), value, buffer))
+    return new
 
 
 class NestedState(NamedTuple):
@@ -241,7 +217,7 @@ class Machine(NamedTuple):
     """One step of a lane."""
 
     loop: Loop
-    inner: Stepper
+    inner: SplitProgram  # its body
     low: Any
     high: Any
     consts: Sequence[Any]
@@ -250,7 +226,7 @@ class Machine(NamedTuple):
     def start(self, carry: Sequence[Any]) -> NestedState:
         """Before the first step."""
         row = RowLoop(self.loop.reverse).first(self.low, self.high)
-        ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals[1]]
+        ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals.ys]
         no = jnp.zeros((), bool)
         return NestedState(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
 
@@ -270,8 +246,8 @@ class Machine(NamedTuple):
         at = self.inner.begin(begins, inputs, state.inner)
         at = self.inner.step(inside & self.inner.goes_on(at), inputs, at)
         ends = inside & ~self.inner.goes_on(at)
-        values = [*state.carry, *map(zeros, self.loop.output_avals[1])]
-        outputs = at_most_once(ends, lambda *_: self.inner.after(inputs(), at), values)
+        values = [*state.carry, *map(zeros, self.loop.output_avals.ys)]
+        outputs = at_most_once(ends, lambda *_: self.inner.end(inputs(), at), values)
         carry, rows = map(list, self.loop.outputs(outputs))
         counted = ends.astype(jnp.int32)
         row = RowLoop(self.loop.reverse).advance(state.row, counted)
@@ -282,29 +258,32 @@ class Machine(NamedTuple):
 @weakly_cached
 def _as_one(loop: Loop) -> tuple[Loop, Any]:
     """The single loop of states, its consts being low, high, *consts, *xs; and the structure of a state."""
-    stepper = Stepper(split_at_loop(loop.body, _refuse))
+    inner = split_at_loop(loop.body, free_form_message)
     consts, carry, rows = loop.input_avals
     operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
     structure: list[Any] = []
 
     def start(low: Any, high: Any, *carry: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(Machine(loop, stepper, low, high, [], []).start(carry))
+        leaves, treedef = jax.tree.flatten(Machine(loop, inner, low, high, [], []).start(carry))
         structure.append(treedef)
         return leaves
 
     def step(_: Any, *values: Any) -> list[Any]:
         leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
-        now = Machine(loop, stepper, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
+        now = Machine(loop, inner, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
         return jax.tree.leaves(now)
 
     state = trace(start, [INDEX, INDEX, *carry]).out_avals
     body = settled(step, INDEX, state, operands)
-    row, leaves, given = split_list(body.invars, [1, len(state)])
+    # Before: [row, *state, *operands] -> After: [row, *operands, *state]
+    row, *inputs = body.invars
+    inner_bound = inner.loop.bound
+    most = None if loop.bound is None or inner_bound is None else loop.bound * max(inner_bound, 1)
     single = Loop(
-        replace_jaxpr(body, [*row, *given, *leaves], body.outvars),
+        replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
         num_consts=len(operands),
         num_carry=len(state),
-        bound=_bound(loop, stepper.parts.loop),
+        bound=None if most is None or most >= MOST_STEPS else most,
         reverse=False,
         predicated=True,
         unroll=1,
@@ -321,27 +300,15 @@ def run_free(
     """Run the loop as a single one."""
     if loop.inverse is not None:
         raise NotImplementedError(inverse_message("lanes='free'"))
-    stepper = Stepper(split_at_loop(loop.body, _refuse))
+    inner = split_at_loop(loop.body, free_form_message)
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
     single, structure = _as_one(loop)
     if single.bound is None and loop.kind.needs_bound:
         raise ValueError(FREE_NEEDS_BOUNDS)
-    start = jax.tree.leaves(Machine(loop, stepper, low, high, consts, xs).start(carry))
+    start = jax.tree.leaves(Machine(loop, inner, low, high, consts, xs).start(carry))
     start = list(map(vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
     last: NestedState = structure.unflatten(out.carry)
     return Outcome(last.num_steps, last.carry, last.ys, [], [])
-
-
-def _refuse(loops: int) -> Exception:
-    return ValueError(free_form_message(loops))
-
-
-def _bound(loop: Loop, inner: Loop) -> int | None:
-    """The most steps of the single loop."""
-    if loop.bound is None or inner.bound is None:
-        return None
-    bound = loop.bound * max(inner.bound, 1)
-    return bound if bound < MOST_STEPS else None

@@ -21,12 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.groups import active_first, run_function, take
-from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import asked_as
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list, stacked
 from loopax._src.core.lowering.rows import write
-from loopax._src.core.nested_lanes import LaneState, Stepper, at_most_once, split_at_loop
+from loopax._src.core.nested_lanes import LaneState, SplitProgram, at_most_once, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
 from loopax._src.messages import lanes_map_message, lanes_stream_message
 
@@ -49,7 +48,7 @@ class Lane(NamedTuple):
 class Queue(NamedTuple):
     """Lanes and the program of an item: (*shared, *item) -> outputs."""
 
-    stepper: Stepper
+    program: SplitProgram
     shared: Sequence[Any]
     item_avals: Sequence[Any]
     lanes: int
@@ -57,12 +56,12 @@ class Queue(NamedTuple):
 
     def empty(self) -> Lane:
         """Lanes without items."""
-        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), self.stepper.start())
+        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), self.program.start())
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
     def is_busy(self, lane: Lane) -> Any:
         """Whether a lane has steps to take."""
-        return (lane.item != NO_ITEM) & self.stepper.goes_on(lane.inside)
+        return (lane.item != NO_ITEM) & self.program.goes_on(lane.inside)
 
     def num_busy(self, state: Lane) -> Any:
         """How many of all lanes are."""
@@ -70,22 +69,22 @@ class Queue(NamedTuple):
 
     def begin(self, item: Any, inputs: list[Any], old: Lane) -> Lane:
         """A lane with its next item."""
-        inside = self.stepper.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
+        inside = self.program.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
         return Lane(item, inputs, inside)
 
     def step(self, lane: Lane) -> Lane:
         """One step, if the lane has one to take."""
-        inside = self.stepper.step(self.is_busy(lane), lambda: [*self.shared, *lane.inputs], lane.inside)
+        inside = self.program.step(self.is_busy(lane), lambda: [*self.shared, *lane.inputs], lane.inside)
         return lane._replace(inside=inside)
 
     def outputs(self, lane: Lane) -> list[Any]:
         """The results of a lane, zeros where it has no item or is not done with it."""
-        done = (lane.item != NO_ITEM) & ~self.stepper.goes_on(lane.inside)
+        done = (lane.item != NO_ITEM) & ~self.program.goes_on(lane.inside)
 
         def after(*_: Any) -> list[Any]:
-            return self.stepper.after([*self.shared, *lane.inputs], lane.inside)
+            return self.program.end([*self.shared, *lane.inputs], lane.inside)
 
-        return at_most_once(done, after, list(map(zeros, self.stepper.parts.after.out_avals)))
+        return at_most_once(done, after, list(map(zeros, self.program.after.out_avals)))
 
 
 def run_queue(
@@ -94,37 +93,27 @@ def run_queue(
     """The outputs of the program for all items."""
     lanes = min(lanes, num_items)
     part = max(lanes // PART, 1)
-    queue = Queue(
-        Stepper(split_at_loop(program, _refuse_in_map)), shared, [jax.typeof(x[0]) for x in items], lanes, part
-    )
+    item_avals = [jax.typeof(x[0]) for x in items]
+    queue = Queue(split_at_loop(program, lanes_map_message), shared, item_avals, lanes, part)
     full, drained = -(-num_items // part), -(-lanes // part)
     numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
     numbers = jnp.where(numbers < num_items, numbers, NO_ITEM)
-    rows = [_rows(x, part, full + drained) for x in [numbers, *items]]
+    # Before: [items, ...] -> After: [rounds, items of a round, ...], with zeros behind the items
+    rounds = full + drained
+    rows = [padded(x, rounds * part - len(x)).reshape(rounds, part, *x.shape[1:]) for x in [numbers, *items]]
     start, treedef = jax.tree.flatten(queue.empty())
 
     def one_round(_: Any, *values: Any) -> list[Any]:
         leaves, (numbers, *inputs) = split_list(values, [len(start)])
-        state, finished, outputs = _round(queue, treedef.unflatten(leaves), numbers, inputs)
+        state, finished, outputs = exchange(queue, treedef.unflatten(leaves), numbers, inputs)
+        state = _step_until_some_are_done(queue, state, numbers)
         return [*jax.tree.leaves(state), finished, *outputs]
 
-    kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
-    out = run_function(one_round, start, rows, bound=full + drained, kind=kind)
+    storage = Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items")
+    out = run_function(one_round, start, rows, bound=rounds, storage=storage)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
     return [take(y, order, 0) for y in outputs]
-
-
-def _rows(x: Any, part: int, rounds: int) -> Any:
-    """Rows of items, one for each round."""
-    missing = rounds * part - len(x)
-    return padded(x, missing).reshape(rounds, part, *x.shape[1:])
-
-
-def _round(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
-    """One round; returns the state, and the numbers of the items that are done with their outputs."""
-    state, finished, outputs = exchange(queue, state, numbers, inputs)
-    return _step_until_some_are_done(queue, state, numbers), finished, outputs
 
 
 def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
@@ -141,8 +130,14 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
     takes = left.item == NO_ITEM  # all of them, but at the end
     begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
-    state = _with_lanes(state, rank, _where_lanes(takes, begun, left))
-    return state, jnp.where(done, chosen.item, NO_ITEM), outputs
+
+    def put(x: Any, new: Any, old: Any) -> Any:
+        value = where(takes.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        in_place = lambda x, value, rank: x.at[rank].set(value, unique_indices=True)  # noqa: E731
+        return on_device(partial(keep_bits, in_place), x, value, rank)
+
+    # The chosen lanes return to their places, each with its next item or as it was left.
+    return jax.tree.map(put, state, begun, left), jnp.where(done, chosen.item, NO_ITEM), outputs
 
 
 def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
@@ -159,37 +154,15 @@ def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
         state = jax.vmap(queue.step)(treedef.unflatten(leaves))
         return [too_many(state), *jax.tree.leaves(state)]
 
-    loop = queue.stepper.parts.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+    loop = queue.program.loop  # whose bound is one for a round, too: after so many steps all lanes are done
     start = [too_many(state), *leaves]
     out = run_function(step, start, bound=loop.bound, predicated=True, **asked_as(loop))
     return treedef.unflatten(out.carry[1:])
 
 
-def _where_lanes(chosen: Any, new: Lane, old: Lane) -> Lane:
-    """The new lanes where they are chosen, else the old ones."""
-
-    def pick(new: Any, old: Any) -> Any:
-        return where(chosen.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(pick, new, old)
-
-
-def _with_lanes(state: Lane, rank: Any, lanes: Lane) -> Lane:
-    """The state with these lanes in the places of others."""
-
-    def put(x: Any, new: Any, rank: Any) -> Any:
-        return x.at[rank].set(new, unique_indices=True)
-
-    return jax.tree.map(lambda x, new: on_device(partial(keep_bits, put), x, new, rank), state, lanes)
-
-
-def _refuse_in_map(loops: int) -> Exception:
-    return ValueError(lanes_map_message(loops))
-
-
 # Chunks of a queue's rounds: what a host starts, and looks at when they are done.
 #
-# `one_after_another` runs all rounds in one program, since it has all items. Here, a host has some items at a time. It
+# `run_queue` runs all rounds in one program, since it has all items. Here, a host has some items at a time. It
 # gives a chunk rows of items, one row for each round::
 #
 #     for row of items, until so many steps are taken:
@@ -213,7 +186,7 @@ class ItemRows(NamedTuple):
     wanted: Any  # lanes to wait for in a round that no items follow
 
 
-class Found(NamedTuple):
+class ChunkResults(NamedTuple):
     """What a chunk found."""
 
     finished: Any  # int32[rounds + 1, places]: numbers of items that are done, NO_ITEM where there is none
@@ -226,65 +199,49 @@ class Found(NamedTuple):
 
 def queue_for(program: ClosedJaxpr, shared: Any, item_avals: Any, lanes: int, places: int) -> Queue:
     """Lanes for a program (*shared, *item) -> outputs with one loop in it."""
-    return Queue(Stepper(split_at_loop(program, _refuse_in_stream)), shared, item_avals, lanes, places)
+    return Queue(split_at_loop(program, lanes_stream_message), shared, item_avals, lanes, places)
 
 
-def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lane, Found]:
+def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lane, ChunkResults]:
     """Run rounds until so many steps are taken, or no row is left."""
 
-    def goes_on(at: tuple[Lane, Found]) -> Any:
+    def goes_on(at: tuple[Lane, ChunkResults]) -> Any:
         state, found = at
         is_left = jnp.any(state.item != NO_ITEM) | (found.rows < rows.filled)
         return (found.rows < rows.count) & is_left & (found.iterations < most)
 
-    def one_round(at: tuple[Lane, Found]) -> tuple[Lane, Found]:
+    def one_round(at: tuple[Lane, ChunkResults]) -> tuple[Lane, ChunkResults]:
         state, found = at
         row = found.rows
         state, found = _exchange(queue, state, found, rows.numbers[row], [x[row] for x in rows.inputs])
         has_next = rows.more | (row + 1 < rows.filled)
         with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
         leave = jnp.where(has_next, queue.lanes - queue.part, jnp.maximum(with_item - rows.wanted, 0))
-        state, iterations, useful = _step(queue, state, leave, most - found.iterations)
-        return state, found._replace(
+        after, iterations = lax.while_loop(
+            lambda at: (queue.num_busy(at[0]) > leave) & (at[1] < most - found.iterations),
+            lambda at: (jax.vmap(queue.step)(at[0]), at[1] + 1),
+            (state, jnp.int32(0)),
+        )
+        useful = jnp.sum(after.inside.num_steps - state.inside.num_steps, dtype=jnp.int32)
+        return after, found._replace(
             rows=row + 1, iterations=found.iterations + iterations, useful=found.useful + useful
         )
 
-    state, found = lax.while_loop(goes_on, one_round, (state, _nothing(queue, rows.numbers.shape[0] + 1)))
+    places, zero = (rows.numbers.shape[0] + 1, queue.part), jnp.int32(0)
+    outputs = [zeros(stacked(stacked(aval, places[1]), places[0])) for aval in queue.program.after.out_avals]
+    nothing = ChunkResults(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
+    state, found = lax.while_loop(goes_on, one_round, (state, nothing))
     none = [zeros(stacked(aval, queue.part)) for aval in queue.item_avals]
     state, found = _exchange(queue, state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
     return state, found._replace(free=jnp.sum(state.item == NO_ITEM, dtype=jnp.int32))
 
 
-def _nothing(queue: Queue, rows: int) -> Found:
-    places, zero = (rows, queue.part), jnp.int32(0)
-    outputs = [zeros(stacked(stacked(aval, queue.part), rows)) for aval in queue.stepper.parts.after.out_avals]
-    return Found(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
-
-
-def _exchange(queue: Queue, state: Lane, found: Found, numbers: Any, inputs: list[Any]) -> tuple[Lane, Found]:
+def _exchange(
+    queue: Queue, state: Lane, found: ChunkResults, numbers: Any, inputs: list[Any]
+) -> tuple[Lane, ChunkResults]:
     """Results of finished lanes go to the next row, and items to these and to other free lanes."""
     state, finished, outputs = exchange(queue, state, numbers, inputs)
     return state, found._replace(
         finished=found.finished.at[found.rows].set(finished),
         outputs=[write(x, found.rows, new) for x, new in zip(found.outputs, outputs, strict=True)],
     )
-
-
-def _step(queue: Queue, state: Lane, leave: Any, most: Any) -> tuple[Lane, Any, Any]:
-    """Step all lanes until at most so many are busy; also how often, and how many steps lanes took."""
-
-    def goes_on(at: tuple[Lane, Any]) -> Any:
-        state, iterations = at
-        return (queue.num_busy(state) > leave) & (iterations < most)
-
-    def step(at: tuple[Lane, Any]) -> tuple[Lane, Any]:
-        state, iterations = at
-        return jax.vmap(queue.step)(state), iterations + 1
-
-    after, iterations = lax.while_loop(goes_on, step, (state, jnp.int32(0)))
-    useful = jnp.sum(after.inside.num_steps - state.inside.num_steps, dtype=jnp.int32)
-    return after, iterations, useful
-
-
-def _refuse_in_stream(loops: int) -> Exception:
-    return ValueError(lanes_stream_message(loops))
