@@ -186,7 +186,8 @@ def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
 
     def filling(eqn: Any) -> Any:
         if eqn.primitive is fill_inactive_p:
-            return eqn.replace(params=always(eqn.params)) if eqn.params["when"] == "in_derivatives" else eqn
+            now = {**eqn.params, "when": "always"}
+            return eqn.replace(params=now) if eqn.params["when"] == "in_derivatives" else eqn
         new = map_programs(eqn, filled_in_derivatives)
         return eqn if all(value is eqn.params[name] for name, value in new.params.items()) else new
 
@@ -194,11 +195,6 @@ def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
         return None
     return replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
-
-
-def always(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation that fills in derivatives, as one that fills; others as they are."""
-    return {**params, "when": "always"} if params["when"] == "in_derivatives" else params
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is

@@ -70,7 +70,7 @@ def run_sequentially(
     axis: Axis,
     operands: Sequence[Any],
     dims: Sequence[Any],
-    results: Mask,
+    batched_results: Mask,
 ) -> tuple[list[Any], list[int | None]]:
     """A loop over lanes around the loop of one lane: the results of all lanes, and at which axis they have their lanes.
 
@@ -78,8 +78,8 @@ def run_sequentially(
     its share of a batch where a step is costly, and the numbers of steps differ much.
 
     `alone` takes the operands of one lane; `dims` says where operands have their lanes, None where all share one.
-    `body` is what one lane evaluates: it may not communicate with others. `results` says which of the results lanes
-    have of their own; all share the others.
+    `body` is what one lane evaluates: it may not communicate with others. `batched_results` says
+    which of the results lanes have of their own; all share the others.
     """
     refuse_sharded_lanes(axis)
     if collective_over(body, axis.name):
@@ -88,9 +88,10 @@ def run_sequentially(
         raise NotImplementedError(symbolic_lanes_message(axis.size))
     rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(operands, dims, strict=True) if d is not None]
     of_lane = of_selected(alone, is_batched(dims), operands)
-    kind = Decided(EveryResidual(reason="a loop over lanes"))
-    ys = run_function(lambda _, *own: of_lane(*own), [], rows, bound=axis.size, kind=kind).ys
-    return [y if own else keep_bits(lambda y: y[0], y) for own, y in zip(results, ys, strict=True)], axes_of(results)
+    storage = EveryResidual(reason="a loop over lanes")
+    ys = run_function(lambda _, *own: of_lane(*own), [], rows, bound=axis.size, storage=storage).ys
+    results = [y if own else keep_bits(lambda y: y[0], y) for own, y in zip(batched_results, ys, strict=True)]
+    return results, axes_of(batched_results)
 
 
 # Take lanes out of a batch.

@@ -55,13 +55,11 @@ from loopax._src.messages import collective_message
 # never spins for a lane that is done, and no derivative meets what lies outside of the body's domain.
 
 
-def lane_function(body: ClosedJaxpr, batched: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
+def lane_function(body: ClosedJaxpr, batched_inputs: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
     """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
     if acts(body):
-        function = guarded(body)
-        in_axes = (0, None, *(0 if b else None for b in batched))
-        return jax.vmap(function, in_axes=in_axes, out_axes=0, **axis)
-    plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *(0 if b else None for b in batched)), out_axes=0, **axis)
+        return jax.vmap(guarded(body), in_axes=(0, None, *axes_of(batched_inputs)), out_axes=0, **axis)
+    plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *axes_of(batched_inputs)), out_axes=0, **axis)
     return lambda _, *operands: plain(*operands)
 
 
@@ -102,7 +100,7 @@ def step_lanes(
     consts, carry, xs = inputs
     function, filled = lane_function(body, flatten(mapped), axis.arguments), filled_operands(body, mapped)
     # In leaves of the carry that are changed in place, a finished lane does not write: they are its old ones.
-    in_place = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
+    in_place_carry = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
     consts = fill_inactive(active, consts, filled.consts, when)
 
     def step(carry: Sequence[Any]) -> list[Any]:
@@ -110,7 +108,7 @@ def step_lanes(
         operands = fill_inactive(active, [*carry, *xs], [*filled.carry, *filled.xs], when)
         new_carry, ys = split_list(function(active, row, *consts, *operands), [len(carry)])
         # Before: results of that lane are an active one's -> After: its old carry, and zeros
-        leaves = zip(in_place, new_carry, carry, strict=True)
+        leaves = zip(in_place_carry, new_carry, carry, strict=True)
         return [
             *(new if changed else pick(active, new, old) for changed, new, old in leaves),
             *(pick(active, y, zero(y.dtype)) for y in ys),
@@ -171,12 +169,18 @@ def lanes_body(
 
 @weakly_cached
 def lockstep_sweep(
-    sweep: ReverseSweep, axis: Axis, consts: Mask, xs: Mask, windows: Mask, window_avals: tuple[Any, ...]
+    sweep: ReverseSweep,
+    axis: Axis,
+    batched_consts: Mask,
+    batched_xs: Mask,
+    windows: Mask,
+    window_avals: tuple[Any, ...],
 ) -> ReverseSweep:
     """The step for lanes with windows of their own: consts are [lows], [highs], *consts."""
     carry, state = (True,) * sweep.num_carry, (True,) * sweep.num_state
     # Of the step, the carry and the state go from row to row; of the inverse, the state alone.
-    step, back = LoopInputs(consts, (*carry, *state), xs), LoopInputs(consts, state, xs[: sweep.num_forward_xs])
+    step = LoopInputs(batched_consts, (*carry, *state), batched_xs)
+    back = LoopInputs(batched_consts, state, batched_xs[: sweep.num_forward_xs])
     lanes = sweep._replace(
         step=lanes_body(sweep.step, axis, windows, window_avals, step),
         inverse=sweep.inverse and lanes_body(sweep.inverse, axis, windows, window_avals, back),
@@ -186,12 +190,12 @@ def lockstep_sweep(
     return with_drift_of_lanes(lanes, axis, state, (True,) * (sweep.num_carry + len(sweep.y_avals)))
 
 
-def with_drift_of_lanes(sweep: ReverseSweep, axis: Axis, state: Mask, results: Mask) -> ReverseSweep:
-    """The sweep of a batch with the drift of each lane in its check; these leaves and results have lanes."""
+def with_drift_of_lanes(sweep: ReverseSweep, axis: Axis, batched_state: Mask, batched_results: Mask) -> ReverseSweep:
+    """The sweep of a batch with the drift of each lane in its check."""
     drift = sweep.saving.drift
-    if drift is None or not any(state):
+    if drift is None or not any(batched_state):
         return sweep
-    of_lanes = _DriftOfLanes(drift, axis, state, results, sweep.num_carry)
+    of_lanes = _DriftOfLanes(drift, axis, batched_state, batched_results, sweep.num_carry)
     saving = replace(sweep.saving, drift=of_lanes)  # pyright: ignore[reportArgumentType] - all savings are dataclasses
     return sweep._replace(saving=saving)
 
@@ -205,16 +209,16 @@ class _DriftOfLanes:
 
     of_lane: Callable[[Any, Any, Any, Any], Any]
     axis: Axis
-    state: Mask  # which leaves of the state have lanes
-    results: Mask  # which results have: carries in front, ys behind their rows
+    batched_state: Mask  # which leaves of the state have lanes
+    batched_results: Mask  # which results have: carries in front, ys behind their rows
     num_carry: int
 
     def __call__(self, start: Any, end: Any, last: Any, results: Sequence[Any]) -> list[Any]:
-        states, out = axes_of(self.state), [int(i >= self.num_carry) for i in range(len(results))]
-        given = [at if has_lanes else None for at, has_lanes in zip(out, self.results, strict=True)]
+        states, out = axes_of(self.batched_state), [int(i >= self.num_carry) for i in range(len(results))]
+        given = [at if has_lanes else None for at, has_lanes in zip(out, self.batched_results, strict=True)]
         mapped = jax.vmap(self.of_lane, in_axes=(states, states, states, given), out_axes=out, **self.axis.arguments)
         of_lanes = mapped(list(start), list(end), list(last), list(results))
-        if all(self.results):
+        if all(self.batched_results):
             return of_lanes
 
         def first_lanes(values: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
@@ -222,10 +226,11 @@ class _DriftOfLanes:
             return [x if at is None else lax.index_in_dim(x, 0, at, keepdims=False) for x, at in pairs]
 
         # Leaves with lanes say nothing of all: they are as if they had come back to their start.
-        own, flags = first_lanes(start, states), self.state
+        own, flags = first_lanes(start, states), self.batched_state
         shared = [[o if f else x for o, f, x in zip(own, flags, leaves, strict=True)] for leaves in (start, end, last)]
         of_all = self.of_lane(*shared, first_lanes(results, given))  # pyright: ignore[reportCallIssue]
-        return [own if has_lanes else x for own, has_lanes, x in zip(of_lanes, self.results, of_all, strict=True)]
+        leaves = zip(of_lanes, self.batched_results, of_all, strict=True)
+        return [own if has_lanes else x for own, has_lanes, x in leaves]
 
 
 class LaneOperands(NamedTuple):

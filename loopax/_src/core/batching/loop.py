@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from loopax._src.core.autodiff.partial_eval import unknown_outputs
 from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint
 from loopax._src.core.batching.compact import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.groups import run_sequentially
@@ -38,7 +39,7 @@ from loopax._src.core.ir.reverse_sweep import (
     run_sweep,
 )
 from loopax._src.core.jaxpr.cost import step_cost
-from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
+from loopax._src.core.jaxpr.dependence import mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_sharded_lanes, uniform_body
 from loopax._src.core.jaxpr.util import Groups, Mask, collective_over, either, flatten, map_leaves, weakly_cached
@@ -233,9 +234,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
 def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOutputs:
     """Which leaves of the carry and which ys are batched, at the fixed point."""
     if not collective_over(loop.body, axis_arguments(axis_data)["axis_name"]):
-        inputs = (False, *flatten(batched))
-        flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, inverse=loop.inverse)
-        return LoopOutputs(*map(tuple, loop.outputs(flags)))
+        return unknown_outputs(loop, batched)  # what depends on lanes is found as what depends on the unknown
     carry = tuple(batched.carry)
     while True:  # what has passed through a collective may be the same in all lanes again
         inputs = [False, *flatten(batched._replace(carry=carry))]
