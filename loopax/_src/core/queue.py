@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.groups import active_first, run_function, take
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import asked_as
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list, stacked
@@ -109,8 +110,8 @@ def run_queue(
         state = _step_until_some_are_done(queue, state, numbers)
         return [*jax.tree.leaves(state), finished, *outputs]
 
-    storage = Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items")
-    out = run_function(one_round, start, rows, bound=rounds, storage=storage)
+    kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
+    out = run_function(one_round, start, rows, bound=rounds, kind=kind)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
     return [take(y, order, 0) for y in outputs]

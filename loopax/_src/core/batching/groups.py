@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.kind import Decided, Kind
 from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -37,6 +37,7 @@ def run_function(
     bound: int | None,
     predicated: bool = False,
     high: Any = None,
+    kind: Kind,
     **asked: Any,
 ) -> Outcome:
     """A loop of `function(row, *carry, *x) -> (*carry, *y)` over rows, or until its predicate stops it.
@@ -57,6 +58,7 @@ def run_function(
         reverse=False,
         predicated=predicated,
         unroll=1,
+        kind=kind,
         **asked,
     )
     if high is None:
@@ -88,8 +90,8 @@ def run_sequentially(
         raise NotImplementedError(symbolic_lanes_message(axis.size))
     rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(operands, dims, strict=True) if d is not None]
     of_lane = of_selected(alone, is_batched(dims), operands)
-    storage = EveryResidual(reason="a loop over lanes")
-    ys = run_function(lambda _, *own: of_lane(*own), [], rows, bound=axis.size, storage=storage).ys
+    kind = Decided(EveryResidual(reason="a loop over lanes"))
+    ys = run_function(lambda _, *own: of_lane(*own), [], rows, bound=axis.size, kind=kind).ys
     results = [y if own else keep_bits(lambda y: y[0], y) for own, y in zip(batched_results, ys, strict=True)]
     return results, axes_of(batched_results)
 

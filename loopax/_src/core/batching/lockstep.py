@@ -17,6 +17,7 @@ from jax import lax
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.effects import acts, guarded
+from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -119,8 +120,9 @@ def step_lanes(
     # A row in which no lane is active is passed over.
     if undifferentiable_effects(body):
         # JAX maps no `lax.cond` with such effects, so the step is a loop of one step or none.
-        taken, storage = jnp.any(active).astype(jnp.int32), EveryResidual(reason="a step that a batch may pass over")
-        out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, storage=storage)
+        taken = jnp.any(active).astype(jnp.int32)
+        kind = Decided(EveryResidual(reason="a step that a batch may pass over"))
+        out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
         return [*out.carry, *(y[0] for y in out.ys)]
     idle = [*carry, *(zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
     return lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
