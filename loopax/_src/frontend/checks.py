@@ -25,12 +25,12 @@ from loopax._src.core.jaxpr.types import nan_if
 from loopax._src.frontend.raising import Failure, Line, call_at, calls, raise_if, with_amount
 from loopax._src.jax_internals import (
     Primitive,
-    calling_lines,
     is_number,
     on_device,
     register,
     to_weak,
     trace_state,
+    user_lines,
     varying_as_needed,
     zero,
 )
@@ -70,7 +70,7 @@ class KindCheck:
 
     def __init__(self, call: str, throw: bool) -> None:
         """Look at the lines only where they are needed, for that takes time."""
-        self._call, self._throw, self._lines = call, throw, calling_lines()
+        self._call, self._throw, self._lines = call, throw, user_lines()
 
     def __call__(self, results: Any, failed: Any, message: str, amount: Any, *, throw: bool | None = None) -> Any:
         """See `LoopCall`."""
@@ -126,7 +126,7 @@ def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> A
 
 def _raised(check: Check, mesh: Any) -> Any:
     """False, or an error."""
-    stack = calls(calling_lines()) if check.stack is None else check.stack
+    stack = calls(user_lines()) if check.stack is None else check.stack
     if not isinstance(check.failed, Tracer):
         failed = jnp.asarray(np.asarray(check.failed))  # on one device
         return raise_if(failed, check.message, stack, check.amount)

@@ -28,10 +28,10 @@ from jax.core import ShapedArray
 
 from loopax._src.jax_internals import (
     Primitive,
-    calling_lines,
     convert,
     is_for_export,
     register,
+    user_lines,
     without_folding,
 )
 
@@ -66,7 +66,7 @@ AMOUNT = "{amount}"  # in a message: where a number goes that is known only when
 
 def call_at(call: str) -> str:
     """A call and the user's line from which it comes: `loopax.scan at solver.py:31 (solve)`."""
-    line = next(of_user(calling_lines()), None)
+    line = next(of_user(user_lines()), None)
     return call if line is None else f"{call} at {line}"
 
 

@@ -1,8 +1,6 @@
 """Jaxprs: with other inputs, outputs or equations, with constants as inputs, without dead code."""
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,111 +13,14 @@ from jax._src import linear_util as _lu
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from loopax._src.jax_internals.rules import new_primitive, register
 from loopax._src.jax_internals.types import has_tangents, zeros
 
-# Programs in objects: what JAX's flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3` make of equations.
-#
-# With these flags, `jax.checkpoint` and a function with derivatives of its own are equations of one primitive for
-# all, which holds an object; and the object holds the program, and the rules. From JAX 0.12 on, so is
-# `lax.custom_root`, without a flag. Classes and fields are not public.
-
-
-_CHECKPOINT = "RematTraced"
-_CUSTOM_VJP = "CustomVJPTraced"
-_CUSTOM_RULES = ("CustomJVPTraced", _CUSTOM_VJP)
-_ROOT = "CustomRoot"
-
-
-def function_object(eqn: Any) -> Any:
-    """The object that an equation calls; None if its primitive says what is done.
-
-    From JAX 0.11 on some functions of `jnp` are objects, too. These hold no program.
-    """
-    return eqn.params.get("_prim")
-
-
-def held_program(value: Any) -> ClosedJaxpr | None:
-    """The program that a parameter of an equation is, or holds as such an object; None if there is none.
-
-    An open jaxpr, of which there is none from JAX 0.12 on, is closed. It is the same each time: caches go by it.
-    """
-    if isinstance(value, Jaxpr) and not isinstance(value, ClosedJaxpr):
-        return _pe.close_jaxpr(value)
-    if isinstance(value, ClosedJaxpr):
-        return value
-    name = type(value).__name__
-    if name == _CHECKPOINT:
-        return value.jaxpr
-    if name == _ROOT:
-        return value.solve_jaxpr
-    return value.traced.jaxpr if name in _CUSTOM_RULES else None
-
-
-def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
-    """The parameter with another program. The object's rules for derivatives stay as they are."""
-    if isinstance(value, ClosedJaxpr):
-        return program
-    if isinstance(value, Jaxpr):
-        return program.jaxpr
-    new = copy(value)
-    if type(value).__name__ == _CHECKPOINT:
-        new.params = {**value.params, "jaxpr": program}
-    elif type(value).__name__ == _ROOT:
-        solve = partial(_evaluated, program, value.out_tree)
-        new.params = {**value.params, "solve": solve, "solve_jaxpr": program}
-    else:
-        traced = copy(value.traced)
-        traced._params = {**traced._params, "jaxpr": program}
-        for cached in ("_lojax", "_closure_converted"):  # made from the other program; from JAX 0.12 on
-            if hasattr(traced, cached):
-                setattr(traced, cached, None)
-        new.params = {**value.params, "traced": traced}
-    new.__dict__.update(new.params)
-    new.effects = frozenset(program.effects)
-    return new
-
-
-def _evaluated(program: ClosedJaxpr, out_tree: Any, *arguments: Any) -> Any:
-    """A program of leaves on pytrees."""
-    return jax.tree.unflatten(out_tree, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
-
-
-def is_held_checkpoint(eqn: Any) -> bool:
-    """Whether an equation is a `jax.checkpoint` that is such an object."""
-    return type(function_object(eqn)).__name__ == _CHECKPOINT
-
-
-def is_held_custom(value: Any) -> bool:
-    """Whether this is a function with derivatives of its own as such an object."""
-    return type(value).__name__ in (*_CUSTOM_RULES, _ROOT)
-
-
-def is_held_custom_vjp(value: Any) -> bool:
-    """Whether this is a `jax.custom_vjp` as such an object."""
-    return type(value).__name__ == _CUSTOM_VJP
-
-
-def called_program(eqn: Any) -> ClosedJaxpr | None:
-    """The program of an equation that holds one, as a program of all its operands."""
-    function = function_object(eqn)
-    program = held_program(function)
-    if program is None or len(program.in_avals) == len(eqn.invars):
-        return program
-
-    # JAX may hand such an object operands for its rules alone.
-    def evaluate(*operands: Any) -> list[Any]:
-        return jax.tree.leaves(function.expand(*jax.tree.unflatten(function.in_tree, operands)))
-
-    return jax.make_jaxpr(evaluate)(*(x.aval for x in eqn.invars))
-
-
 # Mutable arrays (`jax.new_ref`): what uses them, and programs that carry their values in place of them.
-
 
 _EFFECTS = ("ReadEffect", "WriteEffect", "AccumEffect", "InternalMutableArrayEffect")
 
@@ -178,27 +79,23 @@ def is_known(tracer: Any) -> bool:
     return tracer.is_known()
 
 
-def known_value(tracer: Any) -> Any:
-    """The value behind a known tracer of partial evaluation, or the tracer itself."""
-    return tracer.pval.get_known() if tracer.is_known() else tracer
+def known_value(x: Any) -> Any:
+    """The value behind a known tracer of partial evaluation, or what is given.
+
+    In a function that `linear_transpose` traces, what needs no linear operand is no tracer; but the results of an
+    equation of which some are linear are tracers, which hold the known ones.
+    """
+    return x.pval.get_known() if isinstance(x, _pe.JaxprTracer) and x.is_known() else x
 
 
 def known_now(x: Any) -> Any:
-    """What partial evaluation knows of a value in a function that `linear_transpose` traces; None: nothing.
-
-    JAX evaluates such a function partially, and hands what needs no linear operand through as it is; but the results of
-    an equation of which some are linear are tracers, which hold the known ones.
-    """
-    if not isinstance(x, _pe.JaxprTracer):
-        return x
-    return x.pval.get_known() if x.is_known() else None
+    """What partial evaluation knows of a value; None: nothing."""
+    value = known_value(x)
+    return None if isinstance(value, _pe.JaxprTracer) else value
 
 
 def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Write `primitive` into the program that partial evaluation leaves for later.
-
-    The same as what JAX does for a primitive without a rule of its own.
-    """
+    """Write `primitive` into the program that partial evaluation leaves for later, as JAX does where it has no rule."""
     return trace.default_process_primitive(primitive, tracers, params)
 
 
@@ -228,36 +125,31 @@ def partial_eval_jaxpr(
 def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any], Any]:
     """`jax.linear_transpose`, also for extended dtypes, which that refuses.
 
-    Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device.
+    Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device. From JAX
+    0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`), which is refused.
     """
     avals, structure = jax.tree.flatten(types)
-    debug_info = _api_util.debug_info("linear_transpose", function, types, {})
-    flat = _lu.wrap_init(
-        lambda *xs: jax.tree.leaves(function(*structure.unflatten(xs))), debug_info=debug_info.with_unknown_names()
-    )
+    debug_info = _api_util.debug_info("linear_transpose", function, types, {}).with_unknown_names()
+    flat = _lu.wrap_init(lambda *xs: jax.tree.leaves(function(*structure.unflatten(xs))), debug_info=debug_info)
     jaxpr, _, consts = _pe.trace_to_jaxpr_nounits(flat, list(map(_pe.PartialVal.unknown, avals)), instantiate=True)
     jaxpr, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
     linear = [ad.UndefinedPrimal(aval.to_ct_aval()) for aval in avals]
 
     def transposed(cts: Any) -> Any:
-        found = _backward_pass(jaxpr, consts, linear, jax.tree.leaves(cts))
+        backward_pass: Any = _ad.backward_pass
+        if jax.__version_info__ < (0, 12):
+            found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts)), {}
+        else:
+            found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts), return_logs=True)
+        if logs:
+            raise NotImplementedError(
+                f"the backward rule of a function in the body of a loop logs {', '.join(map(repr, logs))}, and loops "
+                "of loopax do not hand logs on. Use `jax.lax.scan` there, log with `jax.debug.callback`, or define the "
+                "rule with `defvjp`, without logs."
+            )
         return structure.unflatten([zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in found])
 
     return transposed
-
-
-def _backward_pass(jaxpr: Any, consts: Sequence[Any], linear: list[Any], cts: list[Any]) -> list[Any]:
-    """The cotangents. From JAX 0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`)."""
-    if jax.__version_info__ < (0, 12):
-        return _ad.backward_pass(jaxpr, True, consts, linear, cts)
-    found, logs = _ad.backward_pass(jaxpr, True, consts, linear, cts, return_logs=True)  # pyright: ignore[reportCallIssue]
-    if logs:
-        raise NotImplementedError(
-            f"the backward rule of a function in the body of a loop logs {', '.join(map(repr, logs))}, and loops of "
-            "loopax do not hand logs on. Use `jax.lax.scan` there, log with `jax.debug.callback`, or define the rule "
-            "with `defvjp`, without logs."
-        )
-    return found
 
 
 # Arrays of 64 bits where `jax_enable_x64` is off: derivatives of operations that take elements out, or put them in.
@@ -270,17 +162,12 @@ def keep_bits(function: Callable[..., Any], *arrays: Any) -> Any:
     do not fit cotangents of 64. So there the function becomes one operation, whose rules are written down with the
     flag on.
     """
-    if not any(map(_would_be_cut, arrays)):
+    dtypes = [jax.typeof(x).dtype for x in arrays]  # real or complex ones that JAX would cut
+    if all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes if jnp.issubdtype(d, jnp.inexact)):
         return function(*arrays)
     with jax.enable_x64(True):
         program, results = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, arrays))
     return jax.tree.unflatten(jax.tree.structure(results), keep_bits_p.bind(*arrays, program=program))
-
-
-def _would_be_cut(x: Any) -> bool:
-    """Whether JAX makes no such real or complex numbers now."""
-    dtype = jax.typeof(x).dtype
-    return jnp.issubdtype(dtype, jnp.inexact) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 keep_bits_p = new_primitive("keep_bits")

@@ -1,7 +1,7 @@
 """Families of JAX's operations: what they do to values, and what XLA makes of them."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -40,7 +40,6 @@ _adds_up = one_of(
     *("add", "add_any", "sub", "concatenate", "stack", "pad", "complex", "select_n"),
     *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "custom_lin"),
 )
-_is_division = one_of("div")
 
 
 def can_transpose(eqn: Any, linear: Sequence[bool]) -> bool:
@@ -50,7 +49,7 @@ def can_transpose(eqn: Any, linear: Sequence[bool]) -> bool:
     """
     if eqn.primitive not in _ad.primitive_transposes and eqn.primitive not in _ad.fancy_transposes:
         return False
-    return _adds_up(eqn) or (sum(linear) == 1 and not (_is_division(eqn) and linear[1]))
+    return _adds_up(eqn) or (sum(linear) == 1 and not (eqn.primitive.name == "div" and linear[1]))
 
 
 def only_shows(primitive: Primitive) -> bool:
@@ -87,13 +86,12 @@ is_reduction_or_move = one_of(
 
 # ---- what is written in place
 
-_is_slice_update = one_of("dynamic_update_slice")
 updates = one_of("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 
 
 def update_of(eqn: Any) -> Any:
     """What one of `updates` writes into its first operand."""
-    return eqn.invars[1] if _is_slice_update(eqn) else eqn.invars[2]
+    return eqn.invars[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
 
 
 # ---- what they cost (`core/jaxpr/cost.py`)
@@ -132,17 +130,15 @@ moves = one_of("concatenate", "transpose", "rev", "gather", "dynamic_slice", "sl
 #
 # Rules of PRNGs are fields of an object that is not public, as are the parameters of `custom_vmap`.
 
-
 _PROBED_LANES = 2  # lanes for which the rule of a custom_vmap is traced
 
 _draws = one_of("rng_bit_generator")
-_is_custom_vmap = one_of("custom_vmap_call")
-# Which functions of a PRNG an operation of random numbers calls.
-_FUNCTIONS_OF = {
-    "random_bits": ("random_bits",),
-    "random_split": ("split",),
-    "random_fold_in": ("fold_in",),
-    "random_gamma": ("random_bits", "split"),
+# Which functions of a PRNG an operation of random numbers calls, of an implementation and the array behind a key.
+_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "random_bits": lambda impl, key: impl.random_bits(key, 32, (1,)),
+    "random_split": lambda impl, key: impl.split(key, (2,)),
+    "random_fold_in": lambda impl, key: impl.fold_in(key, key[0]),
+    "random_gamma": lambda impl, key: (impl.random_bits(key, 32, (1,)), impl.split(key, (2,))),
 }
 
 
@@ -152,27 +148,19 @@ def draws_for_all_lanes(eqn: Any) -> bool:
     `rng_bit_generator` does, by which keys of the PRNGs `rbg` and `unsafe_rbg` are drawn from; `unsafe_rbg` also splits
     keys by it.
     """
-    if _draws(eqn):
-        return True
-    functions = _FUNCTIONS_OF.get(eqn.primitive.name, ())
-    impl = getattr(eqn.invars[0].aval.dtype, "_impl", None) if functions else None
-    return impl is not None and any(_calls_generator(impl, name) for name in functions)
+    name = eqn.primitive.name
+    impl = getattr(eqn.invars[0].aval.dtype, "_impl", None) if name in _CALLS else None
+    return _draws(eqn) or (impl is not None and _calls_generator(impl, name))
 
 
 @lru_cache
 def _calls_generator(impl: Any, name: str) -> bool:
-    """Whether this function of a PRNG calls `rng_bit_generator`."""
-    key = jax.ShapeDtypeStruct(impl.key_shape, "uint32")
-    calls = {
-        "random_bits": lambda key: impl.random_bits(key, 32, (1,)),
-        "split": lambda key: impl.split(key, (2,)),
-        "fold_in": lambda key: impl.fold_in(key, key[0]),
-    }
-    return _contains(jax.make_jaxpr(calls[name])(key))
+    """Whether what this operation calls of a PRNG calls `rng_bit_generator`."""
 
+    def contains(jaxpr: Any) -> bool:
+        return any(_draws(eqn) or any(map(contains, _core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
-def _contains(jaxpr: Any) -> bool:
-    return any(_draws(eqn) or any(map(_contains, _core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+    return contains(jax.make_jaxpr(partial(_CALLS[name], impl))(jax.ShapeDtypeStruct(impl.key_shape, "uint32")))
 
 
 def custom_vmap_rule(eqn: Any) -> Callable[[], tuple[ClosedJaxpr, list[int | None], list[int | None]]] | None:
@@ -181,7 +169,7 @@ def custom_vmap_rule(eqn: Any) -> Callable[[], tuple[ClosedJaxpr, list[int | Non
     It returns the program of the batch, and the axes of lanes of its operands and of its results. None if the equation
     calls no such function.
     """
-    if not _is_custom_vmap(eqn):
+    if eqn.primitive.name != "custom_vmap_call":
         return None
     rule, in_tree = eqn.params["rule"], eqn.params["in_tree"]
     # What the function closes over comes first, and may not be batched. In a derivative JAX does not say what that is.
@@ -208,21 +196,13 @@ def custom_vmap_rule(eqn: Any) -> Callable[[], tuple[ClosedJaxpr, list[int | Non
 
 # ---- what keeps lanes apart: along which axis lanes stand in the results
 
-_ALONG = ("axes", "axis", "dimension", "dimensions")  # parameters that say along which axes an operation works
-_works_along = one_of(
-    *("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "argmax"),
-    *("argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "concatenate", "squeeze"),
-)
 _drops = one_of(
     *("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "argmax"),
     *("argmin", "squeeze"),
 )
+_works_along = one_of("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "concatenate")
 # Operations whose results have the axes of the operand in front, and perhaps others behind.
 _appends = one_of("random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone")
-_is_broadcast = one_of("broadcast_in_dim")
-_is_reshape = one_of("reshape")
-_is_transpose = one_of("transpose")
-_is_slice = one_of("slice")
 
 
 def axis_after(eqn: Any, axes: Any) -> int | None:
@@ -236,20 +216,21 @@ def axis_after(eqn: Any, axes: Any) -> int | None:
         return _axis_of_product(params["dimension_numbers"], *(a.aval.ndim for a in eqn.invars), *axes)
     if any(other != axis or aval.ndim != first.ndim for aval, other in lanes):
         return None
-    if _works_along(eqn):
-        along = next(params[name] for name in _ALONG if name in params)
+    if _drops(eqn) or _works_along(eqn):
+        along = next(params[name] for name in ("axes", "axis", "dimension", "dimensions") if name in params)
         along = along if isinstance(along, tuple) else (along,)
         return None if axis in along else axis - (sum(other < axis for other in along) if _drops(eqn) else 0)
-    if _is_broadcast(eqn):
-        return params["broadcast_dimensions"][axis]
-    if _is_transpose(eqn):
-        return params["permutation"].index(axis)
-    if _is_reshape(eqn):
-        stays = axis == 0 and eqn.outvars[0].aval.shape[:1] == first.shape[:1]
-        return 0 if stays and params["dimensions"] is None else None
-    if _is_slice(eqn):
-        whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == first.shape[axis]
-        return axis if whole and params["strides"] is None else None
+    match eqn.primitive.name:
+        case "broadcast_in_dim":
+            return params["broadcast_dimensions"][axis]
+        case "transpose":
+            return params["permutation"].index(axis)
+        case "reshape":
+            stays = axis == 0 and eqn.outvars[0].aval.shape[:1] == first.shape[:1]
+            return 0 if stays and params["dimensions"] is None else None
+        case "slice":
+            whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == first.shape[axis]
+            return axis if whole and params["strides"] is None else None
     return axis if is_elementwise_operation(eqn) or _appends(eqn) else None
 
 

@@ -3,23 +3,16 @@
 Names and parameters are not part of JAX's public API, and change. The rest of loopax asks here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
-
-from loopax._src.jax_internals.jaxprs import (
-    called_program,
-    function_object,
-    held_program,
-    is_held_checkpoint,
-    is_held_custom,
-    is_held_custom_vjp,
-)
 
 
 def one_of(*names: str) -> Callable[[Any], bool]:
@@ -32,35 +25,45 @@ is_jit = one_of("jit")
 is_cond = one_of("cond")
 is_scan = one_of("scan")
 is_while = one_of("while")
-is_lax_loop = one_of("scan", "while")
 is_kernel = one_of("pallas_call")  # what is in it is compiled by another compiler
 stops_gradient = one_of("stop_gradient")
 is_axis_index = one_of("axis_index")
 
-# ---- calls: one program, evaluated once on all operands. Several names are those of other versions of JAX.
+# Calls: one program, evaluated once on all operands. Several names are those of other versions of JAX.
+#
+# With JAX's flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3`, `jax.checkpoint` and a function with
+# derivatives of its own are equations of one primitive for all, which holds an object; and the object holds the
+# program, and the rules. From JAX 0.12 on, so is `lax.custom_root`, without a flag. Classes and fields are not public.
 
 _is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
-_is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _is_custom_vjp_call = one_of("custom_vjp_call", "custom_vjp_call_jaxpr")
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-def called(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an equation evaluates on its operands; None if it is no call.
+def function_object(eqn: Any) -> Any:
+    """The object that an equation calls; None if its primitive says what is done.
 
-    A function with derivatives of its own is a call: its values are those of its program.
+    From JAX 0.11 on some functions of `jnp` are objects, too. These hold no program.
     """
-    return _program(eqn) if _is_plain_call(eqn) or _is_custom_call(eqn) else called_program(eqn)
+    return eqn.params.get("_prim")
+
+
+def _class_of_object(eqn: Any) -> str:
+    return type(function_object(eqn)).__name__
 
 
 def is_custom_vjp(eqn: Any) -> bool:
     """Whether an equation calls a `jax.custom_vjp`."""
-    return _is_custom_vjp_call(eqn) or is_held_custom_vjp(function_object(eqn))
+    return _is_custom_vjp_call(eqn) or _class_of_object(eqn) == "CustomVJPTraced"
 
 
 def is_custom(eqn: Any) -> bool:
     """Whether an equation calls a function with derivatives of its own."""
-    return _is_custom_call(eqn) or is_held_custom(function_object(eqn))
+    return _is_custom_call(eqn) or _class_of_object(eqn) in ("CustomJVPTraced", "CustomVJPTraced", "CustomRoot")
+
+
+def _is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive.name in ("checkpoint", "remat2") or _class_of_object(eqn) == "RematTraced"
 
 
 def told_what_is_perturbed(eqn: Any) -> bool:
@@ -69,21 +72,77 @@ def told_what_is_perturbed(eqn: Any) -> bool:
     return eqn.params["symbolic_zeros"] if value is None else value.symbolic_zeros
 
 
+def held_program(value: Any) -> ClosedJaxpr | None:
+    """The program that a parameter of an equation is, or holds as such an object; None if there is none.
+
+    An open jaxpr, of which there is none from JAX 0.12 on, is closed. It is the same each time: caches go by it.
+    """
+    if isinstance(value, ClosedJaxpr):
+        return value
+    if isinstance(value, Jaxpr):
+        return _pe.close_jaxpr(value)
+    match type(value).__name__:
+        case "RematTraced":
+            return value.jaxpr
+        case "CustomRoot":
+            return value.solve_jaxpr
+        case "CustomJVPTraced" | "CustomVJPTraced":
+            return value.traced.jaxpr
+    return None
+
+
+def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
+    """The parameter with another program. The object's rules for derivatives stay as they are."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        return program if isinstance(value, ClosedJaxpr) else program.jaxpr
+    new = copy(value)
+    match type(value).__name__:
+        case "RematTraced":
+            new.params = {**value.params, "jaxpr": program}
+        case "CustomRoot":
+
+            def solve(*arguments: Any) -> Any:
+                return jax.tree.unflatten(value.out_tree, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+
+            new.params = {**value.params, "solve": solve, "solve_jaxpr": program}
+        case _:
+            traced = copy(value.traced)
+            traced._params = {**traced._params, "jaxpr": program}
+            for cached in ("_lojax", "_closure_converted"):  # made from the other program; from JAX 0.12 on
+                if hasattr(traced, cached):
+                    setattr(traced, cached, None)
+            new.params = {**value.params, "traced": traced}
+    new.__dict__.update(new.params)
+    new.effects = frozenset(program.effects)
+    return new
+
+
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation evaluates on its operands; None if it is no call.
+
+    A function with derivatives of its own is a call: its values are those of its program.
+    """
+    if _is_plain_call(eqn) or _is_custom_call(eqn):
+        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        return held_program(next(eqn.params[name] for name in names if name in eqn.params))
+    function = function_object(eqn)
+    program = held_program(function)
+    if program is None or len(program.in_avals) == len(eqn.invars):
+        return program
+
+    # JAX may hand such an object operands for its rules alone.
+    def evaluate(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(function.expand(*jax.tree.unflatten(function.in_tree, operands)))
+
+    return jax.make_jaxpr(evaluate)(*(x.aval for x in eqn.invars))
+
+
 def inlinable(eqn: Any) -> ClosedJaxpr | None:
     """The program of a call that can be evaluated in its place, derivatives included; None if there is none.
 
     A function with derivatives of its own is left out: its program has others.
     """
-    return _program(eqn) if _is_plain_call(eqn) or is_held_checkpoint(eqn) else None
-
-
-def _program(eqn: Any) -> ClosedJaxpr:
-    """That of `jax.checkpoint` is an open jaxpr, or held by an object."""
-    if (held := called_program(eqn)) is not None:
-        return held
-    program = held_program(next(eqn.params[name] for name in _PROGRAMS if name in eqn.params))
-    assert program is not None
-    return program
+    return called(eqn) if _is_plain_call(eqn) or _is_checkpoint(eqn) else None
 
 
 class OpenCall(NamedTuple):
@@ -95,8 +154,9 @@ class OpenCall(NamedTuple):
 
 def open_call(eqn: Any) -> OpenCall | None:
     """The `shard_map` or `jax.checkpoint` that an equation is."""
-    bind = _bind_checkpoint if is_held_checkpoint(eqn) else _OPEN_CALLS.get(eqn.primitive.name)
-    return bind and OpenCall(_program(eqn), partial(bind, eqn))
+    is_shard_map = eqn.primitive.name == "shard_map"
+    program = held_program(eqn.params["jaxpr"]) if is_shard_map else called(eqn) if _is_checkpoint(eqn) else None
+    return program and OpenCall(program, partial(_bind_shard_map if is_shard_map else _bind_checkpoint, eqn))
 
 
 def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
@@ -105,29 +165,20 @@ def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: 
     The function may take more operands, in front of the others, which devices share.
     """
     params = eqn.params
-    mapped = jax.shard_map(
+    return jax.shard_map(
         lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],
         in_specs=(*(PartitionSpec() for _ in operands[len(params["in_specs"]) :]), *params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
         check_vma=params["check_vma"],
-    )
-    return mapped(*operands)
+    )(*operands)
 
 
 def _bind_checkpoint(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
     """A `jax.checkpoint` as in this equation, of another function; the primitive's parameters are private."""
-    params = function_object(eqn).params if is_held_checkpoint(eqn) else eqn.params
-    checkpoint = jax.checkpoint(function, prevent_cse=params.get("prevent_cse", True), policy=params["policy"])
-    return checkpoint(*operands)
-
-
-_OPEN_CALLS: Mapping[str, Callable[..., Sequence[Any]]] = {
-    "shard_map": _bind_shard_map,
-    "remat2": _bind_checkpoint,
-    "checkpoint": _bind_checkpoint,
-}
+    params = eqn.params if function_object(eqn) is None else function_object(eqn).params
+    return jax.checkpoint(function, prevent_cse=params.get("prevent_cse", True), policy=params["policy"])(*operands)
 
 
 # ---- control flow
@@ -155,9 +206,9 @@ class Scan(NamedTuple):
         return cls(params["jaxpr"], *sizes, params["length"], params["reverse"], params["unroll"])
 
     @property
-    def carry_start(self) -> int:
-        """Where the carry begins among the operands."""
-        return self.num_consts
+    def carry_range(self) -> range:
+        """Where the carry is among the inputs of the body, and among the operands."""
+        return range(self.num_consts, self.num_consts + self.num_carry)
 
     @property
     def sizes(self) -> list[int]:
@@ -182,9 +233,9 @@ class While(NamedTuple):
         return cls(params["cond_jaxpr"], params["body_jaxpr"], *sizes)
 
     @property
-    def carry_start(self) -> int:
-        """Where the carry begins among the operands."""
-        return self.num_cond_consts + self.num_consts
+    def carry_range(self) -> range:
+        """Where the carry is among the inputs of the body."""
+        return range(self.num_consts, self.num_consts + self.num_carry)
 
     @property
     def sizes(self) -> list[int]:
@@ -194,20 +245,14 @@ class While(NamedTuple):
 
 def lax_loop(eqn: Any) -> Scan | While | None:
     """The loop of `jax.lax` that an equation is."""
-    if is_scan(eqn):
-        return Scan.of(eqn)
-    return While.of(eqn) if is_while(eqn) else None
+    return Scan.of(eqn) if is_scan(eqn) else While.of(eqn) if is_while(eqn) else None
 
 
 def bind_while(eqn: Any, loop: While, operands: Sequence[Any]) -> Sequence[Any]:
     """The `while_loop` of an equation with other programs, or other numbers of constants."""
-    changes = {
-        "cond_jaxpr": loop.cond,
-        "body_jaxpr": loop.body,
-        "cond_nconsts": loop.num_cond_consts,
-        "body_nconsts": loop.num_consts,
-    }
-    return eqn.primitive.bind(*operands, **{**eqn.params, **changes})
+    programs = {"cond_jaxpr": loop.cond, "body_jaxpr": loop.body}
+    numbers = {"cond_nconsts": loop.num_cond_consts, "body_nconsts": loop.num_consts}
+    return eqn.primitive.bind(*operands, **{**eqn.params, **programs, **numbers})
 
 
 def branches(eqn: Any) -> tuple[ClosedJaxpr, ...]:
@@ -241,12 +286,9 @@ def bind_linear_solve(
     for program, length in zip(jaxprs, lengths, strict=True):
         constants.append([*([] if program is None else extra), *rest[:length]])
         rest = rest[length:]
-    return eqn.primitive.bind(
-        *(x for group in constants for x in group),
-        *rest,
-        const_lengths=type(lengths)(*map(len, constants)),
-        jaxprs=type(jaxprs)(*(None if program is None else function(program) for program in jaxprs)),
-    )
+    sizes, programs = map(len, constants), (program and function(program) for program in jaxprs)
+    params = {"const_lengths": type(lengths)(*sizes), "jaxprs": type(jaxprs)(*programs)}
+    return eqn.primitive.bind(*(x for group in constants for x in group), *rest, **params)
 
 
 def with_solve(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -24,7 +25,6 @@ from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
 #
 # There is no public way to say it. The check is a module of its own, which JAX imports when the check is first used.
 
-
 own_primitives: list[Primitive] = []  # of which the check is told
 
 
@@ -37,9 +37,7 @@ def without_check(function: Any) -> Any:
     """A function whose program JAX does not check: it holds a step several times, to evaluate it again."""
 
     def unchecked(*arguments: Any, **params: Any) -> Any:
-        if not checks_keys():
-            return function(*arguments, **params)
-        with jax.debug_key_reuse(False):
+        with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
             return function(*arguments, **params)
 
     return unchecked
@@ -66,17 +64,6 @@ def keys_of(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[list[bool], li
     `is_key` says which inputs are the integers behind a key; results may be. In the answer, constants are the first
     inputs. Raises `KeyReuseError` where the program itself uses a key twice.
     """
-    jaxpr, num_consts = _with_keys(closed, is_key)
-    signature, num_inputs = _check().jaxpr_type_signature(jaxpr), len(jaxpr.invars)
-    consumed = {sink.idx for sink in signature.sinks if np.any(sink.mask)}
-    made = {source.idx for source in signature.sources}
-    places = [*range(num_inputs, num_inputs + num_consts), *range(num_inputs)]  # JAX has constants last
-    kept = {forward.out_idx: places.index(forward.in_idx) for forward in signature.forwards}
-    return [i in consumed for i in places], [i in made for i in range(len(jaxpr.outvars))], kept
-
-
-def _with_keys(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[Any, int]:
-    """The open jaxpr with keys in the place of the integers behind them, and the number of constants."""
     jaxpr: Any = closed.jaxpr
     inputs = {v for v, marked in zip(jaxpr.invars, is_key, strict=True) if marked}
     wraps: dict[Any, Any] = {}
@@ -84,13 +71,20 @@ def _with_keys(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[Any, int]:
         if eqn.primitive.name == "random_wrap" and eqn.invars[0] in inputs:
             wraps.setdefault(eqn.invars[0], eqn.outvars[0])
     keys = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "random_unwrap"} | wraps
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.outvars[:1] not in [[key] for key in wraps.values()]]
-    return jaxpr.replace(
+    # Before: [*integers behind keys, *others] -> ...
+    # After: [*keys, *others] -> ...
+    jaxpr = jaxpr.replace(
         invars=[wraps.get(v, v) for v in jaxpr.invars],
         outvars=[v if isinstance(v, Literal) else keys.get(v, v) for v in jaxpr.outvars],
-        eqns=eqns,
+        eqns=[eqn for eqn in jaxpr.eqns if eqn.outvars[:1] not in [[key] for key in wraps.values()]],
         debug_info=jaxpr.debug_info.with_unknown_names(),
-    ), len(jaxpr.constvars)
+    )
+    signature, num_inputs, num_consts = _check().jaxpr_type_signature(jaxpr), len(jaxpr.invars), len(jaxpr.constvars)
+    consumed = {sink.idx for sink in signature.sinks if np.any(sink.mask)}
+    made = {source.idx for source in signature.sources}
+    places = [*range(num_inputs, num_inputs + num_consts), *range(num_inputs)]  # JAX has constants last
+    kept = {forward.out_idx: places.index(forward.in_idx) for forward in signature.forwards}
+    return [i in consumed for i in places], [i in made for i in range(len(jaxpr.outvars))], kept
 
 
 @lru_cache(maxsize=1)
@@ -124,15 +118,16 @@ def register_sparse(primitive: Primitive, rule: SparseRule) -> None:
 def know_sparse() -> None:
     """Register the rules with JAX, if whoever wants them has imported its module. The tables have no public name."""
     module = sys.modules.get("jax.experimental.sparse.transform")
-    while module is not None and _waiting:
+    if module is None:
+        return
+
+    def called_by_jax(rule: SparseRule, env: Any, *values: Any, **params: Any) -> Any:  # with references for arrays
+        return module.arrays_to_spvalues(env, list(rule(module.spvalues_to_arrays(env, list(values)), params)))
+
+    while _waiting:
         primitive, rule = _waiting.popitem()
         for table in (module.sparse_rules_bcoo, module.sparse_rules_bcsr):
-            table[primitive] = partial(_called_by_jax, module, rule)
-
-
-def _called_by_jax(module: Any, rule: SparseRule, env: Any, *values: Any, **params: Any) -> Any:
-    """The rule as JAX calls it: with references to buffers for arrays."""
-    return module.arrays_to_spvalues(env, list(rule(module.spvalues_to_arrays(env, list(values)), params)))
+            table[primitive] = partial(called_by_jax, rule)
 
 
 def is_sparse(x: Any) -> bool:
@@ -241,7 +236,7 @@ def register(
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
         positions = linear_in if callable(linear_in) else lambda _: linear_in
-        jvp, linearize = partial(_linear_jvp, primitive, positions), partial(_linear_linearize, primitive, positions)
+        jvp, linearize = _linear_rules(primitive, positions)
     for definition, rule in (
         (primitive.def_impl, impl),
         (primitive.def_abstract_eval, abstract_eval),
@@ -251,7 +246,7 @@ def register(
         if rule is not None:
             definition(rule)
     tables: list[tuple[Any, Callable[..., Any] | None]] = [
-        (_core.custom_typechecks, partial(_check_types, typecheck or partial(_types_of_results, primitive))),
+        (_core.custom_typechecks, partial(_check_types, typecheck, primitive)),
         (ad.primitive_jvps, jvp),
         (_ad.primitive_linearizations, linearize and partial(_linearize, linearize)),
         (ad.primitive_transposes, transpose),
@@ -267,13 +262,14 @@ def register(
             table[primitive] = varying_as_needed(rule)
 
 
-def _check_types(rule: Callable[..., Any], _: Any, /, *atoms: Any, **params: Any) -> Any:
-    """JAX hands over variables and constants, behind a function that names them in errors."""
-    return rule(*(atom.aval for atom in atoms), **params)
+def _check_types(rule: Callable[..., Any] | None, primitive: Primitive, _: Any, /, *atoms: Any, **params: Any) -> Any:
+    """The types of the results and the effects, if the primitive takes operands of these types.
 
-
-def _types_of_results(primitive: Primitive, *avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results and the effects, if the primitive takes operands of these types."""
+    JAX hands over variables and constants, behind a function that names them in errors.
+    """
+    avals = [atom.aval for atom in atoms]
+    if rule is not None:
+        return rule(*avals, **params)
     try:
         found, effects = primitive.abstract_eval(*avals, **params)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
@@ -300,33 +296,29 @@ def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *
     return results, lambda *operands: again(*operands, **params)
 
 
-def _linear_jvp(primitive: Primitive, positions: Positions, primals: Any, tangents: Any, **params: Any) -> Any:
-    """The jvp rule of a primitive that is linear in some operands."""
-    results = primitive.bind(*primals, **params)
-    return results, _on_tangents(primitive, positions(primals), primals, tangents, results, params)
+def _linear_rules(primitive: Primitive, positions: Positions) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The jvp and the linearisation of a primitive that is linear in its operands at these positions."""
 
+    def of_tangents(results: Any, primals: Any, tangents: Any, params: dict[str, Any]) -> Any:
+        if not any(is_nonzero(tangents[i]) for i in positions(primals)):
+            return jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), results)
+        # Before: the linear operands and the others. After: tangents of the linear operands, and the others as they are
+        operands = list(primals)
+        for i in positions(primals):
+            operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
+        return primitive.bind(*operands, **params)
 
-def _linear_linearize(primitive: Primitive, positions: Positions, nonzero: Any, *primals: Any, **params: Any) -> Any:
-    """The linearisation rule of a primitive that is linear in some operands."""
-    results, linear_in = primitive.bind(*primals, **params), positions(primals)
-    has_tangent = any(nonzero[i] for i in linear_in)
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        results = primitive.bind(*primals, **params)
+        return results, of_tangents(results, primals, tangents, params)
 
-    def linear(*tangents: Any) -> Any:
-        return _on_tangents(primitive, linear_in, primals, tangents, results, params)
+    def linearize(nonzero: Any, *primals: Any, **params: Any) -> Any:
+        results = primitive.bind(*primals, **params)
+        has_tangent = any(nonzero[i] for i in positions(primals))
+        nonzero_results = [has_tangent] * len(results) if primitive.multiple_results else has_tangent
+        return results, nonzero_results, lambda *tangents: of_tangents(results, primals, tangents, params)
 
-    return results, [has_tangent] * len(results) if primitive.multiple_results else has_tangent, linear
-
-
-def _on_tangents(
-    primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, results: Any, params: dict[str, Any]
-) -> Any:
-    """The tangents of the results: the primitive on the tangents of its linear operands, if one of them is not zero."""
-    if not any(is_nonzero(tangents[i]) for i in linear_in):
-        return jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), results)
-    operands = list(primals)
-    for i in linear_in:
-        operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
-    return primitive.bind(*operands, **params)
+    return jvp, linearize
 
 
 def _refuse_jet(*_: Any, **__: Any) -> None:

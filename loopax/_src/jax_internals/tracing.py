@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 # Where equations and jaxprs come from: lines of a user's, names of arguments.
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,20 +55,13 @@ def equation_context(eqn: Any) -> Iterator[None]:
         yield
 
 
-def user_lines(eqn: Any) -> Iterator[tuple[str, int, str]]:
+def user_lines(eqn: Any = None) -> Iterator[tuple[str, int, str]]:
     """File, line and function of the calls that led to an equation, innermost first, without JAX's and loopax's own.
 
-    JAX prints them beside jaxprs; there is no public way to ask.
+    None: that led here, or to the equation that is evaluated (`equation_context`). JAX prints them beside jaxprs; there
+    is no public way to ask.
     """
-    return _lines(eqn.source_info)
-
-
-def calling_lines() -> Iterator[tuple[str, int, str]]:
-    """File, line and function of the calls that led here, or to the equation that is evaluated (`equation_context`)."""
-    return _lines(_source_info.current())
-
-
-def _lines(source_info: Any) -> Iterator[tuple[str, int, str]]:
+    source_info = _source_info.current() if eqn is None else eqn.source_info
     for frame in _source_info.user_frames(source_info.traceback):
         yield frame.file_name, frame.start_line, frame.function_name
 
@@ -113,8 +105,7 @@ def name_in_errors(function: Callable[..., Any], caller: str, source: str, argum
 
 def is_of_jax(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is of a function of JAX, which may have been traced for another caller, and have his lines."""
-    source = closed.debug_info.func_src_info
-    return f"{_JAX}/" in (source or "")
+    return f"{_JAX}/" in (closed.debug_info.func_src_info or "")
 
 
 # Mapped axes, of `jax.vmap` and of `shard_map`: what they are called, and what communicates over them.
@@ -187,14 +178,12 @@ def value_now(x: Any) -> Any:
     return _core.to_concrete_value(x)
 
 
-@contextmanager
-def without_folding() -> Iterator[None]:
+def without_folding() -> AbstractContextManager[None]:
     """Write operations on constants into the program, under `jax.ensure_compile_time_eval()` too.
 
     It would call back while the program is traced, and JAX has no public way out of it.
     """
-    with _config.eager_constant_folding(False):
-        yield
+    return _config.eager_constant_folding(False)
 
 
 def varying_as_needed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,9 +194,7 @@ def varying_as_needed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def marking(*arguments: Any, **params: Any) -> Any:
-        if getattr(jax.config, "jax_auto_pcast", True):
-            return function(*arguments, **params)
-        with _config.auto_pcast(True):
+        with nullcontext() if getattr(jax.config, "jax_auto_pcast", True) else _config.auto_pcast(True):
             return function(*arguments, **params)
 
     return marking

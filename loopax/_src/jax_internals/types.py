@@ -49,7 +49,7 @@ def moved_like(like: Any, x: Any) -> Any:
 
 
 def _moved(x: Any, to: Any) -> Any:
-    """An array in another memory. Transposed, it moves back to `src`; JAX does not keep one that is the device's."""
+    # Transposed, it moves back to `src`; JAX does not keep one that is the device's.
     space = memory_space(x)
     return x if space is to or memory.Space.Any in (space, to) else jax.device_put(x, to, src=space)
 
@@ -57,15 +57,6 @@ def _moved(x: Any, to: Any) -> Any:
 def where(pred: Any, a: Any, b: Any) -> jax.Array:
     """`jnp.where`, of arrays on the host, too."""
     return on_device(lambda a, b: jnp.where(pred, a, b), a, b)
-
-
-def zero_on_host(dtype: Any) -> jax.Array | None:
-    """A zero that a program has on the host from the start, as `lax.scan` begins rows there; None outside of programs.
-
-    An array of zeros that is moved to the host would be made on the device first. Public JAX makes no such zero.
-    """
-    zero = _lax.empty2(dtype, memory_space=memory.Space.Host)
-    return zero if isinstance(zero, core.Tracer) else None
 
 
 AbstractValue = Any  # jax.core.AbstractValue promises no fields; ours have shape, dtype and sharding
@@ -107,8 +98,12 @@ _compiled_zeros = jax.jit(_zeros, static_argnums=0)
 
 def unwritten(aval: AbstractValue) -> jax.Array:
     """Zeros of this type for rows that a loop of the same program writes: those on the host are never on the device."""
-    start = zero_on_host(aval.dtype) if is_on_host(aval) and aval.size and is_number(aval.dtype) else None
-    if start is None:
+    if not (is_on_host(aval) and aval.size and is_number(aval.dtype)):
+        return zeros(aval)
+    # `lax.scan` begins rows on the host with such a zero, which a program has there from the start. Public JAX makes
+    # none, and an array of zeros that is moved to the host would be made on the device first.
+    start: Any = _lax.empty2(aval.dtype, memory_space=memory.Space.Host)
+    if not isinstance(start, core.Tracer):  # outside of programs
         return zeros(aval)
     return vary(lax.broadcast(start, aval.shape, out_sharding=_explicit_sharding(aval)), varying_axes(aval))
 

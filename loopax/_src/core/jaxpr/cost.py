@@ -40,7 +40,6 @@ from loopax._src.jax_internals import (
 # were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
 # ratios similar.
 
-
 CACHE_BYTES = 32 * 2**20
 # The allocator of a CPU gets larger arrays from the operating system and gives them back after each use.
 ALLOCATOR_BYTES = 64 * 2**20
@@ -322,7 +321,6 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 # It does where an iteration touches less than a kilobyte, counted after operations are fused. How they are fused is
 # not known where a loop is traced. So the limits are on what is known, the bytes of the results of all operations but
 # moves. They were fitted on random differential equations (`benchmarks/tiny_loops.py`).
-
 
 MOST_OF_VALUE = 1100  # bytes of results of a step
 MOST_STORING = 760  # of a step whose residuals are stored, with four times what is stored

@@ -80,16 +80,16 @@ def of_equation(eqn: Any) -> list[int]:
 
 def _while(loop: While) -> list[int]:
     """A `while_loop` of `jax.lax`, for which JAX has no rule."""
-    inputs = [1 << i for i in range(loop.carry_start + loop.num_carry)]
+    inputs = [1 << i for i in range(loop.num_cond_consts + loop.carry_range.stop)]
     (cond_consts, operands) = split_list(inputs, [loop.num_cond_consts])
-    carry = close_over_carry(dependence(loop.body), range(loop.num_consts, len(operands)), operands)
+    carry = close_over_carry(dependence(loop.body), loop.carry_range, operands)
     goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
     return [bits | goes_on for bits in carry]
 
 
 def _scan(loop: Scan, inputs: list[int]) -> list[int]:
     """A `scan` of `jax.lax`. JAX's rule would ask the primitives in it, once for each result."""
-    body, carry = dependence(loop.body), range(loop.num_consts, loop.num_consts + loop.num_carry)
+    body, carry = dependence(loop.body), loop.carry_range
     inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
     return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
 
@@ -181,7 +181,6 @@ def needed_inputs(
 #
 # The rule of a `custom_vmap` may do anything with its lanes: sort them, or subtract their mean. Here the axis of
 # lanes is followed from equation to equation. What works along it mixes lanes, and so may what is not known here.
-
 
 Axes = Sequence[int | None]  # of each value: which of its axes is that of lanes; None: all lanes have the same value
 
@@ -321,7 +320,7 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
     if not any(map(_mixing_primitive, inner_jaxprs(eqn))):
         return [False] * len(eqn.invars)
     if is_scan(eqn):
-        return mixed_inputs_of_steps(Scan.of(eqn).body, range(Scan.of(eqn).num_consts, sum(Scan.of(eqn).sizes)))
+        return mixed_inputs_of_steps(Scan.of(eqn).body, Scan.of(eqn).carry_range)
     if is_while(eqn):
         return _mixed_in_while(While.of(eqn))
     if is_cond(eqn):
@@ -331,7 +330,7 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
 
 
 def _mixed_in_while(loop: While) -> Sequence[bool]:
-    carry = range(loop.num_consts, loop.num_consts + loop.num_carry)
+    carry = loop.carry_range
     mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
     consts, leaves = split_list(mixed, [loop.num_cond_consts])
     deciding = [bool(bits >> i & 1) for i in range(len(mixed))]
@@ -379,7 +378,6 @@ jointly_linear: set[Primitive] = set()
 
 
 # What programs are said to be: whether they end, are a few elementwise operations, or can be transposed.
-
 
 _FEW = 40  # equations
 

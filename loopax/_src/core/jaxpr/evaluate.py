@@ -44,7 +44,6 @@ from loopax._src.jax_internals import (
 
 # Functions with derivatives of their own, evaluated in another way: so are their rules, which JAX traces later.
 
-
 Function = Callable[..., Any]
 
 

@@ -290,7 +290,6 @@ def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
 # and whatever belongs to each operand (its type, its tangent, whether it is known) into another one of the same
 # class. These functions work on all groups at once.
 
-
 Groups = TypeVar("Groups", bound=tuple[Sequence[Any], ...])
 
 
