@@ -20,7 +20,6 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
     evaluate,
-    evaluate_inlined,
     flatten,
     inner_jaxprs,
     merge_lists,
@@ -264,7 +263,7 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
 
     def function(*inputs: Any) -> tuple[list[Any], list[Any]]:
         chains = _Chains()
-        outputs = evaluate_inlined(closed, inputs, partial(_chained_equation, chains), _call_with_buffers)
+        outputs = evaluate(closed, inputs, partial(_chained_equation, chains), inlined=_call_with_buffers)
         return [chains.for_writing(x) for x in outputs], [chains.latest(x) for x in inputs]
 
     return function

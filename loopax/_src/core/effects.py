@@ -205,7 +205,7 @@ def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
 
 def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     loop = Scan.of(eqn)
-    consts, init, xs = split_list(operands, loop.sizes)
+    consts, init, xs = loop.groups(operands)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         carry, y = split_list(guarded(loop.body)(active, *consts, *carry, *x), [loop.num_carry])

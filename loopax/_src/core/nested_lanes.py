@@ -26,7 +26,7 @@ from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,
     bind_again,
-    evaluate_inlined,
+    evaluate,
     split_list,
     stacked,
     trace,
@@ -134,7 +134,7 @@ class SplitProgram(NamedTuple):
 @weakly_cached
 def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitProgram:
     """Cut a program at the only loop in it; `message(number of loops)` is that of the error where there is not one."""
-    flat = trace(lambda *inputs: evaluate_inlined(program, inputs, bind_again, _jit_with_loop), program.in_avals)
+    flat = trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_jit_with_loop), program.in_avals)
     loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
         # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.

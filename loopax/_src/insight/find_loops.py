@@ -162,8 +162,7 @@ def see(eqn: Any) -> Seen | None:
 def _see_lax(eqn: Any, found: Scan | While) -> Seen:
     """A loop of JAX as one of the core; of a `while_loop`, what the condition reads is of no interest here."""
     is_scan = isinstance(found, Scan)
-    sizes = found.sizes if is_scan else [found.num_consts, found.num_carry]
-    consts, carry, xs = split_list(argument_names(found.body), sizes)
+    consts, carry, xs = split_list(argument_names(found.body), [found.num_consts, found.num_carry])
     names = Names(tuple(consts), tuple(carry), tuple(xs) if is_scan else (), ())
     body = jaxpr_as_fun(found.body)
     loop = Loop(

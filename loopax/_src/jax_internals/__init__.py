@@ -42,7 +42,7 @@ from loopax._src.jax_internals.jaxprs import (
 from loopax._src.jax_internals.operations import (
     axis_after,
     can_transpose,
-    custom_vmap_rule,
+    custom_vmap_of_lanes,
     draws_for_all_lanes,
     is_addition,
     is_cast,

@@ -163,10 +163,10 @@ def _calls_generator(impl: Any, name: str) -> bool:
     return contains(jax.make_jaxpr(partial(_CALLS[name], impl))(jax.ShapeDtypeStruct(impl.key_shape, "uint32")))
 
 
-def custom_vmap_rule(eqn: Any) -> Callable[[], tuple[ClosedJaxpr, list[int | None], list[int | None]]] | None:
-    """Traces what a `jax.custom_batching.custom_vmap` does for lanes, of which all its arguments are.
+def custom_vmap_of_lanes(eqn: Any) -> tuple[ClosedJaxpr, list[int | None], list[int | None]] | None:
+    """What a `jax.custom_batching.custom_vmap` does for lanes, of which all its arguments are.
 
-    It returns the program of the batch, and the axes of lanes of its operands and of its results. None if the equation
+    Returns the program of the batch, and the axes of lanes of its operands and of its results. None if the equation
     calls no such function.
     """
     if eqn.primitive.name != "custom_vmap_call":
@@ -175,23 +175,19 @@ def custom_vmap_rule(eqn: Any) -> Callable[[], tuple[ClosedJaxpr, list[int | Non
     # What the function closes over comes first, and may not be batched. In a derivative JAX does not say what that is.
     closed_over = in_tree.children()[0].num_leaves if isinstance(rule, _batching.ClosedRule) else 0
     is_batched = [i >= closed_over for i in range(len(eqn.invars))]
+    batched: list[bool] = []
 
-    def trace() -> tuple[ClosedJaxpr, list[int | None], list[int | None]]:
-        batched: list[bool] = []
+    def of_lanes(*flat: Any) -> list[Any]:
+        args = in_tree.unflatten(flat)
+        results, mask = _batching.call_rule(rule, _PROBED_LANES, in_tree.unflatten(is_batched), args)
+        batched[:] = jax.tree.leaves(mask)
+        return jax.tree.leaves(results)
 
-        def of_lanes(*flat: Any) -> list[Any]:
-            args = in_tree.unflatten(flat)
-            results, mask = _batching.call_rule(rule, _PROBED_LANES, in_tree.unflatten(is_batched), args)
-            batched[:] = jax.tree.leaves(mask)
-            return jax.tree.leaves(results)
-
-        atoms = zip(eqn.invars, is_batched, strict=True)
-        avals = [_core.unmapped_aval(_PROBED_LANES, 0, x.aval) if lanes else x.aval for x, lanes in atoms]
-        program = jax.make_jaxpr(of_lanes)(*avals)
-        inputs, results = ([0 if lanes else None for lanes in mask] for mask in (is_batched, batched))
-        return program, inputs, results
-
-    return trace
+    atoms = zip(eqn.invars, is_batched, strict=True)
+    avals = [_core.unmapped_aval(_PROBED_LANES, 0, x.aval) if lanes else x.aval for x, lanes in atoms]
+    program = jax.make_jaxpr(of_lanes)(*avals)
+    inputs, results = ([0 if lanes else None for lanes in mask] for mask in (is_batched, batched))
+    return program, inputs, results
 
 
 # ---- what keeps lanes apart: along which axis lanes stand in the results

@@ -210,10 +210,10 @@ class Scan(NamedTuple):
         """Where the carry is among the inputs of the body, and among the operands."""
         return range(self.num_consts, self.num_consts + self.num_carry)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of consts and carry, for `split_list`."""
-        return [self.num_consts, self.num_carry]
+    def groups(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Consts, carry and xs among the operands."""
+        carry = self.carry_range
+        return operands[: carry.start], operands[carry.start : carry.stop], operands[carry.stop :]
 
 
 class While(NamedTuple):
@@ -237,10 +237,10 @@ class While(NamedTuple):
         """Where the carry is among the inputs of the body."""
         return range(self.num_consts, self.num_consts + self.num_carry)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of both kinds of constants, for `split_list`."""
-        return [self.num_cond_consts, self.num_consts]
+    def groups(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Constants of the condition, those of the body, and the carry among the operands."""
+        first, carry = self.num_cond_consts, self.num_cond_consts + self.num_consts
+        return operands[:first], operands[first:carry], operands[carry:]
 
 
 def lax_loop(eqn: Any) -> Scan | While | None:

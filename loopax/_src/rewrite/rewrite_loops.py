@@ -92,7 +92,7 @@ class Exchange:
         return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
 
     def _while(self, loop: While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
-        cond_consts, body_consts, init = split_list(operands, loop.sizes)
+        cond_consts, body_consts, init = loop.groups(operands)
 
         def step(carry: Sequence[Any]) -> list[Any]:
             return self.evaluate(loop.body, [*body_consts, *carry])
@@ -130,7 +130,7 @@ class Exchange:
         return switch(index, functions, *operands, lanes=self.lanes)
 
     def _scan(self, loop: Scan, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
-        consts, init, xs = split_list(operands, loop.sizes)
+        consts, init, xs = loop.groups(operands)
 
         def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])

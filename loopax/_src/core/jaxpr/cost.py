@@ -3,7 +3,7 @@
 It is for choices between alternatives that differ by more than 15 %.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from sys import maxsize
 from typing import Any, NamedTuple
@@ -126,40 +126,27 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
 
     What depends on constants alone is computed once.
     """
-    eqns = _varying(body, num_consts)
-    work, products, calls = (_total(eqns, of) for of in (_operation, _product, _runs_by_itself))
-    calls *= costs().call
+    changing, eqns = {*body.invars[:1], *body.invars[1 + num_consts :]}, list[Any]()
+    for eqn in body.eqns:
+        if any(not isinstance(atom, Literal) and atom in changing for atom in eqn.invars):
+            changing.update(eqn.outvars)
+            eqns.append(eqn)
+    work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
+    products = _total(eqns, lambda eqn: _operation(eqn) if is_product(eqn) else 0.0)
     alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE * costs().step
     return StepCost(work, CALL_OF_BATCH * calls, alone)
 
 
-def _varying(body: ClosedJaxpr, num_consts: int) -> list[Any]:
-    """The equations that are not computed from constants alone."""
-    changing = {*body.invars[:1], *body.invars[1 + num_consts :]}
-    found = []
-    for eqn in body.eqns:
-        if any(not isinstance(atom, Literal) and atom in changing for atom in eqn.invars):
-            changing.update(eqn.outvars)
-            found.append(eqn)
-    return found
-
-
 def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
     """What equations amount to: the sum over their operations, also over those of programs in them."""
-    return sum(_amount(eqn, of_operation) for eqn in eqns)
-
-
-def _amount(eqn: Any, of_operation: Callable[[Any], float]) -> float:
-    inner = list(inner_jaxprs(eqn))
-    if not inner:
-        return of_operation(eqn)
-    amounts = [_total(jaxpr.eqns, of_operation) for jaxpr in inner]
-    return max(amounts) if is_cond(eqn) else _iterations(eqn) * sum(amounts)
-
-
-def _product(eqn: Any) -> float:
-    """The cost of a product; nothing for others."""
-    return _operation(eqn) if is_product(eqn) else 0.0
+    total = 0.0
+    for eqn in eqns:
+        inner = [_total(jaxpr.eqns, of_operation) for jaxpr in inner_jaxprs(eqn)]
+        if inner:
+            total += max(inner) if is_cond(eqn) else _iterations(eqn) * sum(inner)
+        else:
+            total += of_operation(eqn)
+    return total
 
 
 def _runs_by_itself(eqn: Any) -> float:
@@ -169,25 +156,17 @@ def _runs_by_itself(eqn: Any) -> float:
 
 def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
-    size = sum(prod(v.aval.shape) for v in _computed(eqn))
+    results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
+    size = sum(prod(v.aval.shape) for v in results)
     if is_product(eqn):
         return costs().product * 2 * size * contracted_size(eqn)
     if is_convolution(eqn):
         return costs().convolution * 2 * size * convolved_size(eqn)
     if is_free(eqn):
         return 0.0
-    return size * _of_element(eqn)
-
-
-def _of_element(eqn: Any) -> float:
     if is_slow_function(eqn):
-        return costs().slow_function
-    return costs().function if is_function(eqn) else costs().elementwise
-
-
-def _computed(eqn: Any) -> Sequence[Any]:
-    rule = computed.get(eqn.primitive)
-    return eqn.outvars if rule is None else rule(eqn)
+        return size * costs().slow_function
+    return size * (costs().function if is_function(eqn) else costs().elementwise)
 
 
 def _iterations(eqn: Any) -> int:
@@ -226,32 +205,23 @@ def classified(
     `at_most_once`: the step is taken once or not at all, so nothing is gained if what it computes is hoisted.
     """
     num_consts, num_carry, num_xs = sizes
-    consts, first_x = range(1, 1 + num_consts), 1 + num_consts + num_carry
-    inputs = known.invars[first_x : first_x + num_xs]
-    candidates = [p for p in positions if all(i in consts for i in members(dependence(known)[p]))]
-    # A loop may take no step. What is hoisted is computed all the same, so it must come to an end and have no effects.
-    programs = {p: _program_of(known, p) for p in _computed_from(known, consts, candidates)}
-    hoisted = [p for p, jaxpr in programs.items() if (not jaxpr.eqns if at_most_once else always_ends(jaxpr))]
+    first_x = 1 + num_consts + num_carry
+    xs, hoisted = known.invars[first_x : first_x + num_xs], set[int]()
+    for position in positions:
+        if not all(0 < i <= num_consts for i in members(dependence(known)[position])):
+            continue
+        program, used = dce(known, [p == position for p in range(len(known.out_avals))], False)
+        # An equation may be all or nothing: what depends on constants alone may need other inputs to be computed.
+        needs_others = used[0] or any(used[1 + num_consts :])
+        # A loop may take no step. What is hoisted is computed all the same, so it must come to an end, without effects.
+        if not needs_others and (not program.eqns if at_most_once else always_ends(program)):
+            hoisted.add(position)
 
     def classify(position: int) -> Residual:
-        same = [i for i, variable in enumerate(inputs) if variable is known.outvars[position]]
+        same = [i for i, variable in enumerate(xs) if variable is known.outvars[position]]
         return Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
 
     return list(map(classify, positions))
-
-
-def _computed_from(known: ClosedJaxpr, inputs: range, positions: list[int]) -> list[int]:
-    """The outputs that can be computed from these inputs: an equation that they stand in may be all or nothing."""
-
-    def suffice(positions: list[int]) -> bool:
-        used = dce(known, [p in positions for p in range(len(known.out_avals))], False)[1]
-        return all(i in inputs for i, needed in enumerate(used) if needed)
-
-    return positions if suffice(positions) else [p for p in positions if suffice([p])]
-
-
-def _program_of(known: ClosedJaxpr, position: int) -> ClosedJaxpr:
-    return dce(known, [p == position for p in range(len(known.out_avals))], False)[0]
 
 
 def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:
@@ -277,24 +247,23 @@ def without_recomputed(
         return list(positions), None
     producers = {variable: i for i, eqn in enumerate(known.eqns) for variable in eqn.outvars}
     inputs = [known.invars[i] for i in given]
-    left, equations = [p for p in positions if not isinstance(known.outvars[p], Literal)], list[Any]()
+    left, equations = [p for p in positions if not isinstance(known.outvars[p], Literal)], set[int]()
+    # The largest first: what is left out is not there to compute the others from.
     for position in sorted(left, key=lambda p: -num_bytes([known.out_avals[p]])):
         others = [known.outvars[p] for p in left if p != position]
         residual = known.outvars[position]
         places = _equations_for(residual, known.eqns, producers, {*inputs, *others})
         if places is None:
             continue
-        needed = [known.eqns[i] for i in places]
-        cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], needed))
+        cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], [known.eqns[i] for i in places]))
         if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
             left.remove(position)
-            equations += [eqn for eqn in needed if not any(eqn is other for other in equations)]
+            equations.update(places)
     if len(left) == len(positions):
         return left, None
     kept = [known.outvars[p] for p in left]
     dropped = [known.outvars[p] for p in positions if p not in left]
-    in_order = [eqn for eqn in known.eqns if any(eqn is other for other in equations)]
-    return left, replace_jaxpr(known, [*inputs, *kept], dropped, in_order)
+    return left, replace_jaxpr(known, [*inputs, *kept], dropped, [known.eqns[i] for i in sorted(equations)])
 
 
 def _equations_for(
@@ -307,13 +276,9 @@ def _equations_for(
         if place is None or equations[place].effects or len(found) == MOST_EQUATIONS:
             return None
         found.add(place)
-        needed.update(_variables(equations[place].invars) - given - set(equations[place].outvars))
+        needed.update(atom for atom in equations[place].invars if not isinstance(atom, Literal) and atom not in given)
         needed = {v for v in needed if producers.get(v) not in found}
     return sorted(found)
-
-
-def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 # Tiny steps: whether XLA's CPU backend compiles a loop to one function, whose operations cost no calls.
@@ -342,15 +307,15 @@ def calls(step: ClosedJaxpr, most: int, stored: int = 0) -> float:
     return 0.0 if touched <= most else costs().call * touched / BYTES_OF_CALL
 
 
-def result_bytes(jaxpr: Any) -> float:
+def result_bytes(jaxpr: ClosedJaxpr) -> float:
     """What a program computes, moves apart; infinite where one of its operations is never in one function."""
-    return sum(map(_result_bytes, jaxpr.eqns))
-
-
-def _result_bytes(eqn: Any) -> float:
-    inner = list(inner_jaxprs(eqn))
-    if inner and called(eqn) is not None:
-        return sum(map(result_bytes, inner))
-    if inner or stands_alone(eqn):
-        return inf
-    return 0.0 if is_free(eqn) or moves(eqn) else float(num_bytes(out.aval for out in eqn.outvars))
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = list(inner_jaxprs(eqn))
+        if inner and called(eqn) is not None:
+            total += sum(map(result_bytes, inner))
+        elif inner or stands_alone(eqn):
+            return inf
+        elif not (is_free(eqn) or moves(eqn)):
+            total += num_bytes(out.aval for out in eqn.outvars)
+    return total

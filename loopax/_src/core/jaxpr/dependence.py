@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.core.jaxpr.evaluate import silent_equation
-from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, select, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -23,7 +23,7 @@ from loopax._src.jax_internals import (
     branches,
     called,
     can_transpose,
-    custom_vmap_rule,
+    custom_vmap_of_lanes,
     dce,
     draws_for_all_lanes,
     happens,
@@ -66,9 +66,18 @@ def of_equation(eqn: Any) -> list[int]:
     if program := inlinable(eqn):
         return list(dependence(program))
     if is_while(eqn):
-        return _while(While.of(eqn))
+        loop = While.of(eqn)
+        inputs = [1 << i for i in range(len(eqn.invars))]
+        cond_consts, operands = inputs[: loop.num_cond_consts], inputs[loop.num_cond_consts :]
+        carry = close_over_carry(dependence(loop.body), loop.carry_range, operands)
+        goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
+        return [bits | goes_on for bits in carry]
     if is_scan(eqn):
-        return _scan(Scan.of(eqn), [1 << i for i in range(len(eqn.invars))])
+        # JAX's rule would ask the primitives in it, once for each result.
+        loop, inputs = Scan.of(eqn), [1 << i for i in range(len(eqn.invars))]
+        body, carry = dependence(loop.body), loop.carry_range
+        inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
+        return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
     if is_cond(eqn):
         return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, branches(eqn)), strict=True)]
     if happens(eqn.effects):  # no output depends on what they get
@@ -78,22 +87,6 @@ def of_equation(eqn: Any) -> list[int]:
     return [to_bits(mask) for mask in used if mask is not None] or everything
 
 
-def _while(loop: While) -> list[int]:
-    """A `while_loop` of `jax.lax`, for which JAX has no rule."""
-    inputs = [1 << i for i in range(loop.num_cond_consts + loop.carry_range.stop)]
-    (cond_consts, operands) = split_list(inputs, [loop.num_cond_consts])
-    carry = close_over_carry(dependence(loop.body), loop.carry_range, operands)
-    goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
-    return [bits | goes_on for bits in carry]
-
-
-def _scan(loop: Scan, inputs: list[int]) -> list[int]:
-    """A `scan` of `jax.lax`. JAX's rule would ask the primitives in it, once for each result."""
-    body, carry = dependence(loop.body), loop.carry_range
-    inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
-    return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
-
-
 def to_bits(mask: Sequence[bool]) -> int:
     """A list of bools as a set."""
     return sum(1 << i for i, chosen in enumerate(mask) if chosen)
@@ -101,12 +94,7 @@ def to_bits(mask: Sequence[bool]) -> int:
 
 def members(bits: int) -> list[int]:
     """The elements of a set, in order."""
-    found = []
-    while bits:
-        low = bits & -bits
-        found.append(low.bit_length() - 1)
-        bits ^= low
-    return found
+    return [i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
 
 
 def union(sets: Sequence[int], chosen: int) -> int:
@@ -142,18 +130,13 @@ def dependence_fixpoint(
     through the `inverse`, a body with the same inputs that returns a carry.
     """
     needed, back = dependence(closed), () if inverse is None else dependence(inverse)
-    marked = to_bits(inputs)
+    marked, may = to_bits(inputs), [True] * len(needed) if allowed is None else allowed
     while True:
-        outputs = [bool(bits & marked) for bits in needed]
-        if allowed is not None:
-            outputs = [a and b for a, b in zip(outputs, allowed, strict=True)]
-        grown = marked | to_bits(outputs[: len(carry)]) << carry.start
-        for i, (bits, place) in enumerate(zip(back, carry, strict=False)):
-            if bits & marked and (allowed is None or allowed[i]):
-                grown |= 1 << place
+        outputs = [bool(bits & marked) and ok for bits, ok in zip(needed, may, strict=True)]
+        before = [bool(bits & marked) and ok for bits, ok in zip(back[: len(carry)], may, strict=False)]
+        grown = marked | (to_bits(outputs[: len(carry)]) | to_bits(before)) << carry.start
         if grown == marked:
-            kept = [bool(marked >> i & 1) for i in carry]
-            return (*kept, *outputs[len(carry) :])
+            return (*(bool(marked >> i & 1) for i in carry), *outputs[len(carry) :])
         marked = grown
 
 
@@ -189,14 +172,6 @@ class MayMixLanesError(Exception):
     """It cannot be said that a program keeps lanes apart."""
 
 
-def keeps_lanes_apart(program: ClosedJaxpr, inputs: Axes, results: Axes) -> bool:
-    """Whether each lane of the results follows from the same lane of the inputs."""
-    try:
-        return list(_follow(program, inputs)) == list(results)
-    except MayMixLanesError:
-        return False
-
-
 def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
     """The axis of lanes of each result."""
     axes: dict[Any, int | None] = dict(zip(program.invars, inputs, strict=True))
@@ -206,55 +181,51 @@ def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
 
     for eqn in program.eqns:
         given = [read(atom) for atom in eqn.invars]
-        found = _of_equation(eqn, given) if any(axis is not None for axis in given) else [None] * len(eqn.outvars)
+        found = _axes_of_results(eqn, given) if any(axis is not None for axis in given) else [None] * len(eqn.outvars)
         axes.update(zip(eqn.outvars, found, strict=True))
     return [read(atom) for atom in program.outvars]
 
 
-def _of_equation(eqn: Any, given: Axes) -> Axes:
-    if draws_for_all_lanes(eqn):
-        raise MayMixLanesError
+def _axes_of_results(eqn: Any, given: Axes) -> Axes:
+    """The axis of lanes of each result of an equation of whose operands one has lanes."""
     if (program := called(eqn)) is not None:
         return _follow(program, given)
     if is_cond(eqn):
-        return _same([_follow(branch, given[1:]) for branch in branches(eqn)])
+        found, *others = (_follow(branch, given[1:]) for branch in branches(eqn))
+        if any(other != found for other in others):
+            raise MayMixLanesError
+        return found
     if is_scan(eqn):
-        return _follow_scan(Scan.of(eqn), given)
+        loop = Scan.of(eqn)
+        consts, carry, xs = loop.groups(given)
+        if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
+            return [0] * len(eqn.outvars)  # a map over lanes, one after another
+        if 0 in xs:
+            raise MayMixLanesError
+        carry, ys = _carried(loop.body, consts, carry, [None if axis is None else axis - 1 for axis in xs])
+        return [*carry, *(None if axis is None else axis + 1 for axis in ys)]
     if is_while(eqn):
         loop = While.of(eqn)
-        _, consts, carry = split_list(given, loop.sizes)
+        _, consts, carry = loop.groups(given)
         return _carried(loop.body, consts, carry, [])[0]
     if not eqn.outvars:  # an effect, of which no lane sees anything
         return []
-    axis = None if eqn.effects else axis_after(eqn, given)
+    axis = None if eqn.effects or draws_for_all_lanes(eqn) else axis_after(eqn, given)
     if axis is None:
         raise MayMixLanesError
     return [axis] * len(eqn.outvars)
 
 
-def _same(found: Sequence[Axes]) -> Axes:
-    if any(axes != found[0] for axes in found):
-        raise MayMixLanesError
-    return found[0]
-
-
-def _follow_scan(loop: Scan, given: Axes) -> Axes:
-    consts, carry, xs = split_list(given, loop.sizes)
-    if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
-        return [0] * (len(loop.body.out_avals) - len(carry))  # a map over lanes, one after another
-    if any(axis == 0 for axis in xs):
-        raise MayMixLanesError
-    carry, ys = _carried(loop.body, consts, carry, [None if axis is None else axis - 1 for axis in xs])
-    return [*carry, *(None if axis is None else axis + 1 for axis in ys)]
-
-
 def _carried(body: ClosedJaxpr, consts: Axes, carry: Axes, x: Axes) -> tuple[Axes, Axes]:
     """The axes of carry and rows at the fixed point: a leaf that all lanes share may come to differ."""
     while True:
-        out, ys = split_list(_follow(body, [*consts, *carry, *x]), [len(carry)])
+        found = _follow(body, [*consts, *carry, *x])
+        out, ys = found[: len(carry)], found[len(carry) :]
         grown = [new if old is None else old for old, new in zip(carry, out, strict=True)]
         if grown == list(carry):
-            return _same([carry, out]), ys
+            if out != grown:
+                raise MayMixLanesError
+            return out, ys
         carry = grown
 
 
@@ -269,28 +240,24 @@ def _carried(body: ClosedJaxpr, consts: Axes, carry: Axes, x: Axes) -> tuple[Axe
 mixed_operands: dict[Primitive, Callable[[Any], Sequence[bool]]] = {}
 
 
+@weakly_cached
 def mixing_primitive(closed: ClosedJaxpr) -> str | None:
     """The name of a primitive in a program, or in programs inside, that mixes lanes; None if none does."""
-    return _mixing_primitive(closed)
-
-
-@weakly_cached
-def _mixing_primitive(jaxpr: Any) -> str | None:
-    for eqn in jaxpr.eqns:
+    for eqn in closed.eqns:
         if mixes_lanes(eqn):
             return eqn.primitive.name
-        if name := next(filter(None, map(_mixing_primitive, inner_jaxprs(eqn))), None):
+        if name := next(filter(None, map(mixing_primitive, inner_jaxprs(eqn))), None):
             return name
     return None
 
 
 def mixes_lanes(eqn: Any) -> bool:
     """Whether a batch of an equation is more than the equation for each lane."""
-    trace_rule = custom_vmap_rule(eqn)
-    if trace_rule is None:
-        return draws_for_all_lanes(eqn)
     try:
-        return not keeps_lanes_apart(*trace_rule())
+        if (of_lanes := custom_vmap_of_lanes(eqn)) is None:
+            return draws_for_all_lanes(eqn)
+        program, inputs, results = of_lanes
+        return _follow(program, inputs) != results
     except Exception:  # noqa: BLE001 - a user's rule may refuse this batch in any way: then nothing is known of it
         return True
 
@@ -317,27 +284,22 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
         return everything
     if eqn.primitive in mixed_operands:
         return mixed_operands[eqn.primitive](eqn)
-    if not any(map(_mixing_primitive, inner_jaxprs(eqn))):
+    if not any(map(mixing_primitive, inner_jaxprs(eqn))):
         return [False] * len(eqn.invars)
     if is_scan(eqn):
         return mixed_inputs_of_steps(Scan.of(eqn).body, Scan.of(eqn).carry_range)
     if is_while(eqn):
-        return _mixed_in_while(While.of(eqn))
+        loop = While.of(eqn)
+        mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
+        deciding, num = [bool(bits >> i & 1) for i in range(len(mixed))], loop.num_cond_consts
+        body = mixed_inputs_of_steps(loop.body, loop.carry_range, mixed[num:], deciding[num:])
+        # Where the carry is mixed, so is what decides how many steps a lane takes.
+        is_carry_mixed = any(body[i] for i in loop.carry_range)
+        return [*(either(mixed[:num], deciding[:num]) if is_carry_mixed else mixed[:num]), *body]
     if is_cond(eqn):
         return [False, *map(any, zip(*map(mixed_inputs, branches(eqn)), strict=True))]
     program = called(eqn)
     return everything if program is None else mixed_inputs(program)
-
-
-def _mixed_in_while(loop: While) -> Sequence[bool]:
-    carry = loop.carry_range
-    mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
-    consts, leaves = split_list(mixed, [loop.num_cond_consts])
-    deciding = [bool(bits >> i & 1) for i in range(len(mixed))]
-    body = mixed_inputs_of_steps(loop.body, carry, leaves, deciding[loop.num_cond_consts :])
-    if any(body[i] for i in carry):
-        consts = either(consts, deciding[: loop.num_cond_consts])
-    return [*consts, *body]
 
 
 def mixed_inputs_of_steps(
@@ -349,20 +311,13 @@ def mixed_inputs_of_steps(
     mixed outside of the body, `deciding` which decide on the number of steps. These are mixed where any leaf is: what
     other lanes see of a lane depends on how many steps it has taken.
     """
-    mixed, needed = mixed_inputs(body), dependence(body)
-
-    def of_carry(leaves: Sequence[bool]) -> list[bool]:
-        return [i in carry and leaves[i - carry.start] for i in range(len(mixed))]
-
-    if also:
-        mixed = either(mixed, of_carry(also))
+    mixed, needed = to_bits(mixed_inputs(body)) | to_bits(also) << carry.start, dependence(body)
     while True:
-        if deciding and any(mixed[i] for i in carry):
-            mixed = either(mixed, of_carry(deciding))
-        from_before = [needed[i - carry.start] for i in carry if mixed[i]]
-        grown = tuple(is_mixed or any(bits >> i & 1 for bits in from_before) for i, is_mixed in enumerate(mixed))
+        leaves = [i for i in carry if mixed >> i & 1]
+        grown = mixed | (to_bits(deciding) << carry.start if leaves else 0)
+        grown = reduce(or_, (needed[i - carry.start] for i in leaves), grown)
         if grown == mixed:
-            return mixed
+            return tuple(bool(mixed >> i & 1) for i in range(len(body.in_avals)))
         mixed = grown
 
 
@@ -382,7 +337,7 @@ jointly_linear: set[Primitive] = set()
 _FEW = 40  # equations
 
 
-def always_ends(jaxpr: Any) -> bool:
+def always_ends(jaxpr: ClosedJaxpr) -> bool:
     """Whether a program has no effects, and no loop in it whose number of steps has no bound."""
     return not jaxpr.effects and all(
         not (is_while(eqn) or (eqn.primitive in step_limits and step_limits[eqn.primitive](eqn)[0] is None))
@@ -391,12 +346,12 @@ def always_ends(jaxpr: Any) -> bool:
     )
 
 
-def linear_results(jaxpr: Any, linear: Sequence[bool]) -> list[bool] | None:
+def linear_results(jaxpr: ClosedJaxpr, linear: Sequence[bool]) -> list[bool] | None:
     """Which results are linear in these inputs; None where an operation on them is not known to be.
 
     JAX can transpose a program of which this is known.
     """
-    found = set(select(linear, jaxpr.invars))
+    found = {variable for variable, chosen in zip(jaxpr.invars, linear, strict=True) if chosen}
 
     def is_linear(atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in found
@@ -405,39 +360,37 @@ def linear_results(jaxpr: Any, linear: Sequence[bool]) -> list[bool] | None:
         operands = list(map(is_linear, eqn.invars))
         if not any(operands):
             continue
-        results = _linear_results(eqn, operands)
-        if results is None:
+        if (program := inlinable(eqn)) is not None:
+            results = linear_results(program, operands)
+            if results is None:
+                return None
+            found.update(out for out, chosen in zip(eqn.outvars, results, strict=True) if chosen)
+        elif eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn))):
+            found.update(eqn.outvars)
+        else:
             return None
-        found.update(select(results, eqn.outvars))
     # A bool or an integer has no tangent.
     is_real = all(jnp.issubdtype(variable.aval.dtype, jnp.inexact) for variable in found)
     return list(map(is_linear, jaxpr.outvars)) if is_real else None
 
 
-def _linear_results(eqn: Any, operands: Sequence[bool]) -> list[bool] | None:
-    program = inlinable(eqn)
-    if program is not None:
-        return linear_results(program, operands)
-    is_known = eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn)))
-    return [True] * len(eqn.outvars) if is_known else None
-
-
-def is_arithmetic(jaxpr: Any) -> bool:
+def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
     """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none."""
-    return not jaxpr.effects and all(map(_is_arithmetic, jaxpr.eqns))
-
-
-def _is_arithmetic(eqn: Any) -> bool:
-    if is_scan(eqn) or is_cond(eqn) or called(eqn) is not None:
-        return all(map(is_arithmetic, inner_jaxprs(eqn)))
-    return is_elementwise_operation(eqn) or is_reduction_or_move(eqn)
+    return not jaxpr.effects and all(
+        all(map(is_arithmetic, inner_jaxprs(eqn)))
+        if is_scan(eqn) or is_cond(eqn) or called(eqn) is not None
+        else is_elementwise_operation(eqn) or is_reduction_or_move(eqn)
+        for eqn in jaxpr.eqns
+    )
 
 
 def is_elementwise(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is a few elementwise operations, which XLA fuses with what is around them."""
-    return not closed.effects and len(closed.eqns) <= _FEW and all(map(_is_elementwise, closed.eqns))
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    program = inlinable(eqn)
-    return is_elementwise_operation(eqn) if program is None else is_elementwise(program)
+    return (
+        not closed.effects
+        and len(closed.eqns) <= _FEW
+        and all(
+            is_elementwise_operation(eqn) if program is None else is_elementwise(program)
+            for eqn, program in zip(closed.eqns, map(inlinable, closed.eqns), strict=True)
+        )
+    )

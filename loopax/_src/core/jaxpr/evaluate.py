@@ -1,6 +1,6 @@
 """Rules for primitives that are a shorthand for a larger program: expand them and apply JAX's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,18 +8,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from loopax._src.core.jaxpr.util import (
-    Mask,
-    bind_again,
-    inner_jaxprs,
-    map_programs,
-    merge_lists,
-    of_selected,
-    reject,
-    select,
-    split_list,
-    trace,
-)
+from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs, map_programs, trace
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     ad,
@@ -28,6 +17,7 @@ from loopax._src.jax_internals import (
     called,
     equation_context,
     happens,
+    has_tangents,
     is_cond,
     is_custom,
     is_custom_vjp,
@@ -68,23 +58,25 @@ def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
 
 def rule_of(eqn: Any) -> ClosedJaxpr | None:
     """The rule of the function that an equation calls as a program; None if there is none for these operands."""
-    operands, mask = [v.aval for v in eqn.invars], _have_tangents(eqn.invars)
-    dots, cts = (select(_have_tangents(group), [v.aval for v in group]) for group in (eqn.invars, eqn.outvars))
+    operands = [v.aval for v in eqn.invars]
+    dots = {i: v.aval for i, v in enumerate(eqn.invars) if has_tangents(v.aval)}
+    cts = {i: v.aval for i, v in enumerate(eqn.outvars) if has_tangents(v.aval)}
     try:
         if is_custom_vjp(eqn):
-            return jax.make_jaxpr(lambda xs, cts: _pull_back(eqn, _forward(eqn, mask, xs)[1], cts))(operands, cts)
-        return jax.make_jaxpr(partial(_on_pairs, eqn, mask))(operands, dots)
+            return jax.make_jaxpr(lambda xs, cts: _pull_back(eqn, _forward(eqn, dots, xs)[1], cts))(operands, cts)
+        return jax.make_jaxpr(partial(_on_pairs, eqn))(operands, dots)
     except Exception:  # noqa: BLE001 - a rule may raise anything, and does so again where JAX asks for it
         return None
 
 
 def _with_jvp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
-    function = jax.custom_jvp(values)
+    function, first = jax.custom_jvp(values), interpreter.num_flags
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        (flags, xs), (_, dots) = (split_list(values, [interpreter.num_flags]) for values in (primals, tangents))
-        mask = [not isinstance(dot, SymbolicZero) for dot in dots]
-        out, found = _traced_by(interpreter.forward, partial(_on_pairs, eqn, mask), flags, xs, select(mask, dots))
+        dots = {i: dot for i, dot in enumerate(tangents[first:]) if not isinstance(dot, SymbolicZero)}
+        out, found = _traced_by(
+            interpreter.forward, partial(_on_pairs, eqn), primals[:first], list(primals[first:]), dots
+        )
         return tuple(out), tuple(_with_float0(eqn, found))
 
     function.defjvp(rule, symbolic_zeros=True)
@@ -92,22 +84,21 @@ def _with_jvp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
 
 
 def _with_vjp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
-    function, is_told = jax.custom_vjp(values), told_what_is_perturbed(eqn)
+    function, is_told, first = jax.custom_vjp(values), told_what_is_perturbed(eqn), interpreter.num_flags
 
     def forward(*operands: Any) -> Any:
-        flags, given = split_list(operands, [interpreter.num_flags])
-        flags, xs = ([x.value for x in values] if is_told else values for values in (flags, given))
-        mask = [x.perturbed for x in given] if is_told else _have_tangents(eqn.invars)
-        out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, mask), flags, xs)
-        return out, (flags, pull, [() if perturbed else None for perturbed in mask])
+        flags, xs = ([x.value if is_told else x for x in group] for group in (operands[:first], operands[first:]))
+        avals = enumerate(v.aval for v in eqn.invars)
+        perturbed = [i for i, aval in avals if (operands[first + i].perturbed if is_told else has_tangents(aval))]
+        out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, perturbed), flags, xs)
+        return tuple(out), (flags, pull)
 
     def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
-        flags, pull, perturbed = residuals
-        given = select(_have_tangents(eqn.outvars), cts)
-        given = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in given]
+        flags, pull = residuals
+        given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if has_tangents(v.aval)}
+        given = {i: zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
         found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
-        mask = [mark is not None for mark in perturbed]
-        return *(None for _ in flags), *merge_lists(mask, [None] * mask.count(False), found)
+        return *(None for _ in flags), *(found.get(i) for i in range(len(eqn.invars)))
 
     function.defvjp(forward, back, symbolic_zeros=is_told)
     return function
@@ -122,42 +113,35 @@ def _traced_by(
     return jax.tree.structure(results).unflatten(interpreter(closed)(*flags, *leaves))
 
 
-# ---- the rules of an equation: `mask` says which operands are perturbed
+# The rules of an equation. What only some operands or results have, a tangent or a cotangent, is `{position: it}`.
 
 
-def _perturbed(eqn: Any, mask: Sequence[bool], operands: Sequence[Any]) -> tuple[Function, list[Any]]:
-    """The function of the operands that are perturbed, and these."""
-    function = of_selected(lambda *xs: tuple(bind_again(eqn, xs)), mask, operands)
-    return function, select(mask, operands)
+def _of_some(function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Callable[[dict[int, Any]], list[Any]]:
+    """The function of the operands at some positions. The others are as given."""
+    return lambda some: list(function(*(some.get(i, x) for i, x in enumerate(operands))))
 
 
-def _on_pairs(eqn: Any, mask: Sequence[bool], operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _on_pairs(eqn: Any, operands: Sequence[Any], tangents: dict[int, Any]) -> tuple[list[Any], dict[int, Any]]:
     """All results, and the tangents of those that have one."""
-    function, xs = _perturbed(eqn, mask, operands)
-    out, dots = jax.jvp(function, tuple(xs), tuple(tangents))
-    return list(out), select(_have_tangents(eqn.outvars), dots)
+    function = _of_some(lambda *xs: bind_again(eqn, xs), operands)
+    out, dots = jax.jvp(function, ({i: operands[i] for i in tangents},), (tangents,))
+    return out, {i: dot for i, (dot, v) in enumerate(zip(dots, eqn.outvars, strict=True)) if has_tangents(v.aval)}
 
 
-def _forward(eqn: Any, mask: Sequence[bool], operands: Sequence[Any]) -> Any:
+def _forward(eqn: Any, perturbed: Iterable[int], operands: Sequence[Any]) -> Any:
     """All results, and the function from cotangents of all to those of the perturbed operands."""
-    function, xs = _perturbed(eqn, mask, operands)
-    return jax.vjp(function, *xs)
+    return jax.vjp(_of_some(lambda *xs: bind_again(eqn, xs), operands), {i: operands[i] for i in perturbed})
 
 
-def _pull_back(eqn: Any, pull: Function, cts: Sequence[Any]) -> list[Any]:
+def _pull_back(eqn: Any, pull: Function, cts: dict[int, Any]) -> dict[int, Any]:
     """The cotangents of the perturbed operands from those of the results that have one."""
-    return list(pull(tuple(_with_float0(eqn, cts))))
+    return pull(_with_float0(eqn, cts))[0]
 
 
-def _have_tangents(variables: Sequence[Any]) -> Mask:
-    return tuple(v.aval.to_tangent_aval().dtype != jax.dtypes.float0 for v in variables)
-
-
-def _with_float0(eqn: Any, given: Sequence[Any]) -> list[Any]:
+def _with_float0(eqn: Any, given: dict[int, Any]) -> list[Any]:
     """Tangents or cotangents of all results, from those of results that have one."""
-    mask = _have_tangents(eqn.outvars)
-    others = [np.zeros(v.aval.shape, jax.dtypes.float0) for v in reject(mask, eqn.outvars)]
-    return merge_lists(mask, others, given)
+    avals = enumerate(v.aval for v in eqn.outvars)
+    return [given[i] if i in given else np.zeros(aval.shape, jax.dtypes.float0) for i, aval in avals]
 
 
 # Programs without effects.
@@ -178,7 +162,12 @@ def silent_equation(eqn: Any) -> Any:
     if is_cond(eqn):
         return with_branches(eqn, list(map(silent, branches(eqn))))
     if is_custom(eqn):
-        return _silent_custom(eqn)
+        # The call is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not.
+        silence = Interpreter(lambda closed: jaxpr_as_fun(silent(closed)), jaxpr_as_fun, num_flags=0)
+        with equation_context(eqn):
+            traced = jax.make_jaxpr(evaluated_by(silence, eqn))(*(v.aval for v in eqn.invars))
+        (call,) = traced.eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
     pruned = map_programs(eqn, silent)
     programs = list(inner_jaxprs(pruned))
     if not programs:  # an `io_callback`, say, which goes if nothing needs its results
@@ -186,19 +175,7 @@ def silent_equation(eqn: Any) -> Any:
     return pruned.replace(effects=set().union(*(program.effects for program in programs)))
 
 
-def _silent_custom(eqn: Any) -> Any:
-    """The call, which is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not."""
-    with equation_context(eqn):
-        traced = jax.make_jaxpr(evaluated_by(_SILENT, eqn))(*(v.aval for v in eqn.invars))
-    (call,) = traced.eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
-
-
-def _evaluated_in_silence(closed: ClosedJaxpr) -> Callable[..., Any]:
-    return jaxpr_as_fun(silent(closed))
-
-
-_SILENT = Interpreter(_evaluated_in_silence, jaxpr_as_fun, num_flags=0)
+# Rules of a primitive that is a shorthand: those of the function of JAX that it stands for, its expansion.
 
 
 def batch_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
@@ -222,57 +199,43 @@ def jvp_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
     """
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
-        perturbed = list(map(is_nonzero, tangents))
-        of_perturbed = of_selected(partial(function, **params), perturbed, primals)
-        return jax.jvp(of_perturbed, tuple(select(perturbed, primals)), tuple(select(perturbed, tangents)))
+        dots = {i: dot for i, dot in enumerate(tangents) if is_nonzero(dot)}
+        return jax.jvp(_of_some(partial(function, **params), primals), ({i: primals[i] for i in dots},), (dots,))
 
     return rule
 
 
 def linearize_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
     """A linearisation rule: the derivative of the expansion, evaluated partially, for tangents come later."""
-    jvp = jvp_expanded(function)
 
     def rule(nonzero: Sequence[bool], /, *primals: Any, **params: Any) -> Any:
-        types, mask = [jax.typeof(x).to_tangent_aval() for x in primals], []
+        num_primals, perturbed = len(primals), [i for i, flag in enumerate(nonzero) if flag]
+        found = list[int]()  # results with a tangent
 
         def on_pairs(*flat: Any) -> list[Any]:
-            values, given = split_list(flat, [len(primals)])
-            tangents = merge_lists(nonzero, map(ad.Zero, reject(nonzero, types)), given)
-            results, tangents = jvp(values, tangents, **params)
-            mask[:] = map(is_nonzero, tangents)
-            return [*results, *select(mask, tangents)]
+            values, dots = flat[:num_primals], dict(zip(perturbed, flat[num_primals:], strict=True))
+            of_perturbed = _of_some(partial(function, **params), values)
+            results, tangents = jax.jvp(of_perturbed, ({i: values[i] for i in perturbed},), (dots,))
+            found[:] = [i for i, tangent in enumerate(tangents) if is_nonzero(tangent)]
+            return [*results, *(tangents[i] for i in found)]
 
-        pairs = trace(on_pairs, [*map(jax.typeof, primals), *select(nonzero, types)])
-        later = [None] * sum(nonzero)
-        out, finish = evaluate_in_parts(pairs, [False] * len(primals) + [True] * len(later), [*primals, *later])
-        results, tangents = split_list(out, [len(mask)])
-        depends = [tangent is None for tangent in tangents]
-        mask = merge_lists(mask, [False] * mask.count(False), depends)
+        types = [jax.typeof(x) for x in primals]
+        pairs = trace(on_pairs, [*types, *(types[i].to_tangent_aval() for i in perturbed)])
+        later = [False] * num_primals + [True] * len(perturbed)
+        known, linear_part, is_later = partial_eval_jaxpr(pairs, later, [False] * len(pairs.out_avals))
+        # Before: [*primals, *tangents] -> [*results, *tangents of some results]
+        # After: known: [*primals] -> [*results, *tangents that depend on none, *residuals]
+        #        linear part: [*residuals, *tangents] -> [*the other tangents]
+        num_results = len(is_later) - len(found)
+        values = jaxpr_as_fun(known)(*primals)
+        results, residuals = values[:num_results], values[is_later.count(False) :]
+        depends = [i for i, flag in zip(found, is_later[num_results:], strict=True) if flag]
 
         def linear(*tangents: Any) -> list[Any]:
-            found = finish(*select(nonzero, tangents))[len(results) :]
-            zero = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in reject(mask, results))
-            return merge_lists(mask, zero, select(depends, found))
+            dots = jaxpr_as_fun(linear_part)(*residuals, *(tangents[i] for i in perturbed))
+            dots = dict(zip(depends, dots, strict=True))
+            return [dots.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(results)]
 
-        return results, mask, linear
+        return results, [i in depends for i in range(num_results)], linear
 
     return rule
-
-
-def evaluate_in_parts(
-    closed: ClosedJaxpr, unknown: Sequence[bool], operands: Sequence[Any]
-) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """Evaluate a jaxpr on operands of which some come later.
-
-    Returns the results, with None for those that depend on a later operand, and a function from the later operands to
-    all results.
-    """
-    known, later, out_unknown = partial_eval_jaxpr(closed, unknown, [False] * len(closed.out_avals))
-    values = jaxpr_as_fun(known)(*reject(unknown, operands))
-    now, residuals = split_list(values, [out_unknown.count(False)])
-
-    def finish(*operands: Any) -> list[Any]:
-        return merge_lists(out_unknown, now, jaxpr_as_fun(later)(*residuals, *operands))
-
-    return merge_lists(out_unknown, now, [None] * sum(out_unknown)), finish

@@ -25,7 +25,7 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     collective_in,
     collective_over,
-    inner_jaxprs,
+    equations_in,
     map_programs,
     programs_in,
     stacked,
@@ -46,6 +46,7 @@ from loopax._src.jax_internals import (
     register,
     replace_jaxpr,
     vary,
+    vary_like,
     varying_axes,
     with_varying_axes,
 )
@@ -66,7 +67,8 @@ def check_count(what: str, expected: int, given: Sequence[Any]) -> None:
 def check_types(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
     """Raise where values of these types do not fit."""
     if not fits(expected, given):
-        raise JaxprTypeError(f"{what}: expected ({_short(expected)}), got ({_short(given)})")
+        wanted, got = (", ".join(map(str, avals)) for avals in (expected, given))
+        raise JaxprTypeError(f"{what}: expected ({wanted}), got ({got})")
 
 
 def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> None:
@@ -76,12 +78,8 @@ def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: i
 
 def check_numbers(what: str, given: Sequence[Any], shape: tuple[int, ...] = ()) -> None:
     """Raise where these are not numbers of rows; they may vary over the axes of a `shard_map`."""
-    index = core.ShapedArray(shape, INDEX.dtype)
-    check_types(what, [with_varying_axes(index, varying_axes(aval)) for aval in given], given)
-
-
-def _short(avals: Sequence[Any]) -> str:
-    return ", ".join(str(aval) for aval in avals)
+    number = core.ShapedArray(shape, INDEX.dtype)
+    check_types(what, [with_varying_axes(number, varying_axes(aval)) for aval in given], given)
 
 
 # NaN for what is not valid.
@@ -204,8 +202,7 @@ def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
     del varying
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval)]
-    own = varying_axes(x.aval)
-    ct = retyped(ct, own | summed)
+    ct = retyped(ct, varying_axes(x.aval) | summed)
     return [jax.linear_transpose(lambda x: vary(x, summed), x.aval)(ct)[0] if summed else ct]
 
 
@@ -249,8 +246,7 @@ def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest
 
     def as_given(row: Any, *operands: Any) -> list[Any]:
         out = step(row, *operands)
-        pairs = zip(out, operands[: len(carry)], strict=False)
-        return [*(vary(x, varying_axes(old) - varying_axes(x)) for x, old in pairs), *out[len(carry) :]]
+        return [*map(vary_like, out[: len(carry)], map(jax.typeof, operands)), *out[len(carry) :]]
 
     while True:
         closed = trace(as_given, [row, *carry, *rest])
@@ -268,34 +264,29 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     """
     if collective := collective_in(body, axes):
         raise NotImplementedError(devices_message(*collective))
-    row, *avals = body.in_avals
-    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not _marks(body, axes):
-        return None
-    function = jaxpr_as_fun(_marked_locally(body, axes))
 
+    def has_marks(jaxpr: ClosedJaxpr) -> bool:
+        return any(axes & marked_varying(eqn) for eqn in equations_in(jaxpr))
+
+    def marked_locally(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+        return replace_jaxpr(jaxpr, eqns=list(map(with_local_mark, jaxpr.eqns))) if has_marks(jaxpr) else jaxpr
+
+    def with_local_mark(eqn: Any) -> Any:
+        marked = marked_varying(eqn)
+        if not marked & axes:
+            return map_programs(eqn, marked_locally)
+        params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
+        return eqn.replace(primitive=retyped_p, params=params)
+
+    row, *avals = body.in_avals
+    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not has_marks(body):
+        return None
+    function = jaxpr_as_fun(marked_locally(body))
+
+    # Before: (row, *operands, typed as the body has them) -> results, typed as they come
+    # After: (row, *operands that vary over the axes) -> results that do
     def step(row: Any, *operands: Any) -> list[Any]:
         given = [retyped(x, varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
         return [retyped(x, varying_axes(x) | axes) for x in function(row, *given)]
 
     return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
-
-
-def _marks(jaxpr: ClosedJaxpr, axes: Axes) -> bool:
-    """Whether a value is marked as varying over one of the axes anywhere in it."""
-    return any(
-        axes & marked_varying(eqn) or any(_marks(inner, axes) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
-    )
-
-
-def _marked_locally(closed: ClosedJaxpr, axes: Axes) -> ClosedJaxpr:
-    """A jaxpr whose marks over these axes are replaced by local ones."""
-    eqns = [_equation(eqn, axes) for eqn in closed.eqns]
-    return replace_jaxpr(closed, eqns=eqns)
-
-
-def _equation(eqn: Any, axes: Axes) -> Any:
-    marked = marked_varying(eqn)
-    if not marked & axes:
-        return map_programs(eqn, lambda inner: _marked_locally(inner, axes) if _marks(inner, axes) else inner)
-    params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
-    return eqn.replace(primitive=retyped_p, params=params)

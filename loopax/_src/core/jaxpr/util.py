@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from math import prod
 from sys import maxsize
 from typing import Any, TypeVar
@@ -50,11 +50,8 @@ MOST_STEPS = 2**31 - 1  # the largest; the count of a loop without a bound stays
 
 def split_list(items: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
     """Cut a list into pieces of these sizes, and a last piece of what remains."""
-    items, pieces = list(items), []
-    for size in sizes:
-        pieces.append(items[:size])
-        items = items[size:]
-    return [*pieces, items]
+    items = list(items)
+    return [items[start:end] for start, end in pairwise([0, *accumulate(sizes), len(items)])]
 
 
 def select(mask: Sequence[bool], items: Iterable[T]) -> list[T]:
@@ -78,8 +75,12 @@ def merge_lists(mask: Sequence[bool], false: Iterable[T], true: Iterable[T]) -> 
 
 def of_selected(function: Callable[..., Any], mask: Sequence[bool], values: Sequence[Any]) -> Callable[..., Any]:
     """The function of those arguments alone whose mask is True; the others have these values."""
-    fixed = reject(mask, values)
-    return lambda *selected: function(*merge_lists(mask, fixed, selected))
+
+    def of_some(*selected: Any) -> Any:
+        given = iter(selected)
+        return function(*(next(given) if chosen else value for chosen, value in zip(mask, values, strict=True)))
+
+    return of_some
 
 
 def invert(mask: Sequence[bool]) -> Mask:
@@ -136,8 +137,12 @@ def evaluate(
     inputs: Sequence[Any],
     equation: Callable[[Any, list[Any]], Sequence[Any]],
     context: Callable[[Any], AbstractContextManager[None]] = equation_context,
+    inlined: Callable[[Any], ClosedJaxpr | None] = lambda _: None,
 ) -> list[Any]:
-    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it."""
+    """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it.
+
+    A call for which `inlined` gives a program is evaluated equation by equation, too.
+    """
     values: dict[Any, Any] = constants_of(closed)
     values.update(zip(closed.invars, inputs, strict=True))
 
@@ -146,25 +151,10 @@ def evaluate(
 
     for eqn in closed.eqns:
         with context(eqn):
-            values.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+            operands, program = [read(atom) for atom in eqn.invars], inlined(eqn)
+            results = evaluate(program, operands, equation, context, inlined) if program else equation(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.outvars]
-
-
-def evaluate_inlined(
-    closed: ClosedJaxpr,
-    inputs: Sequence[Any],
-    equation: Callable[[Any, list[Any]], Sequence[Any]],
-    program_of: Callable[[Any], ClosedJaxpr | None],
-) -> list[Any]:
-    """Evaluate a jaxpr as `evaluate` does, and inline the calls for which `program_of` gives a program."""
-
-    def inline(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        inner = program_of(eqn)
-        if inner is None:
-            return equation(eqn, operands)
-        return evaluate_inlined(inner, operands, equation, program_of)
-
-    return evaluate(closed, inputs, inline)
 
 
 def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -186,14 +176,21 @@ def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
         yield from chain.from_iterable(map(programs_in, value))
 
 
-def num_equations(jaxpr: Any) -> int:
+def equations_in(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    """The equations of a program, each before those of programs inside of it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from chain.from_iterable(map(equations_in, inner_jaxprs(eqn)))
+
+
+def num_equations(jaxpr: ClosedJaxpr) -> int:
     """How many equations a program has, those of inner programs included."""
-    return sum(1 + sum(map(num_equations, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return sum(1 for _ in equations_in(jaxpr))
 
 
 def calls_custom_vjp(jaxpr: ClosedJaxpr) -> bool:
     """Whether a `jax.custom_vjp` is called, by an inner program too."""
-    return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return any(map(is_custom_vjp, equations_in(jaxpr)))
 
 
 def map_parameter(
@@ -221,34 +218,28 @@ def map_programs(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> An
     return eqn.replace(params={name: map_parameter(value, function) for name, value in eqn.params.items()})
 
 
-def collective_in(jaxpr: Any, axes: frozenset[Any]) -> tuple[str, Any] | None:
+def collective_in(jaxpr: ClosedJaxpr, axes: frozenset[Any]) -> tuple[str, Any] | None:
     """The name of a primitive in it that communicates over one of these axes, and that axis."""
-    for eqn in jaxpr.eqns:
-        inner = list(inner_jaxprs(eqn))
-        if not inner and not is_axis_index(eqn) and (over := communicates_over(eqn) & axes):
+    for eqn in equations_in(jaxpr):
+        # An equation with programs inside communicates where an equation in these does, which has the name.
+        if (over := communicates_over(eqn) & axes) and not is_axis_index(eqn) and not any(inner_jaxprs(eqn)):
             return collective_name(eqn), min(over, key=str)
-        if found := next(filter(None, (collective_in(jaxpr, axes) for jaxpr in inner)), None):
-            return found
     return None
 
 
 def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it; None: it has no name."""
-    return axis_name is not None and any(
-        axis_name in communicates_over(eqn) or any(collective_over(inner, axis_name) for inner in inner_jaxprs(eqn))
-        for eqn in program.eqns
-    )
+    return axis_name is not None and any(axis_name in communicates_over(eqn) for eqn in equations_in(program))
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
-    eqns = closed.eqns
-    places = list(filter(is_axis_index, eqns))
+    places = list(filter(is_axis_index, closed.eqns))
     if not places:
         return closed, []
     invars = [*(eqn.outvars[0] for eqn in places), *closed.invars]
-    rest = replace_jaxpr(closed, invars, closed.outvars, [eqn for eqn in eqns if eqn not in places])
-    return rest, [jax.lax.axis_index(axis_of_index(eqn)) for eqn in places]
+    rest = replace_jaxpr(closed, invars, closed.outvars, [eqn for eqn in closed.eqns if not is_axis_index(eqn)])
+    return rest, [lax.axis_index(axis_of_index(eqn)) for eqn in places]
 
 
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
@@ -300,9 +291,10 @@ def flatten(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 def unflatten(groups: Groups, leaves: Iterable[Any]) -> Groups:
     """The inverse of `flatten`: leaves in groups as long as those given."""
-    leaves, sizes = list(leaves), list(map(len, groups))
-    assert len(leaves) == sum(sizes)
-    return _of_same_class(groups, split_list(leaves, sizes)[:-1])
+    leaves = list(leaves)
+    assert len(leaves) == sum(map(len, groups))
+    rest = iter(leaves)
+    return type(groups)(*([next(rest) for _ in group] for group in groups))
 
 
 def grouped(cls: type[Groups], leaves: Iterable[Any], *sizes: int) -> Groups:
@@ -312,33 +304,29 @@ def grouped(cls: type[Groups], leaves: Iterable[Any], *sizes: int) -> Groups:
 
 def map_leaves(function: Callable[..., Any], groups: Groups, *others: Groups) -> Groups:
     """Apply a function to each leaf, with those at its place in others. Groups are tuples then: masks are hashable."""
-    return _of_same_class(groups, (tuple(map(function, *group)) for group in zip(groups, *others, strict=True)))
+    return type(groups)(*(tuple(map(function, *group)) for group in zip(groups, *others, strict=True)))
 
 
 def select_each(masks: Groups, groups: Groups) -> Groups:
     """Of each group, the leaves whose mask is True."""
-    return _of_same_class(groups, map(select, masks, groups))
+    return type(groups)(*map(select, masks, groups))
 
 
 def reject_each(masks: Groups, groups: Groups) -> Groups:
     """Of each group, the leaves whose mask is False."""
-    return _of_same_class(groups, map(reject, masks, groups))
+    return type(groups)(*map(reject, masks, groups))
 
 
 def merge_each(masks: Groups, false: Groups, true: Groups) -> Groups:
     """The inverse of `reject_each` and `select_each`."""
-    return _of_same_class(false, map(merge_lists, masks, false, true))
+    return type(false)(*map(merge_lists, masks, false, true))
 
 
 def fill_each(masks: Groups, false: Any, true: Groups) -> Groups:
     """Like `merge_each`, with one value for all leaves whose mask is False."""
-    return merge_each(masks, _of_same_class(masks, ([false] * mask.count(False) for mask in masks)), true)
+    return merge_each(masks, type(masks)(*([false] * mask.count(False) for mask in masks)), true)
 
 
 def append_each(groups: Groups, more: Groups) -> Groups:
     """Each group with the leaves of another one behind its own."""
-    return _of_same_class(groups, ([*group, *others] for group, others in zip(groups, more, strict=True)))
-
-
-def _of_same_class(groups: Groups, values: Iterable[Sequence[Any]]) -> Groups:
-    return type(groups)(*values)
+    return type(groups)(*([*group, *others] for group, others in zip(groups, more, strict=True)))
