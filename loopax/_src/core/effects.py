@@ -1,7 +1,6 @@
 """Effects in the bodies of loops: not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,6 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
     inner_jaxprs,
-    of_selected,
-    split_list,
     trace,
     weakly_cached,
 )
@@ -58,12 +55,6 @@ class OnlyIf(NamedTuple):
     types: tuple[Any, ...]  # of its results
     causes: frozenset[Any]  # the effects
 
-    @classmethod
-    def of(cls, eqn: Any) -> "OnlyIf":
-        """Of an equation."""
-        types = tuple(variable.aval for variable in eqn.outvars)
-        return cls(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
-
 
 def _only_if(active: Any, *operands: Any, **params: Any) -> list[Any]:
     """A real conditional: nothing is called where it is False, and results are zeros."""
@@ -74,11 +65,6 @@ def _only_if(active: Any, *operands: Any, **params: Any) -> list[Any]:
         return list(results) if primitive.multiple_results else [results]
 
     return lax.cond(active, happen, lambda *_: list(map(zeros, types)), *operands)
-
-
-def _only_if_abstract(*_: Any, **params: Any) -> Any:
-    only_if = OnlyIf(**params)
-    return list(only_if.types), only_if.causes
 
 
 def _only_if_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -101,19 +87,22 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     Operands are `active, *operands` of the effect. A lane that is not active gets the results of one that is, as it
     gets the operands of one: no loop goes on for it.
     """
-    mapped, only_if = [d is not None for d in dims], OnlyIf(**params)
-    if not any(mapped):  # JAX asks inside batched control flow
+    only_if = OnlyIf(**params)
+    own = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(operands, dims, strict=True)) if d is not None}
+    if not own:  # JAX asks inside batched control flow
         return only_if_p.bind(*operands, **params), [None] * len(only_if.types)
     if only_if.types and are_ordered(only_if.causes):
         raise NotImplementedError(ordered_lanes_message(only_if.happening))
-    of_lane = of_selected(partial(only_if_p.bind, **params), mapped, operands)
-    own = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def of_lane(own: dict[int, Any]) -> Any:
+        return only_if_p.bind(*(own.get(i, x) for i, x in enumerate(operands)), **params)
+
     if not only_if.types:
-        for lane in range(own[0].shape[0]):
-            of_lane(*(x[lane] for x in own))
+        for lane in range(next(iter(own.values())).shape[0]):
+            of_lane({i: x[lane] for i, x in own.items()})
         return [], []
-    results = lax.map(lambda own: of_lane(*own), own)
-    if mapped[0]:
+    results = lax.map(of_lane, own)
+    if 0 in own:
         results = fill_inactive(own[0], results, [True] * len(results))
     return results, [0] * len(results)
 
@@ -122,7 +111,7 @@ register(
     only_if_p,
     meaning=_only_if,
     params=OnlyIf._fields,
-    effectful_abstract_eval=_only_if_abstract,
+    effectful_abstract_eval=lambda *_, **params: (list(OnlyIf(**params).types), OnlyIf(**params).causes),
     jvp=_only_if_jvp,
     linearize=_only_if_linearize,
     batch_without_axis=_only_if_batch,
@@ -141,9 +130,8 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return function
 
 
-# (equation, active, operands) -> results. For each primitive of loopax with programs in it (`core/rules.py`):
-Guard = Callable[[Any, Any, list[Any]], Sequence[Any]]
-guards: dict[Primitive, Guard] = {}
+# For each primitive of loopax with programs in it: (equation, active, operands) -> results (`core/rules.py`).
+guards: dict[Primitive, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {}
 
 
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
@@ -155,11 +143,16 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lane_axes_of(eqn))), *rest])
     if not _acts(eqn):
         return bind_again(eqn, operands)
-    if guard := _guard_of(eqn):
-        return guard(eqn, active, operands)
+    if eqn.primitive in guards:
+        return guards[eqn.primitive](eqn, active, operands)
+    if (results := _guarded_control_flow(eqn, active, operands)) is not None:
+        return results
+    # Only JAX knows how to evaluate the equation: it is evaluated as a whole, or not at all.
     if mixes_lanes(eqn):
         raise NotImplementedError(mixed_effect_message(eqn.primitive))
-    return only_if_p.bind(active, *operands, **OnlyIf.of(eqn)._asdict())
+    types = tuple(variable.aval for variable in eqn.outvars)
+    only_if = OnlyIf(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
+    return only_if_p.bind(active, *operands, **only_if._asdict())
 
 
 @weakly_cached
@@ -175,71 +168,49 @@ def _acts(eqn: Any) -> bool:
     return rule is not None and happens(rule.effects)
 
 
-def _guard_of(eqn: Any) -> Guard | None:
-    """None where only JAX knows how to evaluate the equation."""
-    if eqn.primitive in guards:
-        return guards[eqn.primitive]
-    return next((guard for is_one, guard in _GUARDS_OF_JAX if is_one(eqn)), None)
-
-
 def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
     """The guarded jaxpr with the flag as one more input at this position."""
 
+    # Before: (*first, *rest) -> results. After: (*first, active, *rest) -> results
     def function(*inputs: Any) -> list[Any]:
         return guarded(closed)(inputs[position], *inputs[:position], *inputs[position + 1 :])
 
-    avals = list(closed.in_avals)
+    avals = closed.in_avals
     return trace(function, [*avals[:position], jax.ShapeDtypeStruct((), bool), *avals[position:]])
 
 
-def _guard_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any] | None:
+    """The results of control flow of JAX, or of a call; None for another equation."""
+    if is_cond(eqn):
+        index, *rest = operands
+        return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
+    if is_scan(eqn):
+        loop = Scan.of(eqn)
+        consts, init, xs = loop.groups(operands)
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = guarded(loop.body)(active, *consts, *carry, *x)
+            return out[: loop.num_carry], out[loop.num_carry :]
+
+        carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
+        return [*carry, *ys]
+    if is_while(eqn):
+        loop = While.of(eqn)
+        cond_consts, consts, carry = loop.groups(operands)
+        # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
+        cond, body = _with_flag(loop.cond, 0), _with_flag(loop.body, 0)
+        loop = loop._replace(
+            cond=cond, body=body, num_cond_consts=loop.num_cond_consts + 1, num_consts=loop.num_consts + 1
+        )
+        return bind_while(eqn, loop, [active, *cond_consts, active, *consts, *carry])
+    if is_custom(eqn):
+        return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
+    if is_linear_solve(eqn):
+        return bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
+    if (call := open_call(eqn)) is not None:
+        return call.bind(guarded(call.program), [active, *operands])
     program = inlinable(eqn)
-    assert program is not None
-    return guarded(program)(active, *operands)
-
-
-def _guard_cond(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    index, *rest = operands
-    return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
-
-
-def _guard_scan(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    loop = Scan.of(eqn)
-    consts, init, xs = loop.groups(operands)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = split_list(guarded(loop.body)(active, *consts, *carry, *x), [loop.num_carry])
-        return carry, y
-
-    carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
-    return [*carry, *ys]
-
-
-def _guard_while(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    loop = While.of(eqn)
-    cond_consts, rest = split_list(operands, [loop.num_cond_consts])
-    loop = While(
-        cond=_with_flag(loop.cond, 0),
-        body=_with_flag(loop.body, 0),
-        num_cond_consts=loop.num_cond_consts + 1,
-        num_consts=loop.num_consts + 1,
-        num_carry=loop.num_carry,
-    )
-    return bind_while(eqn, loop, [active, *cond_consts, active, *rest])
-
-
-def _guard_open_call(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    call = open_call(eqn)
-    assert call is not None
-    return call.bind(guarded(call.program), [active, *operands])
-
-
-def _guard_custom(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
-
-
-def _guard_linear_solve(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    return bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
+    return program and guarded(program)(active, *operands)
 
 
 def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
@@ -256,14 +227,3 @@ def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
     inverse = sweep.inverse and _with_flag(sweep.inverse, 1)
     sweep = sweep._replace(step=_with_flag(sweep.step, 1), inverse=inverse, num_consts=sweep.num_consts + 1)
     return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
-
-
-_GUARDS_OF_JAX: list[tuple[Callable[[Any], Any], Guard]] = [
-    (is_cond, _guard_cond),
-    (is_scan, _guard_scan),
-    (is_while, _guard_while),
-    (is_custom, _guard_custom),
-    (is_linear_solve, _guard_linear_solve),
-    (open_call, _guard_open_call),
-    (inlinable, _guard_call),
-]
