@@ -10,7 +10,6 @@ leaf that comes in to the one that goes out. So
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.kind import LoopOperands
@@ -19,13 +18,11 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
+    equations_in,
     evaluate,
-    flatten,
     inner_jaxprs,
-    merge_lists,
     reject,
     select,
-    split_list,
     stacked,
     trace,
     weakly_cached,
@@ -37,6 +34,7 @@ from loopax._src.jax_internals import (
     dce,
     inlinable,
     jaxpr_as_fun,
+    replace_jaxpr,
     zeros,
 )
 
@@ -71,23 +69,26 @@ def _taped(loop: Loop) -> Loop:
     num_rows = num_recorded(loop.body, loop.inverse)
     (row, *_), (consts, carry, xs) = loop.body.in_avals, loop.input_avals
     tape = [stacked(aval, loop.bound or 0) for aval in loop.body.out_avals[-num_rows:]]
-    sizes = [loop.num_consts, loop.num_carry, num_rows]
+    taped = loop._replace(num_carry=loop.num_carry + num_rows)
 
+    # Before: (row, *consts, *carry, *x) -> (*carry, *y, *recorded)
+    # After: (row, *consts, *carry, *tape, *x) -> (*carry, *tape, *y)
     def forward(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, tape, x = split_list(operands, sizes)
-        out = body(row, *consts, *carry, *x)
-        carry, ys, recorded = split_list(out, [loop.num_carry, len(out) - loop.num_carry - num_rows])
+        consts, carry, x = taped.inputs(operands)
+        out = body(row, *consts, *carry[: loop.num_carry], *x)
+        tape, recorded = carry[loop.num_carry :], out[len(out) - num_rows :]
         tape = [put(rows, row, new, appends=True) for rows, new in zip(tape, recorded, strict=True)]
-        return [*carry, *tape, *ys]
+        return [*out[: loop.num_carry], *tape, *out[loop.num_carry : len(out) - num_rows]]
 
+    # Before: (row, *consts, *carry, *x, *recorded) -> (*carry)
+    # After: (row, *consts, *carry, *tape, *x) -> (*carry, *tape)
     def back(row: Any, *operands: Any) -> list[Any]:
-        consts, carry, tape, x = split_list(operands, sizes)
-        recorded, tape = zip(*(get(rows, row) for rows in tape), strict=True)
-        return [*inverse(row, *consts, *carry, *x, *recorded), *tape]
+        consts, carry, x = taped.inputs(operands)
+        recorded, tape = zip(*(get(rows, row) for rows in carry[loop.num_carry :]), strict=True)
+        return [*inverse(row, *consts, *carry[: loop.num_carry], *x, *recorded), *tape]
 
     types = [row, *consts, *carry, *tape, *xs]
-    num_carry = loop.num_carry + num_rows
-    return loop._replace(body=trace(forward, types), inverse=trace(back, types), num_carry=num_carry)
+    return taped._replace(body=trace(forward, types), inverse=trace(back, types))
 
 
 # ---- which leaves are buffers
@@ -136,7 +137,9 @@ def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flo
                 continue
             place, result = roots[atom], _next_version(eqn, position, only_appended)
             if result is None or atom is not flows[place].last:
-                flows[place].strays.extend(_names(eqn, position))
+                # The primitives that it goes to, those inside of a call by their own names.
+                call, at = inlinable(eqn), range(position, position + 1)
+                flows[place].strays.extend(_flows(call, at, False)[0].strays if call else [eqn.primitive.name])
             else:
                 flows[place] = flows[place]._replace(last=eqn.outvars[result])
                 roots[eqn.outvars[result]] = place
@@ -144,14 +147,6 @@ def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flo
         if not isinstance(atom, Literal) and atom in roots and roots[atom] != place:
             flows[roots[atom]].strays.append("return")
     return flows
-
-
-def _names(eqn: Any, position: int) -> list[str]:
-    """The primitives that an operand goes to, those inside of a call by their own names."""
-    program = inlinable(eqn)
-    if program is None:
-        return [eqn.primitive.name]
-    return _flows(program, range(position, position + 1), False)[0].strays
 
 
 def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
@@ -178,34 +173,25 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
 @weakly_cached
 def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
     """Which inputs are touched by nothing but reads of their rows."""
-    variables = [closed.invars[i] for i in inputs]
-    reads = {eqn.invars[0] for eqn in closed.eqns if eqn.primitive in (get_p, view_p)}
-    versions = {eqn.outvars[1]: eqn.invars[0] for eqn in closed.eqns if eqn.primitive in (get_p, view_p)}
-
-    def first_version(atom: Any) -> Any:
-        while atom in versions:
-            atom = versions[atom]
-        return atom
-
-    touched = {
-        first_version(atom)
-        for eqn in closed.eqns
-        for position, atom in enumerate(eqn.invars)
-        if not isinstance(atom, Literal) and not (position == 0 and eqn.primitive in (get_p, view_p))
-    }
-    touched |= {first_version(atom) for atom in closed.outvars if not isinstance(atom, Literal)}
-    return tuple(variable in reads and variable not in touched for variable in variables)
-
-
-@weakly_cached
-def uses_buffers(closed: ClosedJaxpr) -> bool:
-    """Whether there is an operation of a buffer anywhere in it."""
-    return any(map(touches_buffers, closed.eqns))
+    first = {closed.invars[i]: i for i in inputs}  # which input a variable is a version of
+    read, touched = set[int](), set[int]()
+    for eqn in closed.eqns:
+        for position, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal) or atom not in first:
+                continue
+            if position == 0 and eqn.primitive in (get_p, view_p):
+                read.add(first[atom])
+                first[eqn.outvars[1]] = first[atom]
+            else:
+                touched.add(first[atom])
+    touched.update(first[atom] for atom in closed.outvars if not isinstance(atom, Literal) and atom in first)
+    return tuple(i in read and i not in touched for i in inputs)
 
 
 def touches_buffers(eqn: Any) -> bool:
     """Whether an equation, or one inside of it, is an operation of a buffer."""
-    return eqn.primitive in VERSION or any(any(map(touches_buffers, inner.eqns)) for inner in inner_jaxprs(eqn))
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in equations_in(jaxpr))
+    return any(inner.primitive in VERSION for inner in (eqn, *inside))
 
 
 # ---- one version after another
@@ -213,45 +199,8 @@ def touches_buffers(eqn: Any) -> bool:
 
 class _Version(NamedTuple):
     array: Any
-    root: int
     writes: int = 0  # before this version
     overwrites: int = 0  # those of them that may have changed a row that was there
-
-
-class _Chains:
-    """The versions of arrays while a body is evaluated."""
-
-    def __init__(self) -> None:
-        self.versions: dict[int, _Version] = {}  # by the identity of their arrays, which live as long
-        self.last: dict[int, _Version] = {}  # by root
-
-    def find(self, array: Any) -> _Version:
-        """Of an array that is in no chain, a new one begins."""
-        return self.versions.get(id(array)) or self._note(_Version(array, id(array)))
-
-    def latest(self, array: Any) -> Any:
-        """The last version of an array."""
-        return self.last[self.find(array).root].array
-
-    def for_reading(self, array: Any) -> Any:
-        """The last version, if all rows of this one are still in it."""
-        version, last = self.find(array), self.last[self.find(array).root]
-        return last.array if version.overwrites == last.overwrites else array
-
-    def for_writing(self, array: Any) -> Any:
-        """The last version, if it differs in nothing."""
-        version, last = self.find(array), self.last[self.find(array).root]
-        return last.array if version.writes == last.writes else array
-
-    def step(self, old: Any, new: Any, writes: bool, overwrites: bool) -> None:
-        """`new` follows `old`, unless something else does already."""
-        version = self.find(old)
-        if self.latest(old) is old:
-            self._note(_Version(new, version.root, version.writes + writes, version.overwrites + overwrites))
-
-    def _note(self, version: _Version) -> _Version:
-        self.versions[id(version.array)] = self.last[version.root] = version
-        return version
 
 
 def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
@@ -262,40 +211,64 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
     """
 
     def function(*inputs: Any) -> tuple[list[Any], list[Any]]:
-        chains = _Chains()
-        outputs = evaluate(closed, inputs, partial(_chained_equation, chains), inlined=_call_with_buffers)
-        return [chains.for_writing(x) for x in outputs], [chains.latest(x) for x in inputs]
+        # Of an array, by its identity: the chain of its versions, which keeps them alive, and its place there.
+        chains: dict[int, tuple[list[_Version], int]] = {}
+
+        def chain_of(array: Any) -> tuple[list[_Version], int]:
+            return chains.setdefault(id(array), ([_Version(array)], 0))
+
+        def newest(array: Any, writes: bool) -> Any:
+            chain, place = chain_of(array)
+            # To write, the last version must differ in nothing; to read, all rows of this one must still be in it.
+            count = (lambda version: version.writes) if writes else (lambda version: version.overwrites)
+            return chain[-1].array if count(chain[place]) == count(chain[-1]) else array
+
+        def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, False)) is not None]
+            writes, operands = eqn.primitive not in (get_p, view_p), list(operands)
+            for position, _ in followed:
+                operands[position] = newest(operands[position], writes)
+            results = bind_again(eqn, operands)
+            for position, result in followed:
+                chain, place = chain_of(operands[position])
+                if place == len(chain) - 1:  # nothing else follows already
+                    overwrites = writes and _next_version(eqn, position, True) is None
+                    last = chain[-1]
+                    chain.append(_Version(results[result], last.writes + writes, last.overwrites + overwrites))
+                    chains[id(results[result])] = chain, place + 1
+            return results
+
+        with_buffers = lambda eqn: inlinable(eqn) if touches_buffers(eqn) else None  # noqa: E731
+        outputs = evaluate(closed, inputs, equation, inlined=with_buffers)
+        return [newest(x, writes=True) for x in outputs], [chain_of(x)[0][-1].array for x in inputs]
 
     return function
-
-
-def _call_with_buffers(eqn: Any) -> ClosedJaxpr | None:
-    return inlinable(eqn) if touches_buffers(eqn) else None
-
-
-def _chained_equation(chains: _Chains, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, False)) is not None]
-    writes, operands = eqn.primitive not in (get_p, view_p), list(operands)
-    for position, _ in followed:
-        operands[position] = (chains.for_writing if writes else chains.for_reading)(operands[position])
-    results = bind_again(eqn, operands)
-    for position, result in followed:
-        overwrites = writes and _next_version(eqn, position, True) is None
-        chains.step(operands[position], results[result], writes, overwrites)
-    return results
 
 
 # ---- the last version in the place of all
 
 
-def frozen(closed: ClosedJaxpr, inputs: Sequence[int]) -> Callable[..., list[Any]]:
-    """The jaxpr as a function that is given the last version of what is appended to, and writes nothing."""
+def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr:
+    """A body that is given the last versions of what is appended to, leaves of its carry, and writes nothing.
 
-    def function(*values: Any) -> list[Any]:
-        last = {id(values[i]) for i in inputs}
-        return evaluate(closed, values, lambda eqn, operands: _frozen_equation(last, eqn, operands))
+    It is (row, *consts, *last versions, *rest of the carry, *x) -> (*rest of the carry, *y).
+    """
+    carry = range(1 + sizes[0], 1 + sizes[0] + len(is_last))
+    places = [i for i, flag in zip(carry, is_last, strict=True) if flag]
 
-    return function
+    def frozen(*values: Any) -> list[Any]:
+        last = {id(values[i]) for i in places}
+        return evaluate(body, values, lambda eqn, operands: _frozen_equation(last, eqn, operands))
+
+    # Before: (row, *consts, *carry, *x) -> (*carry, *y)
+    closed = trace(frozen, body.in_avals)
+    inputs, outputs = closed.invars, closed.outvars
+    last, rest = [inputs[i] for i in places], [inputs[i] for i in carry if i not in places]
+    changed = [out for out, flag in zip(outputs, is_last, strict=False) if not flag]
+    # After: (row, *consts, *last versions, *rest of the carry, *x) -> (*rest of the carry, *y)
+    inputs = [*inputs[: carry.start], *last, *rest, *inputs[carry.stop :]]
+    closed = replace_jaxpr(closed, inputs, [*changed, *outputs[len(is_last) :]])
+    return dce(closed, [True] * len(closed.out_avals), True)[0]
 
 
 def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -307,18 +280,17 @@ def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[
     if eqn.primitive in (get_p, view_p):
         row, _ = bind_again(eqn, operands)
         return [row, operands[0]]
-    if eqn.primitive is loop_p:
-        return _run_frozen(Loop(**eqn.params), mask, operands)
-    return bind_again(eqn, operands)
-
-
-def _run_frozen(loop: Loop, mask: Sequence[bool], operands: list[Any]) -> list[Any]:
-    low, high, *leaves = operands
-    inputs, is_last = loop.inputs(leaves), tuple(loop.inputs(mask[2:]).carry)
-    slim, last = _frozen_loop(loop, is_last), select(is_last, inputs.carry)
-    given = inputs._replace(consts=[*inputs.consts, *last], carry=reject(is_last, inputs.carry))
-    out = slim.results(loop_p.bind(low, high, *flatten(given), **slim._asdict()))
-    return out._replace(carry=merge_lists(is_last, out.carry, last)).leaves
+    if eqn.primitive is not loop_p:
+        return bind_again(eqn, operands)
+    loop = Loop(**eqn.params)
+    inputs, is_last = loop.inputs(operands[2:]), tuple(loop.inputs(mask[2:]).carry)
+    slim = _frozen_loop(loop, is_last)
+    # Before: [low, high, *consts, *all of the carry, *xs]
+    # After: [low, high, *consts, *last versions, *rest of the carry, *xs]
+    carry = [*select(is_last, inputs.carry), *reject(is_last, inputs.carry)]
+    out = slim.results(loop_p.bind(*operands[:2], *inputs.consts, *carry, *inputs.xs, **slim._asdict()))
+    rest = iter(out.carry)
+    return out._replace(carry=[x if flag else next(rest) for x, flag in zip(inputs.carry, is_last, strict=True)]).leaves
 
 
 @weakly_cached
@@ -329,17 +301,3 @@ def _frozen_loop(loop: Loop, is_last: Mask) -> Loop:
         num_carry=loop.num_carry - sum(is_last),
         saved=tuple(reject(is_last, loop.saved)) if loop.saved else (),
     )
-
-
-def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr:
-    """(row, *consts, *last versions, *rest of the carry, *x) -> (*rest of the carry, *y)."""
-    function = frozen(body, [1 + sizes[0] + i for i, flag in enumerate(is_last) if flag])
-    (row,), consts, carry, xs = split_list(body.in_avals, [1, *sizes])
-    last, rest = select(is_last, carry), reject(is_last, carry)
-
-    def step(row: Any, *operands: Any) -> list[Any]:
-        consts, last, rest, xs = split_list(operands, [sizes[0], sum(is_last), is_last.count(False)])
-        new_carry, ys = split_list(function(row, *consts, *merge_lists(is_last, rest, last), *xs), [len(is_last)])
-        return [*reject(is_last, new_carry), *ys]
-
-    return trace(step, [row, *consts, *last, *rest, *xs])

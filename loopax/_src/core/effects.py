@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.ir.loop import Loop, loop_p
-from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.dependence import mixes_lanes
 from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, linearize_expanded, rule_of
 from loopax._src.core.jaxpr.util import (
@@ -19,7 +17,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import fill_inactive
-from loopax._src.core.row_buffers import VERSION, add_p, get_p, lane_axes_of, nowhere, put_p, take_p, view_p
+from loopax._src.core.row_buffers import VERSION, operands_where
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Primitive,
@@ -135,12 +133,8 @@ guards: dict[Primitive, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {}
 
 
 def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    if eqn.primitive in (get_p, view_p):
-        *read, is_active = operands
-        return bind_again(eqn, [*read, is_active & active])
-    if eqn.primitive in (put_p, add_p, take_p):
-        rows, place, *rest = operands
-        return bind_again(eqn, [rows, jnp.where(active, place, nowhere(rows, lane_axes_of(eqn))), *rest])
+    if eqn.primitive in VERSION:
+        return bind_again(eqn, operands_where(active, eqn, operands))
     if not _acts(eqn):
         return bind_again(eqn, operands)
     if eqn.primitive in guards:
@@ -213,17 +207,16 @@ def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequenc
     return program and guarded(program)(active, *operands)
 
 
-def guard_loop(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    """The loop with the flag as its first constant."""
-    loop = Loop(**eqn.params)
-    inverse = loop.inverse and _with_flag(loop.inverse, 1)
-    loop = loop._replace(body=_with_flag(loop.body, 1), inverse=inverse, num_consts=loop.num_consts + 1)
-    return loop_p.bind(*operands[:2], active, *operands[2:], **loop._asdict())
+def guard_steps(primitive: Primitive, steps: Any, body: str, num_limits: int) -> Callable[..., Sequence[Any]]:
+    """The guard of a loop or a sweep: operands are `*limits, *others`, and `body` is the name of its body.
 
+    The flag is its first constant.
+    """
 
-def guard_sweep(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-    """The sweep with the flag as its first constant; effects of its step are guarded."""
-    sweep = ReverseSweep(**eqn.params)
-    inverse = sweep.inverse and _with_flag(sweep.inverse, 1)
-    sweep = sweep._replace(step=_with_flag(sweep.step, 1), inverse=inverse, num_consts=sweep.num_consts + 1)
-    return reverse_sweep_p.bind(*operands[:3], active, *operands[3:], **sweep._asdict())
+    def guard(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+        loop = steps(**eqn.params)
+        bodies = {body: _with_flag(getattr(loop, body), 1), "inverse": loop.inverse and _with_flag(loop.inverse, 1)}
+        loop = loop._replace(**bodies, num_consts=loop.num_consts + 1)
+        return primitive.bind(*operands[:num_limits], active, *operands[num_limits:], **loop._asdict())
+
+    return guard

@@ -74,11 +74,6 @@ def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
     return view_p.bind(rows, active)
 
 
-def nowhere(rows: Any, lane_axes: int) -> Any:
-    """A place beyond the array."""
-    return jnp.int32(rows.shape[lane_axes])
-
-
 # ---- what they compute
 
 
@@ -105,11 +100,6 @@ def _read(rows: Any, place: Any) -> Any:
     return where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, zero(rows.dtype))
 
 
-def _read_alone(rows: Any, place: Any) -> Any:
-    """One row of one array."""
-    return _read(rows, place) if is_on_host(rows) else _read(rows, _and_another(place, 0))[0]
-
-
 def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
     if place.ndim or not is_alone:
         return rows.at[place].set(row, mode="drop")
@@ -123,9 +113,9 @@ def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
 
 @_over_lanes
 def _get(rows: Any, place: Any, is_alone: bool) -> list[Any]:
-    if place.ndim or not is_alone:
+    if place.ndim or not is_alone or is_on_host(rows):
         return [_read(rows, place), rows]
-    return [_read_alone(rows, place), rows]
+    return [_read(rows, _and_another(place, 0))[0], rows]
 
 
 def _and_another(place: Any, other: int) -> Any:
@@ -181,11 +171,6 @@ def _get_where_active(rows: Any, place: Any, active: Any, lane_axes: int) -> lis
     return _get(rows, place, lane_axes=lane_axes)
 
 
-def _view(rows: Any, active: Any) -> list[Any]:
-    del active
-    return [rows, rows]
-
-
 get_p = new_primitive("buffer_get")
 put_p = new_primitive("buffer_put")
 add_p = new_primitive("buffer_add")
@@ -196,9 +181,14 @@ view_p = new_primitive("buffer_view")
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
 
 
-def lane_axes_of(eqn: Any) -> int:
-    """How many leading axes of the array are those of lanes; not of `view`."""
-    return eqn.params["lane_axes"]
+def operands_where(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an operation that writes nothing where it is not active, and reads what active lanes do."""
+    if eqn.primitive in (get_p, view_p):
+        *read, is_active = operands
+        return [*read, is_active & active]
+    rows, place, *rest = operands
+    beyond = jnp.int32(rows.shape[eqn.params["lane_axes"]])
+    return [rows, jnp.where(active, place, beyond), *rest]
 
 
 def appends(eqn: Any) -> bool:
@@ -206,72 +196,46 @@ def appends(eqn: Any) -> bool:
     return eqn.params["appends"]
 
 
-def _abstract_of(meaning: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    return lambda *avals, **params: jax.make_jaxpr(partial(meaning, **params))(*avals).out_avals
+def _types_of(meaning: Callable[..., list[Any]], *avals: Any, **params: Any) -> list[Any]:
+    return jax.make_jaxpr(partial(meaning, **params))(*avals).out_avals
 
 
 # ---- derivatives: all are linear in the array and in the row
 
 
-def _wanted(operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-    return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, cts, strict=True)]
-
-
 def _transpose_get(cts: Sequence[Any], _: Any, place: Any, active: Any, lane_axes: int) -> list[Any]:
-    """Add the cotangent of the row to that of the array, in place, for lanes that are active.
-
-    Operands are `rows, place, active`. Results are the row and the unchanged array. Both depend on the array, so their
-    cotangents are added.
-    """
+    """Add the cotangent of the row to that of the array, in place, for lanes that are active: both depend on it."""
     ct_row, ct_rows = cts
     if isinstance(ct_row, ad.Zero):
         return [ct_rows, None, None]
     ct_rows = written_out(ct_rows)
-    return [add(ct_rows, jnp.where(active, place, nowhere(ct_rows, lane_axes)), ct_row, lane_axes), None, None]
+    place = jnp.where(active, place, jnp.int32(ct_rows.shape[lane_axes]))  # else beyond the array, where nothing is
+    return [add(ct_rows, place, ct_row, lane_axes), None, None]
 
 
-def _transpose_put(cts: Sequence[Any], rows: Any, place: Any, row: Any, lane_axes: int, appends: bool) -> list[Any]:
-    """The cotangent of the row is the row at `place` of the array's cotangent, in which it is then set to zero.
+def _transpose_write(
+    cts: Sequence[Any], rows: Any, place: Any, row: Any, lane_axes: int, appends: bool = True
+) -> list[Any]:
+    """Of `put` and `add`. The cotangent of the row is the row at `place` of the array's cotangent.
 
-    Operands are `rows, place, row`; `rows` and `row` are linear. The old row at `place` no longer matters, hence the
-    zeros. If the row was appended, nobody reads what is left in its place, so the row is only read.
+    After an `add` the array's cotangent stays as it is. Where a row is put, it is set to zero there, for the old row no
+    longer matters. A row that is appended is none of the rows before: nobody asks for what is left in its place.
     """
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
-    # A row that is appended is none of the rows before, so nobody asks for what would be left of it.
     ct_row, ct_rows = get(ct, place, lane_axes=lane_axes) if appends else take(ct, place, lane_axes)
-    return _wanted([rows, place, row], [ct_rows, None, ct_row])
-
-
-def _transpose_add(cts: Sequence[Any], rows: Any, place: Any, row: Any, lane_axes: int) -> list[Any]:
-    """Read the row's cotangent from that of the array, which stays as it is.
-
-    Operands are `rows, place, row`; `rows` and `row` are linear.
-    """
-    (ct,) = cts
-    if isinstance(ct, ad.Zero):
-        return [None, None, None]
-    ct_row, ct_rows = get(ct, place, lane_axes=lane_axes)
-    return _wanted([rows, place, row], [ct_rows, None, ct_row])
+    return [ct_rows if ad.is_undefined_primal(rows) else None, None, ct_row if ad.is_undefined_primal(row) else None]
 
 
 def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lane_axes: int) -> list[Any]:
-    """Write the row's cotangent at `place` in the array's cotangent.
-
-    Operands are `rows, place`; results are the row, and the array with zeros in its place. The zeros depend on nothing,
-    so what the array's cotangent has there is replaced.
-    """
+    """Write the row's cotangent at `place` in the array's cotangent: the zeros there depend on nothing."""
     ct_row, ct_rows = cts
     return [put(written_out(ct_rows), place, written_out(ct_row), lane_axes), None]
 
 
 def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
-    """Add the cotangent of all rows to that of the array, for lanes that are active.
-
-    Operands are `rows, active`. Results are the rows to be seen and the unchanged array. Both depend on the array, so
-    their cotangents are added.
-    """
+    """Add the cotangent of all rows to that of the array, for lanes that are active: both depend on it."""
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
@@ -284,29 +248,24 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
 def _batch_get(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int) -> Any:
     """If lanes share the array, one `get` reads a row for each lane. Else each lane reads a row of its own array.
 
-    Operands are `rows, place, active`; results are the rows with lanes in front, and the array, which stays shared. A
-    lane that is not active reads what an active one does, since the body goes on with it.
+    A lane that is not active reads what an active one does, since the body goes on with it.
     """
     (rows, place, active), (rows_dim, place_dim, active_dim) = operands, dims
     axis = Axis.of(axis_data)
+    if rows_dim is None and place_dim is None:
+        return get(rows, place, lane_axes=lane_axes), [None, None]
     if rows_dim is None:
-        if place_dim is None:
-            return get(rows, place, lane_axes=lane_axes), [None, None]
         row, rows = get(rows, jnp.moveaxis(place, int(place_dim), -1), lane_axes=lane_axes)
-        row, rows_to = jnp.moveaxis(row, place.ndim - 1, 0), None
+        row = jnp.moveaxis(row, place.ndim - 1, 0)
     else:
         row, rows = get(fill_axis(axis, rows, rows_dim), fill_axis(axis, place, place_dim), lane_axes=lane_axes + 1)
-        rows_to = 0
     if active_dim is not None:
         (row,) = fill_inactive(active, [row], [True])
-    return [row, rows], [0, rows_to]
+    return [row, rows], [0, None if rows_dim is None else 0]
 
 
-def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """If lanes share the array, all see it. Else an active lane sees its own, and a finished one an active one's.
-
-    Operands are `rows, active`; results are the rows to be seen and the array, with lanes in front.
-    """
+def _batch_view(_: Any, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    """If lanes share the array, all see it. Else an active lane sees its own, and a finished one an active one's."""
     (rows, active), (rows_dim, active_dim) = operands, dims
     if rows_dim is None:
         return view(rows), [None, None]
@@ -316,67 +275,37 @@ def _batch_view(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
     return [seen, rows], [0, 0]
 
 
-def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
-    """A batching rule: every lane gets an array of its own, with one more axis of lanes in front of all operands.
+def _batch_all(
+    primitive: Primitive, axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int, **params: Any
+) -> Any:
+    """Every lane gets an array of its own, with one more axis of lanes in front of all operands.
 
     After a write the lanes' arrays differ, so none is shared.
     """
-
-    def rule(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int, **params: Any) -> Any:
-        axis = Axis.of(axis_data)
-        operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
-        out = primitive.bind(*operands, lane_axes=lane_axes + 1, **params)
-        return out, [0] * len(out)
-
-    return batch_if_mapped(primitive, rule)
+    axis = Axis.of(axis_data)
+    operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
+    out = primitive.bind(*operands, lane_axes=lane_axes + 1, **params)
+    return out, [0] * len(out)
 
 
-# ---- what each does
+# ---- what each does: its meaning and its parameters, the operands in which it is linear, its transpose, its batch
 
-register(
-    get_p,
-    meaning=_get_where_active,
-    params=["lane_axes"],
-    abstract_eval=_abstract_of(_get_where_active),
-    linear_in=[0],
-    transpose=_transpose_get,
-    batch=batch_if_mapped(get_p, _batch_get),
-)
-register(
-    put_p,
-    meaning=_put,
-    params=["lane_axes", "appends"],
-    abstract_eval=_abstract_of(_put),
-    linear_in=[0, 2],
-    transpose=_transpose_put,
-    batch=_batch_rule(put_p),
-)
-register(
-    add_p,
-    meaning=_add,
-    params=["lane_axes"],
-    abstract_eval=_abstract_of(_add),
-    linear_in=[0, 2],
-    transpose=_transpose_add,
-    batch=_batch_rule(add_p),
-)
-register(
-    take_p,
-    meaning=_take,
-    params=["lane_axes"],
-    abstract_eval=_abstract_of(_take),
-    linear_in=[0],
-    transpose=_transpose_take,
-    batch=_batch_rule(take_p),
-)
-register(
-    view_p,
-    meaning=_view,
-    abstract_eval=_abstract_of(_view),
-    linear_in=[0],
-    transpose=_transpose_view,
-    batch_without_axis=_batch_view,
-)
+for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
+    (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, _batch_get),
+    (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, partial(_batch_all, put_p)),
+    (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, partial(_batch_all, add_p)),
+    (take_p, _take, ["lane_axes"], [0], _transpose_take, partial(_batch_all, take_p)),
+    (view_p, lambda rows, _: [rows, rows], [], [0], _transpose_view, _batch_view),
+):
+    register(
+        _primitive,
+        meaning=_meaning,
+        params=_params,
+        abstract_eval=partial(_types_of, _meaning),
+        linear_in=_linear_in,
+        transpose=_transpose,
+        batch=batch_if_mapped(_primitive, _batch),
+    )
 
 # The array that `get` hands on is the one that it was given, whatever the place.
 dependence_rules[get_p] = lambda _: [0b111, 0b001]

@@ -4,7 +4,7 @@ Rules stand in the folders of their transformations. The linear parts of loops a
 their blocks in their own files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from loopax._src.core.batching.compact_autodiff import (
     compact_vmap_partial_eval_custom,
 )
 from loopax._src.core.batching.loop import batch_loop, batch_sweep
-from loopax._src.core.effects import guard_loop, guard_sweep, guarded, guards
+from loopax._src.core.effects import guard_steps, guarded, guards
 from loopax._src.core.ir.loop import (
     Loop,
     loop_abstract_eval,
@@ -62,11 +62,12 @@ from loopax._src.core.jaxpr.dependence import (
     step_limits,
 )
 from loopax._src.core.jaxpr.types import batch_if_mapped
-from loopax._src.core.jaxpr.util import split_list, trace
+from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    Primitive,
     is_sparse,
     jaxpr_as_fun,
     keep_bits_p,
@@ -81,50 +82,44 @@ from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
 # The arrays of which a matrix consists become constants in its place. Carries and rows stay dense.
 
 
+def _dense(values: Sequence[Any]) -> Sequence[Any]:
+    if any(map(is_sparse, values)):
+        raise NotImplementedError(SPARSE_CARRY)
+    return values
+
+
+def of_sparse(primitive: Primitive, steps: Any, body: str, num_limits: int) -> Callable[..., Sequence[Any]]:
+    """The rule for a loop or a sweep: operands are `*limits, *consts, *others`, and `body` is the name of its body."""
+
+    def rule(operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+        loop = steps(**params)
+        end = num_limits + loop.num_consts
+        parts, treedef = jax.tree.flatten(list(operands[num_limits:end]))
+
+        # Before: (row, *consts, *others) -> results
+        # After: (row, *arrays of which the consts consist, *others) -> results
+        def taking_parts(body: ClosedJaxpr | None) -> ClosedJaxpr | None:
+            if body is None:
+                return None
+            function = on_sparse(jaxpr_as_fun(body))
+
+            def on_parts(row: Any, *inputs: Any) -> Sequence[Any]:
+                consts = treedef.unflatten(inputs[: len(parts)])
+                return _dense(function(row, *consts, *inputs[len(parts) :]))
+
+            row, *avals = body.in_avals
+            return trace(on_parts, [row, *map(jax.typeof, parts), *avals[loop.num_consts :]])
+
+        bodies = {body: taking_parts(getattr(loop, body)), "inverse": taking_parts(loop.inverse)}
+        given = [*_dense(operands[:num_limits]), *parts, *_dense(operands[end:])]
+        return primitive.bind(*given, **loop._replace(**bodies, num_consts=len(parts))._asdict())
+
+    return rule
+
+
 def refuse_sparse(_: Sequence[Any], __: dict[str, Any]) -> Sequence[Any]:
     """What holds loops in another form takes no sparse matrix."""
     raise NotImplementedError(SPARSE_IN_COMPACT_LANES)
-
-
-def _dense(values: Sequence[Any]) -> list[Any]:
-    if any(map(is_sparse, values)):
-        raise NotImplementedError(SPARSE_CARRY)
-    return list(values)
-
-
-def loop_of_sparse(operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Operands are `low, high, *consts, *carry, *xs`."""
-    loop = Loop(**params)
-    limits, consts, others = split_list(operands, [2, loop.num_consts])
-    parts, bodies = _on_parts(consts, [loop.body, loop.inverse])
-    loop = loop._replace(body=bodies[0], inverse=bodies[1], num_consts=len(parts))
-    return loop_p.bind(*_dense(limits), *parts, *_dense(others), **loop._asdict())
-
-
-def sweep_of_sparse(operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Operands are `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`."""
-    sweep = ReverseSweep(**params)
-    limits, consts, others = split_list(operands, [3, sweep.num_consts])
-    parts, bodies = _on_parts(consts, [sweep.step, sweep.inverse])
-    sweep = sweep._replace(step=bodies[0], inverse=bodies[1], num_consts=len(parts))
-    return reverse_sweep_p.bind(*_dense(limits), *parts, *_dense(others), **sweep._asdict())
-
-
-def _on_parts(consts: Sequence[Any], bodies: Sequence[ClosedJaxpr | None]) -> tuple[list[Any], list[Any]]:
-    """The arrays of which constants consist, and bodies `(row, *consts, *others)` that take them in their place."""
-    parts, treedef = jax.tree.flatten(list(consts))
-
-    def taking_parts(body: ClosedJaxpr) -> ClosedJaxpr:
-        function = on_sparse(jaxpr_as_fun(body))
-
-        def on_parts(row: Any, *inputs: Any) -> list[Any]:
-            own, others = split_list(inputs, [len(parts)])
-            return _dense(function(row, *treedef.unflatten(own), *others))
-
-        row, *avals = body.in_avals
-        return trace(on_parts, [row, *map(jax.typeof, parts), *avals[len(consts) :]])
-
-    return parts, [body and taking_parts(body) for body in bodies]
 
 
 register(
@@ -144,8 +139,8 @@ register(
 )
 dependence_rules[loop_p] = loop_dependence
 mixed_operands[loop_p] = loop_mixed_operands
-guards[loop_p] = guard_loop
-register_sparse(loop_p, loop_of_sparse)
+guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
+register_sparse(loop_p, of_sparse(loop_p, Loop, "body", 2))
 step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
 register(
@@ -165,8 +160,8 @@ register(
 )
 dependence_rules[reverse_sweep_p] = sweep_dependence
 mixed_operands[reverse_sweep_p] = sweep_mixed_operands
-guards[reverse_sweep_p] = guard_sweep
-register_sparse(reverse_sweep_p, sweep_of_sparse)
+guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
+register_sparse(reverse_sweep_p, of_sparse(reverse_sweep_p, ReverseSweep, "step", 3))
 step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
 register(

@@ -67,20 +67,17 @@ class Costs(NamedTuple):
         return num_bytes * (self.memory_byte if in_all <= ALLOCATOR_BYTES else self.new_byte)
 
 
-class _InUse:
-    """The constants that are in use."""
-
-    costs = Costs()
+_in_use = [Costs()]
 
 
 def costs() -> Costs:
     """The constants that are in use."""
-    return _InUse.costs
+    return _in_use[0]
 
 
 def use(costs: Costs) -> None:
     """Use these constants for what is traced from now on."""
-    _InUse.costs = costs
+    _in_use[0] = costs
 
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
@@ -142,10 +139,17 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
     total = 0.0
     for eqn in eqns:
         inner = [_total(jaxpr.eqns, of_operation) for jaxpr in inner_jaxprs(eqn)]
-        if inner:
-            total += max(inner) if is_cond(eqn) else _iterations(eqn) * sum(inner)
-        else:
+        if not inner:
             total += of_operation(eqn)
+        elif is_cond(eqn):
+            total += max(inner)
+        elif is_scan(eqn):
+            total += Scan.of(eqn).length * sum(inner)
+        else:
+            # How often a loop runs its body; once for a call, which is no loop.
+            limit, is_loose = step_limits[eqn.primitive](eqn) if eqn.primitive in step_limits else (1, False)
+            limit = _UNKNOWN_LENGTH if is_while(eqn) or not limit else limit
+            total += (min(limit, _UNKNOWN_LENGTH) if is_loose else limit) * sum(inner)
     return total
 
 
@@ -169,21 +173,7 @@ def _operation(eqn: Any) -> float:
     return size * (costs().function if is_function(eqn) else costs().elementwise)
 
 
-def _iterations(eqn: Any) -> int:
-    """How often a loop runs its body; 1 for what is no loop."""
-    if is_scan(eqn):
-        return Scan.of(eqn).length
-    if is_while(eqn):
-        return _UNKNOWN_LENGTH
-    if eqn.primitive not in step_limits:
-        return 1
-    limit, is_loose = step_limits[eqn.primitive](eqn)
-    limit = limit or _UNKNOWN_LENGTH
-    return min(limit, _UNKNOWN_LENGTH) if is_loose else limit
-
-
 # Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored.
-
 
 # To recompute a residual. Looking for more would take long where there are many residuals.
 MOST_EQUATIONS = 32
@@ -206,22 +196,18 @@ def classified(
     """
     num_consts, num_carry, num_xs = sizes
     first_x = 1 + num_consts + num_carry
-    xs, hoisted = known.invars[first_x : first_x + num_xs], set[int]()
+    xs, found = known.invars[first_x : first_x + num_xs], []
     for position in positions:
-        if not all(0 < i <= num_consts for i in members(dependence(known)[position])):
-            continue
-        program, used = dce(known, [p == position for p in range(len(known.out_avals))], False)
-        # An equation may be all or nothing: what depends on constants alone may need other inputs to be computed.
-        needs_others = used[0] or any(used[1 + num_consts :])
-        # A loop may take no step. What is hoisted is computed all the same, so it must come to an end, without effects.
-        if not needs_others and (not program.eqns if at_most_once else always_ends(program)):
-            hoisted.add(position)
-
-    def classify(position: int) -> Residual:
-        same = [i for i, variable in enumerate(xs) if variable is known.outvars[position]]
-        return Residual(position in hoisted, None if position in hoisted or not same else same[0], position)
-
-    return list(map(classify, positions))
+        is_hoisted = all(0 < i <= num_consts for i in members(dependence(known)[position]))
+        if is_hoisted:
+            program, used = dce(known, [p == position for p in range(len(known.out_avals))], False)
+            # An equation may be all or nothing: what depends on constants alone may need other inputs to be computed.
+            needs_others = used[0] or any(used[1 + num_consts :])
+            # A loop may take no step. What is hoisted is computed all the same: it must end, without effects.
+            is_hoisted = not needs_others and (not program.eqns if at_most_once else always_ends(program))
+        row = next((i for i, variable in enumerate(xs) if variable is known.outvars[position]), None)
+        found.append(Residual(is_hoisted, None if is_hoisted else row, position))
+    return found
 
 
 def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:
