@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from loopax._src.core.jaxpr.types import nan_if
-from loopax._src.frontend.raising import Failure, Line, call_at, calls, raise_if, with_amount
+from loopax._src.frontend.raising import Failure, Line, calls, of_user, raise_if, with_amount
 from loopax._src.jax_internals import (
     Primitive,
     is_number,
@@ -54,7 +54,8 @@ class Check:
     @classmethod
     def of(cls, call: str, failed: Any, problem: str, amount: Any = None) -> "Check":
         """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
-        return cls(failed, f"{call_at(call)}: {problem}", amount)
+        line = next(of_user(user_lines()), None)
+        return cls(failed, f"{call if line is None else f'{call} at {line}'}: {problem}", amount)
 
     @property
     def text(self) -> str:

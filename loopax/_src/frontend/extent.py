@@ -107,8 +107,9 @@ class Limits:
                 if (known := known_int(limit)) is not None:
                     self._refuse_beyond(name, known)
             dtype = self.dtype
-            beyond = _is_beyond(self.lower, dtype) | _is_beyond(self.upper, dtype)
-            longest = _range(self.upper, dtype)[1] - _range(self.lower, dtype)[0]
+            least, _, lower_beyond = _range_in(dtype, self.lower)
+            _, most, upper_beyond = _range_in(dtype, self.upper)
+            beyond, longest = lower_beyond | upper_beyond, most - least
             wide = dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
             lower, upper = convert(self.lower, wide), convert(self.upper, wide)
             # max(upper - lower, 0), without a sign: a signed difference may wrap, and its bits are right.
@@ -152,21 +153,13 @@ def _is_signed(dtype: np.dtype[Any]) -> bool:
     return jnp.issubdtype(dtype, jnp.signedinteger)
 
 
-def _range(limit: Any, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """From where to where a limit that this dtype holds may be."""
+def _range_in(dtype: np.dtype[Any], limit: Any) -> tuple[int, int, Any]:
+    """From where to where a limit that this dtype holds may be, and whether it is none; False, not an array: never."""
     if (known := known_int(limit)) is not None:
-        return known, known
-    own, holds = jnp.iinfo(limit.dtype), jnp.iinfo(dtype)
-    return max(int(own.min), int(holds.min)), min(int(own.max), int(holds.max))
-
-
-def _is_beyond(limit: Any, dtype: np.dtype[Any]) -> Any:
-    """Whether this dtype does not hold a traced limit; False, not an array, where it holds every such."""
-    if known_int(limit) is not None:
-        return False
-    own, holds = jnp.iinfo(limit.dtype), jnp.iinfo(dtype)
-    below = int(own.min) < int(holds.min) and limit < int(holds.min)
-    return below | (int(own.max) > int(holds.max) and limit > int(holds.max))
+        return known, known, False
+    own, holds = ((int(info.min), int(info.max)) for info in (jnp.iinfo(limit.dtype), jnp.iinfo(dtype)))
+    below = own[0] < holds[0] and limit < holds[0]
+    return max(own[0], holds[0]), min(own[1], holds[1]), below | (own[1] > holds[1] and limit > holds[1])
 
 
 @dataclass(frozen=True)

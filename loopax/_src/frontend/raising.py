@@ -31,7 +31,6 @@ from loopax._src.jax_internals import (
     convert,
     is_for_export,
     register,
-    user_lines,
     without_folding,
 )
 
@@ -62,12 +61,6 @@ def of_user(lines: Iterable[tuple[str, int, str]]) -> Iterator[Line]:
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
 AMOUNT = "{amount}"  # in a message: where a number goes that is known only when the check fails
-
-
-def call_at(call: str) -> str:
-    """A call and the user's line from which it comes: `loopax.scan at solver.py:31 (solve)`."""
-    line = next(of_user(user_lines()), None)
-    return call if line is None else f"{call} at {line}"
 
 
 def calls(lines: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:

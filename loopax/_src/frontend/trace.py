@@ -169,12 +169,8 @@ def trace_promoting(
     return promoting(step.where, init, trace_from)
 
 
-# `function(carry, its arrays, its spec)`, which may raise a CarryMismatchError
-OnCarry = Callable[[Any, list[Any], Spec], T]
-
-
-def promoting(where: str, carry: Any, function: OnCarry[T]) -> T:
-    """Call the function, and again with promoted leaves where the body's result asks for it.
+def promoting(where: str, carry: Any, function: Callable[[Any, list[Any], Spec], T]) -> T:
+    """Call the function on a carry, its arrays and its spec, and again on promoted leaves where the body asks for it.
 
     A body may ask a Python number of a module for `.astype`, or divide 1 by 0.0. So if it fails, arrays are tried for
     them; if arrays do not help, the first error is the body's.

@@ -337,7 +337,7 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
         )
     pairs = list(zip(jax.tree.leaves(init), jax.tree.leaves(out), strict=True))
     outcomes = [_match_leaf(leaf, *pair) for leaf, pair in zip(spec.leaves, pairs, strict=True)]
-    if any(outcome is None or isinstance(outcome, _Restart) for outcome in outcomes):
+    if any(outcome is None or callable(outcome) for outcome in outcomes):
         names = [keystr(path) or "the carry itself" for path, _ in tree_flatten_with_path(init)[0]]
         lines = [
             f"  {name}: got {describe(new)}, expected {describe(old)}"
@@ -350,9 +350,9 @@ def match_carry(where: str, init: Any, spec: Spec, out: Any) -> list[jax.Array]:
                 + f"\nConvert the initial value or the result ({conversion(problems)}) so that they agree; "
                 "what is not an array must be returned as it came (a function that is made anew is another one)."
             )
-        converts = [o.convert if isinstance(o, _Restart) else lambda leaf: leaf for o in outcomes]
+        converts = [outcome if callable(outcome) else lambda leaf: leaf for outcome in outcomes]
         of_leaves = zip(spec.leaves, lines, outcomes, strict=True)
-        changed = [line for leaf, line, o in of_leaves if isinstance(o, _Restart) and isinstance(leaf, Static)]
+        changed = [line for leaf, line, outcome in of_leaves if callable(outcome) and isinstance(leaf, Static)]
         raise CarryMismatchError(converts, changed)
     return [o for leaf, o in zip(spec.leaves, outcomes, strict=True) if isinstance(leaf, Dynamic)]
 
@@ -368,15 +368,8 @@ def refuse_none(where: str, carry: Any, out: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Restart:
-    """How to convert the start of this leaf."""
-
-    convert: Callable[[Any], Any]
-
-
 def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
-    """The array of a leaf, a `_Restart`, or None where it does not fit. A static leaf gives itself."""
+    """The array of a leaf, a function that converts its start, or None: it does not fit. A static leaf gives itself."""
     if isinstance(spec, Static):
         if same_value(old, new):
             return spec
@@ -385,7 +378,7 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
             not is_static(new) and jnp.shape(new) == () and jnp.result_type(new) == jnp.bool_
         )
         fits = is_bool if isinstance(old, bool) else is_number(old) and not is_static(new)
-        return _Restart(jnp.asarray) if fits else None
+        return jnp.asarray if fits else None
     if is_static(new) and not isinstance(new, bool):
         return None
     array, described = to_array(new)
@@ -399,9 +392,9 @@ def _match_leaf(spec: Static | Dynamic, old: Any, new: Any) -> Any:
         if not getattr(a, "weak_type", False):
             return None
         dtype = jnp.result_type(old, jax.ShapeDtypeStruct((), b.dtype))
-        return _Restart(lambda leaf: convert(leaf, dtype)) if dtype != a.dtype else None
+        return (lambda leaf: convert(leaf, dtype)) if dtype != a.dtype else None
     if b.mat.varying - a.mat.varying:
-        return _Restart(lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b)))
+        return lambda leaf: spec.wrap(vary_like(to_array(leaf)[0], b))
     return vary_like(array, a)
 
 
