@@ -28,11 +28,6 @@ def width_of(*limits: Any) -> AbstractContextManager[None]:
     return jax.enable_x64(True) if any(are_wide) else nullcontext()
 
 
-def is_size(value: Any) -> bool:
-    """Whether it is a symbolic dimension of an array (of `jax.export`), which is known when the program runs."""
-    return jax.export.is_symbolic_dim(value)
-
-
 def known_int(value: Any) -> int | None:
     """The integer, where it is known now: also an array outside of `jit`."""
     return None if value is None or isinstance(value, Tracer) else int(value)
@@ -50,7 +45,8 @@ class Limits:
     @classmethod
     def of(cls, lower: Any, upper: Any, caller: str) -> "Limits":
         """The limits, or an error where one is not an integer, or they do not go together."""
-        sizes = [is_size(lower), is_size(upper)]
+        # A symbolic dimension of an array (of `jax.export`) is known when the program runs.
+        sizes = [jax.export.is_symbolic_dim(lower), jax.export.is_symbolic_dim(upper)]
         lower, upper = (jnp.asarray(x) if size else x for x, size in zip((lower, upper), sizes, strict=True))
         limits = cls(lower, upper, caller, any(sizes))
         for name, value in limits.by_name.items():
@@ -218,7 +214,7 @@ def scan_extent(
     words: Words, length: Any, rows: int | None, max_steps: int | None, reverse: bool, stops: bool, throw: bool
 ) -> Extent:
     """The steps of a `scan` over `rows` rows of xs (None: no arrays in xs)."""
-    name, xs, of_array = words.name, words.xs, is_size(length)
+    name, xs, of_array = words.name, words.xs, jax.export.is_symbolic_dim(length)
     if length is None and rows is None:
         if not stops:
             raise ValueError(

@@ -26,13 +26,7 @@ from equinox import _errors, _jit
 from jax import lax
 from jax.core import ShapedArray
 
-from loopax._src.jax_internals import (
-    Primitive,
-    convert,
-    is_for_export,
-    register,
-    without_folding,
-)
+from loopax._src.jax_internals import Primitive, convert, is_for_export, register, without_folding
 
 # Lines of the user's code. Calls go through these packages: Equinox wraps methods of modules, ours among them, and
 # jaxtyping checks types.

@@ -11,15 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src.frontend.extent import Extent, scan_extent
-from loopax._src.frontend.options import (
-    Options,
-    Words,
-    check_callable,
-    no_capacity,
-    one_bool,
-    pair,
-    rows_of,
-)
+from loopax._src.frontend.options import Options, Words, check_callable, no_capacity, one_bool, pair, rows_of
 from loopax._src.frontend.trace import FirstCondition, StepBack
 from loopax._src.jax_internals import convert, made_with, to_weak
 from loopax._src.nnx.functional import freeze, take_back, thaw_numbered
