@@ -58,8 +58,8 @@ from loopax._src.pytrees.leaves import (
     CarryMismatchError,
     Dynamic,
     Spec,
-    has_numbers,
     in_modules,
+    is_number,
     match_carry,
     pack,
     with_arrays,
@@ -196,7 +196,7 @@ def promoting(where: str, carry: Any, function: Callable[[Any, list[Any], Spec],
     try:
         return until_it_fits(carry)
     except Exception:
-        if has_numbers(carry):
+        if any(within and is_number(x) for x, within in zip(jax.tree.leaves(carry), in_modules(carry), strict=True)):
             with suppress(Exception):
                 return until_it_fits(with_arrays(carry))
         raise

@@ -55,7 +55,7 @@ class LoopInfo(NamedTuple):
 def differences(old: Any, new: Any, path: KeyPath = (), *, root: str = "the carry itself") -> Iterator[str]:
     """A line for each place where the structure of `new` is not that of `old`, from the root down."""
     name = keystr(path) or root
-    if _is_leaf(old) and _is_leaf(new):
+    if jax.tree_util.all_leaves([old, new]):
         return
     if type(old) is not type(new):
         yield f"{name}: got {_node_text(new)}, expected {_node_text(old)}"
@@ -142,14 +142,9 @@ def _one_level(node: Any) -> Any:
     return jax.tree.structure(node, is_leaf=lambda x: x is not node)
 
 
-def _is_leaf(node: Any) -> bool:
-    return jax.tree_util.all_leaves([node])
-
-
 def _node_text(node: Any) -> str:
-    if node is None:
-        return "None"
-    return describe(node) if _is_leaf(node) else type(node).__name__
+    is_leaf = jax.tree_util.all_leaves([node])
+    return "None" if node is None else describe(node) if is_leaf else type(node).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,12 +302,6 @@ class CarryMismatchError(Exception):
         return treedef.unflatten(convert(leaf) for convert, leaf in zip(self.converts, leaves, strict=True))
 
 
-def has_numbers(tree: Any) -> bool:
-    """Whether there are Python numbers in Equinox modules."""
-    leaves = jax.tree.leaves(tree)
-    return any(within and is_number(leaf) for leaf, within in zip(leaves, in_modules(tree), strict=True))
-
-
 def with_arrays(tree: Any) -> Any:
     """The pytree with arrays for Python numbers."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf, tree)
@@ -420,8 +409,6 @@ def describe(leaf: Any) -> str:
 
 def describe_node(node: Any) -> str:
     """A pytree in the words of an error message."""
-    if node is None:
-        return "None"
-    if isinstance(node, tuple | list):
-        return f"a {type(node).__name__} of {len(node)}"
-    return describe(node) if jax.tree_util.all_leaves([node]) else f"a {type(node).__name__}"
+    if node is None or jax.tree_util.all_leaves([node]):
+        return _node_text(node)
+    return f"a {type(node).__name__}" + (f" of {len(node)}" if isinstance(node, tuple | list) else "")
