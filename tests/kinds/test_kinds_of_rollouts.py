@@ -9,22 +9,22 @@ import pytest
 from jax import Array
 
 import loopax as lx
-from tests.kinds.test_reversible import STARTS, row_of, start, step
-from tests.kinds.test_tape import back, lossy, lost
-from tests.support.problem import BOUND, XS, H, W, mixed
+from tests.support.problem import BOUND, HALVES, LOSSY, XS, H, W, mixed
 from tests.support.reference import assert_close
 
-LENGTHS = jnp.array([3, 7, 0, 5], jnp.int32)[: len(STARTS)]
+STARTS, LENGTHS = jnp.stack([H, -H, 0.5 * H, 2.0 * H]), jnp.array([3, 7, 0, 5], jnp.int32)
 Kinds = Callable[[Array], lx.Kind]
 
 
 def reversible(w: Array, **options: Any) -> lx.Kind:
-    return lx.Reversible(lambda c, x, row: back(w, c, x, row), record=lambda before, after, x: lost(before), **options)
+    return lx.Reversible(
+        lambda c, x, row: LOSSY.back(w, c, x, row), record=lambda before, after, x: LOSSY.lost(before), **options
+    )
 
 
 def loss(kind: Kinds, w: Array, h: Array, n: Any, **options: Any) -> Array:
-    f = lambda c, x: (new := lossy(w, c, x), row_of(x, new))
-    done = lx.rollout(f, start(h), n, inputs=XS, kind=kind(w), **options)
+    f = lambda c, x: (new := LOSSY.take(w, c, x), LOSSY.row(x, new))
+    done = lx.rollout(f, LOSSY.start(h), n, inputs=XS, kind=kind(w), **options)
     return mixed((done.state[:2], done.outputs))
 
 
@@ -82,12 +82,15 @@ def test_truncated(save_every: int) -> None:
     """The derivative of the last three of eight steps is that of a rollout from the state before them."""
 
     def loss(w: Array, first: int, state: Any, kind: lx.Kind) -> Array:
-        f = lambda c, x: (step(w, c, x), c[0])
+        f = lambda c, x: (HALVES.take(w, c, x), c[0])
         done = lx.rollout(f, state, inputs=XS[first:8], kind=kind, save_every=save_every)
         return mixed(done.state[:2])
 
-    middle = lx.rollout(lambda c, x: (step(W, c, x), None), start(H), inputs=XS[:5]).state
-    found, expected = jax.grad(loss)(W, 0, start(H), lx.Truncated(last=3)), jax.grad(loss)(W, 5, middle, lx.Bounded())
+    middle = lx.rollout(lambda c, x: (HALVES.take(W, c, x), None), HALVES.start(H), inputs=XS[:5]).state
+    found, expected = (
+        jax.grad(loss)(W, 0, HALVES.start(H), lx.Truncated(last=3)),
+        jax.grad(loss)(W, 5, middle, lx.Bounded()),
+    )
     assert_close(found, expected)
 
 

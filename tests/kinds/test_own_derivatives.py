@@ -85,28 +85,3 @@ def test_inside_another_loop_and_in_compact_lanes() -> None:
 def test_explain_shows_the_kind() -> None:
     (loop,) = lx.explain(lambda a: fori_loop(a, OneMoreStep()).sum(), A).loops
     assert loop.kind == OneMoreStep()
-
-
-class TestRefused:
-    def test_free_lanes(self) -> None:
-        with pytest.raises(NotImplementedError, match=r"fori_loop\(lanes='free'\) does not take kind=OneMoreStep\(\)"):
-            fori_loop(A, OneMoreStep(), lanes="free")
-
-    def test_as_the_loop_inside_of_free_lanes(self) -> None:
-        inner = lambda i, a: fori_loop(a, OneMoreStep())
-        with pytest.raises(NotImplementedError, match=r"of which one is made .* does not take kind=OneMoreStep\(\)"):
-            jax.vmap(lambda a: lx.fori_loop(0, 3, inner, a, lanes="free"))(A)
-
-    def test_a_queue(self) -> None:
-        with pytest.raises(NotImplementedError, match=r"does not take kind=OneMoreStep\(\)"):
-            lx.lanes_map(lambda a: fori_loop(a, OneMoreStep()), A, lanes=2)
-
-    def test_mutable_arrays(self) -> None:
-        reference = jax.new_ref(jnp.zeros(3))
-
-        def body(i: Any, x: Array) -> Array:
-            reference[...] = x
-            return x
-
-        with pytest.raises(NotImplementedError, match=r"which kind=OneMoreStep\(\) does not take"):
-            lx.fori_loop(0, 3, body, A, kind=OneMoreStep())

@@ -1,6 +1,7 @@
 """loopax's own `Reversible`: its checkpoints, its checks, its memory and its accuracy.
 
-What it shares with any kind that brings an inverse is in `test_reversible.py`.
+What it shares with any kind that brings an inverse is in `test_reversible.py`, and its derivatives under every
+transformation are in `tests/core/test_compositions.py`.
 """
 
 from collections.abc import Callable
@@ -14,81 +15,16 @@ from jax import Array
 
 import loopax as lx
 from loopax import Reversible
-from tests.kinds.test_reversible import ALL, LENGTHS, STARTS, back, row_of, small, start, step
 from tests.support.compiled import temporary as temporary_bytes
-from tests.support.problem import BOUND, XS, H, Program, W, mixed
+from tests.support.problem import H
 from tests.support.reference import assert_close
 
 Make = Callable[[Callable[..., Any]], lx.Kind]
 OTHER: Make = lambda inverse: lx.Bounded()
-FORMS: dict[str, dict[str, Any]] = {
-    "scan": {},
-    "reverse": {"reverse": True},
-    "reverse_stop": {"reverse": True, "stop": lambda c, y: ~small(c)},
-}
-
-
-def scan(make: Make, **options: Any) -> Program:
-    def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
-        f = lambda c, x: (new := step(w, c, x), row_of(x, new))
-        kind = make(lambda c, x: back(w, c, x))
-        (p, q, _), ys = lx.scan(f, start(h), xs, length=n, kind=kind, **options)
-        return mixed((p, q, ys))
-
-    return program
 
 
 def with_checkpoints(number: int, rtol: float | None = 1e-9) -> Make:
     return lambda inverse: Reversible(inverse, checkpoints=number, rtol=rtol)
-
-
-@pytest.mark.parametrize("number", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, BOUND + 5))])
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients(form: str, number: int) -> None:
-    found, expected = (
-        jax.jit(jax.value_and_grad(scan(make, **FORMS[form]), ALL)) for make in (with_checkpoints(number), OTHER)
-    )
-    for n in (0, 1, 7, BOUND):
-        assert_close(found(W, H, XS, n), expected(W, H, XS, n))
-
-
-def while_loop(make: Make, max_steps: int | None = BOUND, **options: Any) -> Program:
-    def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
-        kind = make(lambda c: back(w, c, xs[c[2] - 1]))
-        body = lambda c: step(w, c, xs[c[2]])
-        return mixed(lx.while_loop(lambda c: c[2] < n, body, start(h), max_steps=max_steps, kind=kind, **options)[:2])
-
-    return program
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev], ids=["forward", "reverse"])
-def test_second_derivatives(number: int, outer: Any) -> None:
-    for inner in (jax.grad, jax.jacfwd):
-        second = [outer(inner(while_loop(make), 1), 0)(W, H, XS, 6) for make in (with_checkpoints(number), OTHER)]
-        assert_close(*second)
-
-
-@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
-def test_lanes(number: int, lanes: Any) -> None:
-    def gradient(make: Make, max_steps: int) -> Any:
-        batch = jax.vmap(while_loop(make, max_steps, lanes=lanes), (None, 0, None, 0))
-        return jax.jit(jax.grad(lambda w, h: batch(w, h, XS, LENGTHS).sum(), (0, 1)))(W, STARTS)
-
-    assert_close(gradient(with_checkpoints(number), BOUND), gradient(OTHER, BOUND))
-
-
-def test_without_a_bound_and_inside_a_loop() -> None:
-    def outer(w: Array, make: Make, max_steps: int | None) -> Array:
-        inner = while_loop(make, max_steps)
-        return lx.fori_loop(
-            0, 3, lambda i, h: H + jnp.sin(h * inner(w, h, XS, i + 2)), H, kind=lx.Checkpointed(1)
-        ).sum()
-
-    found = jax.jit(jax.grad(lambda w: outer(w, Reversible, None)))(W)
-    assert_close(found, jax.jit(jax.grad(lambda w: outer(w, OTHER, BOUND)))(W))
 
 
 def leapfrog(dt: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -285,29 +221,3 @@ class TestChecks:
         ):
             with pytest.raises(eqx.EquinoxRuntimeError, match=problem):
                 eqx.filter_jit(jax.grad(lambda a, wrong=wrong: loop(a, wrong)))(0.9)
-
-
-class TestBadInput:
-    def test_arguments(self) -> None:
-        with pytest.raises(TypeError, match=r"Reversible\(inverse\): got int 3, expected a function"):
-            Reversible(3)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match=r"Reversible\(checkpoints=...\): got -1, expected at least 0"):
-            Reversible(back, checkpoints=-1)
-        with pytest.raises(TypeError, match=r"Reversible\(checkpoints=...\): got float 1.5, expected an int"):
-            Reversible(back, checkpoints=1.5)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match=r"Reversible\(rtol=...\): got 0, expected a positive number"):
-            Reversible(back, rtol=0)
-
-    def test_checkpoints_need_a_bound(self) -> None:
-        kind = Reversible(lambda x: x - 1, checkpoints=3)
-        with pytest.raises(ValueError, match="spreads its checkpoints over a static bound, and the loop has none"):
-            lx.while_loop(lambda x: x < 3, lambda x: x + 1, 0.0, kind=kind)
-
-    def test_progress_of_checkpoints(self) -> None:
-        kind = Reversible(lambda i, x: x - 1, checkpoints=3)
-        with pytest.raises(NotImplementedError, match="cannot show its progress"):
-            lx.fori_loop(0, 9, lambda i, x: x + 1, 0.0, kind=kind, progress=True)
-
-    def test_lanes_that_are_merged(self) -> None:
-        with pytest.raises(NotImplementedError, match="does not take a kind that brings an inverse"):
-            lx.fori_loop(0, 9, lambda i, x: x + 1, 0.0, kind=Reversible(lambda i, x: x - 1), lanes="free")

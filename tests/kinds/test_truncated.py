@@ -13,111 +13,10 @@ import loopax as lx
 from loopax import Truncated
 from tests.support.compiled import temporary as temporary_bytes
 from tests.support.counted import counting, evaluations
-from tests.support.problem import BOUND, XS, H, Program, W, mixed, scan_step
+from tests.support.problem import XS, H, W, mixed
 from tests.support.reference import assert_close
 
-ALL = (0, 1, 2)
-OPTIONS: list[dict[str, Any]] = [
-    {"last": 1},
-    {"last": 7},
-    {"last": BOUND + 5},
-    {"window": 1},
-    {"window": 4},
-    {"window": BOUND + 5},
-]
-
-
-def small(c: Any, y: Any) -> Array:
-    return c[0].sum() < -0.4
-
-
-def program(kind: lx.Kind, **options: Any) -> Program:
-    def run(w: Array, h: Array, xs: Array, n: Any) -> Array:
-        (h, _), ys = lx.scan(scan_step(w), (h, 0), xs, length=n, kind=kind, **options)
-        return mixed((h, ys))
-
-    return run
-
-
-def by_python(
-    last: int | None = None, window: int = 1, reverse: bool = False, stop: Any = None
-) -> Callable[..., Array]:
-    """The same as a Python loop; its number of steps is known."""
-
-    def run(w: Array, h: Array, xs: Array, n: int) -> Array:
-        rows = list(range(n))[:: -1 if reverse else 1]
-        total = steps_taken(w, h, xs, rows, stop)
-        carry, ys = (h, 0), [jax.tree.map(jnp.zeros_like, scan_step(w)((h, 0), xs[0])[1])] * BOUND
-        for number, row in enumerate(rows[:total]):
-            hold = lax.stop_gradient
-            if last is not None and number < total - last:
-                carry, ys[row] = hold(scan_step(hold(w))(hold(carry), hold(xs[row])))
-                continue
-            cut = number == total - last and number > 0 if last is not None else number > 0 and number % window == 0
-            carry, ys[row] = scan_step(w)(hold(carry) if cut else carry, xs[row])
-        return mixed((carry[0], jax.tree.map(lambda *y: jnp.stack(y), *ys)))
-
-    return run
-
-
-def steps_taken(w: Array, h: Array, xs: Array, rows: list[int], stop: Any) -> int:
-    carry = (h, 0)
-    for number, row in enumerate(rows):
-        carry, y = scan_step(w)(carry, xs[row])
-        if stop is not None and stop(carry, y):
-            return number + 1
-    return len(rows)
-
-
-FORMS = [
-    pytest.param({"reverse": True, "stop": small}, id="reverse and stop"),
-    pytest.param({}, id="scan", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_scans(options: dict[str, Any], form: dict[str, Any]) -> None:
-    found = jax.jit(jax.value_and_grad(program(Truncated(**options), **form), ALL))
-    for n in (0, 1, BOUND):
-        expected = jax.value_and_grad(by_python(**options, **form), ALL)(W, H, XS, n)
-        assert_close(found(W, H, XS, n), expected)
-    static = jax.jit(jax.value_and_grad(lambda *args: program(Truncated(**options), **form)(*args, 6), ALL))
-    assert_close(static(W, H, XS), jax.value_and_grad(by_python(**options, **form), ALL)(W, H, XS, 6))
-
-
-MODES: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda f: jax.jacfwd(f, 0),
-    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f, 1), 0),
-    "forward over reverse": lambda f: jax.jacfwd(jax.grad(f, 1), 0),
-    "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f, 1), 0),
-    "reverse over reverse": lambda f: jax.jacrev(jax.grad(f, 1), 0),
-}
-FAST_MODES = {"forward"}
-
-
-@pytest.mark.parametrize("options", [{"last": 3}, {"window": 4}], ids=str)
-@pytest.mark.parametrize("mode", [m if m in FAST_MODES else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
-def test_modes(options: dict[str, Any], mode: str) -> None:
-    for form in ({}, {"reverse": True}):
-        found = jax.jit(MODES[mode](program(Truncated(**options), **form)))(W, H, XS, 6)
-        assert_close(
-            found, MODES[mode](lambda w, h, xs, form=form: by_python(**options, **form)(w, h, xs, 6))(W, H, XS)
-        )
-
-
-LENGTHS = [0, 3, BOUND]
 STARTS = jnp.stack([H, -H, 0.5 * H])
-
-
-@pytest.mark.parametrize("options", [{"last": 3}, {"window": 4}], ids=str)
-@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
-def test_lanes_with_lengths_of_their_own(options: dict[str, Any], lanes: Any) -> None:
-    kind = Truncated(**options, kind=lx.Bounded())
-    of_batch = jax.vmap(program(kind, lanes=lanes), (None, 0, None, 0))
-    found = jax.jit(jax.grad(lambda w, h: of_batch(w, h, XS, jnp.array(LENGTHS)).sum(), (0, 1)))(W, STARTS)
-    each = [jax.grad(by_python(**options), (0, 1))(W, start, XS, n) for start, n in zip(STARTS, LENGTHS, strict=True)]
-    assert_close(found, (sum(w for w, _ in each), jnp.stack([h for _, h in each])))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -232,36 +131,6 @@ class TestCosts:
 
         xs = jnp.ones((1000, 64))
         assert temporary_bytes(jax.jit(jax.grad(loss)).lower(xs).compile()) <= 0.2 * xs.nbytes
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(("options", "got"), [({}, "neither of"), ({"last": 1, "window": 2}, "both")])
-    def test_one_of_the_two(self, options: dict[str, Any], got: str) -> None:
-        with pytest.raises(TypeError, match=rf"Truncated\(...\): got {got} last and window, expected one"):
-            Truncated(**options)
-
-    def test_at_least_one_step(self) -> None:
-        with pytest.raises(ValueError, match=r"Truncated\(last=...\): got 0, expected at least 1"):
-            Truncated(last=0)
-        with pytest.raises(ValueError, match=r"Truncated\(window=...\): got -1, expected at least 1"):
-            Truncated(window=-1)
-
-    @pytest.mark.parametrize("kind", [lx.Implicit(), Truncated(last=1)], ids=repr)
-    def test_a_kind_with_another_derivative(self, kind: lx.Kind) -> None:
-        with pytest.raises(
-            ValueError, match=r"Truncated\(kind=...\): got .*, whose derivative is not that of the steps"
-        ):
-            Truncated(last=2, kind=kind)
-
-    def test_progress_of_windows(self) -> None:
-        with pytest.raises(NotImplementedError, match="cannot show its progress"):
-            lx.fori_loop(0, 9, lambda i, h: h, H, kind=Truncated(window=2), progress=True)
-
-    def test_lanes_that_are_merged(self) -> None:
-        with pytest.raises(NotImplementedError, match=r"fori_loop\(lanes='free'\) does not take kind=Truncated"):
-            lx.fori_loop(0, 9, lambda i, h: h, H, kind=Truncated(last=2), lanes="free")
-        with pytest.raises(NotImplementedError, match="does not take kind=Truncated"):
-            lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, kind=Truncated(last=2)), STARTS, lanes=2)
 
 
 @pytest.mark.parametrize("kind", [lx.Truncated(last=2, kind="checkpointed"), lx.Implicit()])

@@ -2,7 +2,7 @@
 
 The recurrence as a `lax.scan` over all rows, in which a `where` passes over those that a loop does not take. Which loop
 it is, its number of steps and all arrays are arguments: whatever tests ask for, they compile it once.
-`autodiff/test_grad.py` compares it with Python loops.
+`test_compositions.py` compares it with Python loops.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from tests.support import problem
-from tests.support.problem import BOUND, mixed
+from tests.support.problem import BOUND, PLAIN, Step, mixed
 
 W: Any = np.asarray(problem.W)
 H: Any = np.asarray(problem.H)
@@ -27,7 +27,6 @@ class Form(NamedTuple):
     reverse: bool = False
     stop: bool = False
     has_rows: bool = False  # which it returns
-    factor: float = 1.0
 
 
 FORMS = {
@@ -35,29 +34,52 @@ FORMS = {
     "reverse": Form(has_rows=True, reverse=True),
     "stop": Form(has_rows=True, stop=True),
     "reverse_stop": Form(has_rows=True, reverse=True, stop=True),
-    "while": Form(),
-    "fori": Form(factor=1.1),
+    **dict.fromkeys(["while", "fori", *problem.UNBOUNDED], Form()),
 }
 
 
-def steps_taken(form: Any, w: Any, h: Any, xs: Any, n: Any) -> Any:
+class Cut(NamedTuple):
+    """Where a derivative ends: it is that of the last steps, or of each window of so many."""
+
+    last: int | None = None
+    window: int | None = None
+
+
+def walked(form: Any, step: Step, cut: Cut, total: Any, w: Any, h: Any, xs: Any, n: Any) -> Any:
+    """The last carry, and the rows."""
+
+    def body(state: Any, k: Any) -> Any:
+        carry, ys, done = state
+        row = jnp.clip(jnp.where(form.reverse, n - 1 - k, k), 0, BOUND - 1)
+        active, x = (k < n) & ~done, xs[row]
+        before = carry
+        if cut.window is not None:
+            held = (k > 0) & (k % cut.window == 0)
+            before = jax.tree.map(lambda leaf: jnp.where(held, lax.stop_gradient(leaf), leaf), carry)
+        new = step.take(w, before, x)
+        y = step.row(x, new)
+        if cut.last is not None:
+            held = k < total - cut.last
+            new, y = jax.tree.map(lambda leaf: jnp.where(held, lax.stop_gradient(leaf), leaf), (new, y))
+        write = lambda row_y, rows: rows.at[row].set(jnp.where(active, row_y, rows[row]))
+        done = done | (active & form.stop & step.stop(new, y))
+        kept = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, carry)
+        return (kept, jax.tree.map(write, y, ys), done), None
+
+    start = step.start(h)
+    like = jax.eval_shape(lambda: step.row(xs[0], start))
+    ys = jax.tree.map(lambda y: jnp.zeros((BOUND, *y.shape), y.dtype), like)
+    start = jax.tree.map(jnp.asarray, start)
+    (carry, ys, _), _ = lax.scan(body, (start, ys, jnp.bool_(False)), jnp.arange(BOUND))
+    return carry, ys
+
+
+def steps_taken(form: Any, w: Any, h: Any, xs: Any, n: Any, step: Step = PLAIN, cut: Cut = Cut()) -> Any:  # noqa: B008
     """The scalar that the programs of `problem` return."""
-    reverse, stop, has_rows, factor = form
-
-    def step(carry: Any, k: Any) -> Any:
-        h, ys, done = carry
-        row = jnp.where(reverse, n - 1 - k, k)
-        active = (k < n) & ~done
-        x = xs[jnp.clip(row, 0, BOUND - 1)]
-        new = jnp.tanh(w @ h + x * jnp.sin(h)) * factor
-        y = (new * 2.0, new.sum() * x)
-        keep = active & (jnp.arange(BOUND) == row)[:, None]
-        ys = [jnp.where(keep, row, rows) for row, rows in zip(y, ys, strict=True)]
-        done = done | (active & stop & (new.sum() < -0.4) & (y[1].sum() < 100))
-        return (jnp.where(active, new, h), ys, done), None
-
-    (h, ys, _), _ = lax.scan(step, (h, [jnp.zeros((BOUND, 3))] * 2, False), jnp.arange(BOUND))
-    return mixed((h, *[jnp.where(has_rows, rows, 0.0) for rows in ys]))
+    # The last steps are known when all have been taken.
+    total = n if cut.last is None else walked(form, step, Cut(), n, w, h, xs, n)[0][-1]
+    (*values, _), ys = walked(form, step, cut, total, w, h, xs, n)
+    return mixed((values, jax.tree.map(lambda rows: jnp.where(form.has_rows, rows, 0.0), ys)))
 
 
 def parts(flat: Any) -> tuple[Any, Any, Any]:
@@ -95,10 +117,6 @@ class Derivatives(NamedTuple):
         """With respect to the start."""
         start = slice(SIZES[0], SIZES[0] + SIZES[1])
         return self.flat_hessian[start, start]
-
-    def along(self, w: Any, h: Any, xs: Any) -> Any:
-        """The derivative in a direction."""
-        return np.asarray(sum((np.vdot(g, d) for g, d in zip(self.gradient, (w, h, xs), strict=True))))
 
 
 def derivatives(loop: str, n: Any, w: Any = W, h: Any = H, xs: Any = XS) -> Derivatives:

@@ -1,14 +1,10 @@
 """What the tests of lanes share: lanes one by one, and what a batch evaluates."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
-
-import loopax as lx
-from tests.support.problem import LOOPS
 
 
 def alone(function: Callable[..., Any], *lanes: Any) -> Any:
@@ -16,12 +12,6 @@ def alone(function: Callable[..., Any], *lanes: Any) -> Any:
     single = jax.jit(function)
     results = [single(*lane) for lane in zip(*jax.tree.map(np.asarray, lanes), strict=True)]
     return jax.tree.map(lambda *values: np.stack(values), *results)
-
-
-@cache
-def single(loop: str) -> Callable[..., Any]:
-    """Value and gradient of one lane of these loops. What they give does not depend on the kind."""
-    return jax.jit(jax.value_and_grad(LOOPS[loop][0](lx.Residuals()), (0, 1, 2)))
 
 
 class LaneCounter:

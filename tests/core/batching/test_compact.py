@@ -11,105 +11,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import loopax as lx
-from tests.core.batching.counting import alone, single
 from tests.core.batching.logistic import COMPACT, A, N, X, logistic, logistic_expected
-from tests.support.problem import BOUND, KINDS, LOOPS, W, name_of
 from tests.support.reference import assert_close
 
-LANES = 9  # with COMPACT: groups of 2, 3, 3 and 3 (two places are left), or stages of 9, 5, 3 and 2
-RANDOM = np.random.RandomState(3)
-COUNTS = np.array([3, 0, BOUND, 1, 5, BOUND, 2, 7, 4])
-OWN = (RANDOM.randn(LANES, 3, 3) * 0.4, RANDOM.randn(LANES, 3), RANDOM.randn(LANES, BOUND, 3), COUNTS)
-SHARED_WEIGHTS = (None, 0, 0, 0)
 EACH_FORM = pytest.mark.parametrize("unknown", [False, True], ids=["groups", "stages"])
-# Groups ("scan", "fori", "reverse") and stages (the others) do not depend on what is stored, and kinds do not depend
-# on how lanes run: each loop with one kind, each kind in groups and in stages.
-CASES = [
-    ("scan", KINDS[0]),
-    ("fori", KINDS[1]),
-    ("reverse", KINDS[3]),
-    ("scan", KINDS[2]),
-    ("while", KINDS[0]),
-    ("stop", KINDS[1]),
-    ("reverse_stop", KINDS[2]),
-    ("while", KINDS[3]),
-]
-
-
-@ft.cache
-def expected(loop):
-    return alone(single(loop), *OWN)
-
-
-def half(first):
-    """Every second case in the fast part: both tests together have each kind in groups and in stages there."""
-    marks = [() if (i + i // 4) % 2 == first else pytest.mark.slow for i in range(len(CASES))]
-    return [pytest.param(*case, marks=slow) for case, slow in zip(CASES, marks, strict=True)]
-
-
-@pytest.mark.parametrize(("loop", "kind"), half(0), ids=name_of)
-def test_values_and_gradients_are_those_of_each_lane(loop, kind):
-    inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind, lanes=COMPACT), (0, 1, 2)))
-    assert_close(jax.jit(inside)(*OWN), expected(loop))
-
-
-@pytest.mark.parametrize(("loop", "kind"), half(1), ids=name_of)
-def test_gradients_of_a_batch_are_those_of_each_lane(loop, kind):
-    lanes = jax.vmap(LOOPS[loop][0](kind, lanes=COMPACT))
-    outside = jax.value_and_grad(lambda *args: lanes(*args).sum(), (0, 1, 2))
-    values, gradients = expected(loop)
-    assert_close(jax.jit(outside)(*OWN), (values.sum(), gradients))
-
-
-@pytest.mark.parametrize("loop", ["scan", "while"])
-def test_gradient_of_shared_weights(loop):
-    """With equal weights of all lanes in the sum, each lane's gradient would be its own."""
-    program, weights = LOOPS[loop][0](lx.Checkpointed(), lanes=COMPACT), np.arange(1.0, LANES + 1)
-    total = lambda w, h, xs, n: weights @ jax.vmap(program, SHARED_WEIGHTS)(w, h, xs, n)
-    _, lanes = alone(single(loop), np.stack([W] * LANES), *OWN[1:])
-    w, h, xs = (weights.reshape(-1, *(1,) * (g.ndim - 1)) * g for g in lanes)
-    assert_close(jax.jit(jax.grad(total, (0, 1, 2)))(W, *OWN[1:]), (w.sum(0), h, xs))
-
-
-@pytest.mark.parametrize("unknown", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["groups", "stages"])
-def test_higher_derivatives_in_any_order(unknown):
-    f = logistic(COMPACT, unknown=unknown)
-    _, slopes, hessian = logistic_expected(A, X, N)
-
-    @jax.jit
-    def found(a, x):
-        lanes = lambda a, x: jax.vmap(f)(a, x, N)
-        total = lambda a, x: lanes(a, x).sum()
-        return {
-            "hessians of lanes": jax.vmap(jax.hessian(f, (0, 1)))(a, x, N),
-            "hessian of the sum": jax.tree.map(jnp.diagonal, jax.hessian(total, (0, 1))(a, x)),
-            "tangents": jax.jvp(lanes, (a, x), (a, x))[1],
-            "recomputed": jax.grad(jax.checkpoint(total), (0, 1))(a, x),
-            "of gradients": jax.grad(lambda a: jax.vmap(jax.grad(f, 1))(a, x, N).sum())(a),
-        }
-
-    wanted = {
-        "hessians of lanes": hessian,
-        "hessian of the sum": hessian,
-        "tangents": slopes[0] * A + slopes[1] * X,
-        "recomputed": slopes,
-        "of gradients": hessian[0][1],
-    }
-    assert_close(found(A, X), wanted)
-
-
-@pytest.mark.slow
-@EACH_FORM
-def test_reverse_over_reverse_and_linearized(unknown):
-    f = logistic(COMPACT, unknown=unknown)
-    _, slopes, hessian = logistic_expected(A, X, N)
-
-    @jax.jit
-    def found(a, x):
-        _, linear = jax.linearize(lambda a, x: jax.vmap(f)(a, x, N), a, x)
-        return jax.vmap(jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)))(a, x, N), linear(a, x)
-
-    assert_close(found(A, X), (hessian, slopes[0] * A + slopes[1] * X))
 
 
 AROUND = {

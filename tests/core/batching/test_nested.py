@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.problem import KINDS, LOOPS, WITH_LAX, XS, H, W, expected_gradient, mixed, name_of, while_body
+from tests.support.problem import KINDS, WITH_LAX, H, W, name_of
 from tests.support.reference import assert_close
 
 ROWS = np.arange(5.0)
@@ -64,12 +64,7 @@ def test_gradient_and_hessians(kind):
     assert_close(found(H, np.int32(3)), ((value, gradient), hessian, hessian))
 
 
-# Each kind outside and each inside are in the fast part, the other pairs are not.
-NEXT = dict(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True))
-UNEQUAL = [pytest.param(a, b, marks=() if NEXT[a] == b else pytest.mark.slow) for a in KINDS for b in KINDS if a != b]
-
-
-@pytest.mark.parametrize(("kind", "inner"), UNEQUAL, ids=name_of)
+@pytest.mark.parametrize(("kind", "inner"), list(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True)), ids=name_of)
 def test_mixed_kinds(kind, inner):
     gradient = jax.jit(jax.grad(lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)))
     assert_close(gradient(H, np.int32(3)), expected_derivatives()[1])
@@ -93,14 +88,6 @@ def test_second_derivatives_of_mixed_kinds(kind, inner):
 
     _, gradient, hessian = map(np.asarray, expected_derivatives())
     assert_close(found(H, np.int32(3)), (hessian, hessian @ H + gradient))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "inner"), MIXED, ids=name_of)
-def test_batches_of_second_derivatives_of_mixed_kinds(kind, inner):
-    """`jax.jacrev` takes the derivatives in all directions at once."""
-    f = lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)
-    assert_close(jax.jit(jax.jacrev(jax.jacrev(f)))(H, np.int32(3)), expected_derivatives()[2])
 
 
 LANES = np.stack([H, -H, 2 * H]), np.array([[2, 5, 0, 3], [0, 1, 1, 5], [4, 0, 0, 0]]), np.array([3, 4, 0])
@@ -155,42 +142,6 @@ def test_a_gradient_as_the_step_of_a_loop(kind):
     assert_close(derivatives(f)(H), expected_descent())
 
 
-CHAINED = np.array([3, 5, 2])
-
-
-@ft.cache
-def expected_chain():
-    """Written out, with the steps of `while_body`."""
-
-    def by_hand(h):
-        s = jnp.ones(())
-        for n in CHAINED:
-            y = h * s
-            for i in range(n):
-                y, _ = while_body(W, XS)((y, i))
-            s = s + mixed(y)
-        return s
-
-    return derivatives(by_hand)(H)
-
-
-@pytest.mark.parametrize("kind", TWO_KINDS, ids=name_of)
-def test_inside_lax_scan(kind):
-    f = LOOPS["while"][0](kind)
-    chained = lambda h: jax.lax.scan(lambda s, n: (s + f(W, h * s, XS, n), None), jnp.ones(()), CHAINED)[0]
-    assert_close(derivatives(chained)(H), expected_chain())
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_inside_lax_cond(kind):
-    program = LOOPS["scan"][0](kind)
-    f = lambda h, n: jax.lax.cond(h[0] > 0, lambda h: program(W, h, XS, n), lambda h: h.sum(), h)
-    found = jax.jit(lambda h, n: (jax.grad(f)(h, n), jax.vmap(jax.grad(f), (0, None))(jnp.stack([h, -h]), n)))
-    wanted = np.stack([expected_gradient("scan", 3)[1][1], np.ones(3)])
-    assert_close(found(H, np.int32(3)), (wanted[0], wanted))
-    assert_close(found(-H, np.int32(3)), (wanted[1], wanted[::-1]))
-
-
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
 def test_lax_loops_in_the_body(kind):
     body = lambda i, h: jax.lax.scan(lambda h, _: (jnp.sin(W @ h), None), h, None, length=2)[0]
@@ -241,52 +192,25 @@ def expected_around(around, counting):
     return derivatives(lambda h: (AROUND[around](expected_steps(counting))(h) ** 2).sum())(H)
 
 
-EACH = pytest.mark.parametrize("around", AROUND)
-
-
-def assert_orders(around, steps, kind, *orders):
-    """The gradient, and the Hessian in these orders."""
-    f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
-    _, gradient, hessian = expected_around(around, steps is counting_steps)
-    found = jax.jit(lambda h: (jax.grad(f)(h), [order(f)(h) for order in orders]))(H)
-    assert_close(found, (gradient, [hessian] * len(orders)))
-
-
-FORWARD_OVER_FORWARD = lambda f: jax.jacfwd(jax.jacfwd(f))
-FORWARD_OVER_REVERSE = lambda f: jax.jacfwd(jax.jacrev(f))
-REVERSE_OVER_FORWARD = lambda f: jax.jacrev(jax.jacfwd(f))
-REVERSE_OVER_REVERSE = lambda f: jax.jacrev(jax.jacrev(f))
-
-
-# Of the pairs that take long, the fast part has the two forms with rules of their own, for a carry and for branches.
-SLOW = [("jit", "checkpoint", "lax.map", "lax.scan of lanes"), (lx.Checkpointed(3), lx.Bounded(), lx.Residuals())]
-PAIRS = [
-    pytest.param(around, kind, marks=pytest.mark.slow if around in SLOW[0] and kind in SLOW[1] else ())
-    for around in AROUND
-    for kind in KINDS
+ORDERS = [
+    lambda f: jax.jacfwd(jax.jacfwd(f)),
+    lambda f: jax.jacfwd(jax.jacrev(f)),
+    lambda f: jax.jacrev(jax.jacfwd(f)),
+    lambda f: jax.jacrev(jax.jacrev(f)),
+]
+CASES = [(around, counting_steps, KINDS[(i + 2) % 4]) for i, around in enumerate(AROUND)]
+CASES += [(around, sine_steps, KINDS[0]) for around in ("lax.scan", "lax.scan of lanes")]
+CASES += [
+    pytest.param(around, counting_steps, KINDS[(i + k) % 4], marks=pytest.mark.slow)
+    for i, around in enumerate(AROUND)
+    for k in (0, 3)
 ]
 
 
-@pytest.mark.parametrize(("around", "kind"), PAIRS, ids=name_of)
-def test_gradient_and_hessian_inside_other_control_flow(around, kind):
-    assert_orders(around, counting_steps, kind, FORWARD_OVER_REVERSE)
-
-
-@EACH
-def test_every_derivative_inside_other_control_flow(around):
+@pytest.mark.parametrize(("around", "steps", "kind"), CASES, ids=name_of)
+def test_every_derivative_inside_other_control_flow(around, steps, kind):
     """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
-    orders = FORWARD_OVER_FORWARD, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE  # the first sees no kind
-    assert_orders(around, counting_steps, lx.Residuals(), *orders)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != lx.Residuals()], ids=name_of)
-@EACH
-def test_every_derivative_of_each_kind_inside_other_control_flow(around, kind):
-    assert_orders(around, counting_steps, kind, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE)
-
-
-@pytest.mark.parametrize("around", ["lax.scan", "lax.scan of lanes"])
-def test_every_derivative_where_the_whole_carry_is_that_of_a_scan(around):
-    orders = FORWARD_OVER_FORWARD, FORWARD_OVER_REVERSE, REVERSE_OVER_FORWARD, REVERSE_OVER_REVERSE
-    assert_orders(around, sine_steps, lx.Checkpointed(), *orders)
+    f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
+    _, gradient, hessian = expected_around(around, steps is counting_steps)
+    found = jax.jit(lambda h: (jax.grad(f)(h), [order(f)(h) for order in ORDERS]))(H)
+    assert_close(found, (gradient, [hessian] * len(ORDERS)))

@@ -1,15 +1,12 @@
 """`Sequential`: lanes run one after another, and every one is what it is alone, bit by bit."""
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import loopax as lx
-from tests.core.batching.counting import alone, single
-from tests.support.problem import BOUND, KINDS, LOOPS, H, W, name_of
+from tests.support.problem import BOUND, LOOPS, H
 from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
 
@@ -19,30 +16,6 @@ LANES = 4
 RANDOM = np.random.RandomState(3)
 COUNTS = np.array([3, 0, BOUND, 1])
 OWN = (RANDOM.randn(LANES, 3, 3) * 0.4, RANDOM.randn(LANES, 3), RANDOM.randn(LANES, BOUND, 3), COUNTS)
-CASES = [("scan", KINDS[0]), ("fori", KINDS[1]), ("while", KINDS[2]), ("reverse_stop", KINDS[3]), ("while", KINDS[0])]
-MORE = [(loop, kind) for loop in LOOPS for kind in KINDS if (loop, kind) not in CASES]
-each_case = pytest.mark.parametrize(
-    ("loop", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=name_of
-)
-
-
-@ft.cache
-def expected(loop):
-    return alone(single(loop), *OWN)
-
-
-@each_case
-def test_values_and_gradients_of_each_lane(loop, kind):
-    inside = jax.vmap(jax.value_and_grad(LOOPS[loop][0](kind, lanes="sequential"), (0, 1, 2)))
-    assert_close(jax.jit(inside)(*OWN), expected(loop))
-
-
-@each_case
-def test_gradients_of_a_batch(loop, kind):
-    lanes = jax.vmap(LOOPS[loop][0](kind, lanes=lx.Sequential()))
-    outside = jax.value_and_grad(lambda *args: lanes(*args).sum(), (0, 1, 2))
-    values, gradients = expected(loop)
-    assert_close(jax.jit(outside)(*OWN), (values.sum(), gradients))
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
@@ -87,33 +60,6 @@ def test_cotangents_of_shared_weights_are_summed_in_place():
     weights = 8 * size * size
     assert memory is not None
     assert memory.temp_size_in_bytes < 4 * weights + 8 * lanes * size * 8
-
-
-@pytest.mark.parametrize("order", ["hessian", pytest.param("reverse over reverse", marks=pytest.mark.slow)])
-def test_second_derivatives(order):
-    program = LOOPS["while"][0](KINDS[1], lanes="sequential")
-    of = jax.hessian if order == "hessian" else lambda f, i: jax.jacrev(jax.grad(f, i), i)
-    found = jax.jit(jax.vmap(of(program, 1), (None, 0, None, 0)))(W, OWN[1], OWN[2][0], COUNTS)
-    plain = LOOPS["while"][0](lx.Residuals())
-    each = [jax.jit(jax.hessian(plain, 1))(W, h, OWN[2][0], n) for h, n in zip(OWN[1], COUNTS, strict=True)]
-    assert_close(found, np.stack(each))
-
-
-def test_two_vmaps():
-    program = LOOPS["scan"][0](KINDS[0], lanes="sequential")
-    twice = jax.vmap(jax.vmap(jax.grad(program, 1), (None, None, None, 0)), (None, 0, None, None))
-    found = jax.jit(twice)(W, OWN[1], OWN[2][0], COUNTS)
-    gradient = jax.jit(jax.grad(LOOPS["scan"][0](lx.Residuals()), 1))
-    assert_close(found, np.stack([[gradient(W, h, OWN[2][0], n) for n in COUNTS] for h in OWN[1]]))
-
-
-@pytest.mark.parametrize("lanes", [0, 1])
-def test_no_lane_and_one(lanes):
-    program = jax.vmap(jax.grad(LOOPS["while"][0](KINDS[0], lanes="sequential"), 1), (None, 0, None, 0))
-    found = jax.jit(program)(W, OWN[1][:lanes], OWN[2][0], COUNTS[:lanes])
-    assert found.shape == (lanes, 3)
-    if lanes:
-        assert_close(found[0], jax.jit(jax.grad(LOOPS["while"][0](KINDS[0]), 1))(W, OWN[1][0], OWN[2][0], COUNTS[0]))
 
 
 def test_branches():
