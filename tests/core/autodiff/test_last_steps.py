@@ -9,7 +9,6 @@ import pytest
 import loopax as lx
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from tests.core.lowering.test_memory import STATE, WEIGHTS
-from tests.support.op_by_op import op_by_op
 from tests.support.reference import assert_close
 
 STEPS = 20
@@ -94,22 +93,17 @@ def test_compositions(composition):
     assert_close(found, expected)
 
 
-def test_without_jit():
-    found = op_by_op(jax.grad(program(MANY)))(STATE, WEIGHTS, XS)
-    assert_close(found, expected_gradient(False)[1][0])
-
-
-def test_what_explain_says():
-    (loop,) = lx.explain(lambda h: program(MANY)(h, WEIGHTS, XS), STATE).loops
+@pytest.mark.parametrize(
+    ("kind", "carries", "evaluations"),
+    [
+        (MANY, 15, 26),
+        # Residuals of all steps do not fit in fewer bytes than theirs; those of some do.
+        *((lx.Auto(memory=n * (STATE.nbytes + 8)), n, counted) for n, counted in ((9, 33), (15, 26), (20, 20))),
+    ],
+    ids=repr,
+)
+def test_what_is_stored_and_evaluated(kind, carries, evaluations):
+    (loop,) = lx.explain(lambda h: program(kind)(h, WEIGHTS, XS), STATE).loops
     assert loop.stored is not None
-    assert loop.stored.carries <= 15
-    assert loop.stored.evaluations == 26
-
-
-@pytest.mark.parametrize(("carries", "evaluations"), [(9, 33), (15, 26), (20, 20)])
-def test_auto_takes_what_fits(carries, evaluations):
-    """Residuals of all steps do not fit in fewer bytes than theirs; those of some do."""
-    auto = lx.Auto(memory=carries * (STATE.nbytes + 8))
-    (loop,) = lx.explain(lambda h: program(auto)(h, WEIGHTS, XS), STATE).loops
-    assert loop.stored is not None
+    assert loop.stored.carries <= carries
     assert loop.stored.evaluations == evaluations

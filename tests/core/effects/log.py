@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+import loopax as lx
+
 
 class Log:
     """What callbacks were called with, when a function runs."""
@@ -45,4 +47,16 @@ EFFECTS = {
     "io_callback": lambda log, x: io_callback(log.append, None, x),
     "ordered io_callback": lambda log, x: io_callback(log.append, None, x, ordered=True),
     "io_callback with a result": lambda log, x: io_callback(log.append_and_return, jax.typeof(x), x),
+}
+
+# (step, x) -> the step, once, in what a body may hold
+INNER = {
+    "jit": lambda step, x: jax.jit(step)(x),
+    "cond": lambda step, x: jax.lax.cond(x >= 0, step, lambda x: x, x),
+    "scan": lambda step, x: jax.lax.scan(lambda c, _: (step(c), None), x, None, length=1)[0],
+    "while": lambda step, x: jax.lax.while_loop(lambda c: c[1] < 1, lambda c: (step(c[0]), c[1] + 1), (x, 0))[0],
+    "loop": lambda step, x: lx.fori_loop(0, 1, lambda i, c: step(c), x),
+    "traced length": lambda step, x: lx.fori_loop(0, (x >= 0).astype(int), lambda i, c: step(c), x),
+    "nested": lambda step, x: jax.jit(lambda x: lx.fori_loop(0, 1, lambda i, c: jax.jit(step)(c), x))(x),
+    "checkpoint": lambda step, x: jax.checkpoint(step)(x),
 }

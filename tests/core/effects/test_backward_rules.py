@@ -44,12 +44,18 @@ OPTIONS = {
     "slots without a bound": {"kind": SLOTS},
 }
 FAST = ("Checkpointed", "Residuals", "without a bound")
-EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+READS = ("cotangent", "carry")
+# Each effect reads either; how steps are stored meets an effect with an order and one without.
+CASES = [("Checkpointed", effect, reads) for effect in EFFECTS for reads in READS]
+CASES += [
+    pytest.param(name, effect, reads, marks=() if name in FAST else pytest.mark.slow)
+    for name in OPTIONS
+    for effect, reads in zip(("callback", "ordered io_callback"), READS, strict=True)
+    if name != "Checkpointed"
+]
 
 
-@pytest.mark.parametrize("reads", ["cotangent", "carry"])
-@pytest.mark.parametrize("effect", EFFECTS)
-@pytest.mark.parametrize("options", EACH)
+@pytest.mark.parametrize(("options", "effect", "reads"), CASES)
 def test_once_for_each_step_back(options, effect, reads):
     log = Log()
     f = doubled(lambda x: EFFECTS[effect](log, x), reads, **OPTIONS[options])

@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec
 import loopax as lx
 from tests.core.effects.log import Log
 from tests.support.problem import KINDS, name_of
-from tests.support.slow import each_kind
 from tests.support.versions import maps_custom_vjp
 
 X, N = np.array([1.0, 10.0, 100.0]), np.array([1, 3, 0])
@@ -125,32 +124,26 @@ def sum_of(f):
     return lambda x, n: jax.vmap(f)(x, n).sum()
 
 
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_values(function, lanes):
-    log, in_rule = Log(), Log()
-    f = jax.jit(jax.vmap(loop_of(function(log, in_rule), lanes=lanes)))
-    assert log.of(f, X, N) == CALLED
-    assert f(X, N).tolist() == [2.0, 80.0, 100.0]
-    assert in_rule.values == []
-
-
-OTHER_LOOPS = {
+# Which loop it is, how lanes run and what the body calls meet in no rule: each function with a loop and lanes.
+FORMS = {
+    "fori_loop": lambda f, x, n, **options: lx.fori_loop(0, n, lambda i, x: f(x), x, max_steps=4, **options),
     "while_loop": lambda f, x, n, **options: lx.while_loop(
         lambda c: c[1] < n, lambda c: (f(c[0]), c[1] + 1), (x, 0), max_steps=4, **options
     )[0],
     "scan": lambda f, x, n, **options: lx.scan(lambda x, _: (f(x), None), x, length=n, max_steps=4, **options)[0],
 }
+TRIED = [(function, "fori_loop", ("lockstep", "compact")[i % 2]) for i, function in enumerate(FUNCTIONS)]
+TRIED += [(f, ("while_loop", "scan")[i % 2], ("sequential", "lockstep")[i // 2 % 2]) for i, f in enumerate(FUNCTIONS)]
 
 
-@pytest.mark.parametrize("lanes", ["lockstep", "sequential"])
-@pytest.mark.parametrize("loop", OTHER_LOOPS)
-@pytest.mark.parametrize("function", [checkpoint, custom_jvp, custom_vjp, custom_root])
-def test_values_in_other_loops(function, loop, lanes):
-    log = Log()
-    f = jax.jit(jax.vmap(lambda x, n: OTHER_LOOPS[loop](function(log, log), x, n, lanes=lanes)))
+@pytest.mark.parametrize(("function", "form", "lanes"), TRIED)
+def test_values(function, form, lanes):
+    log, in_rule = Log(), Log()
+    double = function(log, in_rule)
+    f = jax.jit(jax.vmap(lambda x, n: FORMS[form](double, x, n, lanes=lanes)))
     assert log.of(f, X, N) == CALLED
     assert f(X, N).tolist() == [2.0, 80.0, 100.0]
+    assert in_rule.values == []
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -168,7 +161,7 @@ GRADIENTS = {"of each lane": lambda f: jax.vmap(jax.grad(f)), "of the batch": la
 @maps_custom_vjp
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("kind", each_kind(KINDS[1]), ids=name_of)
+@pytest.mark.parametrize("kind", [KINDS[1], pytest.param(KINDS[3], marks=pytest.mark.slow)], ids=name_of)
 def test_gradients(kind, function, gradient):
     log, in_rule = Log(), Log()
     f = jax.jit(GRADIENTS[gradient](loop_of(function(log, in_rule), kind=kind)))
@@ -200,7 +193,7 @@ def test_gradients_in_stages(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("kind", each_kind(KINDS[0]), ids=name_of)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[3], marks=pytest.mark.slow)], ids=name_of)
 def test_a_second_derivative_for_what_the_first_reads(kind, function):
     """The first derivative leaves the function as it is, and the second one asks for its rule."""
     log, in_rule = Log(), Log()

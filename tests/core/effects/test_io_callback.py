@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental import io_callback
 
 import loopax as lx
@@ -59,23 +58,6 @@ def test_in_branches():
     assert log.of(f, X, N) == [100.0]
     in_loop = jax.jit(jax.vmap(lambda x, n: fori(lambda x: lx.cond(x > 1.5, call, lambda x: 2.0 * x, x), x, n)))
     assert log.of(in_loop, X, N) == CALLED[1:]
-
-
-INNER = {
-    "jit": lambda step, x: jax.jit(step)(x),
-    "scan": lambda step, x: lax.scan(lambda x, _: (step(x), None), x, None, length=1)[0],
-    "while": lambda step, x: lax.while_loop(lambda c: c[1] < 1, lambda c: (step(c[0]), c[1] + 1), (x, 0))[0],
-    "loop": lambda step, x: lx.fori_loop(0, jnp.int32(x > 0), lambda i, x: step(x), x),
-    "checkpoint": lambda step, x: jax.checkpoint(step)(x),
-}
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_inside_other_constructs(inner):
-    log = Log()
-    f = jax.jit(jax.vmap(lambda x, n: fori(lambda x: INNER[inner](lambda x: doubled(log, x), x), x, n)))
-    assert log.of(f, X, N) == CALLED
-    assert f(X, N).tolist() == DOUBLED
 
 
 def test_other_batches():

@@ -10,8 +10,6 @@ import pytest
 import loopax as lx
 from tests.core.lowering.test_memory import STATE, carries, temporary
 
-STEPS = 1000
-
 
 @cache
 def unbounded(checkpoints, loop=lx.fori_loop):
@@ -50,16 +48,3 @@ def test_memory_with_a_bound(steps, checkpoints):
 @pytest.mark.parametrize("loop", [lx.fori_loop, lx.while_loop])
 def test_default_slots_of_a_loop_without_a_bound(loop):
     assert unbounded(None, loop) == unbounded(64, loop)
-
-
-def energy(h, n, checkpoints=10):
-    return lx.fori_loop(0, n, lambda i, h: jnp.tanh(1.1 * h), h, kind=lx.Checkpointed(checkpoints)).sum()
-
-
-def test_second_derivatives_do_not_store_slots_squared():
-    n = np.int32(STEPS)
-    first = temporary(jax.grad(energy), STATE, n)
-    forward_over_reverse = temporary(lambda h, n: jax.jvp(lambda h: jax.grad(energy)(h, n), (h,), (h,))[1], STATE, n)
-    reverse_over_reverse = temporary(jax.grad(lambda h, n: jax.grad(energy)(h, n) @ h), STATE, n)
-    assert forward_over_reverse <= 4 * first
-    assert reverse_over_reverse <= 4 * first

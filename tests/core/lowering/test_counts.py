@@ -51,23 +51,6 @@ def test_blocks_are_replayed_but_for_their_last_step():
     assert 200 < counter.of(jax.jit(jax.grad(loop)), 1.0) < 300
 
 
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
-def test_one_trace_for_all_step_counts(kind):
-    traces = []
-
-    def body(carry, x):
-        traces.append(1)
-        return carry + x, carry
-
-    @jax.jit
-    def program(xs, n):
-        return lx.scan(body, jnp.zeros(()), xs, length=n, kind=kind)
-
-    for n in range(5):
-        program(np.arange(6.0), np.int32(n))
-    assert len(traces) == 1
-
-
 class Adder:
     """A body that is no function."""
 
@@ -89,17 +72,24 @@ class EqualAdder(Adder):
         return 0
 
 
+@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
+def test_one_trace_for_all_step_counts(kind):
+    adder = Adder()
+    program = jax.jit(lambda xs, n: lx.scan(adder, jnp.zeros(()), xs, length=n, kind=kind))
+    for n in range(5):
+        program(np.arange(6.0), np.int32(n))
+    assert adder.traces == 1
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, partial, jax.tree_util.Partial, jax.jit])
 def test_one_trace_for_a_callable_that_is_no_function(wrap):
     """As in `jax.lax`, if it is the same object."""
-    adder = Adder()
-    body = wrap(adder)
-    for _ in range(3):
-        lx.scan(body, 0.0, jnp.arange(6.0))
-    assert adder.traces == 1
-    another = Adder()
-    lx.scan(wrap(another), 0.0, jnp.arange(6.0))
-    assert another.traces == 1
+    adders = [Adder(), Adder()]
+    for adder in adders:
+        body = wrap(adder)
+        for start in (0.0, 1.0, 2.0):
+            lx.scan(body, start, jnp.arange(6.0))
+    assert [adder.traces for adder in adders] == [1, 1]
 
 
 def test_callables_that_compare_by_value_are_traced_each():
@@ -110,44 +100,17 @@ def test_callables_that_compare_by_value_are_traced_each():
 
 
 def test_gradients_and_batches_do_not_trace_again():
-    traces = []
-
-    def body(i, x):
-        traces.append(1)
-        return jnp.sin(x)
-
-    def program(x, n):
-        return lx.fori_loop(0, n, body, x, max_steps=9)
-
-    jax.jit(jax.vmap(jax.hessian(program))).lower(jnp.ones(3), jnp.arange(3))
-    assert len(traces) == 1
-
-
-def test_no_retracing_on_a_second_eager_call():
-    traces = []
-
-    def body(x):
-        traces.append(1)
-        return x * 2
-
-    def small(x):
-        return x < 10
-
-    for start in (1.0, 2.0, 3.0):
-        lx.while_loop(small, body, jnp.asarray(start), max_steps=10)
-    assert len(traces) == 1
-
-
-def test_another_configuration_traces_again():
     dtypes = []
 
     def body(i, x):
         dtypes.append(jnp.zeros(()).dtype)
-        return x
+        return jnp.sin(x)
 
-    lx.fori_loop(0, 2, body, jnp.float32(1))
-    with jax.enable_x64(False):
-        lx.fori_loop(0, 2, body, jnp.float32(1))
+    program = lambda x, n: lx.fori_loop(0, n, body, x, max_steps=9)
+    jax.jit(jax.vmap(jax.hessian(program))).lower(jnp.ones(3), jnp.arange(3))
+    assert dtypes == [jnp.float64]
+    with jax.enable_x64(False):  # another configuration does
+        program(jnp.float32(1), 2)
     assert dtypes == [jnp.float64, jnp.float32]
 
 

@@ -33,22 +33,22 @@ def carries(kind, steps):
     return temporary(jax.grad(loop), STATE) / STATE.nbytes
 
 
-@pytest.mark.parametrize("steps", [100, 400, 2500])
-def test_checkpointed_stores_two_square_roots(steps):
-    assert carries(lx.Checkpointed(), steps) <= 2 * steps**0.5 + 4
-
-
-def test_bounded_stores_every_carry_once():
+def test_checkpointed_stores_two_square_roots_and_bounded_every_carry_once():
+    for steps in (100, 400, 2500):
+        assert carries(lx.Checkpointed(), steps) <= 2 * steps**0.5 + 4
     assert 400 <= carries(lx.Bounded(), 400) <= 404
 
 
-def test_second_derivatives_store_a_few_times_what_first_ones_do():
-    energy = lambda h: rnn(WEIGHTS, h, lx.Checkpointed(), 900)
-    first = temporary(jax.grad(energy), STATE)
-    forward_over_reverse = temporary(lambda h: jax.jvp(jax.grad(energy), (h,), (h,))[1], STATE)
-    reverse_over_reverse = temporary(jax.grad(lambda h: jax.grad(energy)(h) @ h), STATE)
+@pytest.mark.parametrize(("kind", "steps"), [(lx.Checkpointed(), 900), (lx.Checkpointed(10), np.int32(900))], ids=str)
+def test_second_derivatives_store_a_few_times_what_first_ones_do(kind, steps):
+    """Neither blocks squared nor slots squared."""
+    energy = lambda h, n: rnn(WEIGHTS, h, kind, 900 if isinstance(steps, int) else n)
+    gradient = jax.grad(energy)
+    first = temporary(gradient, STATE, steps)
+    forward_over_reverse = temporary(lambda h, n: jax.jvp(lambda h: gradient(h, n), (h,), (h,))[1], STATE, steps)
+    reverse_over_reverse = temporary(jax.grad(lambda h, n: gradient(h, n) @ h), STATE, steps)
     # Before 0.10.2 all of them were smaller, the first the most: 64, 126 and 216 carries, and 128, 190 and 252 since.
-    most = 3 if jax.__version_info__ >= (0, 10, 2) else 3.5
+    most = 4 if not isinstance(steps, int) else 3 if jax.__version_info__ >= (0, 10, 2) else 3.5
     assert forward_over_reverse <= most * first
     assert reverse_over_reverse <= most * first
 
@@ -64,34 +64,28 @@ def in_the_carry(w, h, n, kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_weights_in_the_carry_cost_what_closed_over_ones_do(kind):
-    gradient = lambda f: temporary(jax.grad(lambda w, h, n: f(w, h, n, kind), (0, 1)), WEIGHTS, STATE, jnp.int32(7))
-    assert gradient(in_the_carry) <= 1.3 * gradient(closed_over)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_the_same_under_vmap(kind):
-    """And no batched weight in the program."""
+    """Also under `vmap`, and no batched weight is in the program."""
     counts, states = np.arange(16), np.ones((16, WIDTH))
 
     def compiled(f):
         lanes = lambda w, h, n: jax.vmap(f, (None, 0, 0, None))(w, h, n, kind).sum()
-        return jax.jit(jax.grad(lanes, (0, 1))).lower(WEIGHTS, states, counts).compile()
+        alone = jax.grad(lambda w, h, n: f(w, h, n, kind), (0, 1))
+        of_lanes = jax.jit(jax.grad(lanes, (0, 1))).lower(WEIGHTS, states, counts).compile()
+        return temporary(alone, WEIGHTS, STATE, jnp.int32(7)), temporary_of(of_lanes), of_lanes.as_text() or ""
 
-    carried = compiled(in_the_carry)
-    assert temporary_of(carried) <= 1.3 * temporary_of(compiled(closed_over))
-    text = carried.as_text()
-    assert text is not None
+    *carried, text = compiled(in_the_carry)
+    *closed, _ = compiled(closed_over)
+    assert (np.array(carried) <= 1.3 * np.array(closed)).all()
     assert f"f64[16,{WIDTH}]" in text
     assert f"f64[16,{WIDTH},{WIDTH}]" not in text
 
 
-@pytest.mark.parametrize("kind", [lx.Checkpointed()], ids=name_of)
-def test_rows_of_xs_are_not_copied(kind):
+def test_rows_of_xs_are_not_copied():
     """A bound that blocks do not divide: xs are read where they are."""
     xs = jnp.ones((997, WIDTH))
 
     def energy(h, xs, n):
-        return lx.scan(lambda h, x: (jnp.tanh(h * x), None), h, xs, length=n, kind=kind)[0].sum()
+        return lx.scan(lambda h, x: (jnp.tanh(h * x), None), h, xs, length=n, kind=lx.Checkpointed())[0].sum()
 
     assert temporary(jax.grad(energy), STATE, xs, jnp.int32(900)) < xs.nbytes / 8
 

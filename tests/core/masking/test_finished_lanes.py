@@ -104,34 +104,35 @@ def test_the_error_of_an_active_lane_is_raised():
         jax.block_until_ready(lanes(jnp.array([9.0, 0.0])))
 
 
+LENGTHS, STOP_AT = np.array([10, 2, 0]), np.array([8.0, -1.0, -1.0])
+
+
+def in_reverse(step, kind):
+    """One lane stops before another starts: nothing is evaluated in between."""
+
+    def f(xs, n, stop_at):
+        body = lambda c, x: (step(c, x, stop_at), x)
+        stop = lambda c, y: y <= stop_at
+        return lx.scan(body, jnp.zeros(()), xs, length=n, reverse=True, stop=stop, kind=kind)
+
+    return f
+
+
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
 def test_rows_in_which_no_lane_is_active(kind):
-    """In reverse, one lane stops before another starts: nothing is evaluated in between."""
-    xs = jnp.arange(10.0)
-    lengths = jnp.array([10, 2, 0])
-    stop_at = jnp.array([8.0, -1.0, -1.0])
-
-    def f(n, stop_at):
-        step = lambda c, x: (eqx.error_if(c, x < stop_at, "evaluated after the end") + x, x)
-        return lx.scan(step, jnp.zeros(()), xs, length=n, reverse=True, stop=lambda c, y: y <= stop_at, kind=kind)
-
-    carry, ys = eqx.filter_jit(jax.vmap(f))(lengths, stop_at)
+    step = lambda c, x, stop_at: eqx.error_if(c, x < stop_at, "evaluated after the end") + x
+    carry, ys = eqx.filter_jit(jax.vmap(in_reverse(step, kind), (None, 0, 0)))(jnp.arange(10.0), LENGTHS, STOP_AT)
     assert carry.tolist() == [17.0, 1.0, 0.0]
     assert ys[0].tolist() == [0.0] * 8 + [8.0, 9.0]
 
 
 @pytest.mark.parametrize("kind", each_kind(KINDS[0], KINDS[2]), ids=name_of)
 def test_gradient_over_such_rows(kind):
-    lengths, stop_at = np.array([10, 2, 0]), np.array([8.0, -1.0, -1.0])
-
-    def f(xs, n, stop_at):
-        step = lambda c, x: (c + jnp.sqrt(x - stop_at + 1e-3), x)
-        return lx.scan(step, jnp.zeros(()), xs, length=n, reverse=True, stop=lambda c, y: y <= stop_at, kind=kind)[0]
-
+    f = in_reverse(lambda c, x, stop_at: c + jnp.sqrt(x - stop_at + 1e-3), kind)
     rows = np.stack([np.arange(10.0)] * 3)
     taken = np.zeros((3, 10), bool)
     taken[0, 8:] = taken[1, :2] = True
     with np.errstate(invalid="ignore"):
-        slopes = 0.5 / np.sqrt(rows - stop_at[:, None] + 1e-3)
-    actual = jax.jit(jax.vmap(jax.grad(f)))(rows, lengths, stop_at)
+        slopes = 0.5 / np.sqrt(rows - STOP_AT[:, None] + 1e-3)
+    actual = jax.jit(jax.vmap(jax.grad(lambda *args: f(*args)[0])))(rows, LENGTHS, STOP_AT)
     assert_close(actual, np.where(taken, slopes, 0.0))
