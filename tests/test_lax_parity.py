@@ -239,33 +239,36 @@ def collatz(m: Any, x: Any) -> Any:
     return m.while_loop(lambda c: c[0] > 1, lambda c: (jnp.where(c[0] % 2, 3 * c[0] + 1, c[0] // 2), c[1] + 1), (x, 0))
 
 
-def test_while_loop_in_lanes_of_different_lengths() -> None:
-    same(*(jax.jit(jax.vmap(partial(collatz, module)))(jnp.arange(1, 8)) for module in (lx, lax)))
-
-
-def test_fori_loop_in_lanes_with_limits_of_their_own() -> None:
-    run = lambda m: jax.vmap(lambda n: m.fori_loop(0, n, lambda i, x: 2 * x + i, 0))
-    same(*(jax.jit(run(module))(jnp.array([3, 0, -2, 5])) for module in (lx, lax)))
-
-
 def doubled_until(m: Any, x: Any) -> Any:
     return m.while_loop(lambda y: y < 9, lambda y: 2 * y, x)
 
 
-def test_forward_mode_of_while_loop() -> None:
-    run = lambda m: jax.jit(lambda x, t: jax.jvp(partial(doubled_until, m), (x,), (t,)))
-    same(*(run(module)(1.5, 1.0) for module in (lx, lax)))
+def with_rows(m: Any, xs: Any) -> Any:
+    return m.scan(lambda c, x: (c + 3.0 * x, 2.0 * c), xs[0], xs)
 
 
-def test_linearized_while_loop() -> None:
-    run = lambda m: jax.jit(lambda x, t: jax.linearize(partial(doubled_until, m), x)[1](t))
-    same(*(run(module)(jnp.float64(1.5), jnp.float64(1.0)) for module in (lx, lax)))
+def along(m: Any, x: Any) -> Any:
+    """With a Python number as tangent."""
+    return jax.jvp(partial(doubled_until, m), (x,), (1.0,))
 
 
-@pytest.mark.parametrize("jit", [jax.jit, eagerly])
-def test_tangent_that_is_a_python_number(jit: Any) -> None:
-    run = lambda m: jit(lambda x: jax.jvp(partial(doubled_until, m), (x,), (1.0,)))
-    same(*(run(module)(1.5) for module in (lx, lax)))
+TRANSFORMED: dict[str, Any] = {
+    "lanes of different lengths": lambda m: jax.jit(jax.vmap(partial(collatz, m)))(jnp.arange(1, 8)),
+    "lanes with limits of their own": lambda m: jax.jit(
+        jax.vmap(lambda n: m.fori_loop(0, n, lambda i, x: 2 * x + i, 0))
+    )(jnp.array([3, 0, -2, 5])),
+    "jvp": lambda m: jax.jit(partial(along, m))(1.5),
+    "jvp outside of jit": lambda m: along(m, 1.5),
+    "linearize": lambda m: jax.jit(lambda x, t: jax.linearize(partial(doubled_until, m), x)[1](t))(1.5, 1.0),
+    "transpose": lambda m: jax.linear_transpose(partial(with_rows, m), jnp.zeros(3))(
+        (jnp.float64(1.0), jnp.arange(3.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_other_transformations(name: str) -> None:
+    same(TRANSFORMED[name](lx), TRANSFORMED[name](lax))
 
 
 def test_tangent_of_an_integer_that_counts() -> None:
@@ -273,12 +276,6 @@ def test_tangent_of_an_integer_that_counts() -> None:
     out, tangent = (jax.jvp(partial(count, module), (1.5,), (1.0,)) for module in (lx, lax))
     same((out[0], out[1][0]), (tangent[0], tangent[1][0]))
     assert out[1][1].dtype == tangent[1][1].dtype == jax.dtypes.float0
-
-
-def test_linear_transpose() -> None:
-    run = lambda m, xs: m.scan(lambda c, x: (c + 3.0 * x, 2.0 * c), xs[0], xs)
-    transpose = lambda m: jax.linear_transpose(partial(run, m), jnp.zeros(3))
-    same(*(transpose(module)((jnp.float64(1.0), jnp.arange(3.0))) for module in (lx, lax)))
 
 
 def test_shapes_without_running() -> None:

@@ -65,21 +65,25 @@ def test_options(recorder, loop, options):
     once(recorder, 35, -1 if loop is counted else 35)
 
 
-def test_no_rows(recorder):
-    lx.scan(lambda c, x: (c + x, c), 0.0, jnp.zeros(0), progress=True)
-    assert recorder.ended == [(1, 0)]
+AT_THE_EDGES = {
+    "no rows": (lambda: lx.scan(lambda c, x: (c + x, c), 0.0, jnp.zeros(0), progress=True), 0),
+    "one step at most": (
+        lambda: lx.while_loop(lambda x: x < 3.0, lambda x: x + 1.0, 0.0, max_steps=1, throw=False, progress=True),
+        1,
+    ),
+    "stop": (
+        lambda: lx.scan(lambda c, x: (c + x, c), 0.0, jnp.ones(30), stop=lambda c, y: c > 20.0, progress=True),
+        21,
+    ),
+}
 
 
-def test_one_step_at_most(recorder):
-    lx.while_loop(lambda x: x < 3.0, lambda x: x + 1.0, 0.0, max_steps=1, throw=False, progress=True)
-    assert recorder.ended == [(1, 1)]
-
-
-def test_stop(recorder):
-    stop = lambda c, y: c > 20.0
-    _, ys = lx.scan(lambda c, x: (c + x, c), 0.0, jnp.ones(30), stop=stop, progress=True)
-    once(recorder, 21, -1)
-    assert jnp.count_nonzero(ys) == 20
+@pytest.mark.parametrize("name", AT_THE_EDGES)
+def test_loops_that_end_early(recorder, name):
+    run, steps = AT_THE_EDGES[name]
+    run()
+    assert recorder.ended == [(1, steps)]
+    assert recorder.begun[0][1] == (0 if name == "no rows" else -1)
 
 
 def test_two_calls_are_one_trace(recorder):

@@ -50,8 +50,8 @@ def interpolated(x):
     return interpolate(jnp.stack([x, x[::-1]], 1))
 
 
-# Those that search.
-SEARCHES = {
+FUNCTIONS = {
+    # Those that search.
     "interp": lambda x: jnp.interp(x, GRID, ROOTS),
     "interp in moving points": lambda x: jnp.interp(GRID[:4], jnp.cumsum(x), x),
     "searchsorted": lambda x: ROOTS[jnp.searchsorted(GRID, x)] * x,
@@ -66,10 +66,7 @@ SEARCHES = {
     "expm": lambda x: jax.scipy.linalg.expm(jnp.outer(x, x) / 9.0)[0],
     "expm_frechet": lambda x: jax.scipy.linalg.expm_frechet(jnp.diag(x), jnp.outer(x, x), compute_expm=False)[0] / 9.0,
     "RegularGridInterpolator": interpolated,
-}
-
-# Those that collect the places of what is not zero.
-PLACES = {
+    # Those that collect the places of what is not zero.
     "nonzero": lambda x: at(x, jnp.nonzero(large(x), size=2, fill_value=0)[0]),
     "where": lambda x: at(x, jnp.where(large(x), size=3, fill_value=1)[0]),
     "argwhere": lambda x: at(x, jnp.argwhere(large(x), size=2)[:, 0]),
@@ -85,14 +82,10 @@ PLACES = {
     "sparse": lambda x: BCOO.fromdense(jnp.outer(x, x), nse=16) @ x / 9.0,
     "rankdata": lambda x: x * counts(jax.scipy.stats.rankdata(x)),
     "mode": lambda x: x * counts(jax.scipy.stats.mode(jnp.round(x)).count),
-}
-
-# Those that take numbers apart.
-NUMBERS = {
+    # Those that take numbers apart.
     "ldexp": lambda x: jnp.ldexp(x, INDEX - 2),
     "frexp": lambda x: x * counts(jnp.frexp(jax.lax.stop_gradient(x))[1]),
 }
-FUNCTIONS = {**SEARCHES, **PLACES, **NUMBERS}
 EACH_RULE = ["interp", "nonzero", "ldexp", "frexp"]
 REST = [name for name in FUNCTIONS if name not in EACH_RULE]
 FUNCTIONS["every rule"] = lambda x: sum((FUNCTIONS[name](x) for name in EACH_RULE), jnp.zeros(4)) / 3.0
@@ -136,21 +129,15 @@ def every_first_derivative(f):
     return each
 
 
-def check(derivatives, name):
+# Reverse mode begins with forward mode.
+CASES = [(name, every_first_derivative) for name in EACH_RULE]
+CASES += [pytest.param(name, jax.value_and_grad, marks=pytest.mark.slow) for name in REST]
+
+
+@pytest.mark.parametrize(("name", "derivatives"), CASES)
+def test_first_derivatives(name, derivatives):
     both = [jax.vmap(derivatives(f)) for f in (loop(name), expected(name))]
     assert_close(*jax.jit(lambda *lanes: [f(*lanes) for f in both])(LANES, COUNTS))
-
-
-@pytest.mark.parametrize("name", EACH_RULE)
-def test_first_derivatives(name):
-    check(every_first_derivative, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-def test_gradients_of_the_rest(name):
-    """Reverse mode begins with forward mode."""
-    check(jax.value_and_grad, name)
 
 
 @pytest.mark.slow

@@ -93,13 +93,12 @@ CELLS = [
     for column, word in zip(columns, words, strict=True)
 ]
 
-# The programs of solvers take a second each to compile.
-SLOW = {"Differential equations", "Fixed points"}
+FAST = {"Gradient of a while loop", "A batch of loops"}
 
 
 def parameters() -> list[Any]:
-    """All cells. What a peer can do changes with its version, and not with loopax: its cells are slow tests."""
-    is_fast = lambda cell: cell.row.startswith("loopax") and cell.heading not in SLOW
+    """All cells. What loopax can do is tested elsewhere, and what a peer can do changes with its version."""
+    is_fast = lambda cell: cell.row.startswith("loopax") and cell.heading in FAST
     return [pytest.param(cell, marks=[] if is_fast(cell) else pytest.mark.slow, id=str(cell)) for cell in CELLS]
 
 
@@ -188,9 +187,20 @@ def test_checkpointed_loop_in_a_checkpointed_loop() -> None:
     assert works(lambda: programs.tangent(jax.grad(nested))(x), 48.0) == "no"
 
 
-@pytest.mark.parametrize("row", ["jax.lax scan", "Flax NNX scan", "Equinox checkpointed scan", "brainstate scan"])
-def test_scans_that_do_not_end_early(row: str) -> None:
-    says("The other scans have no such argument")
+ABSENT = [
+    *(("The other scans have no such argument", row) for row in ("jax.lax scan", "Flax NNX scan", "brainstate scan")),
+    ("The other scans have no such argument", "Equinox checkpointed scan"),
+    *(
+        ("`jax.lax`, Flax NNX and Equinox loops have no such argument", row)
+        for row in ("jax.lax", "Flax NNX", "Equinox checkpointed")
+    ),
+    ("the scans of brainstate have `pbar=`", "brainstate scan"),  # beside which there is no other
+]
+
+
+@pytest.mark.parametrize(("sentence", "row"), ABSENT)
+def test_arguments_that_others_do_not_have(sentence: str, row: str) -> None:
+    says(sentence)
     needs(package_of(row))
     assert has_no_argument(row) == "no"
 
@@ -239,14 +249,6 @@ def test_diffrax_goes_on_from_a_state() -> None:
     assert np.allclose(whole.ys[0], np.exp(-0.7), rtol=1e-4)
 
 
-def test_progress() -> None:
-    """That loopax shows it is tested elsewhere (tests/test_progress.py)."""
-    says("the scans of brainstate have `pbar=`")
-    needs("brainstate")
-    assert "pbar" in programs.ARGUMENTS["brainstate scan"][2].split()
-    assert has_no_argument("brainstate scan") == "no"  # but those that were there
-
-
 def test_progress_of_diffrax() -> None:
     says("Diffrax has `progress_meter=`")
     needs("diffrax")
@@ -258,13 +260,6 @@ def test_keys_of_loopax() -> None:
     step = lambda carry, _, key: (carry, jax.random.normal(key))
     drawn = lx.scan(step, 0.0, length=3, key=jax.random.key(0))[1]
     assert len(set(drawn.tolist())) == 3
-
-
-@pytest.mark.parametrize("row", ["jax.lax", "Flax NNX", "Equinox checkpointed"])
-def test_loops_without_keys(row: str) -> None:
-    says("`jax.lax`, Flax NNX and Equinox loops have no such argument")
-    needs(package_of(row))
-    assert has_no_argument(row) == "no"
 
 
 def test_keys_of_brainstate() -> None:

@@ -100,3 +100,10 @@ def test_hosted_tests_have_the_flags_of_all_tests() -> None:
     for flag in flags:
         assert f"lock: newest, flags: {flag}}}" in workflow
     assert " ".join(flags) in " ".join(workflow.split())
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    """Those that pyproject.toml admits, and those of `make test-all`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = re.findall(r"^(\w+)==(.*)$", (ROOT / "requirements-lowest.lock").read_text(), re.MULTILINE)
+    assert [d for d in project["dependencies"] if tuple(d.split(">=")) not in pins] == []

@@ -41,9 +41,9 @@ def energy(kind):
 
 
 def energy_expected(h):
-    """Its value, gradient, and the diagonal of its Hessian."""
-    y, slope, curvature = sines(h, 5)
-    return (y**2).sum(), 2 * y * slope, 2 * (slope**2 + y * curvature)
+    """Its value and gradient."""
+    y, slope, _ = sines(h, 5)
+    return (y**2).sum(), 2 * y * slope
 
 
 @pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
@@ -55,17 +55,10 @@ def test_forward_and_gradients_inside_and_outside(kind):
         programs[check, "inside"] = sharded(jax.grad(energy(kind)), check)
         programs[check, "outside"] = jax.grad(lambda h, check=check: forward(check)(h).sum())
     found = jax.jit(lambda h: {name: f(h) for name, f in programs.items()})(STARTS)
-    value, gradient, _ = energy_expected(STARTS)
+    value, gradient = energy_expected(STARTS)
     for (_, name), actual in found.items():
         actual = np.asarray(actual)
         assert_close(*((actual.sum(), value) if name == "forward" else (actual, gradient)))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_hessian_inside(kind):
-    f = sharded(jax.hessian(energy(kind)), True)
-    blocks = np.asarray(jax.jit(f)(STARTS)).reshape(8, 2, 2)
-    assert_close(blocks, np.stack([np.diag(pair) for pair in energy_expected(STARTS)[2].reshape(8, 2)]))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
@@ -106,15 +99,8 @@ def of_rows(kind, bound, **options):
 COUNTS = np.arange(16, dtype=np.int32) % 9
 
 
-def test_counts_that_differ_between_devices():
-    """The lanes of a device take as many steps as its first."""
-    programs = {name_of(kind): of_count(kind, 9) for kind in WITH_LAX}
-    f = sharded(lambda h, n: {name: f(h, n[0]) for name, f in programs.items()}, True, 2)
-    wanted, *_ = sines(STARTS, COUNTS[::2].repeat(2))
-    assert_close(jax.device_get(jax.jit(f)(STARTS, COUNTS)), dict.fromkeys(programs, wanted))
-
-
 PER_DEVICE = {
+    "value": lambda f: lambda h, n: f(h, n[0]),  # the lanes of a device take as many steps as its first
     "grad": lambda f: lambda h, n: jax.grad(f)(h[0], n[0])[None],
     "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
     "grad of vmap": lambda f: jax.grad(lambda h, n: jax.vmap(f)(h, n).sum()),
@@ -135,7 +121,8 @@ def test_gradients_of_counts_that_differ_between_devices(loop, kind, bound):
     shard = lambda h, n: {name: transform(f)(h, n) for name, transform in PER_DEVICE.items()}
     found = jax.device_get(jax.jit(sharded(shard, True, 2))(STARTS, COUNTS))
     _, slopes, _ = sines(STARTS, COUNTS)
-    assert_close(found, {"grad": slopes[::2], "vmap of grad": slopes, "grad of vmap": slopes})
+    values, *_ = sines(STARTS, COUNTS[::2].repeat(2))
+    assert_close(found, {"value": values, "grad": slopes[::2], "vmap of grad": slopes, "grad of vmap": slopes})
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(3), lx.Residuals()], ids=name_of)

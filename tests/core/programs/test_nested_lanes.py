@@ -192,29 +192,32 @@ def test_keys_and_jit_in_the_body():
     assert_close(*jax.jit(lambda *args: (lanes("free")(*args), lanes("lockstep")(*args)))(keys, n))
 
 
-@pytest.mark.parametrize("loops", [0, 2])
-def test_other_forms_are_refused(loops):
+def inner_of(times):
     def body(x):
-        for _ in range(loops):
+        for _ in range(times):
             x = lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
         return x
 
-    with pytest.raises(ValueError, match=rf"body holds {loops or 'none'}\. .*The form it needs"):
-        lx.while_loop(lambda x: x < 3.0, body, 0.0, lanes="free")
+    return body
 
 
-def test_a_loop_in_a_branch_is_refused():
-    branch = lambda x: lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
-    with pytest.raises(ValueError, match=r"outside of `cond`"):
-        lx.while_loop(
-            lambda x: x < 3.0, lambda x: jax.lax.cond(x > 1.0, branch, lambda x: x + 1.0, x), 0.0, lanes="free"
-        )
-
-
-def test_kinds_that_store_every_step_need_bounds_of_both():
-    body = lambda x: lx.while_loop(lambda y: y < 2.0, lambda y: y + 1.0, x)
-    with pytest.raises(ValueError, match="Give `max_steps=` to both loops"):
-        lx.while_loop(lambda x: x < 3.0, body, 0.0, max_steps=3, kind="bounded", lanes="free")
+@pytest.mark.parametrize(
+    ("body", "options", "message"),
+    [
+        (inner_of(0), {}, r"body holds none\. .*The form it needs"),
+        (inner_of(2), {}, r"body holds 2\. .*The form it needs"),
+        (lambda x: jax.lax.cond(x > 1.0, inner_of(1), lambda x: x + 1.0, x), {}, r"outside of `cond`"),
+        # A kind that stores every step needs bounds of both.
+        (
+            lambda x: lx.while_loop(lambda y: y < 2.0, lambda y: y + 1.0, x),
+            {"max_steps": 3, "kind": "bounded"},
+            "Give `max_steps=` to both loops",
+        ),
+    ],
+)
+def test_other_forms_are_refused(body, options, message):
+    with pytest.raises(ValueError, match=message):
+        lx.while_loop(lambda x: x < 3.0, body, 0.0, lanes="free", **options)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
