@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.complex_steps import gradient, hessian, hessian_product, value_and_gradient
+from tests.support.complex_steps import gradient, value_and_gradient
 from tests.support.program_text import copies_of
 from tests.support.reference import assert_close
 
 CAPACITY, BOUND = 12, 20
 REVERSE_KINDS = ["checkpointed", lx.Checkpointed(3), "bounded", "residuals", "auto"]
 XS = np.array([[0.3, 0.7], [0.1, 0.2], [0.5, 1.0], [2.0, 0.1]])
-STEPS, X, DIRECTION = np.array([11, 4, 7, 17], np.int32), XS[0], np.array([0.6, -0.8])
+STEPS, X = np.array([11, 4, 7, 17], np.int32), XS[0]
 
 
 def loss(steps: Any, x: Any, **options: Any) -> Any:
@@ -42,17 +42,6 @@ def loss_of_lists(steps: int, x: Any) -> Any:
     return sum((r**2).sum() for r, _ in rows) + h.sum() + rows[2][0].sum() + 0.5 * len(rows)
 
 
-@ft.cache
-def gradients_of_lists() -> np.ndarray:
-    """Lane by lane."""
-    return np.stack([gradient(ft.partial(loss_of_lists, n), x) for n, x in zip(STEPS, XS, strict=True)])
-
-
-@ft.cache
-def hessians_of_lists() -> np.ndarray:
-    return np.stack([hessian(ft.partial(loss_of_lists, n), x) for n, x in zip(STEPS, XS, strict=True)])
-
-
 @pytest.mark.parametrize("kind", REVERSE_KINDS, ids=str)
 def test_values_and_gradients(kind: Any) -> None:
     found = jax.jit(jax.value_and_grad(lambda x: loss(11, x, kind=kind)))(X)
@@ -62,59 +51,12 @@ def test_values_and_gradients(kind: Any) -> None:
 # Second derivatives in a direction: a program for each is a third of that of a whole Hessian.
 
 
-@ft.cache
-def second_of_lists() -> np.ndarray:
-    return hessian_product(ft.partial(loss_of_lists, 11), X, DIRECTION)
-
-
-@pytest.mark.parametrize("kind", REVERSE_KINDS[:4], ids=str)
-def test_reverse_over_reverse(kind: Any) -> None:
-    slope = jax.grad(lambda x: loss(11, x, kind=kind))
-    assert_close(jax.jit(jax.grad(lambda x: slope(x) @ DIRECTION))(X), second_of_lists())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", REVERSE_KINDS[:4], ids=str)
-def test_reverse_and_forward(kind: Any) -> None:
-    f = lambda x: loss(11, x, kind=kind)
-    derivative = lambda f, x: jax.jvp(f, (x,), (DIRECTION,))[1]
-    both = lambda x: (derivative(jax.grad(f), x), jax.grad(lambda x: derivative(f, x))(x))
-    assert_close(jax.jit(both)(X), (second_of_lists(), second_of_lists()))
-
-
 def gradient_in_each_lane(of_lane: Any) -> Any:
     return jax.vmap(jax.grad(of_lane, 1))
 
 
 def gradient_of_all_lanes(of_lane: Any) -> Any:
     return lambda steps, xs: jax.grad(lambda xs: jax.vmap(of_lane)(steps, xs).sum())(xs)
-
-
-# Each kind in lanes of each sort, and each order of `vmap` and `grad` with both.
-IN_LANES = [
-    pytest.param(kind, lanes, each_lane, id=f"{kind}-{lanes}-{'each lane' if each_lane else 'all lanes'}")
-    for k, kind in enumerate(REVERSE_KINDS[:4])
-    for n, lanes in enumerate(["lockstep", "compact"])
-    for each_lane in [(k + n) % 2 == 0]
-]
-
-
-@pytest.mark.parametrize(("kind", "lanes", "each_lane"), IN_LANES)
-def test_lanes_have_counts_of_their_own(kind: Any, lanes: Any, each_lane: bool) -> None:
-    of_lane = lambda n, x: loss(n, x, kind=kind, lanes=lanes)
-    found = gradient_in_each_lane(of_lane) if each_lane else gradient_of_all_lanes(of_lane)
-    assert_close(jax.jit(found)(STEPS, XS), gradients_of_lists())
-
-
-def test_lanes_with_one_count() -> None:
-    wanted = np.stack([gradient(ft.partial(loss_of_lists, 7), x) for x in XS])
-    assert_close(jax.jit(jax.vmap(jax.grad(loss, 1), in_axes=(None, 0)))(jnp.int32(7), XS), wanted)
-
-
-@pytest.mark.parametrize("lanes", ["lockstep", pytest.param("compact", marks=pytest.mark.slow)])
-def test_hessian_of_lanes(lanes: Any) -> None:
-    of_lane = lambda n, x: jax.hessian(lambda x: loss(n, x, lanes=lanes))(x)
-    assert_close(jax.jit(jax.vmap(of_lane))(STEPS, XS), hessians_of_lists())
 
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])

@@ -11,7 +11,7 @@ from jax import lax
 
 import loopax as lx
 from loopax._src import history as module
-from tests.support.complex_steps import gradient, hessian, hessian_product, value_and_gradient
+from tests.support.complex_steps import gradient, value_and_gradient
 from tests.support.program_text import copies_of
 from tests.support.reference import assert_close
 
@@ -19,7 +19,6 @@ BOUND = 12
 START = np.array([[0.3, 0.7], [0.1, 0.2], [-0.5, 0.4]])
 STEPS = np.array([7, 0, 12, 3], np.int32)
 STARTS = np.stack([START, 2 * START, START - 0.1, -START])
-DIRECTION = np.cos(START)
 WEIGHTS = np.arange(1.0, 7.0).reshape(3, 2)
 
 
@@ -70,12 +69,6 @@ def each_lane(function: Any, f: Any = loss_of_lists, steps: Any = STEPS) -> np.n
     return np.stack([function(ft.partial(f, n), x) for n, x in zip(steps, STARTS, strict=True)])
 
 
-@ft.cache
-def first_of_lists() -> Any:
-    """Values and gradients, lane by lane."""
-    return each_lane(lambda f, x: f(x)), each_lane(gradient)
-
-
 def test_rings_begin_where_a_window_is_large(storage: str) -> None:
     assert (lx.History(3, START)._oldest is not None) == (storage == "ring")
     assert lx.History(4096, like=0.0)._oldest is not None
@@ -94,87 +87,6 @@ RINGS = choose(*[("ring", kind) for kind in KINDS])
 def test_values_and_gradients(storage: str, kind: Any) -> None:
     found = jax.jit(jax.value_and_grad(lambda start: loss(7, start, kind=kind)))(START)
     assert_close(found, value_and_gradient(ft.partial(loss_of_lists, 7), START))
-
-
-@ft.cache
-def second_of_lists() -> np.ndarray:
-    return hessian_product(ft.partial(loss_of_lists, 7), START, DIRECTION)
-
-
-@pytest.mark.parametrize(
-    ("storage", "kind"),
-    [*RINGS[:4], *slowly(("shifted", KINDS[1]))],
-    indirect=["storage"],
-)
-def test_reverse_over_reverse(storage: str, kind: Any) -> None:
-    slope = jax.grad(lambda start: loss(7, start, kind=kind))
-    second = jax.jit(jax.grad(lambda start: (slope(start) * DIRECTION).sum()))(START)
-    assert_close(second, second_of_lists())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS[:4], ids=str)
-def test_forward_over_reverse(kind: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "RING_BYTES", 0)
-    slope = jax.grad(lambda start: loss(7, start, kind=kind))
-    assert_close(jax.jit(lambda x: jax.jvp(slope, (x,), (DIRECTION,))[1])(START), second_of_lists())
-
-
-def test_forward_mode(storage: str) -> None:
-    def tangent(start: Any) -> Any:
-        value, tangent = jax.jvp(lambda start: loss(7, start), (start,), (DIRECTION,))
-        return tangent, value
-
-    (tangent_found, value), second = jax.jit(jax.value_and_grad(tangent, has_aux=True))(START)
-    wanted, slope = value_and_gradient(ft.partial(loss_of_lists, 7), START)
-    assert_close((value, tangent_found, second), (wanted, (slope * DIRECTION).sum(), second_of_lists()))
-
-
-def gradients_in_each_lane(of_lane: Any) -> Any:
-    return jax.vmap(jax.value_and_grad(of_lane, 1))
-
-
-def gradient_of_all_lanes(of_lane: Any) -> Any:
-    def total(xs: Any, steps: Any) -> Any:
-        values = jax.vmap(of_lane)(steps, xs)
-        return values.sum(), values
-
-    def found(steps: Any, xs: Any) -> Any:
-        (_, values), slopes = jax.value_and_grad(total, has_aux=True)(xs, steps)
-        return values, slopes
-
-    return found
-
-
-def in_lanes() -> Any:
-    """Each kind in lanes of each sort, and each order of `vmap` and `grad` with both."""
-    kinds, orders = ["checkpointed", lx.Checkpointed(3), "residuals"], [gradients_in_each_lane, gradient_of_all_lanes]
-    for k, kind in enumerate(kinds):
-        for n, lanes in enumerate(["lockstep", "compact"]):
-            yield "ring", kind, lanes, orders[(k + n) % 2]
-    yield "shifted", "checkpointed", "lockstep", orders[0]
-    yield "shifted", "checkpointed", "compact", orders[1]
-
-
-def id_of(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
-
-
-@pytest.mark.parametrize(("storage", "kind", "lanes", "order"), [*in_lanes()], indirect=["storage"], ids=id_of)
-def test_lanes_with_counts_of_their_own(storage: str, kind: Any, lanes: Any, order: Any) -> None:
-    """Some of which finish before others, or take no step at all."""
-    of_lane = lambda n, x: loss(n, x, kind=kind, lanes=lanes)
-    assert_close(jax.jit(order(of_lane))(STEPS, STARTS), first_of_lists())
-
-
-@pytest.mark.parametrize("storage", ["ring"], indirect=True)
-def test_hessian_of_lanes(storage: str) -> None:
-    assert_close(jax.jit(jax.vmap(jax.hessian(loss, 1)))(STEPS, STARTS), each_lane(hessian))
-
-
-def test_lanes_with_one_count(storage: str) -> None:
-    wanted = each_lane(gradient, steps=[7] * 4)
-    assert_close(jax.jit(jax.vmap(jax.grad(loss, 1), in_axes=(None, 0)))(jnp.int32(7), STARTS), wanted)
 
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
