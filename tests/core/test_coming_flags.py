@@ -65,11 +65,6 @@ def unrolled(x: Any) -> Any:
     return y
 
 
-def test_loops_in_a_checkpoint() -> None:
-    batch = jax.vmap(jax.grad(jax.checkpoint(powers)))
-    np.testing.assert_allclose(jax.jit(batch)(np.full(2, X)), jax.vmap(jax.grad(unrolled))(np.full(2, X)))
-
-
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
 @pytest.mark.parametrize("make", [checkpointed, with_jvp, with_vjp])
 def test_objects_in_the_body(make: Any, kind: Any) -> None:
@@ -153,31 +148,6 @@ def flag(name: str, value: bool) -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
-
-
-# ---- arrays that a body closes over are no constants of its jaxpr
-
-
-@pytest.mark.parametrize("kind", ["bounded", "residuals", "checkpointed"])
-def test_simplified_constants(kind: Any) -> None:
-    table = jnp.sin(jnp.arange(4.0))
-
-    def loop(x: Any, n: Any) -> Any:
-        return lx.fori_loop(0, n, lambda i, y: jnp.sin(y) * x + table[i] + (table * y).sum(), x, max_steps=4, kind=kind)
-
-    def alone(x: Any, n: int) -> Any:
-        y = x
-        for i in range(n):
-            y = jnp.sin(y) * x + table[i] + (table * y).sum()
-        return y
-
-    xs, counts = jnp.array([X, 0.2]), [3, 1]
-    with flag("jax_use_simplified_jaxpr_constants", True):
-        both = lambda x, n: (jax.value_and_grad(loop)(x, n), jax.grad(jax.grad(loop))(x, n))
-        (values, slopes), curvatures = jax.jit(jax.vmap(both))(xs, jnp.array(counts))
-    for i, (x, n) in enumerate(zip(xs, counts, strict=True)):
-        expected = alone(x, n), jax.grad(alone)(x, n), jax.grad(jax.grad(alone))(x, n)
-        np.testing.assert_allclose((values[i], slopes[i], curvatures[i]), expected, rtol=1e-12)
 
 
 # ---- JAX does not mark arrays as varying over a `shard_map` by itself: a body marks its own, loops mark theirs

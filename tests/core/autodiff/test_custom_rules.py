@@ -50,9 +50,12 @@ FUNCTIONS = {
 # The rule for a call in a call is the same for all kinds but one, which stores what a derivative needs; `relu` is a
 # `custom_jvp` function in a `jit`.
 IN_CALLS = ("jit of custom_vjp", "relu")
-CASES = [(name, kind) for name in FUNCTIONS for kind in KINDS if name not in IN_CALLS or kind in (KINDS[0], KINDS[3])]
-FAST = ("custom_vjp", "not linear backward")
-REVERSE = [pytest.param(name, kind, marks=[] if name in FAST else pytest.mark.slow) for name, kind in CASES]
+CASES = [
+    pytest.param(name, kind, marks=pytest.mark.slow if k in (1, 2) and name != "not linear backward" else ())
+    for name in FUNCTIONS
+    for k, kind in enumerate(KINDS)
+    if name not in IN_CALLS or k in (0, 3)
+]
 
 
 def program(name, kind):
@@ -72,20 +75,19 @@ def expected(name):
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=name_of)
-def test_first_derivatives(name, kind):
+def test_derivatives(name, kind):
+    """First ones, in `jax.checkpoint` and in lanes, and second ones: a `jax.custom_jvp` has them in both modes."""
     f = program(name, kind)
-    together = lambda starts: (
-        jax.grad(f)(starts[0]),
-        jax.grad(jax.checkpoint(f))(starts[0]),
-        jax.vmap(jax.grad(f))(starts),
-    )
-    wanted, _ = expected(name)
-    assert_close(jax.jit(together)(STARTS), (wanted[0], wanted[0], wanted))
 
+    @jax.jit
+    def found(starts):
+        second = [jax.jacrev(jax.grad(f)), *([jax.hessian(f)] if name == "custom_jvp" else [])]
+        gradients = jax.grad(f)(starts[0]), jax.grad(jax.checkpoint(f))(starts[0]), jax.vmap(jax.grad(f))(starts)
+        return gradients, [of_start(starts[0]) for of_start in second]
 
-@pytest.mark.parametrize(("name", "kind"), REVERSE, ids=name_of)
-def test_reverse_over_reverse(name, kind):
-    assert_close(jax.jit(jax.jacrev(jax.grad(program(name, kind))))(STARTS[0]), expected(name)[1][0])
+    gradients, hessians = expected(name)
+    number = 2 if name == "custom_jvp" else 1
+    assert_close(found(STARTS), ((gradients[0], gradients[0], gradients), [hessians[0]] * number))
 
 
 def test_reverse_over_reverse_without_a_bound():
@@ -115,11 +117,6 @@ def test_reverse_over_reverse_of_branches_without_a_bound():
 
     hessians = [jax.jit(jax.vmap(jax.jacrev(jax.grad(f)))) for f in (loop, unrolled)]
     assert_close(hessians[0](STARTS), hessians[1](STARTS))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_forward_over_reverse_of_custom_jvp(kind):
-    assert_close(jax.jit(jax.hessian(program("custom_jvp", kind)))(STARTS[0]), expected("custom_jvp")[1][0])
 
 
 COMPACT = lx.Compact(min_lanes=1, shrink=2)

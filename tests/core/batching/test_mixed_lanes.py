@@ -3,7 +3,7 @@
 The reference is a `lax.scan` of all rows that keeps the carry of a finished lane: JAX's own batch of such a loop.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def bits_or_key(step, key):
     return jax.random.key_data(key) if step is by_raw_bits else key
 
 
-def of_loopax(step, **options):
+def of_loopax(step, scan=lx.scan, **options):
     def lane(w, key, rows, n):
         given_key = bits_or_key(step, key)
 
@@ -82,25 +82,32 @@ def of_loopax(step, **options):
             i, row = given
             return step(w, c[0], i, given_key, c[1], row), None
 
-        return lx.scan(body, (0.5, key), (jnp.arange(ROWS, dtype=jnp.int32), rows), length=n, **options)[0][0]
+        xs = jnp.arange(ROWS, dtype=jnp.int32), rows
+        return scan(body, (0.5, key), xs, length=n, **options)[0][0]
 
     return lane
+
+
+def scan_of_lax(body, init, xs, length):
+    """Of all rows, which keeps what a finished lane has."""
+
+    def step(c, given):
+        (x, carried), _ = body(c, given)
+        takes = given[0] < length
+        data = jnp.where(takes, jax.random.key_data(carried), jax.random.key_data(c[1]))
+        return (jnp.where(takes, x, c[0]), jax.random.wrap_key_data(data, impl=jax.random.key_impl(carried))), None
+
+    return lax.scan(step, init, xs)
 
 
 def of_lax(step):
-    def lane(w, key, rows, n):
-        given_key = bits_or_key(step, key)
+    return of_loopax(step, scan_of_lax)
 
-        def body(c, given):
-            i, row = given
-            x, carried = step(w, c[0], i, given_key, c[1], row)
-            data = jnp.where(i < n, jax.random.key_data(carried), jax.random.key_data(c[1]))
-            carried = jax.random.wrap_key_data(data, impl=jax.random.key_impl(carried))
-            return (jnp.where(i < n, x, c[0]), carried), None
 
-        return lax.scan(body, (0.5, key), (jnp.arange(ROWS, dtype=jnp.int32), rows))[0][0]
-
-    return lane
+def same(compute, *lanes):
+    """What both lanes give, each compiled."""
+    found, expected = (jax.jit(lambda lane=lane: compute(lane))() for lane in lanes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), found, expected)
 
 
 def values_and_derivatives(lane, impl):
@@ -121,18 +128,26 @@ def values_and_derivatives(lane, impl):
     )(0.7)
 
 
-# Each of them compiles five programs; those that take seconds are slow tests.
+@cache
+def expected_derivatives(step, impl):
+    return values_and_derivatives(of_lax(STEPS[step]), impl)
+
+
+# Each of them compiles five programs; those that take seconds are slow tests. Kinds and lanes meet in no rule here.
 FAST = [("by_argument", "unsafe_rbg"), ("by_carry", "rbg"), ("by_raw_bits", "unsafe_rbg"), ("by_row", "rbg")]
-CASES = [(step, impl) for step in STEPS for impl in IMPLS]
+CASES = [
+    pytest.param(step, impl, "auto", "lockstep", marks=() if (step, impl) in FAST else pytest.mark.slow)
+    for step in STEPS
+    for impl in IMPLS
+]
+CASES += [("by_carry", "rbg", kind, "compact") for kind in KINDS]
+CASES += [pytest.param("by_carry", "rbg", kind, "auto", marks=pytest.mark.slow) for kind in ("bounded", "truncated")]
 
 
-@pytest.mark.parametrize(
-    ("step", "impl"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
-)
-def test_draws_are_those_of_jax(step, impl):
-    expected = values_and_derivatives(of_lax(STEPS[step]), impl)
-    got = values_and_derivatives(of_loopax(STEPS[step]), impl)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
+@pytest.mark.parametrize(("step", "impl", "kind", "lanes"), CASES)
+def test_draws_are_those_of_jax(step, impl, kind, lanes):
+    got = values_and_derivatives(of_loopax(STEPS[step], kind=KINDS[kind], lanes=LANES[lanes]), impl)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected_derivatives(step, impl))
 
 
 def drawn(w, x, data):
@@ -177,16 +192,7 @@ def test_each_loop_draws_as_a_masked_scan(loop):
         batch = lambda w: jax.vmap(lane, (None, 0, 0, 0))(w, jnp.asarray(STARTS), LENGTHS, keys("rbg"))
         return jax.jvp(batch, (0.7,), (1.0,)), jax.jacrev(batch)(0.7)
 
-    got, expected = jax.jit(lambda: all_of(EACH_LOOP[loop]))(), jax.jit(lambda: all_of(masked))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
-
-
-@pytest.mark.parametrize("lanes", ["compact", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lockstep", "auto"))])
-@pytest.mark.parametrize("kind", KINDS)
-def test_draws_do_not_depend_on_kind_and_lanes(kind, lanes):
-    expected = values_and_derivatives(of_lax(by_carry), "rbg")
-    got = values_and_derivatives(of_loopax(by_carry, kind=KINDS[kind], lanes=LANES[lanes]), "rbg")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
+    same(all_of, EACH_LOOP[loop], masked)
 
 
 def test_lanes_of_other_keys_leave_their_batch():
@@ -288,11 +294,7 @@ def with_custom_vmap(function, **options):
 
 
 def as_masked_scan(function):
-    def lane(w, x, n):
-        step = lambda x, i: (jnp.where(i < n, jnp.cos(w * function(x)), x), None)
-        return lax.scan(step, x, jnp.arange(ROWS, dtype=jnp.int32))[0]
-
-    return lane
+    return lambda w, x, n: masked_steps(n, ROWS, lambda x: jnp.cos(w * function(x)), x)
 
 
 STARTS = np.array([[0.3, -0.5], [0.8, 0.1], [-0.4, 0.6]])
@@ -308,19 +310,11 @@ def leaves_its_batch(lane):
     return any(eqn.primitive.name == "compact_vmap" for eqn in batch.jaxpr.eqns)
 
 
-@pytest.mark.parametrize("rule", MIXING)
-def test_rules_that_mix_lanes_run_in_lockstep(rule):
-    function = custom(MIXING[rule])
+@pytest.mark.parametrize("rule", [*MIXING, *KEEPING])
+def test_rules_that_mix_lanes_run_in_lockstep_and_others_do_not(rule):
+    function = custom((MIXING | KEEPING)[rule])
     lane = with_custom_vmap(function, lanes=LANES["compact"])
-    assert not leaves_its_batch(lane)
-    jax.tree.map(np.testing.assert_allclose, value_and_slope(lane), value_and_slope(as_masked_scan(function)))
-
-
-@pytest.mark.parametrize("rule", KEEPING)
-def test_rules_that_keep_lanes_apart_do_not(rule):
-    function = custom(KEEPING[rule])
-    lane = with_custom_vmap(function, lanes=LANES["compact"])
-    assert leaves_its_batch(lane)
+    assert leaves_its_batch(lane) == (rule in KEEPING)
     jax.tree.map(np.testing.assert_allclose, value_and_slope(lane), value_and_slope(as_masked_scan(function)))
 
 
@@ -383,13 +377,18 @@ def drawn_at(key, i, v):
     return jnp.sin(v * v)
 
 
-AGAIN = [lambda f: f, jax.checkpoint, lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)]
+AGAIN = {
+    "as it is": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "policy": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
+}
+STORED = ["auto", "bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)]
+DRAWN_AGAIN = [
+    (kind, wrap) for kind in STORED for wrap in AGAIN if wrap != "policy" or kind in ("bounded", "residuals")
+]
 
 
-@pytest.mark.parametrize("wrap", AGAIN, ids=["as it is", "checkpoint", "policy"])
-@pytest.mark.parametrize(
-    "kind", ["auto", "bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)]
-)
+@pytest.mark.parametrize(("kind", "wrap"), DRAWN_AGAIN, ids=str)
 def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind, wrap):
     """A step is evaluated again for all lanes together, also where the first of them has finished."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
@@ -406,34 +405,22 @@ def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(ki
 
     def lane(v, n, key):
         """The key in the carry, and the key of all steps."""
-        carried = lx.fori_loop(0, n, lambda _, c: wrap(drawn_again)(c), (key, v), max_steps=4, kind=kind)[1]
-        at = wrap(drawn_at)
+        again, at = AGAIN[wrap](drawn_again), AGAIN[wrap](drawn_at)
+        carried = lx.fori_loop(0, n, lambda _, c: again(c), (key, v), max_steps=4, kind=kind)[1]
         return carried.sum() + lx.fori_loop(0, n, lambda i, v: at(key, i, v), v, max_steps=4, kind=kind).sum()
 
     expected = jax.jit(jax.grad(masked))(starts)
-    got = jax.jit(jax.vmap(jax.grad(lane)))(starts, counts, keys)
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
-    got = jax.jit(jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum()))(starts)
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    of_batch = jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum())
+    for got in (jax.jit(jax.vmap(jax.grad(lane)))(starts, counts, keys), jax.jit(of_batch)(starts)):
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("last", "options"),
-    [
-        (1, {"max_steps": ROWS}),
-        (2, {"max_steps": ROWS}),
-        (2, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (1, {}),
-                (3, {"max_steps": ROWS}),
-                (3, {"max_steps": ROWS, "lanes": LANES["compact"]}),
-                (4, {}),
-            ]
-        ),
-    ],
-)
+BOUNDED, COMPACT = {"max_steps": ROWS}, {"max_steps": ROWS, "lanes": LANES["compact"]}
+SLOW_LAST = [(1, {}), (3, BOUNDED), (3, COMPACT), (4, {})]
+LAST = [(1, BOUNDED), (2, BOUNDED), (2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_LAST)]
+
+
+@pytest.mark.parametrize(("last", "options"), LAST)
 def test_the_last_steps_of_lanes_that_end_at_different_times(last, options):
     """A lane's last steps take from other lanes what these had at the same steps, with the derivative of their last."""
     kind = lx.Truncated(last=last, kind=lx.Residuals() if "max_steps" in options else lx.Checkpointed(2))
@@ -459,8 +446,7 @@ def test_the_last_steps_of_lanes_that_end_at_different_times(last, options):
         forward = jax.jvp(batch, (0.7, starts), (1.0, starts))
         return forward, jax.grad(total, (0, 1))(0.7, starts), jax.hessian(total)(0.7, starts)
 
-    got, expected = jax.jit(lambda: all_of(of_loopax))(), jax.jit(lambda: all_of(masked))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+    same(all_of, of_loopax, masked)
 
 
 INNER = {
@@ -500,8 +486,7 @@ def test_lanes_that_have_finished_keep_the_length_of_an_inner_loop(inner, mixing
         back = () if inner == "while_loop of lax" else jax.jacrev(batch)(0.7)
         return jax.jvp(batch, (0.7,), (1.0,)), back
 
-    got, expected = jax.jit(lambda: all_of(lane))(), jax.jit(lambda: all_of(masked))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+    same(all_of, lane, masked)
 
 
 def test_lanes_that_have_finished_keep_the_length_of_an_inner_pullback():
@@ -514,8 +499,7 @@ def test_lanes_that_have_finished_keep_the_length_of_an_inner_pullback():
     def run(m, most, step, c):
         return lx.fori_loop(0, m, lambda j, c: step(c), c, kind=lx.Checkpointed(1))
 
-    got, expected = (jax.jit(partial(of_all_lanes, partial(lane, each)))(0.7) for each in (run, masked_steps))
-    np.testing.assert_allclose(got, expected, 1e-9)
+    same(lambda each: of_all_lanes(partial(lane, each), 0.7), run, masked_steps)
 
 
 @pytest.mark.parametrize("inner", ["residuals", "reversible"])
@@ -540,8 +524,7 @@ def test_rows_of_the_last_steps_of_lanes_that_draw(inner):
         batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, LENGTHS, keys("rbg"))
         return jax.jacfwd(batch)(0.7), jax.jacrev(batch)(0.7)
 
-    got, expected = jax.jit(lambda: slopes(lane))(), jax.jit(lambda: slopes(masked))()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+    same(slopes, lane, masked)
 
 
 def test_explain_says_what_steps_that_draw_again_store():
