@@ -97,97 +97,7 @@ def test_derivatives_at_the_edge_of_a_domain(edge: str, lanes: Any) -> None:
         assert_close(got, wanted)
 
 
-# ---- the composition of transformations
-
-OPERANDS = (np.array([0.4, -0.3]), np.array([[0.5, 0.1], [-0.2, 0.7]]))
-XS = np.stack([OPERANDS[0], -OPERANDS[0], OPERANDS[0] * 2, OPERANDS[0] - 0.5])
-NUMBERS = np.array([2, 0, 1, 5])
-BRANCHES = [
-    lambda x, w: jnp.tanh(w @ x),
-    lambda x, w: lx.fori_loop(0, 2, lambda _, x: jnp.sin(w @ x) + x, x),
-    lambda x, w: lax.scan(lambda x, _: (x * jnp.cos(x), None), x, None, length=3)[0],
-]
-
-
-def chosen(lanes: Any = "lockstep") -> Callable[..., Any]:
-    return lambda i, x, w: (lx.switch(i, BRANCHES, x, w, lanes=lanes) ** 2).sum()
-
-
-def one(i: int) -> Callable[..., Any]:
-    return lambda x, w: (BRANCHES[min(i, 2)](x, w) ** 2).sum()
-
-
-W = OPERANDS[1]
-COMPOSITIONS: dict[str, Callable[..., Any]] = {
-    "value": lambda f: lambda i, x: f(i, x, W),
-    "jvp": lambda f: lambda i, x: jax.jvp(lambda x: f(i, x, W), (x,), (jnp.ones_like(x),))[1],
-    "grad": lambda f: lambda i, x: jax.grad(f, (1, 2))(i, x, W),
-    "linearize": lambda f: lambda i, x: jax.linearize(lambda x: f(i, x, W), x)[1](jnp.ones_like(x)),
-    "checkpoint": lambda f: lambda i, x: jax.grad(jax.checkpoint(f), (1, 2))(i, x, W),
-    "forward over reverse": lambda f: lambda i, x: jax.jacfwd(jax.grad(f, 1), 1)(i, x, W),
-    "reverse over forward": lambda f: lambda i, x: jax.jacrev(jax.jacfwd(f, 1), 1)(i, x, W),
-    "reverse over reverse": lambda f: lambda i, x: jax.jacrev(jax.grad(f, 1), 1)(i, x, W),
-    "forward over forward": lambda f: lambda i, x: jax.jacfwd(jax.jacfwd(f, 1), 1)(i, x, W),
-    "in a loop": lambda f: (
-        lambda i, x: jax.grad(lambda x: lx.fori_loop(0, 3, lambda _, x: x + 0.1 * jax.grad(f, 1)(i, x, W), x).sum())(x)
-    ),
-    "in a scan": lambda f: (
-        lambda i, x: jax.grad(
-            lambda x: lax.scan(lambda x, _: (x + 0.1 * f(i, x, W), None), x, None, length=2)[0].sum()
-        )(x)
-    ),
-}
-SLOW_ONES = [
-    "forward over reverse",
-    "reverse over forward",
-    "forward over forward",
-    "in a loop",
-    "in a scan",
-    "linearize",
-    "checkpoint",
-]
-each_composition = pytest.mark.parametrize(
-    "composition", [pytest.param(c, marks=slow) if c in SLOW_ONES else c for c in COMPOSITIONS]
-)
-
-
-def of_python(composition: str, i: int, x: Any) -> Any:
-    return COMPOSITIONS[composition](lambda _, x, w: one(i)(x, w))(i, x)
-
-
-@each_composition
-def test_one_lane(composition: str) -> None:
-    run = jax.jit(COMPOSITIONS[composition](chosen()))
-    for i in (0, 1, 7, -2):
-        assert_close(run(i, XS[0]), of_python(composition, min(max(i, 0), 2), XS[0]))
-
-
-@each_lanes
-@each_composition
-def test_lanes(composition: str, lanes: Any) -> None:
-    expected = [of_python(composition, i, x) for i, x in zip(NUMBERS, XS, strict=True)]
-    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *expected)
-    run = COMPOSITIONS[composition](chosen(lanes))
-    assert_close(jax.jit(jax.vmap(run))(NUMBERS, XS), stacked)
-    same = jax.jit(jax.vmap(run, (None, 0)))(1, XS)  # one index for all
-    assert_close(same, jax.tree.map(lambda *rows: jnp.stack(rows), *(of_python(composition, 1, x) for x in XS)))
-
-
-@each_lanes
-@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=slow)])
-def test_the_gradient_of_a_batch(lanes: Any, nested: bool) -> None:
-    """With shared weights; of a batch of batches, too."""
-
-    def total(x: Any, w: Any) -> Any:
-        f = jax.vmap(chosen(lanes), (0, 0, None))
-        if nested:
-            return jax.vmap(f, (0, 0, None))(NUMBERS.reshape(2, 2), x.reshape(2, 2, 2), w).sum()
-        return f(NUMBERS, x, w).sum()
-
-    pairs = list(zip(NUMBERS, XS, strict=True))
-    found = jax.jit(jax.grad(total, (0, 1)))(XS, W)
-    assert_close(found[0], jnp.stack([jax.grad(one(i))(x, W) for i, x in pairs]))
-    assert_close(found[1], sum(jax.grad(one(i), 1)(x, W) for i, x in pairs))
+# ---- batches of any size (`tests/core/test_compositions.py` has branches under every transformation)
 
 
 @pytest.mark.parametrize("lanes", [0, 1, 2, 33, 300])
@@ -203,10 +113,11 @@ def test_any_number_of_lanes_in_compact_batches(lanes: int) -> None:
 @slow
 @each_lanes
 def test_without_jit(lanes: Any) -> None:
+    f = lambda i, x: lx.switch(i, [jnp.sin, lambda x: x**3], x, lanes=lanes)
     with jax.disable_jit():
         assert lx.cond(True, lambda x: x + 1, lambda x: x, 1.0) == 2.0
-        found = jax.vmap(jax.grad(chosen(lanes), 1), (0, 0, None))(NUMBERS, XS, W)
-    assert_close(found, jnp.stack([jax.grad(one(i))(x, W) for i, x in zip(NUMBERS, XS, strict=True)]))
+        found = jax.vmap(jax.grad(f, 1))(np.array([0, 1, 5]), np.array([0.4, 0.5, 2.0]))
+    assert_close(found, jnp.array([np.cos(0.4), 0.75, 12.0]))
 
 
 # ---- what it costs
@@ -252,7 +163,7 @@ def test_one_index_for_all_lanes_stays_one_conditional() -> None:
     ("branch", "is_selected"),
     [
         (lambda x: jnp.sin(x) * 2, True),
-        (lambda x: W @ x, False),
+        (lambda x: jnp.eye(2) @ x, False),
         (lambda x: lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), False),
         (lambda x: lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=4)[0], False),
     ],

@@ -34,6 +34,7 @@ from tests.support.problem import (
     W,
     expected_gradient,
     mixed,
+    rollout_program,
 )
 from tests.support.reference import assert_close
 
@@ -73,18 +74,19 @@ KINDS = {
     "window of a tape": Case(truncated(taped(), window=3), LOSSY, Cut(window=3)),
 }
 WITHOUT_A_BOUND = ("Checkpointed", "slots", "inverse", "last")
-ALL_LOOPS = LOOPS | {name: (make, None) for name, make in UNBOUNDED.items()}
+BOUNDED = {name: make for name, (make, _) in LOOPS.items()} | {"rollout": rollout_program}
+ALL_LOOPS = BOUNDED | UNBOUNDED
 
 
 def program(loop: str, kind: str, lanes: Any = "lockstep") -> Program:
-    return ALL_LOOPS[loop][0](KINDS[kind].kind, step=KINDS[kind].step, lanes=lanes)
+    return ALL_LOOPS[loop](KINDS[kind].kind, step=KINDS[kind].step, lanes=lanes)
 
 
 # ---- values and gradients, of every number of steps
 
 # A block has 4 steps: none, one, within, at and around the ends of blocks, and at the bound.
 COUNTS = [0, 1, 2, 3, 4, 5, 7, 8, 9, BOUND]
-EACH_LOOP = [(loop, kind) for kind in KINDS for loop in LOOPS]
+EACH_LOOP = [(loop, kind) for kind in KINDS for loop in BOUNDED]
 EACH_LOOP += [(loop, kind) for kind in WITHOUT_A_BOUND for loop in UNBOUNDED]
 IN_FULL = ("Checkpointed", "slots", "Bounded", "Residuals")
 
@@ -297,7 +299,7 @@ def cases() -> Any:
     """
     for i, composition in enumerate(EVERY):
         for k, kind in enumerate(KINDS):
-            loops = list(ALL_LOOPS if kind in WITHOUT_A_BOUND else LOOPS)
+            loops = list(ALL_LOOPS if kind in WITHOUT_A_BOUND else BOUNDED)
             loops = loops[:-1] if composition in BATCHES and kind in WITHOUT_A_BOUND else loops
             loop, of_four = loops[(i + 3 * k) % len(loops)], k < len(IN_FULL)
             if (i + k) % (2 if of_four else 4) == 0:

@@ -31,6 +31,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "scan": Form(has_rows=True),
+    "rollout": Form(has_rows=True),
     "reverse": Form(has_rows=True, reverse=True),
     "stop": Form(has_rows=True, stop=True),
     "reverse_stop": Form(has_rows=True, reverse=True, stop=True),

@@ -135,6 +135,18 @@ def scan_program(kind: Any, reverse: bool = False, stop: bool = False, step: Ste
     return program
 
 
+def rollout_program(kind: Any, step: Step = PLAIN, **options: Any) -> Program:
+    """A rollout over n of the rows, which is a scan with a state and outputs."""
+
+    def program(w: Array, h: Array, xs: Array, n: Any) -> Array:
+        f = lambda c, x: (new := step.take(w, c, x), step.row(x, new))
+        own = kind_of(kind, lambda c, x, *row: step.back(w, c, x, *row), lambda before, after, x: step.lost(before))
+        done = lx.rollout(f, step.start(h), n, inputs=xs, kind=own, **options)
+        return mixed((done.state[:-1], done.outputs))
+
+    return program
+
+
 def while_program(kind: Any, step: Step = PLAIN, max_steps: int | None = BOUND, **options: Any) -> Program:
     """A while loop of n steps."""
 
