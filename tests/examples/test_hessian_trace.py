@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from jax.test_util import check_grads
 
-from tests.support.example_files import load_example, precision_of_a_user
+from tests.support.example_files import assert_nearly, load_example, precision_of_a_user
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
@@ -43,11 +43,6 @@ def dense(product, model):
     return jax.jit(jax.vmap(lambda v: ravel_pytree(product(unravel(v)))[0], out_axes=1))(jnp.eye(flat.size))
 
 
-def assert_close(ours, theirs, tolerance=TOLERANCE):
-    """The largest difference is small beside the largest entry."""
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * float(jnp.abs(theirs).max()))
-
-
 def test_data(example):
     train, test = example.load()
     assert train.images.shape == (898, 64)
@@ -60,8 +55,8 @@ def test_products_and_exact_trace_are_those_of_the_dense_hessian(example, model,
     flat, unravel = ravel_pytree(model)
     hessian = jax.jit(jax.hessian(lambda flat: example.loss(unravel(flat), digits)))(flat)
     product = example.hessian(model, digits)
-    assert_close(dense(product, model), hessian)
-    assert_close(example.exact_trace(product, model), jnp.trace(hessian))
+    assert_nearly(dense(product, model), hessian, TOLERANCE)
+    assert_nearly(example.exact_trace(product, model), jnp.trace(hessian), TOLERANCE)
 
 
 def test_gauss_newton(example, model, digits):
@@ -72,20 +67,9 @@ def test_gauss_newton(example, model, digits):
     curvatures = chances[:, :, None] * jnp.eye(10) - chances[:, :, None] * chances[:, None]
     expected = jnp.einsum("nip,nij,njq->pq", jacobian, curvatures, jacobian) / len(digits.labels)
     matrix = dense(example.gauss_newton(model, digits), model)
-    assert_close(matrix, expected)
+    assert_nearly(matrix, expected, TOLERANCE)
     values = jnp.linalg.eigvalsh(matrix)
     assert values[0] > -1e-5 * values[-1]
-
-
-@pytest.mark.parametrize("name", ["Hessian", "Gauss-Newton"])
-def test_gradient_of_the_penalty(example, monkeypatch, model, digits, name):
-    """With many probes it is that of the exact trace."""
-    curvature = example.PENALTIES[name]
-    monkeypatch.setattr(example, "PROBES", 4000)
-    penalty = lambda model: example.penalized_loss(model, digits, jax.random.key(2), 1.0, curvature)
-    exact = lambda model: example.loss(model, digits) + example.exact_trace(curvature(model, digits), model)
-    ours, theirs = (ravel_pytree(jax.jit(jax.grad(f))(model))[0] for f in (penalty, exact))
-    assert jnp.linalg.norm(ours - theirs) < 0.1 * jnp.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("name", ["Hessian", "Gauss-Newton"])
@@ -105,7 +89,7 @@ def test_models_are_those_after_each_epoch(example, monkeypatch, digits):
     monkeypatch.setattr(example, "EPOCHS", example.EPOCH * example.EPOCHS)
     monkeypatch.setattr(example, "EPOCH", 1)
     steps = example.train(digits, jax.random.key(4), example.plain_loss)
-    jax.tree.map(lambda a, b: assert_close(a, b[::5]), models, steps)
+    assert_nearly(models, jax.tree.map(lambda b: b[::5], steps), TOLERANCE)
     assert example.loss(example.after(6, models), digits) < example.loss(example.after(0, models), digits)
 
 
@@ -139,13 +123,6 @@ def test_one_compilation_for_all_epochs(example, monkeypatch, digits):
     assert len(traces) == 1
 
 
-def test_stated_errors_are_about_the_actual_ones(results):
-    for name, found in results[1].items():
-        ratio = np.array(found.actual) / np.array(found.stated)
-        assert ((ratio > 0.3) & (ratio < 3)).all(), name
-        assert found.actual[1] < found.actual[0], name
-
-
 def test_a_penalty_makes_the_trace_smaller(example, results):
     example.check([], results[2])
     for found in results[2].values():
@@ -158,14 +135,6 @@ def test_the_penalty_on_the_hessian_has_no_lower_bound(example, model, digits):
     traces = [example.exact_trace(curvature(worst, digits), worst) for curvature in example.PENALTIES.values()]
     assert traces[0] < -1
     assert traces[1] >= 0
-
-
-def test_the_figure_and_the_tables(example, results, capsys, tmp_path):
-    example.print_results(*results)
-    printed = capsys.readouterr().out
-    assert "XNysTrace" in printed
-    assert "Gauss-Newton" in printed
-    example.draw(*results).savefig(tmp_path / "figure.png")
 
 
 def test_a_wrong_estimate_is_an_error(example, results):

@@ -99,14 +99,6 @@ def test_training(example, few):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_the_mirror_image_of_a_swing(example, few):
-    """Everything changes its sign."""
-    integrator = example.make(True)
-    past, torques = few.states[3, : example.ORDER], few.torques[3]
-    states = integrator(past, torques, 12)
-    np.testing.assert_allclose(integrator(-past, -torques, 12), -states, atol=1e-5)
-
-
 def test_data(example):
     train, test = example.load()
     assert train.states.shape[1:] == test.states.shape[1:] == (example.ORDER + 24, 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.example_files import load_example
+from tests.support.example_files import assert_nearly, load_example
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
 
@@ -58,20 +58,14 @@ def python_episode(example):
     return run
 
 
-def assert_close(ours, theirs):
-    """The largest difference in each array is small beside the array's largest entry."""
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * float(jnp.abs(b).max()))
-
-
 def test_lanes_are_episodes_one_by_one(example, lanes, python_episode, policy, keys):
     episodes = lanes(policy, keys)
     assert episodes.num_steps.min() < episodes.num_steps.max() == example.LONGEST
     for i, key in enumerate(keys):
         states, outputs = python_episode(policy, key)
         assert episodes.num_steps[i] == len(outputs)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], episodes.state), states[-1])
-        assert_close(episodes.outputs[i, : len(outputs)], jnp.stack(outputs))
+        assert_nearly(jax.tree.map(lambda x, i=i: x[i], episodes.state), states[-1], TOLERANCE)
+        assert_nearly(episodes.outputs[i, : len(outputs)], jnp.stack(outputs), TOLERANCE)
         assert (episodes.outputs[i, len(outputs) :] == 0).all()
 
 
@@ -88,7 +82,7 @@ def test_gradient_is_that_of_a_python_loop(example, monkeypatch, python_episode,
         terms = [weight[i] * output for key, weight in pairs for i, output in enumerate(python_episode(policy, key)[1])]
         return -sum(terms) / len(keys)
 
-    assert_close(gradient, eqx.filter_grad(python_loss)(policy))
+    assert_nearly(gradient, eqx.filter_grad(python_loss)(policy), TOLERANCE)
 
 
 def test_masks_of_the_gradient_are_those_of_the_acts(example):
@@ -110,20 +104,6 @@ def test_masks_of_the_gradient_are_those_of_the_acts(example):
         np.testing.assert_allclose(value, (slopes * weights).sum(), rtol=1e-6)
 
 
-def test_no_lane_contributes_after_its_end(example, lanes, policy, keys):
-    """Neither to the value, nor to the gradient."""
-    episodes = lanes(policy, keys)
-    weights = example.advantages(episodes.num_steps)
-    is_after = np.arange(example.LONGEST) >= np.asarray(episodes.num_steps)[:, None]
-    assert is_after.any()
-    assert (episodes.outputs[is_after] == 0).all()
-    assert (weights[is_after] == 0).all()
-    of_bias = lambda bias: lanes(eqx.tree_at(lambda p: p.outward.bias, policy, bias), keys).outputs
-    slopes = jax.jacobian(of_bias)(policy.outward.bias)
-    assert (slopes[is_after] == 0).all()
-    assert (jnp.abs(slopes[~is_after]) > 0).all()
-
-
 def test_advantages(example):
     """What is ahead, less what is ahead of those that have come as far."""
     weights = example.advantages(jnp.array([3, 1])) * example.LONGEST
@@ -137,7 +117,7 @@ def test_a_pole_that_leans_falls_and_a_push_catches_it(example):
     assert example.pushed(leaning, zero + example.FORCE).turning < 0
     assert example.pushed(leaning, zero + example.FORCE).velocity > 0
     upright = jax.tree.map(jnp.zeros_like, leaning)
-    assert_close(example.pushed(upright, zero), upright)
+    assert_nearly(example.pushed(upright, zero), upright, TOLERANCE)
     for state, over in [
         (upright, False),
         (upright._replace(angle=0.22), True),
@@ -152,10 +132,3 @@ def test_episodes_get_longer(example, monkeypatch):
     _, lengths = example.train(25, jax.random.key(0))
     assert lengths.shape == (25, example.EPISODES)
     assert lengths[-5:].mean() > 1.5 * lengths[:5].mean()
-
-
-def test_the_figure_and_the_table(example, capsys, tmp_path):
-    lengths = np.random.RandomState(0).randint(1, 25, (8, 64))
-    example.print_table(lengths)
-    assert "compact" in capsys.readouterr().out
-    example.draw(lengths).savefig(tmp_path / "figure.png")
