@@ -8,22 +8,14 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp
 
-from tests.fuzz.loops import Values
+from tests.fuzz.loops import Operation, Values
 
 SPREAD = (3.0, 4.5, 6.0)  # a diagonal that no product of weights makes singular, and whose eigenvalues stay apart
-
-
-def solve(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": 2.0 * jnp.linalg.solve(jnp.diag(jnp.array(SPREAD)) + 0.3 * jnp.tanh(w), c["v"])}
 
 
 def cholesky(c: Values, x: Any, w: Any, loops: Any) -> Values:
     lower = jnp.linalg.cholesky(jnp.diag(jnp.array(SPREAD)) + 0.1 * jnp.outer(c["v"], c["v"]))
     return c | {"v": solve_triangular(lower, jnp.sin(c["v"]) + x, lower=True)}
-
-
-def eigenvalues(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": 0.2 * jnp.linalg.eigvalsh(jnp.diag(jnp.array(SPREAD)) + 0.1 * jnp.sin(w + w.T) * c["s"]) - 0.7}
 
 
 def linear_solve(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -42,34 +34,14 @@ def root(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": y + 0.5 * x}
 
 
-def convolution(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.convolve(c["v"], jnp.array([0.3, -0.5, 0.2]), mode="same") + 0.2 * x}
-
-
 def spectrum(c: Values, x: Any, w: Any, loops: Any) -> Values:
     turned = jnp.fft.fft(c["v"]) * jnp.array([0.5, 0.4j, -0.4j])
     return c | {"v": jnp.real(jnp.fft.ifft(turned)), "s": 0.3 * jnp.imag(turned)[1]}
 
 
-def soft_choice(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jax.nn.softmax(c["v"]) @ jnp.tanh(w), "s": 0.5 * logsumexp(c["v"]) - 0.5}
-
-
-def outer_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.tanh(jnp.einsum("i,j,ij->j", c["v"], jnp.cos(c["v"]), w))}
-
-
 def length(c: Values, x: Any, w: Any, loops: Any) -> Values:
     size = jnp.sqrt((c["v"] ** 2).sum() + 0.1)
     return c | {"v": c["v"] / size, "s": size - 0.9}
-
-
-def cumulative_product(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.cumprod(0.6 * jnp.cos(c["v"]) + 0.3)}
-
-
-def running_sums(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.tanh(lax.associative_scan(jnp.add, c["v"], reverse=True))}
 
 
 def sort_by(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -97,10 +69,6 @@ def take_along(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"v": jnp.sin(jnp.take_along_axis(w, places, axis=1)[:, 0] * c["v"])}
 
 
-def slice_of_weights(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": 0.5 * c["v"] + 0.4 * lax.dynamic_index_in_dim(w, c["n"] % 3, keepdims=False)}
-
-
 def update_slice(c: Values, x: Any, w: Any, loops: Any) -> Values:
     new = jnp.stack([c["s"], 0.5 * x])
     return c | {"v": lax.dynamic_update_slice(c["v"], new, (c["n"] % 2,)), "n": c["n"] + 1}
@@ -114,10 +82,6 @@ def sums_by_place(c: Values, x: Any, w: Any, loops: Any) -> Values:
 def place_among(c: Values, x: Any, w: Any, loops: Any) -> Values:
     place = jnp.searchsorted(jnp.array([-0.5, 0.0, 0.5]), c["s"]).astype(jnp.int32)
     return c | {"n": (c["n"] ^ place) + lax.population_count(c["n"]), "v": 0.9 * jnp.roll(c["v"], place)}
-
-
-def rows_of_map(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": lax.map(lambda row: jnp.sin(row @ c["v"]), w)}
 
 
 def inner_rows(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -178,10 +142,6 @@ def _(size: int, is_batched: list[bool], x: Any) -> Any:
     return jnp.sin(x + x), True
 
 
-def rule_for_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": 0.6 * c["v"] + 0.3 * turned(lax.stop_gradient(c["v"]))}
-
-
 @jax.custom_batching.custom_vmap
 def centred(x: Any) -> Any:
     return x * 0.5
@@ -202,3 +162,28 @@ def inner_rule_that_mixes_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values
     """Of lanes that take different numbers of steps in the inner loop, too."""
     own = lambda s: lax.stop_gradient(jnp.tanh(s)) + c["lane"].astype(float)
     return c | {"s": loops.inner(c["n"] % 3, lambda s: 0.6 * s + 0.1 * centred(own(s)), c["s"]), "n": c["n"] + 1}
+
+
+# Those of one expression.
+SHORT: dict[str, Operation] = {
+    "solve": lambda c, x, w, loops: (
+        c | {"v": 2.0 * jnp.linalg.solve(jnp.diag(jnp.array(SPREAD)) + 0.3 * jnp.tanh(w), c["v"])}
+    ),
+    "eigenvalues": lambda c, x, w, loops: (
+        c | {"v": 0.2 * jnp.linalg.eigvalsh(jnp.diag(jnp.array(SPREAD)) + 0.1 * jnp.sin(w + w.T) * c["s"]) - 0.7}
+    ),
+    "convolution": lambda c, x, w, loops: (
+        c | {"v": jnp.convolve(c["v"], jnp.array([0.3, -0.5, 0.2]), mode="same") + 0.2 * x}
+    ),
+    "soft_choice": lambda c, x, w, loops: (
+        c | {"v": jax.nn.softmax(c["v"]) @ jnp.tanh(w), "s": 0.5 * logsumexp(c["v"]) - 0.5}
+    ),
+    "outer_product": lambda c, x, w, loops: c | {"v": jnp.tanh(jnp.einsum("i,j,ij->j", c["v"], jnp.cos(c["v"]), w))},
+    "cumulative_product": lambda c, x, w, loops: c | {"v": jnp.cumprod(0.6 * jnp.cos(c["v"]) + 0.3)},
+    "running_sums": lambda c, x, w, loops: c | {"v": jnp.tanh(lax.associative_scan(jnp.add, c["v"], reverse=True))},
+    "slice_of_weights": lambda c, x, w, loops: (
+        c | {"v": 0.5 * c["v"] + 0.4 * lax.dynamic_index_in_dim(w, c["n"] % 3, keepdims=False)}
+    ),
+    "rows_of_map": lambda c, x, w, loops: c | {"v": lax.map(lambda row: jnp.sin(row @ c["v"]), w)},
+    "rule_for_lanes": lambda c, x, w, loops: c | {"v": 0.6 * c["v"] + 0.3 * turned(lax.stop_gradient(c["v"]))},
+}

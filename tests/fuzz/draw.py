@@ -90,7 +90,7 @@ def _body(random: Random, features: str) -> tuple[str, ...]:
     groups = [
         random.choice(special) if special and random.random() < 0.2 else ALWAYS for _ in range(size - len(special))
     ]
-    body = [random.choice(group).__name__ for group in (*special, *groups)]
+    body = [random.choice(group) for group in (*special, *groups)]
     random.shuffle(body)
     return tuple(body)
 

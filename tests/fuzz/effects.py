@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.fuzz.loops import Values
+from tests.fuzz.loops import Operation, Values
 
 Who = tuple[Any, ...]  # of whom an effect is, and whether it happens: `Loops.who`
 
@@ -138,10 +138,6 @@ def tell(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": jnp.sin(c["s"] + x)}
 
 
-def ask(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": 0.5 * c["s"] + 0.4 * loops.ask("ask", c["s"] + x, loops.who(c))}
-
-
 def ask_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     asked = lambda s: loops.ask("ask_in_branch", s, loops.who(c))
     return c | {"s": 0.9 * loops.cond(c["v"][0] > 0.0, asked, lambda s: s - 0.1, c["s"])}
@@ -170,11 +166,6 @@ def say_in_order_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": loops.cond(x > 0.0, loud, lambda s: s - 0.1, c["s"])}
 
 
-def row_from_host(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """A row of xs that is in host memory."""
-    return c | {"v": 0.7 * c["v"] + 0.2 * loops.to_device(c["x on host"])}
-
-
 def branch_on_host(c: Values, x: Any, w: Any, loops: Any) -> Values:
     """An operand of a branch that is in host memory."""
     stored = loops.to_host(lax.stop_gradient(c["v"]))
@@ -185,3 +176,11 @@ def branch_on_host(c: Values, x: Any, w: Any, loops: Any) -> Values:
 def there_and_back(c: Values, x: Any, w: Any, loops: Any) -> Values:
     stored = loops.to_host(lax.stop_gradient(c["v"]))
     return c | {"v": 0.5 * c["v"] + 0.4 * loops.to_device(stored)}
+
+
+# Those of one expression.
+SHORT: dict[str, Operation] = {
+    "ask": lambda c, x, w, loops: c | {"s": 0.5 * c["s"] + 0.4 * loops.ask("ask", c["s"] + x, loops.who(c))},
+    # A row of xs that is in host memory.
+    "row_from_host": lambda c, x, w, loops: c | {"v": 0.7 * c["v"] + 0.2 * loops.to_device(c["x on host"])},
+}

@@ -7,28 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tests.fuzz.loops import Values
+from tests.fuzz.loops import Operation, Values
 from tests.fuzz.program import KEPT_NAME, OFFLOADED_NAME
-
-
-def chosen_by_a_constant(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.where(True, jnp.sin(w @ c["v"]), 0.0), "s": jnp.where(False, 0.0, jnp.tanh(c["s"] + x))}
-
-
-def chosen_by_constants(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": lax.select(jnp.array([True, False, True]), jnp.sin(c["v"]), jnp.full(3, 0.3))}
-
-
-def one_of_constants(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": lax.select_n(c["n"] % 3, jnp.zeros(()), jnp.sin(c["s"]), jnp.full((), -0.4)), "n": c["n"] + 1}
-
-
-def constant(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": jnp.asarray(0.25), "v": c["v"] * jnp.cos(c["s"])}
-
-
-def clipped(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.clip(c["v"] + 0.3 * x, -0.6, 0.5), "s": jnp.maximum(c["s"], -0.3)}
 
 
 def guarded_domain(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -51,11 +31,6 @@ def chosen_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
 def chosen_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     by_constants = lambda v: lax.select_n(jnp.array([1, 0, 1], jnp.int32), jnp.cos(v), jnp.sin(w @ v))
     return c | {"v": loops.cond(x > 0, by_constants, lambda v: jnp.where(True, 0.5 * v, 0.0), c["v"])}
-
-
-def chosen_result(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """Whatever the operation before gives."""
-    return c | {"v": jnp.where(True, c["v"], 0.0), "s": lax.select(True, c["s"], jnp.zeros_like(c["s"]))}
 
 
 def scan_with_constants(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -114,10 +89,6 @@ def turn_if(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"t": flag, "v": jnp.where(c["t"], v, 0.8 * c["v"])}
 
 
-def set_flag(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"t": jnp.where(c["t"], c["v"].sum() > 0.0, True)}
-
-
 def branch_on_flag(c: Values, x: Any, w: Any, loops: Any) -> Values:
     v, t = loops.cond(c["t"], lambda v: (jnp.sin(w @ v), False), lambda v: (0.9 * v, True), c["v"])
     return c | {"v": v, "t": t}
@@ -149,3 +120,24 @@ def checkpoint_of_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
 def checkpoint_of_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     function = lambda v, s: loops.cond(s > 0.1, lambda v: jnp.sin(w @ v), lambda v: v, v)
     return c | {"v": 0.9 * jax.checkpoint(function)(c["v"], c["s"])}
+
+
+# Those of one expression.
+SHORT: dict[str, Operation] = {
+    "chosen_by_a_constant": lambda c, x, w, loops: (
+        c | {"v": jnp.where(True, jnp.sin(w @ c["v"]), 0.0), "s": jnp.where(False, 0.0, jnp.tanh(c["s"] + x))}
+    ),
+    "chosen_by_constants": lambda c, x, w, loops: (
+        c | {"v": lax.select(jnp.array([True, False, True]), jnp.sin(c["v"]), jnp.full(3, 0.3))}
+    ),
+    "one_of_constants": lambda c, x, w, loops: (
+        c | {"s": lax.select_n(c["n"] % 3, jnp.zeros(()), jnp.sin(c["s"]), jnp.full((), -0.4)), "n": c["n"] + 1}
+    ),
+    "constant": lambda c, x, w, loops: c | {"s": jnp.asarray(0.25), "v": c["v"] * jnp.cos(c["s"])},
+    "clipped": lambda c, x, w, loops: c | {"v": jnp.clip(c["v"] + 0.3 * x, -0.6, 0.5), "s": jnp.maximum(c["s"], -0.3)},
+    # Whatever the operation before gives.
+    "chosen_result": lambda c, x, w, loops: (
+        c | {"v": jnp.where(True, c["v"], 0.0), "s": lax.select(True, c["s"], jnp.zeros_like(c["s"]))}
+    ),
+    "set_flag": lambda c, x, w, loops: c | {"t": jnp.where(c["t"], c["v"].sum() > 0.0, True)},
+}

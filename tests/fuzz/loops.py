@@ -21,6 +21,7 @@ MOST_INNER_STEPS = 8
 MOST_ROWS = 37  # of a buffer: nine operations of a body append in four steps
 
 Values = dict[str, Any]
+Operation = Callable[[Values, Any, Any, Any], Values]  # (carry, row, weights, loops) -> carry
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 

@@ -5,10 +5,10 @@ float64[2] in 32-bit mode, `k` a PRNG key, `g` one of another implementation, `m
 history, `a` float64[120], `t` a bool and `r` a mutable array that is closed over; also `lane`, an int32[] that differs
 from lane to lane, and of the row, with some features, `x64`, `x on host` and `key`. `x` is the row, a float64[]; `w` a
 float64[3, 3] that is closed over. Inner loops, branches, buffers, histories and mutable arrays are those of `loops`
-(`loops.py`): loopax's and JAX's, or unrolled ones and plain arrays.
+(`loops.py`): loopax's and JAX's, or unrolled ones and plain arrays. An operation is a function of `(c, x, w, loops)`,
+or a row of the table at the end of its file.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.fuzz.loops import Values
-
-Operation = Callable[[Values, Any, Any, Any], Values]
+from tests.fuzz.loops import Operation, Values
 
 
 class Layer(eqx.Module):
@@ -30,60 +28,6 @@ class Layer(eqx.Module):
     def __call__(self, v: Any) -> Any:
         """Bounded by one."""
         return jnp.tanh(self.weight @ v * self.rate)
-
-
-def product(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.tanh(w @ c["v"] + x)}
-
-
-def elementwise(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.sin(c["v"] * c["s"]) + 0.5 * c["v"], "s": jnp.cos(c["s"] + x)}
-
-
-def total(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": jnp.tanh(c["v"].sum() + 0.3 * c["s"])}
-
-
-def count(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"n": c["n"] + 1, "s": c["s"] * 0.9 + jnp.sin(c["n"].astype(float)) * 0.1}
-
-
-def swap(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": c["v"] * 0.5 + c["s"], "s": c["v"][1]}
-
-
-def overwrite(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.stack([x, c["s"], x * c["s"]])}
-
-
-def sort(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.sort(c["v"] * jnp.array([1.0, -0.7, 0.4]))}
-
-
-def largest(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """Not `max`: its derivative compares with the largest, which XLA may compute again, and round otherwise."""
-    return c | {"s": 0.5 * jnp.sort(c["v"])[-1] + 0.2 * jnp.abs(c["s"])}
-
-
-def gather(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": c["v"][(jnp.arange(3, dtype=jnp.int32) + c["n"]) % 3] * 0.9, "n": c["n"] + 2}
-
-
-def scatter(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": c["v"].at[c["n"] % 3].multiply(jnp.cos(c["s"]))}
-
-
-def cumulative(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.tanh(jnp.cumsum(c["v"])) - 0.1 * x}
-
-
-def where(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jnp.where(c["v"] > c["s"], c["v"], -0.5 * c["v"])}
-
-
-def square_root(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """Outside of its domain below -2, where no value is."""
-    return c | {"v": 0.4 * jnp.sqrt(2.0 + jnp.tanh(c["v"])), "s": jnp.log(2.0 + jnp.sin(c["s"]))}
 
 
 def cond(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -101,26 +45,6 @@ def lax_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": s, "v": v}
 
 
-def lax_fori(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": lax.fori_loop(0, 2, lambda i, v: jnp.sin(w @ v) + i * x, c["v"])}
-
-
-def inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": loops.inner(2, lambda v: jnp.sin(w @ v) + c["s"] * 0.2, c["v"])}
-
-
-def inner_loop_of_any_length(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": loops.inner(c["n"] % 3, lambda v: jnp.tanh(w @ v + x), c["v"]), "n": c["n"] + 1}
-
-
-def inner_while(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": loops.inner_while(lambda s: jnp.abs(s) > 0.3, lambda s: s * 0.6 * jnp.cos(x), c["s"])}
-
-
-def checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jax.checkpoint(lambda v, s: jnp.sin(w @ jnp.sin(v * s)))(c["v"], c["s"])}
-
-
 def loop_in_checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
     function = lambda v: loops.inner(2, lambda v: jnp.tanh(w @ v), v)
     return c | {"v": jax.checkpoint(function)(c["v"])}
@@ -136,10 +60,6 @@ def _(primals: Any, tangents: Any) -> Any:
     return steep(*primals), 0.7 * jnp.cos(primals[0]) * tangents[0]
 
 
-def custom_jvp(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": steep(c["v"] + x)}
-
-
 @jax.custom_vjp
 def skewed(x: Any, y: Any) -> Any:
     return jnp.sin(x) * y
@@ -151,10 +71,6 @@ skewed.defvjp(
 )
 
 
-def custom_vjp(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": skewed(c["v"], c["s"])}
-
-
 @jax.custom_vjp
 def squashed(x: Any) -> Any:
     return x
@@ -163,30 +79,12 @@ def squashed(x: Any) -> Any:
 squashed.defvjp(lambda x: (x, x), lambda x, ct: (jnp.tanh(ct) * jnp.cos(x),))
 
 
-def squash(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """Its backward function is not linear in the cotangent, as where people clip gradients."""
-    return c | {"v": squashed(jnp.sin(c["v"] + x))}
-
-
-def stop_gradient(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": c["v"] * 0.5 + lax.stop_gradient(jnp.sin(c["v"]))}
-
-
-def jit(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": jax.jit(lambda v, s: jnp.sin(v) * s)(c["v"], c["s"])}
-
-
 def batch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     """Inner loops in a batch, each with a length of its own."""
     ends = jax.vmap(lambda n, e: loops.inner(n, lambda e: jnp.sin(e) + 0.3 * x, e))(
         jnp.arange(3, dtype=jnp.int32), c["v"]
     )
     return c | {"v": ends}
-
-
-def slope(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """A derivative of an inner loop."""
-    return c | {"v": 0.5 * jax.grad(lambda v: loops.inner(2, lambda v: jnp.sin(w @ v), v).sum())(c["v"])}
 
 
 def branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -241,23 +139,6 @@ def doubles(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"d": d, "s": 0.5 * c["s"] + 0.2 * d.astype(jnp.float32)[0]}
 
 
-def doubles_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"d": loops.cond(x > 0, lambda d: jnp.sin(d + d), lambda d: d * c["x64"], c["d"])}
-
-
-def doubles_in_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"d": loops.inner(c["n"] % 3, lambda d: jnp.cos(d + c["x64"]), c["d"]), "n": c["n"] + 1}
-
-
-def random(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return _drawn(c, "k")
-
-
-def random_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """What a lane draws depends on its batch."""
-    return _drawn(c, "g")
-
-
 def _drawn(c: Values, name: str) -> Values:
     key, following = jax.random.split(c[name])
     return c | {name: following, "v": 0.8 * c["v"] + 0.2 * jax.random.normal(key, (3,), float)}
@@ -274,14 +155,6 @@ def random_in_inner_loop_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Valu
     return c | {"g": jax.random.wrap_key_data(data, impl=jax.random.key_impl(c["g"])), "v": v, "n": c["n"] + 1}
 
 
-def random_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return _drawn_in_branch(c, "k", loops)
-
-
-def random_branch_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return _drawn_in_branch(c, "g", loops)
-
-
 def _drawn_in_branch(c: Values, name: str, loops: Any) -> Values:
     """A lane that does not take it keeps its key."""
 
@@ -291,14 +164,6 @@ def _drawn_in_branch(c: Values, name: str, loops: Any) -> Values:
 
     key, v = loops.cond(c["s"] > 0.1, draw, lambda key, v: (key, 0.7 * v), c[name], c["v"])
     return c | {name: key, "v": v}
-
-
-def random_of_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": 0.8 * c["v"] + 0.2 * jax.random.normal(c["key"], (3,), float)}
-
-
-def module(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"v": c["m"](c["v"])}
 
 
 def trained_module(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -312,44 +177,75 @@ def module_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"m": m, "v": v}
 
 
-def append(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"b": loops.append(c["b"], c["s"] * x, c["v"][0] > -0.3)}
-
-
-def newest_of_buffer(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": 0.6 * c["s"] + 0.3 * loops.newest(c["b"])}
-
-
-def push(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"h": loops.push(c["h"], jnp.sin(c["s"] + c["h"][0]))}
-
-
 def push_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     pushed = lambda h, s: loops.push(h, jnp.sin(s + h[0]))
     return c | {"h": loops.cond(x > 0, pushed, lambda h, s: h, c["h"], c["s"])}
 
 
-def window(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": jnp.tanh(loops.rows(c["h"]).sum() * x), "v": c["v"] * c["h"][c["n"] % 3]}
-
-
-def write(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"r": loops.write(c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
-
-
-def write_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"r": loops.write_if(x > 0, c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
-
-
-def read(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    return c | {"s": 0.5 * c["s"] + 0.4 * c["r"][...].sum() * x}
-
-
-def compact(operation: Operation) -> Operation:
-    """The operation with branches of compact lanes."""
-
-    def compacted(c: Values, x: Any, w: Any, loops: Any) -> Values:
-        return operation(c, x, w, loops.with_compact_branches())
-
-    compacted.__name__ = f"compact_{operation.__name__}"
-    return compacted
+# Those of one expression.
+SHORT: dict[str, Operation] = {
+    "product": lambda c, x, w, loops: c | {"v": jnp.tanh(w @ c["v"] + x)},
+    "elementwise": lambda c, x, w, loops: c | {"v": jnp.sin(c["v"] * c["s"]) + 0.5 * c["v"], "s": jnp.cos(c["s"] + x)},
+    "total": lambda c, x, w, loops: c | {"s": jnp.tanh(c["v"].sum() + 0.3 * c["s"])},
+    "count": lambda c, x, w, loops: c | {"n": c["n"] + 1, "s": c["s"] * 0.9 + jnp.sin(c["n"].astype(float)) * 0.1},
+    "swap": lambda c, x, w, loops: c | {"v": c["v"] * 0.5 + c["s"], "s": c["v"][1]},
+    "overwrite": lambda c, x, w, loops: c | {"v": jnp.stack([x, c["s"], x * c["s"]])},
+    "sort": lambda c, x, w, loops: c | {"v": jnp.sort(c["v"] * jnp.array([1.0, -0.7, 0.4]))},
+    # Not `max`: its derivative compares with the largest, which XLA may compute again, and round otherwise.
+    "largest": lambda c, x, w, loops: c | {"s": 0.5 * jnp.sort(c["v"])[-1] + 0.2 * jnp.abs(c["s"])},
+    "gather": lambda c, x, w, loops: (
+        c | {"v": c["v"][(jnp.arange(3, dtype=jnp.int32) + c["n"]) % 3] * 0.9, "n": c["n"] + 2}
+    ),
+    "scatter": lambda c, x, w, loops: c | {"v": c["v"].at[c["n"] % 3].multiply(jnp.cos(c["s"]))},
+    "cumulative": lambda c, x, w, loops: c | {"v": jnp.tanh(jnp.cumsum(c["v"])) - 0.1 * x},
+    "where": lambda c, x, w, loops: c | {"v": jnp.where(c["v"] > c["s"], c["v"], -0.5 * c["v"])},
+    # Outside of its domain below -2, where no value is.
+    "square_root": lambda c, x, w, loops: (
+        c | {"v": 0.4 * jnp.sqrt(2.0 + jnp.tanh(c["v"])), "s": jnp.log(2.0 + jnp.sin(c["s"]))}
+    ),
+    "lax_fori": lambda c, x, w, loops: c | {"v": lax.fori_loop(0, 2, lambda i, v: jnp.sin(w @ v) + i * x, c["v"])},
+    "inner_loop": lambda c, x, w, loops: c | {"v": loops.inner(2, lambda v: jnp.sin(w @ v) + c["s"] * 0.2, c["v"])},
+    "inner_loop_of_any_length": lambda c, x, w, loops: (
+        c | {"v": loops.inner(c["n"] % 3, lambda v: jnp.tanh(w @ v + x), c["v"]), "n": c["n"] + 1}
+    ),
+    "inner_while": lambda c, x, w, loops: (
+        c | {"s": loops.inner_while(lambda s: jnp.abs(s) > 0.3, lambda s: s * 0.6 * jnp.cos(x), c["s"])}
+    ),
+    "checkpoint": lambda c, x, w, loops: (
+        c | {"v": jax.checkpoint(lambda v, s: jnp.sin(w @ jnp.sin(v * s)))(c["v"], c["s"])}
+    ),
+    "custom_jvp": lambda c, x, w, loops: c | {"v": steep(c["v"] + x)},
+    "custom_vjp": lambda c, x, w, loops: c | {"v": skewed(c["v"], c["s"])},
+    # Its backward function is not linear in the cotangent, as where people clip gradients.
+    "squash": lambda c, x, w, loops: c | {"v": squashed(jnp.sin(c["v"] + x))},
+    "stop_gradient": lambda c, x, w, loops: c | {"v": c["v"] * 0.5 + lax.stop_gradient(jnp.sin(c["v"]))},
+    "jit": lambda c, x, w, loops: c | {"v": jax.jit(lambda v, s: jnp.sin(v) * s)(c["v"], c["s"])},
+    # A derivative of an inner loop.
+    "slope": lambda c, x, w, loops: (
+        c | {"v": 0.5 * jax.grad(lambda v: loops.inner(2, lambda v: jnp.sin(w @ v), v).sum())(c["v"])}
+    ),
+    "doubles_in_branch": lambda c, x, w, loops: (
+        c | {"d": loops.cond(x > 0, lambda d: jnp.sin(d + d), lambda d: d * c["x64"], c["d"])}
+    ),
+    "doubles_in_inner_loop": lambda c, x, w, loops: (
+        c | {"d": loops.inner(c["n"] % 3, lambda d: jnp.cos(d + c["x64"]), c["d"]), "n": c["n"] + 1}
+    ),
+    "random": lambda c, x, w, loops: _drawn(c, "k"),
+    # What a lane draws depends on its batch.
+    "random_of_lanes": lambda c, x, w, loops: _drawn(c, "g"),
+    "random_branch": lambda c, x, w, loops: _drawn_in_branch(c, "k", loops),
+    "random_branch_of_lanes": lambda c, x, w, loops: _drawn_in_branch(c, "g", loops),
+    "random_of_loop": lambda c, x, w, loops: c | {"v": 0.8 * c["v"] + 0.2 * jax.random.normal(c["key"], (3,), float)},
+    "module": lambda c, x, w, loops: c | {"v": c["m"](c["v"])},
+    "append": lambda c, x, w, loops: c | {"b": loops.append(c["b"], c["s"] * x, c["v"][0] > -0.3)},
+    "newest_of_buffer": lambda c, x, w, loops: c | {"s": 0.6 * c["s"] + 0.3 * loops.newest(c["b"])},
+    "push": lambda c, x, w, loops: c | {"h": loops.push(c["h"], jnp.sin(c["s"] + c["h"][0]))},
+    "window": lambda c, x, w, loops: (
+        c | {"s": jnp.tanh(loops.rows(c["h"]).sum() * x), "v": c["v"] * c["h"][c["n"] % 3]}
+    ),
+    "write": lambda c, x, w, loops: c | {"r": loops.write(c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))},
+    "write_in_branch": lambda c, x, w, loops: (
+        c | {"r": loops.write_if(x > 0, c["r"], c["n"] % 2, lambda row: 0.8 * row + jnp.sin(c["s"]))}
+    ),
+    "read": lambda c, x, w, loops: c | {"s": 0.5 * c["s"] + 0.4 * c["r"][...].sum() * x},
+}
