@@ -142,7 +142,7 @@ def test_a_loop_that_counts_no_further_reports_no_more():
         reports = Reports.begin(Reporting(found_reporter(found)), -1)
         watch = Watch(reports, start, None)
         walk = RowLoop(reverse=False, predicated=True, limited=False, watch=watch)
-        steps = Steps(lambda _: lambda position, carry: ([carry[1] < 60, carry[1] + 1], []), [])
+        steps = Steps(lambda _, position, carry: ([carry[1] < 60, carry[1] + 1], []), [])
         state = LoopState([jnp.bool_(True), jnp.int32(0)], [], start, watch.first_due(walk))
         return walk.run(steps, state, jnp.int32(MOST_STEPS)).carry[1]
 

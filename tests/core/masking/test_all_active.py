@@ -21,7 +21,7 @@ ROWS = 12
 @cache
 def compiled(walk):
     def step_of(kind):
-        return lambda consts: lambda position, carry: ([carry[0] + 1], [jnp.float32(kind)])
+        return lambda consts, position, carry: ([carry[0] + 1], [jnp.float32(kind)])
 
     def run(start, end, first, behind):
         steps = Steps(step_of(-1), [], common=Common(step_of(1), first, behind))
