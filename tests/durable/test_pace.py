@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
 from loopax._src.durable import saves
-from loopax._src.durable.pace import Every, Interrupts, Pace, checkpoint_every
+from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every
 from loopax._src.durable.saves import SavedState
 
 
@@ -72,7 +72,7 @@ class Simulation:
             self.now = max(self.now, self.saves[-1][0])
 
     def go(self, chunk_steps: int | None = None, unroll: int = 1) -> None:
-        pace = Pace(self.every, chunk_steps, unroll)
+        pace = SavePace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
         keeper = saves.Keeper(fake, pace, None)

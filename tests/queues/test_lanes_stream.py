@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.queues.chunks import FIRST, SECONDS, Pace
+from loopax._src.queues.chunks import FIRST, SECONDS, ChunkPace
 from tests.queues.streams import ANSWERS, CHAOTIC, chaotic, collatz, expected, found, items
 
 
@@ -151,7 +151,7 @@ def test_items_are_fetched_with_the_settings_of_the_caller():
 
 
 def test_a_chunk_takes_as_many_steps_as_fit_into_its_time():
-    pace = Pace(None)
+    pace = ChunkPace(None)
     pace.measured(FIRST, SECONDS, at_most=False)
     assert pace.steps == FIRST
     pace.measured(FIRST, SECONDS / 1e6, at_most=False)
@@ -161,7 +161,7 @@ def test_a_chunk_takes_as_many_steps_as_fit_into_its_time():
     assert pace.steps == grown
     pace.measured(FIRST, 2 * SECONDS, at_most=False)
     assert pace.steps == FIRST // 2
-    given = Pace(7)
+    given = ChunkPace(7)
     given.measured(7, SECONDS / 1e6, at_most=False)
     assert given.steps == 7
 

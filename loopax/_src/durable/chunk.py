@@ -47,7 +47,7 @@ class TracedChunk:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CompiledChunk:
     """A compiled chunk."""
 
     run: Callable[..., tuple[list[jax.Array], list[jax.Array], Any, Any]]  # (arrays, start, most), uses up the arrays
@@ -93,7 +93,7 @@ def rows_of_a_chunk(traced: TracedChunk, unroll: int) -> int:
     return max(rows - rows % unroll, unroll)
 
 
-def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> Chunk:
+def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> CompiledChunk:
     """Compile; the carry keeps its sharding, so that one program takes every chunk."""
     opened, closed_over = open_constants(traced.closed)
     first = placed(traced.arrays, closed_over)
@@ -112,7 +112,7 @@ def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> Chunk
         carry, ys, (num_steps, goes_on) = split_list(out, [num_carry, num_ys])
         return carry, ys, num_steps, goes_on
 
-    return Chunk(run, traced, first, rows)
+    return CompiledChunk(run, traced, first, rows)
 
 
 def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.Array]:

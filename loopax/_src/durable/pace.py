@@ -131,7 +131,7 @@ def checkpoint_every(where: str, given: Any) -> Every:
 
 
 @dataclass
-class Pace:
+class SavePace:
     """Measures steps and saves, and decides from that.
 
     A kill loses what has been done since the state of the last complete save. So that this is never more than `every`,

@@ -12,12 +12,12 @@ import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable import chunk as chunks
-from loopax._src.durable.chunk import Chunk, RowPlan
+from loopax._src.durable.chunk import CompiledChunk, RowPlan
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs, Writer
-from loopax._src.durable.pace import Interrupts, Pace, shown, watching
+from loopax._src.durable.pace import Interrupts, SavePace, shown, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import trace as tracing
@@ -38,13 +38,13 @@ _FIRST_POLL_SECONDS = 1e-4
 class DurableRun:
     """Everything that a run needs, but for where it stands."""
 
-    chunk: Chunk
+    chunk: CompiledChunk
     start: Callable[[int], Sequence[Any]]  # what steps are handed from this one on
     total: int | None  # steps
     keeper: Keeper
     writer: Writer | None
     rows: RowPlan | None
-    pace: Pace
+    pace: SavePace
     stops: bool  # whether a condition may end the loop
 
 
@@ -177,7 +177,7 @@ def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
         return _results(job, chunk, state, outputs.rows() if outputs else None)
 
 
-def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | None) -> SavedState:
+def _go_on(job: Job, checked: Checked, chunk: chunks.CompiledChunk, outputs: Outputs | None) -> SavedState:
     """Run to the end from the newest save that is whole, or from the first state."""
     name, directory = job.options.name, checked.directory
     saves = Saves(name, directory, checked.keep)
@@ -198,7 +198,7 @@ def _go_on(job: Job, checked: Checked, chunk: chunks.Chunk, outputs: Outputs | N
             outputs.open(state.steps)
         has_rows = bool(chunk.traced.y_spec.avals)
         writer = Writer(directory.outputs) if has_rows and jax.process_index() == 0 else None
-        pace = Pace(checked.every, checked.chunk_steps, job.unroll)
+        pace = SavePace(checked.every, checked.chunk_steps, job.unroll)
         keeper = Keeper(saves, pace, writer.flush if writer else None)
         run = DurableRun(chunk, job.start, job.total, keeper, writer, job.rows, pace, job.stops)
         reporter = job.options.reporter(job.called.functions[0])
@@ -227,7 +227,7 @@ def _walk(job: Job) -> chunks.TakeSteps:
     return walk
 
 
-def _results(job: Job, chunk: chunks.Chunk, state: SavedState, ys: Any) -> tuple[Any, Any, LoopInfo]:
+def _results(job: Job, chunk: chunks.CompiledChunk, state: SavedState, ys: Any) -> tuple[Any, Any, LoopInfo]:
     """What the loop returns, or an error where `max_steps` has stopped it."""
     traced = chunk.traced
     reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from loopax._src.durable.options import DamagedSaveWarning, Directory, clear_errors, ocp
-from loopax._src.durable.pace import Interrupts, Pace
+from loopax._src.durable.pace import Interrupts, SavePace
 
 _MOST_TEXT = 1000  # of the error of a damaged file
 
@@ -138,7 +138,7 @@ def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
 class Keeper:
     """Saves the states of a run, each after the rows that belong to it, and keeps time."""
 
-    def __init__(self, saves: Saves, pace: Pace, flush: Callable[[], None] | None) -> None:
+    def __init__(self, saves: Saves, pace: SavePace, flush: Callable[[], None] | None) -> None:
         """`flush` waits until all rows are on disk."""
         self._saves, self._pace, self._flush = saves, pace, flush
 

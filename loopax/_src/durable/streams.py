@@ -20,14 +20,14 @@ from loopax._src.durable.identity import refuse_unsavable, stored_program_of, ty
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows, Writer
-from loopax._src.durable.pace import Interrupts, Pace, watching
+from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.durable.step_hash import write
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import Dynamic, Spec
-from loopax._src.queues.chunks import Pace as ChunkPace
+from loopax._src.queues.chunks import ChunkPace
 from loopax._src.queues.lanes_stream import check_stream
 from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
 
@@ -156,11 +156,11 @@ def lanes_stream(
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
-        run = _Run(f, iter(items), lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
+        run = _StreamRun(f, iter(items), lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
         return run.to_the_end(prefetch * lanes)
 
 
-class _Run:
+class _StreamRun:
     """A run in a directory of its own."""
 
     def __init__(
@@ -193,7 +193,7 @@ class _Run:
         described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
         settle_program(_NAME, checked.directory, described, checked.anyway)
         self._root = checked.directory.outputs
-        self._pace = Pace(checked.every, None, 1)
+        self._pace = SavePace(checked.every, None, 1)
         self._saves = Saves(_NAME, checked.directory, checked.keep)
         self._writer: Writer | None = None
         self._rows = 0  # that are written, or are being written

@@ -273,7 +273,7 @@ class _Candidate:
             self.problem = str(error)
 
 
-class _Run(NamedTuple):
+class _FirstRun(NamedTuple):
     """A compiled program that has been run once."""
 
     program: Any
@@ -282,7 +282,7 @@ class _Run(NamedTuple):
     problem: str  # why it cannot be run
 
 
-def _run(lowered: Any, arrays: Sequence[Any]) -> _Run:
+def _run(lowered: Any, arrays: Sequence[Any]) -> _FirstRun:
     start = time.perf_counter()
     program = lowered.compile()
     seconds, problem = time.perf_counter() - start, ""
@@ -294,7 +294,7 @@ def _run(lowered: Any, arrays: Sequence[Any]) -> _Run:
         call()
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as a check that fails in it
         problem = text_of_check(error)
-    return _Run(program, seconds, call, problem)
+    return _FirstRun(program, seconds, call, problem)
 
 
 def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:

@@ -36,7 +36,7 @@ from loopax._src.jax_internals import (
     vary_like,
 )
 from loopax._src.kinds.every_step import Bounded
-from loopax._src.kinds.steps import Steps, in_windows
+from loopax._src.kinds.steps import NumberedSteps, in_windows
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import an_int, positive_float
 
@@ -379,4 +379,4 @@ class Reversible(Kind):
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:
             return call.run()
-        return in_windows(Steps.of(call), size, of_windows=Bounded(), of_steps=one, is_cut=False)
+        return in_windows(NumberedSteps.of(call), size, of_windows=Bounded(), of_steps=one, is_cut=False)

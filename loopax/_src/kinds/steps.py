@@ -73,7 +73,7 @@ def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class NumberedSteps:
     """A loop that walks forward from row 0, so that a row is the number of a step."""
 
     loop: Loop
@@ -82,7 +82,7 @@ class Steps:
     bound_loop: BoundLoop  # without leaves of the carry that do not change
 
     @classmethod
-    def of(cls, call: LoopCall) -> "Steps":
+    def of(cls, call: LoopCall) -> "NumberedSteps":
         """Of a loop as it was called."""
         low, high, *inputs = call.operands
         bound = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs))
@@ -101,7 +101,7 @@ class Steps:
             return out
         return out._replace(ys=[_turned(y, self.whole.operands.high) for y in out.ys])
 
-    def unconditional(self) -> "Steps":
+    def unconditional(self) -> "NumberedSteps":
         """The steps without their condition and effects: they have been taken, and are only evaluated again."""
         return replace(self, loop=self.loop._replace(body=without_effects(self.loop.body), predicated=False))
 
@@ -178,7 +178,7 @@ def _rolled(rows: Any, shift: Any) -> Any:
 # A loop as a loop over windows of steps, each of which is a loop.
 
 
-def in_windows(steps: Steps, size: int, of_windows: Kind, of_steps: Kind, is_cut: bool) -> Outcome:
+def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind, is_cut: bool) -> Outcome:
     """Run the steps, `size` at a time. `is_cut`: each window takes the carry before it for a constant."""
     loop, operands, bound = steps.loop, steps.operands, steps.loop.bound
     if loop.reporting is not None:

@@ -25,7 +25,7 @@ from loopax._src.jax_internals import (
 from loopax._src.kinds.auto import KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Lax
-from loopax._src.kinds.steps import Steps, explained, in_windows, jvp, zero_tangent
+from loopax._src.kinds.steps import NumberedSteps, explained, in_windows, jvp, zero_tangent
 from loopax._src.pytrees.static import Why, positive_int
 
 # The derivative of the last steps of a loop alone.
@@ -34,11 +34,11 @@ from loopax._src.pytrees.static import Why, positive_int
 def differentiate_last(call: LoopCall, size: int, kind: Kind) -> Outcome:
     """Run a loop that may take more than `size` steps; the derivative is that of the last `size`, stored by `kind`."""
     if call.is_fixed and call.loop.reporting is None:
-        return _in_two(Steps.of(call), size, kind)
+        return _in_two(NumberedSteps.of(call), size, kind)
     return _when_it_has_run(call, size, kind)
 
 
-def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
+def _in_two(steps: NumberedSteps, size: int, kind: Kind) -> Outcome:
     """The length is static: a loop over the first steps, of constants, and one over the last."""
     assert steps.loop.bound is not None
     first, last = steps.loop.bound - size, steps.operands
@@ -71,13 +71,13 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
     def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:
         if mixes_lanes:
             return run(operands), []
-        steps = Steps.of(call.at(lax.stop_gradient(operands)))
+        steps = NumberedSteps.of(call.at(lax.stop_gradient(operands)))
         found, ring = steps.with_ring(steps.operands, size)
         return _lanes_in_front(steps.results(found)), ring
 
     def dots_of(found: Outcome, ring: list[Any], operands: LoopOperands, dots: Any) -> Outcome:
         def last(operands: LoopOperands) -> Outcome:
-            steps = Steps.of(call.at(operands)).unconditional()
+            steps = NumberedSteps.of(call.at(operands)).unconditional()
             if mixes_lanes:
                 return _all_again(steps, found.num_steps, size, kind)
             return _last_again(steps, found.num_steps, ring, size, kind)
@@ -107,7 +107,7 @@ def _lanes_in_front(out: Outcome) -> Outcome:
     return out._replace(ys=[lax.reshape(lax.reshape(y, (1, *y.shape)), y.shape) for y in out.ys])
 
 
-def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: Kind) -> Outcome:
+def _last_again(steps: NumberedSteps, num_steps: Any, ring: list[Any], size: int, kind: Kind) -> Outcome:
     """The last steps, differentiable, from the carry before them. Rows of ys before theirs are zeros."""
     operands, first, is_whole = steps.operands, jnp.maximum(num_steps - size, 0), num_steps <= size
 
@@ -131,7 +131,7 @@ def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: 
     return steps.results(after._replace(num_steps=num_steps, ys=ys))
 
 
-def _all_again(steps: Steps, num_steps: Any, size: int, kind: Kind) -> Outcome:
+def _all_again(steps: NumberedSteps, num_steps: Any, size: int, kind: Kind) -> Outcome:
     """All steps, differentiable, of which those before the last return constants."""
     loop, operands = steps.loop, steps.operands
     taken = jaxpr_as_fun(loop.body)
@@ -280,4 +280,4 @@ class Truncated(Kind):
         call, kind = to_kind(self.kind).of_steps(call)
         if self.last is not None:
             return differentiate_last(call, size, kind)
-        return in_windows(Steps.of(call), size, of_windows=self, of_steps=kind, is_cut=True)
+        return in_windows(NumberedSteps.of(call), size, of_windows=self, of_steps=kind, is_cut=True)

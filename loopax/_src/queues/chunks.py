@@ -19,7 +19,7 @@ _GROWTH = 8
 _MOST = 2**24
 
 
-class Pace:
+class ChunkPace:
     """Steps between two looks of the host: the given number, or as many as take `SECONDS`."""
 
     def __init__(self, given: int | None) -> None:
@@ -42,7 +42,7 @@ NUMBERS = 2**31 - 1  # of items on the device
 _KEPT = 8  # programs, so that another stream of the same function compiles nothing
 
 
-class Chunk(NamedTuple):
+class FinishedItems(NamedTuple):
     """What came out of a chunk, on the host."""
 
     numbers: np.ndarray  # (rows + 1, places) of the items that are done, NO_ITEM where there is none
@@ -102,10 +102,10 @@ class Program(NamedTuple):
         return min(first, self.places) + (self.rounds - 1) * self.places if first else 0
 
 
-def results_of(found: Any) -> Chunk:
+def results_of(found: Any) -> FinishedItems:
     """Wait for a chunk."""
     rows, free, iterations, useful = (int(x) for x in (found.rows, found.free, found.iterations, found.useful))
-    return Chunk(np.asarray(found.finished)[: rows + 1], found.outputs, rows, free, iterations, useful)
+    return FinishedItems(np.asarray(found.finished)[: rows + 1], found.outputs, rows, free, iterations, useful)
 
 
 def compiled(function: Spec, item: Spec, lanes: int) -> Program:

@@ -16,7 +16,7 @@ from loopax._src.jax_internals import api_boundary, is_tracing
 from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.queues.chunks import Pace
+from loopax._src.queues.chunks import ChunkPace
 from loopax._src.queues.working_lanes import BusyLanes, Finished, Shown, StreamReport, WorkingLanes
 
 NO_ORDER = -1  # in the place of the next result
@@ -65,7 +65,7 @@ class LanesStream(Iterator[Any]):
         items: Iterable[Any],
         lanes: int,
         ordered: bool,
-        pace: Pace,
+        pace: ChunkPace,
         ahead: int,
         throw: bool,
         resume: SuspendedStream | None,
@@ -332,7 +332,7 @@ def lanes_stream(
             "transformation. Call it outside of them, or call `loopax.lanes_map` here, for items in one array."
         )
     shown = Shown("lanes_stream", progress, f, items, len(resume.unfinished) if resume else 0)
-    return LanesStream(f, items, lanes, ordered, Pace(chunk_steps), prefetch * lanes, throw, resume, shown)
+    return LanesStream(f, items, lanes, ordered, ChunkPace(chunk_steps), prefetch * lanes, throw, resume, shown)
 
 
 def check_stream(name: str, items: Any, lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:

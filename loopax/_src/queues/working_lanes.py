@@ -16,7 +16,7 @@ from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze
 from loopax._src.progress import Reporter, to_progress
 from loopax._src.pytrees.leaves import pack
-from loopax._src.queues.chunks import NUMBERS, Block, Chunk, Pace, Program, compiled
+from loopax._src.queues.chunks import NUMBERS, Block, ChunkPace, FinishedItems, Program, compiled
 from loopax._src.queues.chunks import results_of as wait_for
 from loopax._src.queues.items import ItemTypes, Settings, Source, described
 
@@ -89,7 +89,7 @@ class BusyLanes(NamedTuple):
 class WorkingLanes:
     """Lanes that work on items. It is told to look, and then says which items are done."""
 
-    def __init__(self, f: Callable[[Any], Any], lanes: int, pace: Pace, name: str = "lanes_stream") -> None:
+    def __init__(self, f: Callable[[Any], Any], lanes: int, pace: ChunkPace, name: str = "lanes_stream") -> None:
         """Nothing is run before the first look, nor fetched before there is a source."""
         self.function_arrays, self._function = pack(freeze(f))
         self.num_lanes, self._pace, self._name = lanes, pace, name
@@ -241,7 +241,7 @@ class WorkingLanes:
         self._running = found, given, block.counts, start, is_last
         return True
 
-    def _collect(self) -> tuple[list[int], Chunk]:
+    def _collect(self) -> tuple[list[int], FinishedItems]:
         """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
         found, given, counts, start, is_last = self._running
         was_done = found.iterations.is_ready()

@@ -187,7 +187,7 @@ def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
     return _abstract(*avals, **params), frozenset()
 
 
-class _StepInputs(NamedTuple):
+class _SweepStepInputs(NamedTuple):
     """What stands for each input of a transposed step behind the row. It reads the known ones."""
 
     consts: Sequence[Any]
@@ -204,10 +204,10 @@ class _StepInputs(NamedTuple):
         return SweepInputs(self.consts, self.state, self.carry, self.xs)
 
 
-def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _StepInputs:
+def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _SweepStepInputs:
     """The types of the inputs of a transposed step."""
     known, linear = (each(sweep.masks, sweep.avals) for each in (reject_each, select_each))
-    return _StepInputs(*known, linear.state, linear.carry, select(nonzero_ys, sweep.output_avals.ys))
+    return _SweepStepInputs(*known, linear.state, linear.carry, select(nonzero_ys, sweep.output_avals.ys))
 
 
 @weakly_cached
