@@ -1,6 +1,6 @@
 """`python -m loopax calibrate FILE`: measure what operations cost on this machine, for `Auto()` and `lanes="auto"`.
 
-loopax uses the file after `lx.set_calibration(FILE)`, or if the environment variable LOOPAX_CALIBRATION names the file.
+loopax uses the file after `lx.configure(calibration=FILE)`, or if the environment variable LOOPAX_CALIBRATION names it.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from jax import Array, lax
 
 from loopax._command.installed import machine
 from loopax._command.table import show_table
-from loopax._src import calibration
-from loopax._src.core.jaxpr.cost import Costs
+from loopax._src import configuration
+from loopax._src.core.jaxpr.settings import Costs
 from loopax._src.insight.compare import compiled, interleaved
 
 # What the constants of `Costs` are scaled by: small programs, each of which spends its time on one kind of operation.
@@ -137,6 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
     found = measured()
     rows = [[", ".join(p.constants), f"{p.nanoseconds:.3g}", f"{p.times:.2f}"] for p in found]
     show_table(f"Operations on {machine()}", HEADERS, rows, numeric=HEADERS[1:])
-    calibration.write(arguments.file, scaled(found), machine())
-    print(f"Wrote {arguments.file}. Give it to lx.set_calibration, or name it in the variable {calibration.VARIABLE}.")
+    configuration.write(arguments.file, scaled(found), machine())
+    print(f"Wrote {arguments.file}. Give it to lx.configure(calibration=...), or name it in {configuration.VARIABLE}.")
     return 0

@@ -7,7 +7,7 @@ from loopax import stochtrace as stochtrace
 from loopax._src.branches import cond as cond
 from loopax._src.branches import switch as switch
 from loopax._src.buffers import Buffer as Buffer
-from loopax._src.calibration import set_calibration as set_calibration
+from loopax._src.configuration import configure as configure
 from loopax._src.core.ir.lanes import AutoLanes as AutoLanes
 from loopax._src.core.ir.lanes import Compact as Compact
 from loopax._src.core.ir.lanes import Free as Free

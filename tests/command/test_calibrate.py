@@ -1,4 +1,4 @@
-"""`python -m loopax calibrate` writes a file, and what is traced after `set_calibration` uses it."""
+"""`python -m loopax calibrate` writes a file, and what is traced after `configure` uses it."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 import loopax as lx
 from loopax.__main__ import main
 from loopax._command import calibrate as probes
-from loopax._src import calibration
-from loopax._src.core.jaxpr.cost import Costs, costs
+from loopax._src import configuration
+from loopax._src.core.jaxpr.settings import DEFAULT_MEMORY, Costs, costs
 
 START = jnp.linspace(0.1, 0.9, 64)
 
@@ -20,7 +20,7 @@ START = jnp.linspace(0.1, 0.9, 64)
 @pytest.fixture(autouse=True)
 def _constants_of_loopax():
     yield
-    lx.set_calibration(None)
+    lx.configure(calibration=None)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def small_probes(monkeypatch):
 
 def written(tmp_path, **changes):
     path = tmp_path / "costs.json"
-    calibration.write(path, Costs()._replace(**changes), "a machine")
+    configuration.write(path, Costs()._replace(**changes), "a machine")
     return path
 
 
@@ -67,11 +67,13 @@ def test_command_writes_a_file(tmp_path, capsys):
     path = tmp_path / "costs.json"
     assert main(["calibrate", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*Costs._fields, str(path), "set_calibration", "LOOPAX_CALIBRATION"))
-    lx.set_calibration(path)
+    assert all(
+        name in printed for name in (*Costs._fields, str(path), "lx.configure(calibration=...)", "LOOPAX_CALIBRATION")
+    )
+    lx.configure(calibration=path)
     assert costs() != Costs()
     assert all(value > 0 for value in costs())
-    lx.set_calibration(None)
+    lx.configure(calibration=None)
     assert costs() == Costs()
     assert main(["calibrate", str(tmp_path / "nowhere" / "costs.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
@@ -80,12 +82,12 @@ def test_command_writes_a_file(tmp_path, capsys):
 def test_choices_follow_the_calibration(tmp_path):
     names = []
     for changes in ({"function": 1e3}, {"cached_byte": 1e3}, {"function": 1e3}):
-        lx.set_calibration(written(tmp_path, **changes))
+        lx.configure(calibration=written(tmp_path, **changes))
         names.append(taken())
     assert names == ["Residuals()", "Bounded()", "Residuals()"]
 
 
-def test_compiled_programs_are_traced_again(tmp_path):
+def test_compiled_programs_are_traced_once_for_each_setting(tmp_path):
     traced = []
 
     @jax.jit
@@ -93,10 +95,42 @@ def test_compiled_programs_are_traced_again(tmp_path):
         traced.append(1)
         return h + 1
 
-    program(START)
-    lx.set_calibration(written(tmp_path))
-    program(START)
+    for file in (None, written(tmp_path, call=7.0), None):
+        lx.configure(calibration=file)
+        program(START)
     assert len(traced) == 2
+
+
+def memory_of():
+    """How many bytes a gradient stores, inside a function that was traced before under other settings."""
+
+    def energy(h):
+        return lx.fori_loop(0, 50, lambda _, h: jnp.tanh(h), h).sum()
+
+    stored = lx.explain(energy, START).loops[0].stored
+    assert stored is not None
+    return stored.carries
+
+
+def test_memory_is_that_of_the_program_or_of_the_block():
+    whole = memory_of()
+    with lx.configure(memory=8 * START.nbytes):
+        fewer = memory_of()
+        with lx.configure(calibration=None):
+            assert memory_of() == fewer
+    assert memory_of() == whole > 8 >= fewer
+    lx.configure(memory=8 * START.nbytes)
+    try:
+        assert memory_of() == fewer
+    finally:
+        lx.configure(memory=DEFAULT_MEMORY)
+
+
+@pytest.mark.parametrize(("memory", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_memory_that_is_none(memory, error):
+    with pytest.raises(error, match=r"configure\(memory=...\)"):
+        lx.configure(memory=memory)
+    assert memory_of() > 8
 
 
 def broken(**changes):
@@ -119,7 +153,7 @@ def test_other_files_are_refused(tmp_path, text, words):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=words) as found:
-        lx.set_calibration(path)
+        lx.configure(calibration=path)
     assert str(path) in str(found.value)
     assert "python -m loopax calibrate FILE" in str(found.value)
     assert costs() == Costs()
@@ -127,17 +161,17 @@ def test_other_files_are_refused(tmp_path, text, words):
 
 def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(written(tmp_path, call=7.0)))
-    calibration.use_environment()
+    configuration.use_environment()
     assert costs().call == 7.0
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
     with pytest.raises(FileNotFoundError) as found:
-        calibration.use_environment()
+        configuration.use_environment()
     assert "LOOPAX_CALIBRATION" in found.value.__notes__[0]
 
 
 @pytest.mark.slow  # a process of its own
 def test_environment_is_read_with_the_first_name(tmp_path):
-    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.cost import costs; print(costs().call)"
+    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.settings import costs; print(costs().call)"
     environment = {"LOOPAX_CALIBRATION": str(written(tmp_path, call=7.0)), "PATH": ""}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "7.0"

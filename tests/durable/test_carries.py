@@ -54,7 +54,9 @@ def test_weak_types_and_numbers_that_are_promoted(here: Any) -> None:
     same_bits(durable.fori_loop(0, 5, body, init, **here), lx.fori_loop(0, 5, body, init))
 
 
-@pytest.mark.parametrize("init", [(), None, {"a": "text", "f": jnp.sin}, [jnp.zeros((0, 3))]], ids=["empty", "None", "dict", "list"])
+@pytest.mark.parametrize(
+    "init", [(), None, {"a": "text", "f": jnp.sin}, [jnp.zeros((0, 3))]], ids=["empty", "None", "dict", "list"]
+)
 def test_carries_without_numbers(init: Any, here: Any) -> None:
     for _ in range(2):
         same_bits(durable.fori_loop(0, 7, lambda _, c: c, init, **here), init)

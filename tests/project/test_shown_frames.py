@@ -60,7 +60,7 @@ MISTAKES: dict[str, Mistakes] = {
     "compare": (lambda _: lx.compare(wrong, X, kinds=NAME), lambda _: lx.compare(wrong, X)),
     "lane_report": (lambda _: lx.lane_report(NAME), None),
     "local": (lambda _: lx.local(jax.new_ref(X)), None),
-    "set_calibration": (lambda _: lx.set_calibration(HERE), None),
+    "configure": (lambda _: lx.configure(calibration=HERE), None),
     "sharded_lanes": (
         lambda _: lx.sharded_lanes(wrong, MESH, "e"),
         lambda _: lx.sharded_lanes(wrong, MESH, "d")(X),

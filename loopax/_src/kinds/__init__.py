@@ -4,7 +4,7 @@ May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, j
 """
 
 from loopax._src.core import Kind
-from loopax._src.kinds.auto import DEFAULT_MEMORY, Auto, KindLike, to_kind
+from loopax._src.kinds.auto import Auto, KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
@@ -12,7 +12,6 @@ from loopax._src.kinds.reversible import Reversible
 from loopax._src.kinds.truncated import Truncated
 
 __all__ = [
-    "DEFAULT_MEMORY",
     "Auto",
     "Bounded",
     "Checkpointed",

@@ -5,13 +5,13 @@ from math import ceil
 from typing import Any, Literal
 
 from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Kind, LoopFacts, Plan
+from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
 from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
 
-DEFAULT_MEMORY = 256 * 2**20
 _MEMORY = Why(
     "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"
 )
@@ -35,7 +35,8 @@ class Auto(Kind):
     Parameters
     ----------
     memory
-        The bytes that the gradient of one loop may store. The default is 256 MiB on every device.
+        The bytes that the gradient of one loop may store. None: those of `loopax.configure`, which are 256 MiB on every
+        device if nothing is said.
 
     Raises
     ------
@@ -54,23 +55,25 @@ class Auto(Kind):
 
     """
 
-    memory: int = DEFAULT_MEMORY
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        return "Auto()" if self.memory == DEFAULT_MEMORY else f"Auto(memory={self.memory})"
+        return "Auto()" if self.memory is None else f"Auto(memory={self.memory})"
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
         if not loop.sizes_are_known:
             return Checkpoints(reason="sizes are not known when the loop is traced")
-        budget = int(self.memory * loop.share)
+        memory = settings().memory if self.memory is None else self.memory
+        budget = int(memory * loop.share)
         if loop.step.carry_bytes > budget:
-            raise self._too_small(loop)
+            raise too_small(memory, loop)
         if loop.bound is None:
             checkpointed = Checkpointed(DEFAULT_SLOTS).within(budget, loop)
             stored = checkpointed.cost(loop).stored
@@ -81,13 +84,15 @@ class Auto(Kind):
         reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
-    def _too_small(self, loop: LoopFacts) -> ValueError:
-        least = ceil(loop.step.carry_bytes / loop.share)
-        return ValueError(
-            f"Auto(memory={self.memory}): the gradient of this loop stores at least one carry, which has {least} "
-            f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
-            "as much makes it three to four times as fast."
-        )
+
+def too_small(memory: int, loop: LoopFacts) -> ValueError:
+    """The error where not even one carry fits."""
+    least = ceil(loop.step.carry_bytes / loop.share)
+    return ValueError(
+        f"Auto(memory={memory}): the gradient of this loop stores at least one carry, which has {least} "
+        f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
+        "as much makes it three to four times as fast."
+    )
 
 
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:

@@ -13,7 +13,7 @@ from loopax._src.core import (
     LoopFacts,
     Plan,
 )
-from loopax._src.core.jaxpr.cost import costs
+from loopax._src.core.jaxpr.settings import costs
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.schedule.blocks import LastSteps, block_size, last_steps

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loopax._src.core import Cost, EveryCarry, EveryResidual, Kind, LoopFacts, NoReverseMode, Plan
-from loopax._src.core.jaxpr.cost import costs
+from loopax._src.core.jaxpr.settings import costs
 
 # `Lax`: the loop as `jax.lax` has it.
 

@@ -18,8 +18,9 @@ from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import cost as tiny
-from loopax._src.core.jaxpr.cost import arithmetic, costs, evaluation
+from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
+from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
 from loopax._src.messages import no_plan, plan_needs_bound

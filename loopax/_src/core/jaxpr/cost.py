@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, members, step_limits
+from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_bytes
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -33,52 +34,6 @@ from loopax._src.jax_internals import (
     stands_alone,
     takes_fused,
 )
-
-# What basic operations cost: the constants of a machine, from which `cost.py` tells what a step costs.
-#
-# Nothing is measured unless a user asks for it (`python -m loopax calibrate`). The constants that hold until then
-# were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
-# ratios similar.
-
-CACHE_BYTES = 32 * 2**20
-# The allocator of a CPU gets larger arrays from the operating system and gives them back after each use.
-ALLOCATOR_BYTES = 64 * 2**20
-
-
-class Costs(NamedTuple):
-    """In nanoseconds."""
-
-    cached_byte: float = 0.3  # stored and read again, if all that is stored fits in a cache
-    memory_byte: float = 0.6  # if it does not
-    new_byte: float = 0.7  # if the allocator has no room for it
-    computed_byte: float = 0.15  # read again, computed from what is stored and not fused
-    product: float = 0.015  # a multiplication or an addition of a matrix product
-    convolution: float = 0.085
-    elementwise: float = 0.18  # an element of a cheap operation
-    function: float = 0.4  # of one that takes some instructions, such as `exp` and `tanh`
-    slow_function: float = 4.0  # of one that takes many, such as `sin` and `pow`
-    call: float = 75.0  # an operation that is not fused with others, on top of its arithmetic
-    step: float = 300.0  # of a loop, on top of its body
-
-    def storing(self, num_bytes: float, in_all: float) -> float:
-        """Storing so many bytes per step and reading them again, if there are so many in all."""
-        if in_all <= CACHE_BYTES:
-            return num_bytes * self.cached_byte
-        return num_bytes * (self.memory_byte if in_all <= ALLOCATOR_BYTES else self.new_byte)
-
-
-_in_use = [Costs()]
-
-
-def costs() -> Costs:
-    """The constants that are in use."""
-    return _in_use[0]
-
-
-def use(costs: Costs) -> None:
-    """Use these constants for what is traced from now on."""
-    _in_use[0] = costs
-
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic

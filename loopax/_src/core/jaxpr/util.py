@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import (
     AbstractValue,
     ClosedJaxpr,
@@ -253,10 +254,10 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
     @wraps(function)
     def cached(key: Any, *arguments: Any) -> T:
         jaxpr, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        entries = cache.setdefault(jaxpr, {})
-        if (rest, arguments) not in entries:
-            entries[rest, arguments] = function(key, *arguments)
-        return entries[rest, arguments]
+        entries, place = cache.setdefault(jaxpr, {}), (rest, arguments, settings())
+        if place not in entries:
+            entries[place] = function(key, *arguments)
+        return entries[place]
 
     return cached
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
-from loopax._src.core.jaxpr.cost import arithmetic, classified, costs, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, trace, unflatten, weakly_cached
 from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Steps, active_of, filled_outside, read
 from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, unmasked

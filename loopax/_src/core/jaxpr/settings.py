@@ -1,0 +1,63 @@
+"""What loopax chooses by: the memory that a gradient may take, and what basic operations cost.
+
+Settings are a part of the key of each trace and of each cache here, so what is traced later follows them.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+DEFAULT_MEMORY = 256 * 2**20  # bytes
+
+# The constants of a machine, from which `core/jaxpr/cost.py` tells what a step costs.
+#
+# Nothing is measured unless a user asks for it (`python -m loopax calibrate`). The constants that hold until then
+# were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
+# ratios similar.
+
+CACHE_BYTES = 32 * 2**20
+# The allocator of a CPU gets larger arrays from the operating system and gives them back after each use.
+ALLOCATOR_BYTES = 64 * 2**20
+
+
+class Costs(NamedTuple):
+    """In nanoseconds."""
+
+    cached_byte: float = 0.3  # stored and read again, if all that is stored fits in a cache
+    memory_byte: float = 0.6  # if it does not
+    new_byte: float = 0.7  # if the allocator has no room for it
+    computed_byte: float = 0.15  # read again, computed from what is stored and not fused
+    product: float = 0.015  # a multiplication or an addition of a matrix product
+    convolution: float = 0.085
+    elementwise: float = 0.18  # an element of a cheap operation
+    function: float = 0.4  # of one that takes some instructions, such as `exp` and `tanh`
+    slow_function: float = 4.0  # of one that takes many, such as `sin` and `pow`
+    call: float = 75.0  # an operation that is not fused with others, on top of its arithmetic
+    step: float = 300.0  # of a loop, on top of its body
+
+    def storing(self, num_bytes: float, in_all: float) -> float:
+        """Storing so many bytes per step and reading them again, if there are so many in all."""
+        if in_all <= CACHE_BYTES:
+            return num_bytes * self.cached_byte
+        return num_bytes * (self.memory_byte if in_all <= ALLOCATOR_BYTES else self.new_byte)
+
+
+class Settings(NamedTuple):
+    """What is set by `loopax.configure`."""
+
+    memory: int = DEFAULT_MEMORY  # of `Auto()`
+    costs: Costs = Costs()
+
+
+# JAX compiles a function again under other settings.
+in_use = jax.make_user_context(Settings())
+
+
+def settings() -> Settings:
+    """The settings that are in use here."""
+    return in_use.value
+
+
+def costs() -> Costs:
+    """The constants that are in use here."""
+    return settings().costs
