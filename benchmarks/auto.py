@@ -11,12 +11,12 @@ from benchmarks import cost_programs
 from benchmarks.cost_programs import Program
 from benchmarks.groups import Findings
 from loopax._src.core import LoopFacts, Plan
+from loopax._src.core.jaxpr.settings import DEFAULT_MEMORY
 from loopax._src.insight.compare import compiled, interleaved
 from loopax._src.kinds.auto import fitting
 
 ROUNDS = 15
 COMPILED = 2  # A program can take a third longer after another compilation. The best of so many counts.
-DEFAULT = lx.Auto().memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Choices:
         """The default, and two in which one and both of the kinds that store something for each step have no room."""
         stored = sorted(cost.memory for kind in (lx.Residuals(), lx.Bounded()) if (cost := kind.cost(self.loop)))
         least = 2 * self.loop.step.carry_bytes
-        return [DEFAULT, *(max(int(memory // 2), least) for memory in reversed(stored))]
+        return [DEFAULT_MEMORY, *(max(int(memory // 2), least) for memory in reversed(stored))]
 
     def within(self, budget: int) -> list[lx.Kind]:
         """The kinds that fit."""

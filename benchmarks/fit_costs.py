@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import cost_programs
 from benchmarks.auto import Choices
-from loopax._src.core.jaxpr.cost import Costs, use
+from loopax._src.core.jaxpr.settings import Costs, Settings, in_use
 
 # Where the search starts: what programs of one operation take.
 START = Costs(0.2, 0.4, 0.6, 0.15, 0.01, 0.08, 0.18, 0.5, 3.3, 60.0, 300.0)
@@ -32,13 +32,13 @@ class Choice(NamedTuple):
 
 def choices_of(program: cost_programs.Program) -> list[Choice]:
     """One for each budget with more than one kind."""
-    use(START)
+    in_use.set_global(Settings(costs=START))
     choices = Choices(program)
     kinds, times = choices.kinds, choices.milliseconds()
     measured = np.array([times[kind] for kind in kinds])
 
     def costs_with(constants: Costs) -> np.ndarray:
-        use(constants)
+        in_use.set_global(Settings(costs=constants))
         jax.clear_caches()
         loop = Choices(program).loop
         steps = (loop.bound or 0) * 1e-6
@@ -47,7 +47,7 @@ def choices_of(program: cost_programs.Program) -> list[Choice]:
     at_start = costs_with(START)
     larger = [START._replace(**{name: 1.5 * value}) for name, value in START._asdict().items()]
     slopes = np.stack([(costs_with(c) - at_start) / (0.5 * v) for c, v in zip(larger, START, strict=True)], axis=1)
-    use(START)
+    in_use.set_global(Settings(costs=START))
     groups = [[kinds.index(kind) for kind in choices.within(budget)] for budget in choices.budgets]
     rest = at_start - slopes @ np.array(START)
     return [Choice(measured[group], slopes[group], rest[group]) for group in groups if len(group) > 1]
@@ -85,8 +85,8 @@ def main() -> None:
     """Print what is fitted, and what is in use."""
     choices = [choice for program in cost_programs.to_fit() for choice in choices_of(program)]
     constants = fitted(choices)
-    for name, value, in_use in zip(Costs._fields, constants, Costs(), strict=True):
-        print(f"{name:15} {value:8.3g}   in use {in_use:8.3g}")
+    for name, value, used in zip(Costs._fields, constants, Costs(), strict=True):
+        print(f"{name:15} {value:8.3g}   in use {used:8.3g}")
     for title, values in (("fitted", constants), ("in use", np.array(Costs()))):
         slower = 1 + loss(choices, values, exp(-20))
         print(f"{title}: median {np.median(slower):.2f}, mean {slower.mean():.2f}, worst {slower.max():.2f}")

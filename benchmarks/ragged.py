@@ -75,7 +75,7 @@ def vmapped(lane: Callable[..., Array]) -> Callable[..., Array]:
 def queued(weights: Any, y: Array, n: Array) -> Array:
     """All lanes through 128."""
     lane = lane_with_fori(lx.Lockstep())
-    return lx.lanes_map(lambda item: lane(weights, *item), (y, n), lanes=128)
+    return lx.lanes_map(lambda item: lane(weights, *item), (y, n), num_lanes=128)
 
 
 def one_by_one(weights: Any, y: Array, n: Array) -> Array:

@@ -91,11 +91,11 @@ def of_width(width: int) -> dict[str, Any]:
     step, n = step_of(width), lengths(ITEMS)
     array = {"n": n, "x": np.random.RandomState(2).randn(ITEMS, width).astype(np.float32)}
     items = [{"n": n, "x": x} for n, x in zip(array["n"], array["x"], strict=True)]
-    batched, mapped = with_lax(step), jax.jit(lambda items: lx.lanes_map(with_loopax(step), items, lanes=LANES))
+    batched, mapped = with_lax(step), jax.jit(lambda items: lx.lanes_map(with_loopax(step), items, num_lanes=LANES))
     f, reports = with_loopax(step), []
 
     def streamed() -> list[Any]:
-        stream = lx.lanes_stream(f, iter(items), lanes=LANES)
+        stream = lx.lanes_stream(f, iter(items), num_lanes=LANES)
         results = [result for _, result in stream]
         reports.append(stream.report())
         return results
@@ -148,7 +148,7 @@ def one_process(items: int) -> None:
     """Print the largest resident memory, the most bytes of arrays on the device, and how often XLA compiled."""
     most, compiled, f = 0, [], with_loopax(step_of(64))
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    for index, _ in lx.lanes_stream(f, many(items), lanes=LANES):
+    for index, _ in lx.lanes_stream(f, many(items), num_lanes=LANES):
         if index % 500 == 0:
             most = max(most, sum(x.nbytes for x in jax.live_arrays()))
     count = sum(event.endswith("backend_compile_duration") for event in compiled)

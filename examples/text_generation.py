@@ -266,9 +266,9 @@ class Run(NamedTuple):
 
 def streamed(writer: Writer, asked: list[Request]) -> Run:
     """A lane takes the next request as soon as its text is at its end."""
-    list(lx.lanes_stream(writer, asked[:1], lanes=LANES))  # compiles
+    list(lx.lanes_stream(writer, asked[:1], num_lanes=LANES))  # compiles
     begun = time.perf_counter()
-    with lx.lanes_stream(writer, iter(asked), lanes=LANES, ordered=True) as stream:
+    with lx.lanes_stream(writer, iter(asked), num_lanes=LANES, ordered=True) as stream:
         texts = np.stack([text for _, text in stream])
         return Run(texts, time.perf_counter() - begun, lx.lane_report(stream).share)
 

@@ -93,7 +93,7 @@ def test_in_lanes_that_run_freely() -> None:
 
 
 def test_in_a_queue_of_lanes() -> None:
-    total = lambda xs: lx.lanes_map(lambda item: nested(*item)[0], (jnp.asarray(STEPS), xs), lanes=2).sum()
+    total = lambda xs: lx.lanes_map(lambda item: nested(*item)[0], (jnp.asarray(STEPS), xs), num_lanes=2).sum()
     assert_close(jax.jit(jax.grad(total))(XS), gradients_alone())
 
 

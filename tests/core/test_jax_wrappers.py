@@ -157,7 +157,7 @@ def test_custom_vmap(kind):
     @call.def_vmap
     def _(size, batched, x, n):
         xs, ns = (a if is_batched else jnp.full(size, a) for a, is_batched in zip((x, n), batched, strict=True))
-        return lx.lanes_map(lambda x_n: loop(*x_n), (xs, ns), lanes=2), True
+        return lx.lanes_map(lambda x_n: loop(*x_n), (xs, ns), num_lanes=2), True
 
     along = lambda f, x: jax.jvp(f, (x,), (x,))[1]
     # JAX wants both mapped: else it adds an axis, whatever the rule does.

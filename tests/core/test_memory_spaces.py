@@ -173,11 +173,11 @@ def test_lanes_of_a_queue() -> None:
     def f(to: Moves, x: Any) -> Any:
         return lx.while_loop(lambda h: to.dev(h).sum() < 5, lambda h: to.host(1.5 * to.dev(h) + 1), x, max_steps=20)
 
-    expected = lx.lanes_map(lambda x: f(STAYING, x), XS, lanes=2)
-    found = lx.lanes_map(lambda x: f(MOVING, x), MOVING.host(XS), lanes=2)
+    expected = lx.lanes_map(lambda x: f(STAYING, x), XS, num_lanes=2)
+    found = lx.lanes_map(lambda x: f(MOVING, x), MOVING.host(XS), num_lanes=2)
     assert jax.typeof(found).memory_space is HOST
     np.testing.assert_allclose(found, expected)
-    stream = dict(lx.lanes_stream(lambda x: f(MOVING, MOVING.host(x)), np.asarray(XS), lanes=2))
+    stream = dict(lx.lanes_stream(lambda x: f(MOVING, MOVING.host(x)), np.asarray(XS), num_lanes=2))
     np.testing.assert_allclose([stream[i] for i in range(3)], expected)
 
 

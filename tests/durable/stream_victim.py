@@ -32,7 +32,7 @@ def items(marks):
 if __name__ == "__main__":
     directory, marks = sys.argv[1:]
     found = durable.lanes_stream(
-        chaotic, items(marks), directory=directory, lanes=16, checkpoint_every=0.1, chunk_steps=100
+        chaotic, items(marks), directory=directory, num_lanes=16, checkpoint_every=0.1, chunk_steps=100
     )
     order = np.argsort(found.items)
     assert np.asarray(found.items)[order].tolist() == list(range(ITEMS))

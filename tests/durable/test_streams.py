@@ -27,7 +27,7 @@ def numbers(count: int) -> list[Any]:
 
 
 def run(directory: Any, items: Any, f: Any = collatz, **options: Any) -> durable.StreamOutputs:
-    return durable.lanes_stream(f, items, directory=directory, **{"lanes": LANES, **options})
+    return durable.lanes_stream(f, items, directory=directory, **{"num_lanes": LANES, **options})
 
 
 def by_item(found: durable.StreamOutputs) -> dict[int, Any]:
@@ -158,7 +158,7 @@ def test_what_is_damaged_is_computed_again_from_the_save_before(what: str, tmp_p
 WRONG: Any = [
     ({"checkpoint_every": 10}, TypeError, r"durable.lanes_stream\(checkpoint_every=...\): got 10, expected"),
     ({"checkpoint_every": -1.0}, ValueError, "a positive number of seconds"),
-    ({"lanes": 0}, ValueError, r"durable.lanes_stream\(lanes=...\): got 0"),
+    ({"num_lanes": 0}, ValueError, r"durable.lanes_stream\(num_lanes=...\): got 0"),
     ({"f": 3}, TypeError, "f of durable.lanes_stream"),
     ({"items": 3}, TypeError, r"durable.lanes_stream\(items=...\): got a int"),
     ({"items": []}, ValueError, "there is no item"),
@@ -175,7 +175,7 @@ def test_options_are_checked(options: Any, error: Any, message: str, tmp_path: A
 def test_another_program_or_other_lanes_are_refused(tmp_path: Any) -> None:
     run(tmp_path, numbers(5))
     with pytest.raises(ValueError, match="lanes: stored 4, now 5"):
-        run(tmp_path, numbers(5), lanes=5)
+        run(tmp_path, numbers(5), num_lanes=5)
     with pytest.raises(ValueError, match="is one of another program"):
         run(tmp_path, numbers(5), lambda n: jax.tree.map(lambda x: x + 1, collatz(n)))
     with pytest.raises(ValueError, match="state of other types"):

@@ -109,7 +109,7 @@ def test_a_model_of_flax_nnx_writes_the_same_in_a_stream(temperature, as_argumen
         f = lambda request: decode(model, temperature, request)
     alone = jax.jit(lambda request: decode(model, temperature, request, jax.lax.while_loop))
     lengths = set()
-    for index, (text, length) in lx.lanes_stream(f, requests, lanes=4):
+    for index, (text, length) in lx.lanes_stream(f, requests, num_lanes=4):
         expected_text, expected_length = alone(requests[index])
         assert (text == expected_text).all()
         assert length == expected_length

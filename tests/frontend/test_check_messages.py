@@ -109,7 +109,7 @@ IN_A_BATCH: Any = {
     "compact": (jax.vmap(lambda n: rows(n, lanes="compact")), [1, 7], " (7)", "1"),
     # A loop hands on that it failed, not with which number.
     "in a loop": (jax.vmap(lambda n: lx.fori_loop(0, 2, lambda i, c: c + rows(n), 0.0)), [1, 7], "", "1"),
-    "lanes_map": (lambda n: lx.lanes_map(rows, n, lanes=2), [1, 2, 3, 7, 1], "", "3"),
+    "lanes_map": (lambda n: lx.lanes_map(rows, n, num_lanes=2), [1, 2, 3, 7, 1], "", "3"),
 }
 
 
@@ -160,7 +160,7 @@ CALLS: Any = {
     "loopax.History[index]": [(lambda n: lx.History(3, like=0)[n], A_LAMBDA, "there are 3 rows")],
     "loopax.while_loop": [
         (Solver(), "Solver.__call__", STOPPED),
-        (lambda n: lx.lanes_map(solve, jnp.arange(2) + n, lanes=1), "solve", STOPPED),
+        (lambda n: lx.lanes_map(solve, jnp.arange(2) + n, num_lanes=1), "solve", STOPPED),
     ],
     "loopax.rewrite_loops": [
         (lx.rewrite_loops(lambda x: jax.lax.while_loop(goes_on, increment, x), max_steps=3), A_LAMBDA, "max_steps=3 s"),

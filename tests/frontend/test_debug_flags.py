@@ -74,7 +74,7 @@ PROGRAMS: Any = {
     "History, lanes": (jax.vmap(jax.grad(history), (0, None)), TWO, N),
     "compact lanes": (jax.grad(lanes), 2.0),
     "free lanes": (jax.vmap(lambda x: lx.fori_loop(0, 2, lambda _, y: y + grown(x), x, lanes="free")), TWO),
-    "lanes_map": (lambda x: lx.lanes_map(grown, x * TWO, lanes=1), 2.0),
+    "lanes_map": (lambda x: lx.lanes_map(grown, x * TWO, num_lanes=1), 2.0),
     "other dtypes": (other_dtypes, 2.0),
     "rewrite_loops": (jax.grad(searched), 2.0),
     "trace": (

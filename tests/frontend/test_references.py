@@ -259,7 +259,7 @@ REFUSED: Any = [
     ),
     ("f of scan: got str 'no function'", lambda: lx.scan("no function", 0.0, ROWS)),  # pyright: ignore[reportArgumentType]
     (rf"lanes_map\(xs=...\): {IN_ROWS}", lambda: lx.lanes_map(lambda x: x, ROWS)),
-    ("f of lanes_map closes over a mutable array", lambda: lx.lanes_map(writes, XS, lanes=2)),
+    ("f of lanes_map closes over a mutable array", lambda: lx.lanes_map(writes, XS, num_lanes=2)),
 ]
 
 

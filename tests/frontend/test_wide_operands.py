@@ -53,7 +53,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "cond": lambda x, xs, n, ns: lx.cond(x > xs[0], jnp.sin, lambda x: x, x),
     "switch": lambda x, xs, n, ns: lx.switch(n - n, [jnp.sin, lambda x: x], x),
     "lanes_map": lambda x, xs, n, ns: lx.lanes_map(
-        lambda n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n), ns, lanes=2
+        lambda n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n), ns, num_lanes=2
     ),
     "lockstep": lambda x, xs, n, ns: lanes_of(x, ns, "lockstep"),
     "compact": lambda x, xs, n, ns: lanes_of(x, ns, lx.Compact(min_lanes=1)),

@@ -47,7 +47,7 @@ def until(kind: Any) -> Any:
 
 
 def queue(kind: Any) -> Any:
-    return lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, kind=kind), XS, lanes=2)
+    return lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, kind=kind), XS, num_lanes=2)
 
 
 def inside_of_free_lanes(kind: Any) -> Any:

@@ -110,7 +110,7 @@ def test_nested_loops(lanes: Any) -> None:
 def test_items_of_lanes_map() -> None:
     layers = stack()
     run = lambda layer: lx.fori_loop(0, 2, lambda _, c: apply(c), (layer, X))
-    _, ys = nnx.jit(lambda layers: lx.lanes_map(lambda layer: run(lx.local(layer)), layers, lanes=2))(layers)
+    _, ys = nnx.jit(lambda layers: lx.lanes_map(lambda layer: run(lx.local(layer)), layers, num_lanes=2))(layers)
     np.testing.assert_allclose(ys, np.stack([python(2, of_key(key), X)[1] for key in KEYS]))
     with pytest.raises(TypeError, match="f of lanes_map changes an NNX object"):
-        lx.lanes_map(lambda layer: run(layer)[1], layers, lanes=2)
+        lx.lanes_map(lambda layer: run(layer)[1], layers, num_lanes=2)

@@ -28,7 +28,7 @@ def wrong(*args: Any, **_: Any) -> Any:
 
 
 def stream(f: Any, **options: Any) -> Any:
-    return next(lx.lanes_stream(f, [1.0, 2.0], lanes=2, **options))
+    return next(lx.lanes_stream(f, [1.0, 2.0], num_lanes=2, **options))
 
 
 def looping(x: Any) -> Any:
@@ -36,7 +36,7 @@ def looping(x: Any) -> Any:
 
 
 def suspend_twice() -> Any:
-    with lx.lanes_stream(looping, [], lanes=2) as results:
+    with lx.lanes_stream(looping, [], num_lanes=2) as results:
         results.suspend()
         return results.suspend()
 
@@ -53,7 +53,7 @@ MISTAKES: dict[str, Mistakes] = {
     "rollout": (lambda _: lx.rollout(wrong, X, -1), lambda _: lx.rollout(wrong, X, 3)),
     "cond": (lambda _: lx.cond(X, wrong, wrong, X), lambda _: lx.cond(True, wrong, wrong, X)),
     "switch": (lambda _: lx.switch(0, []), lambda _: lx.switch(1, [wrong, wrong], X)),
-    "lanes_map": (lambda _: lx.lanes_map(wrong, X, lanes=0), lambda _: lx.lanes_map(looping, X)),
+    "lanes_map": (lambda _: lx.lanes_map(wrong, X, num_lanes=0), lambda _: lx.lanes_map(looping, X)),
     "lanes_stream": (lambda _: stream(wrong, chunk_steps=0), lambda _: stream(looping)),
     "rewrite_loops": (lambda _: lx.rewrite_loops(wrong, max_steps=-1), lambda _: lx.rewrite_loops(wrong)(X)),
     "explain": (lambda _: lx.explain(wrong, X, argnums=7), lambda _: lx.explain(wrong, X)),
@@ -78,8 +78,8 @@ MISTAKES: dict[str, Mistakes] = {
         lambda path: durable.scan(wrong, X, X, directory=path),
     ),
     "durable.lanes_stream": (
-        lambda path: durable.lanes_stream(wrong, NUMBER, lanes=2, directory=path),
-        lambda path: durable.lanes_stream(looping, list(X), lanes=2, directory=path),
+        lambda path: durable.lanes_stream(wrong, NUMBER, num_lanes=2, directory=path),
+        lambda path: durable.lanes_stream(looping, list(X), num_lanes=2, directory=path),
     ),
     "durable.outputs": (lambda _: durable.outputs(NUMBER), None),
     "durable.steps_saved": (lambda _: durable.steps_saved(NUMBER), None),

@@ -18,7 +18,7 @@ def rollout(steps: Any, **options: Any) -> Any:
 
 
 def lanes_map(lanes: Any) -> Any:
-    return lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), jnp.ones(3), lanes=lanes)
+    return lx.lanes_map(lambda x: lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), jnp.ones(3), num_lanes=lanes)
 
 
 def rewritten(**options: Any) -> Any:
@@ -49,7 +49,7 @@ NUMBERS = [
     Case("Auto(memory", lx.Auto, "what a gradient stores", "give the most bytes"),
     Case("Compact(shrink", lx.Compact, "the sizes of the batches", ANY),
     Case("Compact(min_lanes", lambda n: lx.Compact(min_lanes=n), "the sizes of the batches", ANY),
-    Case("lanes_map(lanes", lanes_map, "the size of the batch", ANY),
+    Case("lanes_map(num_lanes", lanes_map, "the size of the batch", ANY),
 ]
 UNROLL = [
     Case(f"{f.__name__}(unroll", lambda n, f=f: f(3, unroll=n), "how many steps stand in the program", ANY)

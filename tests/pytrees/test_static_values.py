@@ -164,13 +164,13 @@ def test_branches_that_return_other_values_are_refused(module: Any) -> None:
 
 
 def test_items_of_a_stream_have_the_same_value() -> None:
-    values = lambda *values: dict(lx.lanes_stream(in_items, [Field(3.0, value) for value in values], lanes=2))
+    values = lambda *values: dict(lx.lanes_stream(in_items, [Field(3.0, value) for value in values], num_lanes=2))
     for first, second in [(0.0, -0.0), (1, True)]:
         with pytest.raises((TypeError, ValueError), match="lanes_stream: item 1"):
             values(first, second)
     assert values(float("nan"), float("nan")) == {0: 75.0, 1: 75.0}
     with pytest.raises((TypeError, ValueError), match="lanes_stream: item 1"):
-        list(lx.lanes_stream(in_items, [Leaf(3.0, 0.0), Leaf(3.0, -0.0)], lanes=2))
+        list(lx.lanes_stream(in_items, [Leaf(3.0, 0.0), Leaf(3.0, -0.0)], num_lanes=2))
 
 
 def test_rows_have_the_static_data_of_others() -> None:

@@ -20,24 +20,24 @@ from tests.queues.streams import ANSWERS, CHAOTIC, chaotic, collatz, expected, f
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_every_item_once(lanes, prefetch):
     for count, answers in ANSWERS.items():
-        assert found(lx.lanes_stream(collatz, items(count), lanes=lanes, prefetch=prefetch)) == answers
-    ordered = lx.lanes_stream(collatz, items(100), lanes=lanes, prefetch=prefetch, ordered=True)
+        assert found(lx.lanes_stream(collatz, items(count), num_lanes=lanes, prefetch=prefetch)) == answers
+    ordered = lx.lanes_stream(collatz, items(100), num_lanes=lanes, prefetch=prefetch, ordered=True)
     assert [index for index, _ in ordered] == list(range(100))
 
 
 @pytest.mark.parametrize("chunk_steps", [1, 7, 1000])
 def test_chunks_change_nothing(chunk_steps):
-    assert found(lx.lanes_stream(collatz, items(100), lanes=8, chunk_steps=chunk_steps)) == ANSWERS[100]
+    assert found(lx.lanes_stream(collatz, items(100), num_lanes=8, chunk_steps=chunk_steps)) == ANSWERS[100]
 
 
 def test_results_in_the_order_in_which_they_finish():
     lengths = [np.int32(n) for n in (150, 1, 1, 1)]
     count = lambda n: lx.fori_loop(0, n, lambda i, s: s + 1, jnp.int32(0), max_steps=200)
-    assert next(index for index, _ in lx.lanes_stream(count, lengths, lanes=2, chunk_steps=1)) == 1
+    assert next(index for index, _ in lx.lanes_stream(count, lengths, num_lanes=2, chunk_steps=1)) == 1
 
 
 def test_an_endless_source():
-    with lx.lanes_stream(collatz, map(np.int32, it.count(1)), lanes=8) as stream:
+    with lx.lanes_stream(collatz, map(np.int32, it.count(1)), num_lanes=8) as stream:
         first = dict(it.islice(stream, 50))
     assert all(int(result["steps"]) == expected(index + 1)[0] for index, result in first.items())
     assert list(stream) == []
@@ -52,7 +52,7 @@ def test_a_slow_source_delays_nobody():
         assert seen.wait(60)
         yield np.int32(1)
 
-    stream = lx.lanes_stream(collatz, source(), lanes=4)
+    stream = lx.lanes_stream(collatz, source(), num_lanes=4)
     index, result = next(stream)
     assert (index, int(result["steps"])) == (0, 111)
     seen.set()
@@ -65,7 +65,7 @@ def test_items_of_several_arrays_keys_and_numbers():
         return lx.fori_loop(0, item["n"], step, jnp.zeros(2), key=item["key"], max_steps=20)
 
     given = [{"scale": 0.5, "n": 3 + i, "key": jax.random.key(i)} for i in range(9)]
-    results = dict(lx.lanes_stream(walk, given, lanes=4))
+    results = dict(lx.lanes_stream(walk, given, num_lanes=4))
     for index, item in enumerate(given):
         np.testing.assert_allclose(results[index], walk(item), rtol=1e-6)
 
@@ -81,7 +81,7 @@ def test_one_compilation_for_any_number_of_items_and_other_weights():
             return lx.fori_loop(0, n, lambda i, x: self.rate * x, jnp.ones(2, jnp.float32), max_steps=20)
 
     for rate, count in ((0.5, 1), (0.5, 20), (0.25, 5)):
-        results = dict(lx.lanes_stream(Decay(jnp.float32(rate)), items(count), lanes=2))
+        results = dict(lx.lanes_stream(Decay(jnp.float32(rate)), items(count), num_lanes=2))
         expected = [rate**n for n in range(1, count + 1)]
         np.testing.assert_allclose([results[i][0] for i in range(count)], expected, rtol=1e-6)
     assert len(traced) == 1
@@ -89,7 +89,7 @@ def test_one_compilation_for_any_number_of_items_and_other_weights():
 
 def test_a_stream_that_is_left_early_frees_its_lanes():
     before = len(jax.live_arrays())
-    with lx.lanes_stream(collatz, map(np.int32, it.count(1)), lanes=8) as stream:
+    with lx.lanes_stream(collatz, map(np.int32, it.count(1)), num_lanes=8) as stream:
         next(stream)
     del stream
     threads = [thread for thread in threading.enumerate() if thread.name == "loopax items"]
@@ -105,20 +105,20 @@ def test_a_stream_that_is_left_early_frees_its_lanes():
 @pytest.mark.parametrize("sized", [True, False])
 def test_progress_shows_items_and_steps(sized, capsys):
     given = items(100) if sized else iter(items(100))
-    stream = lx.lanes_stream(collatz, given, lanes=4, chunk_steps=8, progress=lx.Progress("numbers", 0.001, "text"))
+    stream = lx.lanes_stream(collatz, given, num_lanes=4, chunk_steps=8, progress=lx.Progress("numbers", 0.001, "text"))
     assert found(stream) == ANSWERS[100]
     shown = capsys.readouterr().err
     assert re.search(rf"numbers: \d+{'/100' if sized else ''} items.*items/s, .*steps/s.*[0-4] lanes? active", shown)
     assert re.search(r"numbers: 100 items in 0:00:\d\d, .*items/s\n$", shown)
-    with lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=8, progress=lx.Progress(every=0.001)) as stream:
+    with lx.lanes_stream(collatz, items(100), num_lanes=4, chunk_steps=8, progress=lx.Progress(every=0.001)) as stream:
         next(stream)  # left early
     assert "lanes_stream: last seen after" in capsys.readouterr().err
-    list(lx.lanes_stream(collatz, items(9), lanes=4, progress=False))
+    list(lx.lanes_stream(collatz, items(9), num_lanes=4, progress=False))
     assert capsys.readouterr().err == ""
 
 
 def test_report_of_a_stream():
-    stream = lx.lanes_stream(collatz, items(100), lanes=8)
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=8)
     list(stream)
     report = lx.lane_report(stream)
     assert report == stream.report()
@@ -144,7 +144,7 @@ def test_items_are_fetched_with_the_settings_of_the_caller():
     for x64, dtype in ((False, np.float32), (True, np.float64)):
         seen.clear()
         with jax.enable_x64(x64):
-            stream = lx.lanes_stream(doubled, numbers(), lanes=2)
+            stream = lx.lanes_stream(doubled, numbers(), num_lanes=2)
         results = dict(stream)  # the settings are those where it was made
         assert [results[i].dtype for i in range(2)] == seen == [dtype] * 2
         assert results == {0: 12.0, 1: 20.0}
@@ -174,7 +174,7 @@ def test_an_iterable_may_write_into_its_array_again(prefetch):
             one[...] = n
             yield one
 
-    assert found(lx.lanes_stream(collatz, numbers(), lanes=4, prefetch=prefetch)) == ANSWERS[100]
+    assert found(lx.lanes_stream(collatz, numbers(), num_lanes=4, prefetch=prefetch)) == ANSWERS[100]
 
 
 # ---- streams that are suspended, and go on
@@ -187,14 +187,14 @@ def bits(results):
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("taken", [0, 1, 17, 59])
 def test_suspended_streams_go_on_to_the_same_bits(taken, ordered):
-    whole = bits(lx.lanes_stream(chaotic, CHAOTIC, lanes=8))
-    stream = lx.lanes_stream(chaotic, CHAOTIC, lanes=8, ordered=ordered, chunk_steps=5)
+    whole = bits(lx.lanes_stream(chaotic, CHAOTIC, num_lanes=8))
+    stream = lx.lanes_stream(chaotic, CHAOTIC, num_lanes=8, ordered=ordered, chunk_steps=5)
     first = list(it.islice(stream, taken))
     state = stream.suspend()
     leaves, treedef = jax.tree.flatten(state)
     assert all(isinstance(leaf, int | np.ndarray | np.generic) for leaf in leaves)
     state = treedef.unflatten(map(np.array, leaves))
-    rest = list(lx.lanes_stream(chaotic, CHAOTIC[int(state.fetched) :], lanes=8, ordered=ordered, resume=state))
+    rest = list(lx.lanes_stream(chaotic, CHAOTIC[int(state.fetched) :], num_lanes=8, ordered=ordered, resume=state))
     assert bits([*first, *rest]) == whole
     assert len(first) + len(rest) == len(whole)
     if ordered:
@@ -202,9 +202,9 @@ def test_suspended_streams_go_on_to_the_same_bits(taken, ordered):
 
 
 def test_suspended_again_and_again():
-    whole, got, state, rest = bits(lx.lanes_stream(chaotic, CHAOTIC, lanes=8)), [], None, CHAOTIC
+    whole, got, state, rest = bits(lx.lanes_stream(chaotic, CHAOTIC, num_lanes=8)), [], None, CHAOTIC
     while True:
-        stream = lx.lanes_stream(chaotic, rest, lanes=8, resume=state, chunk_steps=3)
+        stream = lx.lanes_stream(chaotic, rest, num_lanes=8, resume=state, chunk_steps=3)
         got += it.islice(stream, 7)
         if len(got) == len(whole):
             break
@@ -214,7 +214,7 @@ def test_suspended_again_and_again():
 
 
 def test_a_closed_stream_is_not_suspended():
-    with lx.lanes_stream(chaotic, CHAOTIC, lanes=8) as stream:
+    with lx.lanes_stream(chaotic, CHAOTIC, num_lanes=8) as stream:
         next(stream)
     with pytest.raises(ValueError, match=r"the stream is closed"):
         stream.suspend()
@@ -222,9 +222,9 @@ def test_a_closed_stream_is_not_suspended():
 
 def test_only_failed_results_are_left():
     limited = lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0, max_steps=5)
-    stream = lx.lanes_stream(limited, [9, 1, 8], lanes=4, throw=False)
+    stream = lx.lanes_stream(limited, [9, 1, 8], num_lanes=4, throw=False)
     first = next(stream)
-    rest = [first, *lx.lanes_stream(limited, [], lanes=4, throw=False, resume=stream.suspend())]
+    rest = [first, *lx.lanes_stream(limited, [], num_lanes=4, throw=False, resume=stream.suspend())]
     assert {index: error is not None for index, _, error in rest} == {0: True, 1: False, 2: True}
 
 
@@ -236,7 +236,7 @@ def test_an_error_of_the_source_is_not_lost_by_suspending():
         yield from items(5)
         raise SourceError
 
-    stream = lx.lanes_stream(collatz, numbers(), lanes=2)
+    stream = lx.lanes_stream(collatz, numbers(), num_lanes=2)
     next(stream)
     time.sleep(0.2)
     stream.suspend()
@@ -244,7 +244,7 @@ def test_an_error_of_the_source_is_not_lost_by_suspending():
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
-    with lx.lanes_stream(collatz, numbers(), lanes=2) as stream:
+    with lx.lanes_stream(collatz, numbers(), num_lanes=2) as stream:
         next(stream)
         time.sleep(0.2)
     with pytest.raises(StopIteration):
@@ -252,12 +252,12 @@ def test_an_error_of_the_source_is_not_lost_by_suspending():
 
 
 def test_progress_of_a_resumed_stream_counts_unfinished_items(capsys):
-    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=4)
     first = list(it.islice(stream, 10))
     suspended = stream.suspend()
     rest = items(100)[suspended.fetched :]
     progress = lx.Progress(every=0.001)
-    list(lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, progress=progress))
+    list(lx.lanes_stream(collatz, rest, num_lanes=4, resume=suspended, progress=progress))
     last = capsys.readouterr().err.splitlines()[-1]
     finished = int(last.split(": ")[1].split(" items")[0])
     assert finished == 100 - len(first) - len(suspended.results)

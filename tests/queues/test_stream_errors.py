@@ -19,14 +19,14 @@ from tests.queues.streams import ANSWERS, collatz, expected, found, items
 
 def test_resume_with_other_lanes_or_another_function_is_refused():
     long = lambda n: lx.fori_loop(0, 10**6, lambda i, x: x + n, jnp.int32(0))
-    stream = lx.lanes_stream(long, items(4), lanes=2, chunk_steps=1)
+    stream = lx.lanes_stream(long, items(4), num_lanes=2, chunk_steps=1)
     while not stream._working.num_busy:
         stream._look()
     state = stream.suspend()
-    with pytest.raises(ValueError, match=r"the suspended stream has 2 lanes, and lanes=4\. Give lanes=2"):
-        lx.lanes_stream(long, [], lanes=4, resume=state)
+    with pytest.raises(ValueError, match=r"the suspended stream has 2 lanes, and num_lanes=4\. Give num_lanes=2"):
+        lx.lanes_stream(long, [], num_lanes=4, resume=state)
     with pytest.raises(ValueError, match="those of another function"):
-        lx.lanes_stream(collatz, [], lanes=2, resume=state)
+        lx.lanes_stream(collatz, [], num_lanes=2, resume=state)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -36,7 +36,7 @@ def test_an_error_of_the_source_comes_after_the_results(prefetch, error):
         yield from items(10)
         raise error
 
-    stream = lx.lanes_stream(collatz, source(), lanes=4, prefetch=prefetch)
+    stream = lx.lanes_stream(collatz, source(), num_lanes=4, prefetch=prefetch)
     assert found(it.islice(stream, 10)) == {i: expected(i + 1) for i in range(10)}
     with pytest.raises(error):
         next(stream)
@@ -55,7 +55,7 @@ def test_items_unlike_the_first():
     }
     f = lambda item: lx.fori_loop(0, item["n"], lambda i, x: 2 * x, item["x"], max_steps=9)
     for words, other in others.items():
-        stream = lx.lanes_stream(f, [alike, alike, other, alike], lanes=2)
+        stream = lx.lanes_stream(f, [alike, alike, other, alike], num_lanes=2)
         assert sorted(next(stream)[0] for _ in range(2)) == [0, 1]
         with pytest.raises((TypeError, ValueError), match=words):
             next(stream)
@@ -67,11 +67,13 @@ def limited(n):
 
 def test_an_error_of_an_item_names_it():
     counts = [np.int32(n) for n in (1, 9, 2)]
-    stream = lx.lanes_stream(limited, counts, lanes=2, ordered=True)
+    stream = lx.lanes_stream(limited, counts, num_lanes=2, ordered=True)
     assert next(stream) == (0, 2.0)
     with pytest.raises(eqx.EquinoxRuntimeError, match=r"item 1 of lanes_stream: .*max_steps=5"):
         next(stream)
-    results = {index: (float(y), error) for index, y, error in lx.lanes_stream(limited, counts, lanes=2, throw=False)}
+    results = {
+        index: (float(y), error) for index, y, error in lx.lanes_stream(limited, counts, num_lanes=2, throw=False)
+    }
     assert (results[0], results[2]) == ((2.0, None), (4.0, None))
     assert "item 1 of lanes_stream" in results[1][1]
 
@@ -85,16 +87,16 @@ def forgets(x):
 def test_a_loop_whose_results_are_not_used_does_not_count(f):
     message = r"holds none. \(A loop does not count if its results are not used: return them.\)"
     with pytest.raises(ValueError, match=message):
-        next(lx.lanes_stream(f, [1.0], lanes=1))
+        next(lx.lanes_stream(f, [1.0], num_lanes=1))
     with pytest.raises(ValueError, match=message):
-        lx.lanes_map(f, np.ones(2), lanes=1)
+        lx.lanes_map(f, np.ones(2), num_lanes=1)
 
 
 def test_options_that_are_refused():
     stream: Any = lx.lanes_stream
     for error, words, options in (
-        (TypeError, "lanes_stream\\(lanes=", {"lanes": 2.0}),
-        (ValueError, "lanes_stream\\(lanes=", {"lanes": 0}),
+        (TypeError, "lanes_stream\\(num_lanes=", {"num_lanes": 2.0}),
+        (ValueError, "lanes_stream\\(num_lanes=", {"num_lanes": 0}),
         (ValueError, "lanes_stream\\(chunk_steps=", {"chunk_steps": 0}),
         (TypeError, "lanes_stream\\(prefetch=", {"prefetch": 1.5}),
         (ValueError, "lanes_stream\\(prefetch=", {"prefetch": -1}),
@@ -110,29 +112,29 @@ def test_options_that_are_refused():
 
 def test_integers_that_do_not_fit_and_keys_of_another_kind_are_refused():
     with jax.enable_x64(False), pytest.raises(OverflowError, match=r"item 1 is 4294967297, expected integers that fit"):
-        list(lx.lanes_stream(collatz, [np.int32(1), 2**32 + 1], lanes=2))
+        list(lx.lanes_stream(collatz, [np.int32(1), 2**32 + 1], num_lanes=2))
     draw = lambda key: lx.fori_loop(0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i)), 0.0)
     key, other = jax.random.key(0, impl="threefry2x32"), jax.random.key(0, impl="unsafe_rbg")
     for second in (other, jax.random.key_data(key)):
         with pytest.raises(TypeError, match=r"item 1 is .*PRNG key.*, expected a PRNG key of threefry2x32"):
-            list(lx.lanes_stream(draw, [key, second], lanes=2))
+            list(lx.lanes_stream(draw, [key, second], num_lanes=2))
 
 
 @pytest.mark.parametrize("taken", [0, 3, 30])
 def test_an_order_cannot_begin_in_the_middle(taken):
-    stream = lx.lanes_stream(collatz, items(100), lanes=4)
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=4)
     first = list(it.islice(stream, taken))
     suspended = stream.suspend()
     rest = items(100)[suspended.fetched :]
     with pytest.raises(ValueError, match="Go on with ordered=False"):
-        lx.lanes_stream(collatz, rest, lanes=4, resume=suspended, ordered=True)
-    assert found([*first, *lx.lanes_stream(collatz, rest, lanes=4, resume=suspended)]) == ANSWERS[100]
+        lx.lanes_stream(collatz, rest, num_lanes=4, resume=suspended, ordered=True)
+    assert found([*first, *lx.lanes_stream(collatz, rest, num_lanes=4, resume=suspended)]) == ANSWERS[100]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_several_threads_take_results_of_one_stream(prefetch, ordered):
-    stream = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3, prefetch=prefetch, ordered=ordered)
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=4, chunk_steps=3, prefetch=prefetch, ordered=ordered)
     with ThreadPoolExecutor(4) as pool:
         taken = list(pool.map(lambda _: list(stream), range(4)))
     assert found(it.chain(*taken)) == ANSWERS[100]
@@ -149,7 +151,7 @@ def test_close_does_not_wait_for_an_item():
         is_asked.set()
         is_over.wait(60)
 
-    stream = lx.lanes_stream(collatz, numbers(), lanes=4)
+    stream = lx.lanes_stream(collatz, numbers(), num_lanes=4)
     taken = []
     thread = Thread(target=lambda: taken.extend(stream))
     thread.start()
@@ -164,7 +166,7 @@ def test_close_does_not_wait_for_an_item():
 
 
 def test_suspend_waits_for_the_results_of_other_threads():
-    stream = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3)
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=4, chunk_steps=3)
     results = {}
 
     def take():
@@ -175,14 +177,14 @@ def test_suspend_waits_for_the_results_of_other_threads():
         threads[0].result()
         state = stream.suspend()
         threads[1].exception()  # StopIteration, where it has not come to its end
-    rest = found(lx.lanes_stream(collatz, items(100)[state.fetched :], lanes=4, resume=state))
+    rest = found(lx.lanes_stream(collatz, items(100)[state.fetched :], num_lanes=4, resume=state))
     assert len(rest) >= 80
     assert len(results) >= 10
     assert {**results, **rest}.items() <= ANSWERS[100].items()
 
 
 def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):
-    stream, waits = lx.lanes_stream(collatz, items(100), lanes=4, chunk_steps=3), []
+    stream, waits = lx.lanes_stream(collatz, items(100), num_lanes=4, chunk_steps=3), []
     wait = working_lanes.wait_for
 
     def interrupted(chunk):
@@ -210,7 +212,7 @@ def test_a_stream_whose_function_raises_is_closed():
         jax.debug.callback(fail, n)
         return collatz(n)
 
-    stream = lx.lanes_stream(fails, items(9), lanes=2)
+    stream = lx.lanes_stream(fails, items(9), num_lanes=2)
     with pytest.raises(Exception, match="ZeroDivisionError"):
         list(stream)
     with pytest.raises(StopIteration):
@@ -227,4 +229,4 @@ def test_a_model_that_changes_itself_is_refused():
             return collatz(n)
 
     with pytest.raises(TypeError, match="f of lanes_stream changes an NNX object in itself"):
-        list(lx.lanes_stream(Counting(), items(3), lanes=2))
+        list(lx.lanes_stream(Counting(), items(3), num_lanes=2))

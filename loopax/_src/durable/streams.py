@@ -74,7 +74,7 @@ def lanes_stream(
     items: Iterable[PyTree[Any]],
     *,
     directory: str | os.PathLike[str],
-    lanes: int = 64,
+    num_lanes: int = 64,
     checkpoint_every: float | timedelta = 60.0,
     keep: int = 2,
     resume: str = "auto",
@@ -97,7 +97,7 @@ def lanes_stream(
     ----------
     f, chunk_steps, prefetch
         As in `loopax.lanes_stream`.
-    lanes
+    num_lanes
         The number of items that are computed at a time, as in `loopax.lanes_stream`. A resumed run must have the same
         number.
     items
@@ -146,7 +146,7 @@ def lanes_stream(
     """
     refuse_transformations(_NAME, (items if isinstance(items, list | tuple) else None,), None)
     check_callable(f"f of {_NAME}", f)
-    lanes, chunk_steps = check_stream(_NAME, items, lanes, chunk_steps, prefetch)
+    num_lanes, chunk_steps = check_stream(_NAME, items, num_lanes, chunk_steps, prefetch)
     if not isinstance(checkpoint_every, float | np.floating | timedelta):
         raise TypeError(
             f"{_NAME}(checkpoint_every=...): got {checkpoint_every!r}, expected seconds: a float or a "
@@ -156,8 +156,8 @@ def lanes_stream(
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
-        run = _StreamRun(f, iter(items), lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
-        return run.to_the_end(prefetch * lanes)
+        run = _StreamRun(f, iter(items), num_lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
+        return run.to_the_end(prefetch * num_lanes)
 
 
 class _StreamRun:

@@ -22,7 +22,7 @@ _LANES = Why("the size of the batch in the program", "choose one for all calls: 
 
 
 @api_boundary
-def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
+def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, num_lanes: int = 256) -> R:
     """Map a function that holds a loop over any number of items, with a fixed number of lanes.
 
     The meaning::
@@ -40,7 +40,7 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     xs
         The items: a pytree of arrays `(items, ...)` with the same number of items. Leaves that are not arrays are
         passed to `f` unchanged.
-    lanes
+    num_lanes
         The number of items that are computed at a time: an int from 1 on. The default is 256.
 
     Returns
@@ -51,10 +51,10 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     Raises
     ------
     TypeError
-        - `lanes` is not an int, or is traced.
+        - `num_lanes` is not an int, or is traced.
         - `f` is not callable, or changes a Flax NNX object in `xs`.
     ValueError
-        - `lanes` is less than 1.
+        - `num_lanes` is less than 1.
         - `f` holds no loop, or several.
         - The arrays of `xs` have unequal numbers of items, or there is no array.
 
@@ -64,15 +64,15 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     stores of one round; in a round, an eighth of the lanes finishes. Apart from inputs and outputs, memory does not
     grow with the number of items.
 
-    Cost: about (sum of all steps) / `lanes` iterations, each for all lanes. Forward and gradient together evaluate the
-    body at most four to five times for each step. If the loop in `f` scans rows, each lane reads its own row; the
+    Cost: about (sum of all steps) / `num_lanes` iterations, each for all lanes. Forward and gradient together evaluate
+    the body at most four to five times for each step. If the loop in `f` scans rows, each lane reads its own row; the
     gradient of such rows costs time in proportion to their size in each iteration.
 
     Derivatives: forward and reverse mode, in every order.
 
     """
     check_callable("f of lanes_map", f)
-    lanes = positive_int("lanes_map(lanes=...)", lanes, "lanes", _LANES)
+    num_lanes = positive_int("lanes_map(num_lanes=...)", num_lanes, "lanes", _LANES)
     frozen = freeze(xs)
     refuse_references_in("lanes_map(xs=...)", frozen, "Give its value (`ref[...]`).")
     arrays, spec = pack(frozen)
@@ -81,7 +81,7 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, lanes: int = 256) -> R:
     if not items:
         outputs = [zeros(stacked(aval, 0)) for aval in made.program.out_avals]
     else:
-        outputs = core.run_queue(made.program, made.shared, arrays, items, lanes)
+        outputs = core.run_queue(made.program, made.shared, arrays, items, num_lanes)
     failed, ys = split_list(outputs, [len(made.messages)])
     checks = [Check(flags, message) for flags, message in zip(failed, made.messages, strict=True)]
     ys = restore_weak(ys, made.results.avals)

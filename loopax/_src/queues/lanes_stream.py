@@ -235,7 +235,7 @@ def lanes_stream(
     f: Callable[[Any], Any],
     items: Iterable[PyTree[Any]],
     *,
-    lanes: int = 64,
+    num_lanes: int = 64,
     ordered: bool = False,
     chunk_steps: int | None = None,
     prefetch: int = 2,
@@ -263,7 +263,7 @@ def lanes_stream(
     items
         The items: any iterable of pytrees, which may be endless or slow. All items have the structure, shapes and
         dtypes of the first. Python numbers become arrays of JAX's default dtype.
-    lanes
+    num_lanes
         The number of items that are computed at a time: an int from 1 on. The default is 64.
     ordered
         Whether results come in the order of the items. True: a finished result waits in memory until all earlier
@@ -272,8 +272,8 @@ def lanes_stream(
         The most steps between two times that the host collects results and hands over items. None: as many as take
         about 50 milliseconds. Results do not depend on it.
     prefetch
-        How many items a thread fetches ahead, in multiples of `lanes`. 0: no thread; items are fetched when the caller
-        asks for results. The default is 2.
+        How many items a thread fetches ahead, in multiples of `num_lanes`. 0: no thread; items are fetched when the
+        caller asks for results. The default is 2.
     throw
         Whether the error of an item's loop (such as `max_steps` reached) is raised where its result would come. False:
         the stream yields `(index, result, error)`, and `error` is a message or None.
@@ -298,7 +298,7 @@ def lanes_stream(
         - An option has another type, or is traced.
         - An item has another structure, shape or dtype than the first item; the message names the item and the leaf.
     ValueError
-        - `lanes` or `chunk_steps` is less than 1, or `prefetch` is negative.
+        - `num_lanes` or `chunk_steps` is less than 1, or `prefetch` is negative.
         - `f` holds no loop, or several.
         - `resume` belongs to a stream with another number of lanes.
         - An item differs from the first in a leaf that is not an array.
@@ -309,8 +309,8 @@ def lanes_stream(
     -----
     An error that the iterable raises is raised after the results of all earlier items.
 
-    Memory: the state of all lanes, at most `(3 + prefetch) * lanes` items, and at most `2 * lanes` results. Memory does
-    not grow with the number of items.
+    Memory: the state of all lanes, at most `(3 + prefetch) * num_lanes` items, and at most `2 * num_lanes` results.
+    Memory does not grow with the number of items.
 
     There are no derivatives; `lanes_map` has them.
 
@@ -320,11 +320,11 @@ def lanes_stream(
 
     """
     check_callable("f of lanes_stream", f)
-    lanes, chunk_steps = check_stream("lanes_stream", items, lanes, chunk_steps, prefetch)
-    if resume is not None and len(resume.lanes) != lanes:
+    num_lanes, chunk_steps = check_stream("lanes_stream", items, num_lanes, chunk_steps, prefetch)
+    if resume is not None and len(resume.lanes) != num_lanes:
         raise ValueError(
-            f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and lanes={lanes}. "
-            f"Give lanes={len(resume.lanes)}."
+            f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and num_lanes={num_lanes}. "
+            f"Give num_lanes={len(resume.lanes)}."
         )
     if is_tracing():
         raise TypeError(
@@ -332,18 +332,18 @@ def lanes_stream(
             "transformation. Call it outside of them, or call `loopax.lanes_map` here, for items in one array."
         )
     shown = Shown("lanes_stream", progress, f, items, len(resume.unfinished) if resume else 0)
-    return LanesStream(f, items, lanes, ordered, ChunkPace(chunk_steps), prefetch * lanes, throw, resume, shown)
+    return LanesStream(f, items, num_lanes, ordered, ChunkPace(chunk_steps), prefetch * num_lanes, throw, resume, shown)
 
 
-def check_stream(name: str, items: Any, lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:
+def check_stream(name: str, items: Any, num_lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:
     """Understand the options of a stream: its lanes, and the steps of a chunk."""
-    lanes = positive_int(f"{name}(lanes=...)", lanes, "lanes", _WHY)
+    num_lanes = positive_int(f"{name}(num_lanes=...)", num_lanes, "lanes", _WHY)
     if chunk_steps is not None:
         chunk_steps = positive_int(f"{name}(chunk_steps=...)", chunk_steps, "steps", _WHY)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"{name}(prefetch=...): got {prefetch!r}, expected an int: multiples of `lanes`.")
+        raise TypeError(f"{name}(prefetch=...): got {prefetch!r}, expected an int: multiples of `num_lanes`.")
     if prefetch < 0:
-        raise ValueError(f"{name}(prefetch=...): got {prefetch}, expected 0 or more: multiples of `lanes`.")
+        raise ValueError(f"{name}(prefetch=...): got {prefetch}, expected 0 or more: multiples of `num_lanes`.")
     if not isinstance(items, Iterable):
         raise TypeError(f"{name}(items=...): got a {type(items).__name__}, expected an iterable of items.")
-    return lanes, chunk_steps
+    return num_lanes, chunk_steps

@@ -345,7 +345,7 @@ def test_a_batch_of_gradients_of_rules_is_refused_as_in_jax(kind):
 # ---- where batches change
 
 
-@pytest.mark.parametrize("call", [lx.lanes_map, lambda f, xs: list(lx.lanes_stream(f, iter(xs), lanes=2))])
+@pytest.mark.parametrize("call", [lx.lanes_map, lambda f, xs: list(lx.lanes_stream(f, iter(xs), num_lanes=2))])
 def test_items_whose_results_would_depend_on_others_are_refused(call):
     def draw(key):
         return lx.fori_loop(0, 3, lambda i, x, key: x + jax.random.normal(key), 0.0, key=key)

@@ -105,11 +105,11 @@ def test_rows_in_which_no_lane_is_active(effect, lanes):
 def test_through_a_queue():
     log = Log()
     item = lambda item: fori(lambda x: doubled(log, x), *item)
-    f = jax.jit(lambda *items: lx.lanes_map(item, items, lanes=2))
+    f = jax.jit(lambda *items: lx.lanes_map(item, items, num_lanes=2))
     assert log.of(f, X, N) == CALLED
     assert f(X, N).tolist() == DOUBLED
     found = {}
-    assert log.of(lambda: found.update(lx.lanes_stream(item, zip(X, N, strict=True), lanes=2))) == CALLED
+    assert log.of(lambda: found.update(lx.lanes_stream(item, zip(X, N, strict=True), num_lanes=2))) == CALLED
     assert found == dict(enumerate(DOUBLED))
 
 

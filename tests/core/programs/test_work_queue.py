@@ -71,7 +71,7 @@ def expected(f):
     ids=name_of,
 )
 def test_values_and_gradients_are_those_of_a_map(f, lanes, kind):
-    mapped = lambda w, xs: lx.lanes_map(lambda item: f(w, *item, kind), (xs, COUNTS), lanes=lanes)
+    mapped = lambda w, xs: lx.lanes_map(lambda item: f(w, *item, kind), (xs, COUNTS), num_lanes=lanes)
     assert_close(jax.jit(values_and_gradients(mapped))(W, XS), expected(f))
 
 
@@ -83,7 +83,7 @@ def test_other_derivatives_and_vmap():
             return lx.fori_loop(0, n, lambda _, x: jnp.sin(w * x), x, max_steps=8)
 
         items = (XS[:9, 0], COUNTS[:9])
-        return (lx.lanes_map(f, items, lanes=4) if lanes else jax.vmap(lambda *item: f(item))(*items)).sum()
+        return (lx.lanes_map(f, items, num_lanes=4) if lanes else jax.vmap(lambda *item: f(item))(*items)).sum()
 
     def derivatives(lanes, w):
         f = lambda w: total(w, lanes)
@@ -97,7 +97,7 @@ def test_lanes_take_new_items_as_they_finish():
     counter = LaneCounter()
     counts = np.random.RandomState(1).geometric(0.05, 400)
     f = lambda n: lx.fori_loop(0, n, lambda _, x: x + 0.0 * counter(x) + 1.0, 0.0)
-    mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=16))
+    mapped = jax.jit(lambda n: lx.lanes_map(f, n, num_lanes=16))
     assert mapped(counts).tolist() == counts.tolist()
     iterations, _ = counter.of(mapped, counts)
     batches = counts.reshape(25, 16)
@@ -113,7 +113,7 @@ def test_what_stands_around_the_loop_runs_once_for_each_item():
         return x + counter(x)
 
     counts = np.arange(40) % 7
-    mapped = jax.jit(lambda n: lx.lanes_map(f, n, lanes=8))
+    mapped = jax.jit(lambda n: lx.lanes_map(f, n, num_lanes=8))
     assert mapped(counts).tolist() == (4 * counts).tolist()
     _, evaluations = counter.of(mapped, counts)
     assert evaluations == 2 * 40
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_items(gradient):
             n = jnp.floor(jnp.abs(x[0]) * 20).astype(int)
             return lx.fori_loop(0, n, lambda _, h: jnp.tanh(w @ h), x, kind=lx.Checkpointed(8)).sum()
 
-        total = lambda w, xs: lx.lanes_map(lambda x: f(w, x), xs, lanes=16).sum()
+        total = lambda w, xs: lx.lanes_map(lambda x: f(w, x), xs, num_lanes=16).sum()
         program = jax.grad(total) if gradient else total
         return temporary(jax.jit(program).lower(np.eye(16), np.ones((items, 16))).compile())
 
@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_the_items(gradient):
 
 def test_checks_of_the_loop_are_raised():
     f = lambda n: lx.while_loop(lambda i: i < n, lambda i: i + 1, 0, max_steps=5)
-    mapped = eqx.filter_jit(lambda n: lx.lanes_map(f, n, lanes=4))
+    mapped = eqx.filter_jit(lambda n: lx.lanes_map(f, n, num_lanes=4))
     assert mapped(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(eqx.EquinoxRuntimeError, match="max_steps=5 stopped"):
         jax.block_until_ready(mapped(jnp.array([1, 2, 9, 0, 3])))
@@ -161,7 +161,7 @@ LOOP = lambda _: lx.fori_loop(0, 3, lambda _, x: x + 1.0, 0.0)
     [
         (lambda x: x, jnp.ones(3), 2, ValueError, "must hold exactly one loop of loopax, and holds none"),
         (lambda x: LOOP(x) + LOOP(x), jnp.ones(3), 2, ValueError, "must hold exactly one loop of loopax, and holds 2"),
-        (LOOP, jnp.ones(3), 0, ValueError, "lanes_map(lanes=...): got 0, expected at least 1"),
+        (LOOP, jnp.ones(3), 0, ValueError, "lanes_map(num_lanes=...): got 0, expected at least 1"),
         (LOOP, jnp.ones(3), 2.5, TypeError, "expected an int, the number of lanes"),
         (LOOP, jnp.ones(()), 2, ValueError, "needs a leading axis"),
         (LOOP, (jnp.ones(2), jnp.ones(3)), 2, ValueError, "Got shapes (2,), (3,)"),
@@ -170,5 +170,5 @@ LOOP = lambda _: lx.fori_loop(0, 3, lambda _, x: x + 1.0, 0.0)
 )
 def test_bad_arguments(f, xs, lanes, error, message):
     with pytest.raises(error) as raised:
-        lx.lanes_map(f, xs, lanes=lanes)
+        lx.lanes_map(f, xs, num_lanes=lanes)
     assert message in str(raised.value)
