@@ -270,7 +270,7 @@ def streamed(writer: Writer, asked: list[Request]) -> Run:
     begun = time.perf_counter()
     with lx.lanes_stream(writer, iter(asked), num_lanes=LANES, ordered=True) as stream:
         texts = np.stack([text for _, text in stream])
-        return Run(texts, time.perf_counter() - begun, lx.lane_report(stream).share)
+        return Run(texts, time.perf_counter() - begun, stream.report().share)
 
 
 def in_batches(writer: Writer, asked: list[Request], size: int) -> Run:

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from loopax._src.core.ir.lanes import Compact, group_sizes, stage_sizes
+from loopax._src.core.ir.lanes import Compact, LanesLike, group_sizes, stage_sizes, to_lanes
 from loopax._src.extras import optional
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import LoopInfo, describe
 from loopax._src.queues.lanes_stream import LanesStream
-from loopax._src.queues.working_lanes import StreamReport
 
 # What a batch of loops computes, from the numbers of steps of its lanes: no program is run.
 
@@ -181,18 +180,8 @@ class LaneReport:
         return axes
 
 
-@overload
-def lane_report(  # pyright: ignore[reportOverlappingOverload] - Any is the other one
-    info: LanesStream, inner: None = None, *, lanes: None = None
-) -> StreamReport: ...
-
-
-@overload
-def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport: ...
-
-
 @api_boundary
-def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -> LaneReport | StreamReport:
+def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -> LaneReport:
     """Report how much of a batch's computation is wasted, for each way to run its lanes.
 
     ::
@@ -204,43 +193,43 @@ def lane_report(info: Any, inner: Any = None, *, lanes: Compact | None = None) -
     ----------
     info
         The numbers of steps of all lanes: the `LoopInfo` of a batched loop, or an array of ints. All axes are axes of
-        lanes. Or a `LanesStream`, finished or not.
+        lanes. A stream has a report of its own: `stream.report()`.
     inner
         For nested loops: the numbers of steps of the inner loop in each outer step, as a `LoopInfo` or an array. The
         last axis is that of the outer steps. Return the inner `num_steps` as a row of `ys` of an outer `scan`. Rows
         beyond a lane's own steps are ignored. None: the loops are not nested.
     lanes
-        The `Compact()` to report on. None: `Compact()` with its defaults.
+        How the batch runs, as in the loop. `Compact(...)` has options that the report follows; all ways to run lanes
+        are reported in any case.
 
     Returns
     -------
     LaneReport
-        The report: `print` shows a table, and `.plot()` draws the occupancy over time. For a stream: a `StreamReport`.
+        The report: `print` shows a table, and `.plot()` draws the occupancy over time.
 
     Raises
     ------
     TypeError
         - `info` or `inner` is not a `LoopInfo` or an array of integers.
         - `info` or `inner` is traced; make reports outside of `jit`.
-        - `inner` or `lanes` is given for a stream.
     ValueError
         - `inner` does not have one row for each lane, or has fewer outer steps than a lane took.
         - A number of steps is negative.
+        - `lanes` is unknown.
 
     Notes
     -----
     No loop is run: the report follows from the numbers of steps. Its time and memory depend on the number of lanes, and
-    not on their steps. A stream counts what its lanes compute while it runs.
+    not on their steps.
 
     """
     if isinstance(info, LanesStream):
-        if inner is not None or lanes is not None:
-            raise TypeError("lane_report of a stream says what its lanes did: it takes no `inner` and no `lanes`.")
-        return info.report()
+        raise TypeError("lane_report(info=...): got a stream, which has a report of its own: `stream.report()`.")
     counts = _counts("info", info)
     _refuse_negative("info", counts, counts < 0)
     steps = counts.reshape(-1)
-    how = Compact() if lanes is None else lanes
+    chosen = to_lanes(lanes)
+    how = chosen if isinstance(chosen, Compact) else Compact()
     rows = None if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
     return LaneReport(
         steps,
