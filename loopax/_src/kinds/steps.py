@@ -1,8 +1,9 @@
 """A loop by the numbers of its steps: parts of it, and a ring of the carries before its last steps."""
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, checked_kind, run
-from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import num_recorded
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, padded, reject, select, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers import put
@@ -88,9 +88,8 @@ class NumberedSteps:
         bound = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs))
         consts, carry, xs = bound.inputs(LoopInputs(*inputs))
         loop = bound.loop
-        if loop.reverse:
-            body, inverse = _by_step(loop.body), loop.inverse and _by_step(loop.inverse)
-            loop = loop._replace(body=body, inverse=inverse, num_consts=loop.num_consts + 1, reverse=False)
+        if loop.reverse:  # the number is the row of the first step
+            loop = with_number(loop, operator.sub)._replace(reverse=False)
             consts, xs = [high - 1, *consts], [_turned(x, high) for x in xs]
         return cls(loop, LoopOperands(jnp.int32(0), high - low, consts, carry, xs), call, bound)
 
@@ -100,10 +99,6 @@ class NumberedSteps:
         if not self.whole.loop.reverse:
             return out
         return out._replace(ys=[_turned(y, self.whole.operands.high) for y in out.ys])
-
-    def unconditional(self) -> "NumberedSteps":
-        """The steps without their condition and effects: they have been taken, and are only evaluated again."""
-        return replace(self, loop=self.loop._replace(body=without_effects(self.loop.body), predicated=False))
 
     def part(
         self,
@@ -118,10 +113,7 @@ class NumberedSteps:
 
         `explain` shows the part that is the loop to its user.
         """
-        loop = self.loop._replace(
-            body=_from_step(self.loop.body),
-            inverse=self.loop.inverse and _from_step(self.loop.inverse),
-            num_consts=self.loop.num_consts + 1,
+        loop = with_number(self.loop, operator.add)._replace(  # the number is that of the first step
             bound=bound,
             kind=checked_kind(kind, bound),
             is_fixed=is_fixed,
@@ -132,9 +124,9 @@ class NumberedSteps:
         )
         return self.whole.run_loop(loop, operands._replace(consts=[first, *operands.consts]))
 
-    def with_ring(self, operands: LoopOperands, size: int) -> tuple[Outcome, list[Any]]:
+    def with_ring(self, size: int) -> tuple[Outcome, list[Any]]:
         """Run all steps, and keep the carries before the last: that before step i is in row i modulo `size`."""
-        loop, num_carry = self.loop, self.loop.num_carry
+        loop, operands, num_carry = self.loop, self.operands, self.loop.num_carry
         function, num_ys = jaxpr_as_fun(loop.body), len(loop.output_avals.ys) - num_recorded(loop.body, loop.inverse)
 
         def body(step: Any, *inputs: Any) -> list[Any]:
@@ -152,27 +144,22 @@ class NumberedSteps:
         return out._replace(carry=carry), rings
 
 
-@weakly_cached
-def _from_step(body: ClosedJaxpr) -> ClosedJaxpr:
-    """The body of a part of the steps, whose first constant is the number of its first step."""
-    function = jaxpr_as_fun(body)
-    return trace(lambda step, first, *inputs: function(first + step, *inputs), [INDEX, *body.in_avals])
+def with_number(loop: Loop, row: Callable[[Any, Any], Any]) -> Loop:
+    """The loop with a number as a further, first constant: a step evaluates the body as in `row(number, step)`."""
+    inverse = loop.inverse and _with_number(loop.inverse, row)
+    return loop._replace(body=_with_number(loop.body, row), inverse=inverse, num_consts=loop.num_consts + 1)
 
 
 @weakly_cached
-def _by_step(body: ClosedJaxpr) -> ClosedJaxpr:
-    """The body of a loop that walks backward, whose first constant is the row of the first step."""
+def _with_number(body: ClosedJaxpr, row: Callable[[Any, Any], Any]) -> ClosedJaxpr:
     function = jaxpr_as_fun(body)
-    return trace(lambda step, last, *inputs: function(last - step, *inputs), [INDEX, *body.in_avals])
+    return trace(lambda step, number, *inputs: function(row(number, step), *inputs), [INDEX, *body.in_avals])
 
 
 def _turned(rows: Any, high: Any) -> Any:
     """From rows as they are to rows in the order of steps, which go from row high - 1 to row 0; and back."""
-    return on_device(lambda rows: keep_bits(_rolled, jnp.flip(rows, 0), high - rows.shape[0]), rows)
-
-
-def _rolled(rows: Any, shift: Any) -> Any:
-    return jnp.roll(rows, shift, 0)
+    roll = partial(jnp.roll, axis=0)
+    return on_device(lambda rows: keep_bits(roll, jnp.flip(rows, 0), high - rows.shape[0]), rows)
 
 
 # A loop as a loop over windows of steps, each of which is a loop.
@@ -198,7 +185,9 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
         out = steps.part(first, these, size, of_steps, is_fixed)
         return [*out.carry, num_steps + out.num_steps, *out.ys]
 
-    consts, xs = [operands.high, *operands.consts], [_in_windows(x, size) for x in operands.xs]
+    consts = [operands.high, *operands.consts]
+    # Rows of windows of rows, with zeros behind the last.
+    xs = [padded(x, -x.shape[0] % size).reshape(-1, size, *x.shape[1:]) for x in operands.xs]
     carry = [*operands.carry, jnp.zeros_like(operands.high)]
     rows = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
     outer = loop._replace(
@@ -217,9 +206,3 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
     out = run(outer, jnp.int32(0), high, consts, carry, xs)
     ys = [keep_bits(lambda y: y.reshape(-1, *y.shape[2:])[:bound], y) for y in out.ys]
     return steps.results(out._replace(num_steps=out.carry[-1], carry=out.carry[:-1], ys=ys))
-
-
-def _in_windows(x: Any, size: int) -> Any:
-    """Rows as rows of windows, with zeros behind the last."""
-    missing = -x.shape[0] % size
-    return padded(x, missing).reshape(-1, size, *x.shape[1:])

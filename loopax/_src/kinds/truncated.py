@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Checkpoints, Derivative, EveryCarry, Kind, LoopCall, LoopFacts, LoopOperands, Outcome, Plan
+from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.dependence import mixing_primitive
-from loopax._src.core.jaxpr.util import INDEX, put_rows, stacked, trace
+from loopax._src.core.jaxpr.util import put_rows, stacked, trace
 from loopax._src.jax_internals import (
-    ClosedJaxpr,
     api_boundary,
     jaxpr_as_fun,
     keep_bits,
@@ -25,17 +25,10 @@ from loopax._src.jax_internals import (
 from loopax._src.kinds.auto import KindLike, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Lax
-from loopax._src.kinds.steps import NumberedSteps, explained, in_windows, jvp, zero_tangent
+from loopax._src.kinds.steps import NumberedSteps, explained, in_windows, jvp, with_number, zero_tangent
 from loopax._src.pytrees.static import Why, positive_int
 
-# The derivative of the last steps of a loop alone.
-
-
-def differentiate_last(call: LoopCall, size: int, kind: Kind) -> Outcome:
-    """Run a loop that may take more than `size` steps; the derivative is that of the last `size`, stored by `kind`."""
-    if call.is_fixed and call.loop.reporting is None:
-        return _in_two(NumberedSteps.of(call), size, kind)
-    return _when_it_has_run(call, size, kind)
+# The derivative of the last `size` steps of a loop alone, stored by `kind`.
 
 
 def _in_two(steps: NumberedSteps, size: int, kind: Kind) -> Outcome:
@@ -72,12 +65,15 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
         if mixes_lanes:
             return run(operands), []
         steps = NumberedSteps.of(call.at(lax.stop_gradient(operands)))
-        found, ring = steps.with_ring(steps.operands, size)
+        found, ring = steps.with_ring(size)
         return _lanes_in_front(steps.results(found)), ring
 
     def dots_of(found: Outcome, ring: list[Any], operands: LoopOperands, dots: Any) -> Outcome:
         def last(operands: LoopOperands) -> Outcome:
-            steps = NumberedSteps.of(call.at(operands)).unconditional()
+            steps = NumberedSteps.of(call.at(operands))
+            # The steps have been taken, and are only evaluated again: without their condition and effects.
+            loop = steps.loop._replace(body=without_effects(steps.loop.body), predicated=False)
+            steps = replace(steps, loop=loop)
             if mixes_lanes:
                 return _all_again(steps, found.num_steps, size, kind)
             return _last_again(steps, found.num_steps, ring, size, kind)
@@ -113,14 +109,9 @@ def _last_again(steps: NumberedSteps, num_steps: Any, ring: list[Any], size: int
 
     def carry_before(rows: Any, start: Any) -> Any:
         """A constant, unless it is the start of the loop."""
-        return on_device(
-            lambda rows, start: jnp.where(
-                is_whole, start, lax.dynamic_index_in_dim(rows, first % size, keepdims=False)
-            ),
-            *(rows, start),
-        )
+        return jnp.where(is_whole, start, lax.dynamic_index_in_dim(rows, first % size, keepdims=False))
 
-    carry = [carry_before(*pair) for pair in zip(ring, operands.carry, strict=True)]
+    carry = [on_device(carry_before, *pair) for pair in zip(ring, operands.carry, strict=True)]
     rows_of = partial(lax.dynamic_slice_in_dim, slice_size=size)
     xs = [on_device(lambda x: keep_bits(rows_of, x, first), x) for x in operands.xs]
     last = operands._replace(high=num_steps - first, carry=carry, xs=xs)
@@ -133,26 +124,16 @@ def _last_again(steps: NumberedSteps, num_steps: Any, ring: list[Any], size: int
 
 def _all_again(steps: NumberedSteps, num_steps: Any, size: int, kind: Kind) -> Outcome:
     """All steps, differentiable, of which those before the last return constants."""
-    loop, operands = steps.loop, steps.operands
+    operands, loop = steps.operands, with_number(steps.loop, lambda _, step: step)
     taken = jaxpr_as_fun(loop.body)
 
     def body(step: Any, first: Any, *inputs: Any) -> list[Any]:
-        return [where(step < first, lax.stop_gradient(leaf), leaf) for leaf in taken(step, *inputs)]
+        return [where(step < first, lax.stop_gradient(leaf), leaf) for leaf in taken(step, first, *inputs)]
 
-    loop = loop._replace(
-        body=trace(body, [INDEX, *loop.body.in_avals]),
-        inverse=loop.inverse and _with_first(loop.inverse),
-        num_consts=loop.num_consts + 1,
-        reporting=None,
-    )
+    loop = loop._replace(body=trace(body, loop.body.in_avals), reporting=None)
     operands = operands._replace(high=num_steps, consts=[num_steps - size, *operands.consts])
     steps = replace(steps, loop=loop, operands=operands)
     return in_windows(steps, size, of_windows=Checkpointed(), of_steps=kind, is_cut=False)
-
-
-def _with_first(inverse: ClosedJaxpr) -> ClosedJaxpr:
-    function = jaxpr_as_fun(inverse)
-    return trace(lambda step, _, *inputs: function(step, *inputs), [INDEX, *inverse.in_avals])
 
 
 _DEFAULT = "residuals"
@@ -278,6 +259,8 @@ class Truncated(Kind):
             kind = to_kind(self.kind)
             return kind.run(call.stored_by(kind))
         call, kind = to_kind(self.kind).of_steps(call)
+        if self.last is not None and call.is_fixed and call.loop.reporting is None:
+            return _in_two(NumberedSteps.of(call), size, kind)
         if self.last is not None:
-            return differentiate_last(call, size, kind)
+            return _when_it_has_run(call, size, kind)
         return in_windows(NumberedSteps.of(call), size, of_windows=self, of_steps=kind, is_cut=True)
