@@ -28,6 +28,7 @@ from loopax._src.jax_internals import (
     update_of,
     updates,
 )
+from loopax._src.pytrees.leaves import type_in_words
 
 # Sizes and types in words.
 
@@ -39,11 +40,6 @@ def in_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
         size /= 1024
     raise AssertionError
-
-
-def typed(aval: Any) -> str:
-    """An array's dtype and shape."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 # What the gradient of a loop stores, and how often it evaluates the body.
@@ -197,7 +193,7 @@ def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     makers = {variable: eqn for eqn in body.eqns for variable in eqn.outvars}
     inputs = [body.invars[i] for i in found.seen.loop.carry_range]
     for value, start, end in zip(found.carry, inputs, body.outvars, strict=False):
-        leaf = f"{value.name or 'a leaf of the carry'} ({typed(start.aval)}"
+        leaf = f"{value.name or 'a leaf of the carry'} ({type_in_words(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
             size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
             if size < max(_LARGE, _MANY_ROWS * written):

@@ -8,7 +8,8 @@ from textwrap import wrap
 from typing import Any
 
 from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
-from loopax._src.insight.advice import Advice, Stored, in_bytes, typed
+from loopax._src.insight.advice import Advice, Stored, in_bytes
+from loopax._src.pytrees.leaves import type_in_words
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
     for leaf in [*(leaf for leaf in leaves if leaf.role != "constant"), *constants[:MOST_CONSTANTS]]:
         note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
         name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
-        rows.append([name, leaf.role, typed(leaf), in_bytes(leaf.size), note])
+        rows.append([name, leaf.role, type_in_words(leaf), in_bytes(leaf.size), note])
     if rest := constants[MOST_CONSTANTS:]:
         rows.append([f"{len(rest)} more", "constant", "", in_bytes(sum(leaf.size for leaf in rest)), ""])
     return rows

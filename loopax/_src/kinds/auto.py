@@ -73,7 +73,12 @@ class Auto(Kind):
         memory = settings().memory if self.memory is None else self.memory
         budget = int(memory * loop.share)
         if loop.step.carry_bytes > budget:
-            raise too_small(memory, loop)
+            least = ceil(loop.step.carry_bytes / loop.share)
+            raise ValueError(
+                f"Auto(memory={self.memory}): the gradient of this loop stores at least one carry, which has {least} "
+                f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) "
+                "times as much makes it three to four times as fast."
+            )
         if loop.bound is None:
             checkpointed = Checkpointed(DEFAULT_SLOTS).within(budget, loop)
             stored = checkpointed.cost(loop).stored
@@ -83,16 +88,6 @@ class Auto(Kind):
         listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
         reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
-
-
-def too_small(memory: int, loop: LoopFacts) -> ValueError:
-    """The error where not even one carry fits."""
-    least = ceil(loop.step.carry_bytes / loop.share)
-    return ValueError(
-        f"Auto(memory={memory}): the gradient of this loop stores at least one carry, which has {least} "
-        f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) times "
-        "as much makes it three to four times as fast."
-    )
 
 
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:

@@ -16,6 +16,7 @@ from loopax._src.jax_internals import (
     ClosedJaxpr,
     api_boundary,
     convert,
+    has_tangents,
     jaxpr_as_fun,
     linear_transpose,
     moved_like,
@@ -27,7 +28,7 @@ from loopax._src.jax_internals import (
 )
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.steps import explained, jvp
-from loopax._src.pytrees.leaves import describe, same_structure
+from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import positive_float
 
 # What of a loop's carry is a fixed point, and what is zero there.
@@ -49,16 +50,16 @@ class FixedPoint:
         """As the user's function says; without one, all leaves that have derivatives and change are unknowns."""
         low, high, *inputs = call.operands
         is_constant = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs)).fixed
-        is_real = tuple(_has_derivative(aval) for aval in call.loop.input_avals.carry)
-        if function is None and not any(is_real):
+        is_real = tuple(map(has_tangents, call.loop.input_avals.carry))
+        if function is not None:
+            return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
+        if not any(is_real):
             raise ValueError(
                 f"{call.where}: kind=Implicit() differentiates a fixed point, and no leaf of the carry is real or "
                 "complex. Leave the kind out."
             )
-        if function is None:
-            changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
-            return cls(call, is_real, is_constant, changing, [], None)
-        return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
+        changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
+        return cls(call, is_real, is_constant, changing, [], None)
 
     @property
     def is_other(self) -> Mask:
@@ -92,19 +93,14 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
         dtype = jnp.result_type(*(x.dtype for x in arrays))
     ends = list(accumulate(x.size for x in arrays))
 
+    def of_piece(piece: Any, x: Any) -> Any:
+        piece = piece if jnp.issubdtype(x.dtype, jnp.complexfloating) else piece.real
+        return moved_like(x, convert(piece, x.dtype).reshape(x.shape))
+
     def unravel(vector: Any) -> list[Any]:
-        pieces = jnp.split(vector, ends[:-1])
-        return [moved_like(x, _cast(piece, x.dtype).reshape(x.shape)) for piece, x in zip(pieces, arrays, strict=True)]
+        return list(map(of_piece, jnp.split(vector, ends[:-1]), arrays))
 
     return jnp.concatenate([convert(to_device(x), dtype).ravel() for x in arrays]), unravel
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return convert(x if jnp.issubdtype(dtype, jnp.complexfloating) else x.real, dtype)
-
-
-def _has_derivative(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _of_function(
@@ -121,10 +117,11 @@ def _of_function(
         return jax.tree.leaves(results[0])
 
     raw = jax.make_jaxpr(flat)(*call.loop.input_avals.carry)
-    carry, out = raw.invars, raw.outvars
-    half = len(out) // 2 if _is_pair(results[0]) and not all(leaf in carry for leaf in out) else len(out)
+    carry, out, result = raw.invars, raw.outvars, results[0]
+    is_pair = isinstance(result, tuple) and len(result) == 2 and same_structure(*map(jax.tree.structure, result))
+    half = len(out) // 2 if is_pair and not all(leaf in carry for leaf in out) else len(out)
     unknowns, residual = out[:half], out[half:]
-    if not unknowns or not all(leaf in carry and _has_derivative(leaf.aval) for leaf in unknowns):
+    if not unknowns or not all(leaf in carry and has_tangents(leaf.aval) for leaf in unknowns):
         raise TypeError(
             f"Implicit(fixed_point=...), called with a carry of {call.where}: got a result that is not made of real or "
             "complex leaves of the carry, as they came. Return these, as a pytree, or a pair of them and of a residual "
@@ -134,7 +131,8 @@ def _of_function(
         if (leaf.aval.shape, leaf.aval.dtype) != (zero.aval.shape, zero.aval.dtype):
             raise TypeError(
                 f"Implicit(fixed_point=...), called with a carry of {call.where}: got a residual of "
-                f"{_type(zero.aval)} for a leaf of {_type(leaf.aval)}. They must have the same shape and dtype."
+                f"{type_in_words(zero.aval)} for a leaf of {type_in_words(leaf.aval)}. They must have the same shape "
+                "and dtype."
             )
     is_unknown = tuple(leaf in unknowns and not fixed for leaf, fixed in zip(carry, is_constant, strict=True))
     if not residual:
@@ -142,17 +140,6 @@ def _of_function(
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
     whole, extras = open_constants(raw)
     return is_unknown, extras, replace_jaxpr(whole, whole.invars, in_order)
-
-
-def _type(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-
-
-def _is_pair(result: Any) -> bool:
-    """Whether this is a pair of two pytrees of the same structure."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        return False
-    return same_structure(*map(jax.tree.structure, result))
 
 
 _RTOL = 1e-3
@@ -290,8 +277,7 @@ class Implicit(Kind):
         found = call.at(lax.stop_gradient(call.operands)).run()
 
         @jax.custom_jvp
-        def implicit(real: list[Any], inputs: Any, others: list[Any], num_steps: Any) -> list[Any]:
-            del inputs, others, num_steps
+        def implicit(real: list[Any], *_: Any) -> list[Any]:
             return real
 
         def rule(primals: Any, tangents: Any) -> Any:
@@ -333,7 +319,15 @@ class Implicit(Kind):
         self, call: LoopCall, start: list[Any], unknowns: list[Any], residual: list[Any], b: list[Any]
     ) -> tuple[list[Any], Any]:
         """`b`, or an error where the loop ended far from a fixed point; and how far, relative to the fixed point."""
-        far = [jnp.where(_norm(r) <= self._absolute(s), 0, to_device(r)) for r, s in zip(residual, start, strict=True)]
+
+        def as_zero(start: Any) -> Any:
+            """The norm of the residual of a leaf that counts as zero, however small the fixed point is."""
+            if self.atol is not None:
+                return self.atol
+            size = _norm(start)
+            return jnp.maximum(self.rtol**2 * jnp.where(jnp.isfinite(size), size, 0), float(jnp.finfo(size.dtype).eps))
+
+        far = [jnp.where(_norm(r) <= as_zero(s), 0, to_device(r)) for r, s in zip(residual, start, strict=True)]
         size, distance = _norm(*unknowns), _norm(*far)
         divisor = jnp.where(size == 0, 1, size)
         message = (
@@ -345,13 +339,6 @@ class Implicit(Kind):
         )
         b = call.checked(b, ~(distance <= self.rtol * size), message, distance / divisor)
         return b, jnp.minimum(_norm(*residual) / divisor, self.rtol)
-
-    def _absolute(self, start: Any) -> Any:
-        """The norm of the residual of a leaf that counts as zero, however small the fixed point is."""
-        if self.atol is not None:
-            return self.atol
-        size = _norm(start)
-        return jnp.maximum(self.rtol**2 * jnp.where(jnp.isfinite(size), size, 0), float(jnp.finfo(size.dtype).eps))
 
 
 def _norm(*arrays: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from loopax._src.jax_internals import open_constants, replace_jaxpr, vary_like
 _STEPS = 10
 _MORE_STEPS = 1000
 
-AMOUNT = "{amount}"  # in a message: the relative residual
 Matvec = Callable[[Any], Any]
 
 
@@ -26,10 +26,8 @@ def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float, reached
     `reached` is how far from a fixed point the loop has ended, relative to it.
     """
     if solver is None:
-        return lambda matvec, b: iterate(call, num_steps, reached, matvec, b)
-    if _is_of_lineax(solver):
-        return lambda matvec, b: _by_lineax(solver, call, matvec, b)
-    return lambda matvec, b: _by_function(solver, call, rtol, matvec, b)
+        return partial(iterate, call, num_steps, reached)
+    return partial(_by_lineax, solver, call) if _is_of_lineax(solver) else partial(_by_function, solver, call, rtol)
 
 
 def is_solver(solver: Any) -> bool:
@@ -62,20 +60,7 @@ def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any
 
     most = jnp.minimum(num_steps, (MOST_STEPS - _MORE_STEPS) // _STEPS) * _STEPS + _MORE_STEPS
     residual = b - matvec(b)
-    _, x, residual = _run(call, step, [is_above(tolerance, b, residual), b, residual])
-    message = (
-        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
-        f"in {_STEPS} times the steps of the loop and {_MORE_STEPS} more{AMOUNT}. Either the Jacobian of the body has "
-        "an eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way "
-        "than by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
-    )
-    # An iteration that diverged ends where the norm of x is infinite, and that of the residual too, or NaN.
-    is_solved = ~is_above(jnp.maximum(tolerance, reached), x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
-    return call.checked(x, ~is_solved, message, _relative(residual, b))
-
-
-def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any]:
-    """Run a loop with a condition, whose lanes leave as those of the user's loop do."""
+    carry = [is_above(tolerance, b, residual), b, residual]
     opened, consts = open_constants(settled(step, INDEX, list(map(jax.typeof, carry)), []))
     given, (row, *leaves) = split_list(opened.invars, [len(consts)])
     carry = list(map(vary_like, carry, opened.out_avals))
@@ -88,9 +73,18 @@ def _run(call: LoopCall, step: Callable[..., Any], carry: list[Any]) -> list[Any
         predicated=True,
         unroll=1,
         kind=Decided(NoReverseMode(AssertionError, "a solver is not differentiated")),
-        lanes=call.loop.lanes,
+        lanes=call.loop.lanes,  # they leave as those of the user's loop do
     )
-    return run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
+    _, x, residual = run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
+    message = (
+        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
+        f"in {_STEPS} times the steps of the loop and {_MORE_STEPS} more{{amount}}. Either the Jacobian of the body "
+        "has an eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way "
+        "than by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
+    )
+    # An iteration that diverged ends where the norm of x is infinite, and that of the residual too, or NaN.
+    is_solved = ~is_above(jnp.maximum(tolerance, reached), x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
+    return call.checked(x, ~is_solved, message, _relative(residual, b))
 
 
 def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
@@ -99,7 +93,7 @@ def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
     solution = lineax.linear_solve(operator, b, solver, throw=False)
     message = (
         f"for its derivative, kind=Implicit() solves a linear system by {type(solver).__name__}, which "
-        f"failed{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
+        "failed{amount}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
         "or the solver needs more steps or a wider tolerance."
     )
     failed = solution.result != lineax.RESULTS.successful
@@ -112,7 +106,7 @@ def _by_function(solver: Callable[..., Any], call: LoopCall, rtol: float, matvec
     relative = _relative(b - matvec(x), b)
     message = (
         "for its derivative, kind=Implicit() solves a linear system by a function of the user, whose "
-        f"residual is more than {rtol:g} of b{AMOUNT}. The Jacobian of the body may have an eigenvalue near one, and "
+        f"residual is more than {rtol:g} of b{{amount}}. The Jacobian of the body may have an eigenvalue near one, and "
         "the fixed point no derivative; or the solver needs more steps."
     )
     return call.checked(x, ~(relative <= rtol), message, relative)

@@ -61,7 +61,7 @@ def largest_difference(given: Sequence[Any], found: Sequence[Any], after: Sequen
     """
     given, found, after = (list(map(to_device, leaves)) for leaves in (given, found, after))
     pairs = zip(given, after, strict=True)
-    sizes = [jnp.maximum(largest(a), largest(c)) if is_real(a) else jnp.float32(0) for a, c in pairs]
+    sizes = [jnp.maximum(largest(a), largest(c)) if has_tangents(a) else jnp.float32(0) for a, c in pairs]
     widest = max((size.dtype for size in sizes), key=lambda dtype: dtype.itemsize, default=jnp.float32)
     of_all = jnp.stack([jnp.zeros((), widest), *(size.astype(widest) for size in sizes)]).max()
     none = Difference(jnp.float32(0), jnp.float32(0))
@@ -72,18 +72,13 @@ def largest_difference(given: Sequence[Any], found: Sequence[Any], after: Sequen
 
 def _difference(given: Any, found: Any, size: Any, of_all: Any) -> Difference:
     """Of one leaf; infinite for integers that differ."""
-    if not is_real(given):
+    if not has_tangents(given):
         wrong = jnp.where((given != found).any(), jnp.float32(jnp.inf), jnp.float32(0))
         return Difference(wrong, wrong)
     eps = float(jnp.finfo(given.dtype).eps)
     amount = largest(given - found)
     ratio = relative(amount, jnp.maximum(eps**EXPONENT * size, (eps * of_all).astype(size.dtype)))
     return Difference(ratio.astype(jnp.float32), relative(amount, size).astype(jnp.float32))
-
-
-def is_real(x: Any) -> bool:
-    """Whether rounding errors are in it, complex numbers included."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def largest(x: Any) -> Any:
@@ -229,7 +224,7 @@ class Drift:
 
     def __call__(self, start: list[Any], end: list[Any], last: list[Any], results: list[Any]) -> list[Any]:
         """The results, or an error where a leaf is off by more than `rtol` of its largest element in start or end."""
-        leaves = [map(to_device, each) for each in zip(start, end, last, strict=True) if is_real(each[0])]
+        leaves = [map(to_device, each) for each in zip(start, end, last, strict=True) if has_tangents(each[0])]
         amounts = [relative(largest(a - b), jnp.maximum(largest(a), largest(c))) for a, b, c in leaves]
         if not amounts:
             return results
@@ -238,11 +233,9 @@ class Drift:
             f"on the way back of kind=Reversible(), rounding errors have grown beyond rtol={self.rtol:g}"
             "{amount}. Give checkpoints=, which stop the drift, or a wider dtype."
         )
-        real = list(map(is_real, results))
-        found = iter(
-            self.checked([x for x, r in zip(results, real, strict=True) if r], ~(amount <= self.rtol), message, amount)
-        )
-        return [next(found) if r else x for x, r in zip(results, real, strict=True)]
+        is_real = list(map(has_tangents, results))
+        checked = self.checked(select(is_real, results), ~(amount <= self.rtol), message, amount)
+        return merge_lists(is_real, reject(is_real, results), checked)
 
 
 def _taken_away(*_: Any) -> Any:

@@ -407,6 +407,11 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype}{where}[{','.join(map(str, jnp.shape(leaf)))}]{weak}{spread}"
 
 
+def type_in_words(aval: Any) -> str:
+    """The dtype and shape of an array, without what is weak and where it is."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
 def describe_node(node: Any) -> str:
     """A pytree in the words of an error message."""
     if node is None or jax.tree_util.all_leaves([node]):

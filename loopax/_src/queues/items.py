@@ -15,7 +15,7 @@ import numpy as np
 
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.nnx.functional import freeze
-from loopax._src.pytrees.leaves import Dynamic, Spec, pack, same_structure, same_value
+from loopax._src.pytrees.leaves import Dynamic, Spec, pack, same_structure, same_value, type_in_words
 
 
 class Settings(NamedTuple):
@@ -106,13 +106,8 @@ def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.nda
     if array is not given and array.dtype.kind in "iu" and (array != given).any():
         raise OverflowError(_message(spec, place, index, str(given), f"integers that fit into {array.dtype}"))
     if (array.shape, array.dtype) != (of.aval.shape, of.aval.dtype):
-        raise TypeError(_message(spec, place, index, described(array), described(of.aval)))
+        raise TypeError(_message(spec, place, index, type_in_words(array), type_in_words(of.aval)))
     return array
-
-
-def described(aval: Any) -> str:
-    """The dtype and shape of an array."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 def _message(spec: Spec, place: int, index: int, got: str, expected: str) -> str:

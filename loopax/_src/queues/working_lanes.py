@@ -15,10 +15,10 @@ from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze
 from loopax._src.progress import Reporter, to_progress
-from loopax._src.pytrees.leaves import pack
+from loopax._src.pytrees.leaves import pack, type_in_words
 from loopax._src.queues.chunks import NUMBERS, Block, ChunkPace, FinishedItems, Program, compiled
 from loopax._src.queues.chunks import results_of as wait_for
-from loopax._src.queues.items import ItemTypes, Settings, Source, described
+from loopax._src.queues.items import ItemTypes, Settings, Source
 
 
 class StreamReport(NamedTuple):
@@ -191,8 +191,8 @@ class WorkingLanes:
     def go_on(self, at: BusyLanes) -> None:
         """Be where lanes were; a ValueError where another function has left them."""
         self.program  # noqa: B018 - makes the state
-        expected = [described(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
-        got = [described(x) for x in [*at.inputs, *at.inside]]
+        expected = [type_in_words(x) for x in [*self._state.inputs, *jax.tree.leaves(self._state.inside)]]
+        got = [type_in_words(x) for x in [*at.inputs, *at.inside]]
         if got != expected:
             raise ValueError(
                 f"{self._name}(resume=...): the suspended lanes are those of another function or of other items. They "
