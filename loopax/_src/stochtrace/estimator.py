@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 from scipy.special import ndtri, stdtrit
 
 from loopax._src.loops import fori_loop, while_loop
-from loopax._src.stochtrace.operators import Operator, Probes, Products, check_probes
+from loopax._src.pytrees.leaves import describe
+from loopax._src.stochtrace.operators import Operator, Probes, Products
 
 LEVEL = 0.95  # of the interval that a tolerance bounds
 _TABULATED = 128  # degrees of freedom, beyond which a series for Student's quantiles is exact to 1e-6
@@ -244,7 +245,9 @@ class Estimator(ABC):
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check_probes(f"{type(self).__name__}(probes=...)", self.probes)
+        if self.probes not in (choices := get_args(Probes)):
+            name, named = type(self).__name__, ", ".join(map(repr, choices))
+            raise ValueError(f"{name}(probes=...): got {describe(self.probes)}, expected one of {named}.")
 
     def check(self, operator: Operator) -> None:
         """Raise an error if this estimator cannot estimate the trace of the operator."""

@@ -1,5 +1,6 @@
 """The mean of quadratic forms: products are used as they come, and none is kept."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,32 @@ class Hutchinson(Estimator):
 
     def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
-        stream = _Stream(self, products, budget)
-        sample = with_derivative(stream.run, stream.derivative)
-        moments, count = sample(products.parameters, (key, budget.stop))
+
+        def samples_of(parameters: Parameters, key: Array, start: Any) -> tuple[Inexact[Array, " b"], Int[Array, " b"]]:
+            """The quadratic forms of a batch of probes, and their numbers."""
+            numbers = start + jnp.arange(budget.batch, dtype=jnp.int32)
+            probes = draw(self.probes, key, numbers, products.size, products.dtype)
+            return (probes.conj() * products(parameters, probes)).sum(1), numbers
+
+        def sample(parameters: Parameters, others: tuple[Array, Stop]) -> tuple[list[Moments], Int[Array, ""]]:
+            """The moments of the samples' parts, and the number of samples."""
+            key, stop = others
+
+            def with_batch(moments: list[Moments], start: Int[Array, ""], target: Int[Array, ""]) -> list[Moments]:
+                samples, numbers = samples_of(parameters, key, start)
+                is_counted = numbers < target
+                of_batch = [Moments.of(part, is_counted) for part in parts(samples)]
+                more = is_counted.sum(dtype=jnp.int32)
+                return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
+
+            zeros = parts(jnp.zeros((), products.dtype))
+            return budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, _estimate)
+
+        def derivative(others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
+            key, _ = others
+            return _rates(*out, lambda start: along(lambda parameters: samples_of(parameters, key, start)), budget)
+
+        moments, count = with_derivative(sample, derivative)(products.parameters, (key, budget.stop))
         estimate = _estimate(moments, count)
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
         if not are_signs:
@@ -80,60 +104,29 @@ def _estimate(moments: list[Moments], count: Int[Array, ""]) -> Estimate:
     return estimate_of(moments, count, variance_of_mean(moments, count))
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """Samples, a batch at a time."""
+def _rates(moments: list[Moments], count: Any, batch_along: Callable[[Any], Any], budget: Budget) -> list[Moments]:
+    """The derivative of the moments of `count` samples; `batch_along(start)` are samples with numbers, and rates."""
 
-    estimator: Hutchinson
-    products: Products
-    budget: Budget
+    def step(i: Any, sums: list[Moments]) -> list[Moments]:
+        """Add the sums of a batch's rates, of d times them and of d^2 / squares times them, for deviations d."""
+        (samples, numbers), (rates, _) = batch_along(i * budget.batch)
+        rates = parts(jnp.where(numbers < count, rates, 0))
+        new = []
+        for sum_, part, sample, rate in zip(sums, moments, parts(samples), rates, strict=True):
+            away = sample - part.mean
+            of_tilt = (away * (away / or_one(part.squares)) * rate).sum()
+            new.append(Moments(sum_.mean + rate.sum(), sum_.squares + (away * rate).sum(), sum_.tilt + of_tilt))
+        return new
 
-    def samples(self, parameters: Parameters, key: Array, start: Any) -> tuple[Inexact[Array, " b"], Int[Array, " b"]]:
-        """The quadratic forms of a batch of probes, and their numbers."""
-        numbers = start + jnp.arange(self.budget.batch, dtype=jnp.int32)
-        probes = draw(self.estimator.probes, key, numbers, self.products.size, self.products.dtype)
-        return (probes.conj() * self.products(parameters, probes)).sum(1), numbers
-
-    def run(self, parameters: Parameters, others: tuple[Array, Stop]) -> tuple[list[Moments], Int[Array, ""]]:
-        """The moments of the samples' parts, and the number of samples."""
-        key, stop = others
-
-        def with_batch(moments: list[Moments], start: Int[Array, ""], target: Int[Array, ""]) -> list[Moments]:
-            samples, numbers = self.samples(parameters, key, start)
-            is_counted = numbers < target
-            of_batch = [Moments.of(part, is_counted) for part in parts(samples)]
-            more = is_counted.sum(dtype=jnp.int32)
-            return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
-
-        zeros = parts(jnp.zeros((), self.products.dtype))
-        return self.budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, _estimate)
-
-    def derivative(self, others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
-        """That of the moments of as many samples."""
-        moments, count = out
-        key, _ = others
-
-        def step(i: Any, sums: list[Moments]) -> list[Moments]:
-            """Add the sums of a batch's rates, of d times them and of d^2 / squares times them, for deviations d."""
-            start = i * self.budget.batch
-            (samples, numbers), (rates, _) = along(lambda parameters: self.samples(parameters, key, start))
-            rates = parts(jnp.where(numbers < count, rates, 0))
-            new = []
-            for sum_, part, sample, rate in zip(sums, moments, parts(samples), rates, strict=True):
-                away = sample - part.mean
-                of_tilt = (away * (away / or_one(part.squares)) * rate).sum()
-                new.append(Moments(sum_.mean + rate.sum(), sum_.squares + (away * rate).sum(), sum_.tilt + of_tilt))
-            return new
-
-        zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
-        if self.budget.is_single_batch:
-            sums = step(0, zeros)
-        else:
-            number, most = map(self.budget.num_batches, (count, self.budget.capacity))
-            sums = fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
-        rates = []
-        for part, sum_ in zip(moments, sums, strict=True):
-            mean, squares = sum_.mean / count.astype(sum_.mean.dtype), 2 * sum_.squares
-            tilt = 3 * (sum_.tilt - mean) - part.tilt * squares / or_one(part.squares)
-            rates.append(Moments(mean, squares, jnp.where(part.squares == 0, 0, tilt)))
-        return rates
+    zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
+    if budget.is_single_batch:
+        sums = step(0, zeros)
+    else:
+        number, most = map(budget.num_batches, (count, budget.capacity))
+        sums = fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
+    rates = []
+    for part, sum_ in zip(moments, sums, strict=True):
+        mean, squares = sum_.mean / count.astype(sum_.mean.dtype), 2 * sum_.squares
+        tilt = 3 * (sum_.tilt - mean) - part.tilt * squares / or_one(part.squares)
+        rates.append(Moments(mean, squares, jnp.where(part.squares == 0, 0, tilt)))
+    return rates

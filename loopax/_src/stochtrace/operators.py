@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from loopax._src.core.jaxpr.types import differing
+from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.jax_internals import jaxpr_as_fun, no_tangent, open_constants, vary, varying_axes, with_varying_axes
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import scan
-from loopax._src.pytrees.leaves import describe, same_structure
+from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import Why, refuse_arrays
 
 _SIZE = Why(
@@ -146,7 +147,7 @@ def _checked_dtype(size: int, dtypes: set[Any]) -> Any:
 
 
 def _types(structure: PyTree[Any]) -> str:
-    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", structure))
+    return str(jax.tree.map(type_in_words, structure))
 
 
 Parameters = Sequence[Array]
@@ -160,7 +161,7 @@ class Products:
     so do the vectors that estimators make of them.
     """
 
-    def __init__(self, operator: Operator, batch: int, axes: frozenset[Any] = frozenset()):
+    def __init__(self, operator: Operator, batch: int, axes: frozenset[Any]):
         vector = core.ShapedArray((operator.size,), operator.dtype)
         while True:
             traced = jax.make_jaxpr(operator.matvec)(with_varying_axes(vector, axes))
@@ -222,13 +223,9 @@ def with_derivative(
 
         def along(f: Callable[..., Any], values: tuple[Any, ...] = (), rates: tuple[Any, ...] = ()) -> tuple[Any, Any]:
             def of_moving(moving: list[Array], *values: Any) -> Any:
-                rest = iter(moving)
-                return f([next(rest) if m else p for m, p in zip(moves, parameters, strict=True)], *values)
+                return f(merge_lists(moves, reject(moves, parameters), moving), *values)
 
-            def moving_of(all_of_them: Sequence[Any]) -> list[Any]:
-                return [x for m, x in zip(moves, all_of_them, strict=True) if m]
-
-            return jax.jvp(of_moving, (moving_of(parameters), *values), (moving_of(directions), *rates))
+            return jax.jvp(of_moving, (select(moves, parameters), *values), (select(moves, directions), *rates))
 
         return out, (derivative(others, out, along), jax.tree.map(no_tangent, out[1]))
 
@@ -244,8 +241,13 @@ def draw(probes: Probes, key: Array, numbers: Int[Array, " k"], size: int, dtype
 
     def probe(number: Int[Array, ""]) -> Inexact[Array, " n"]:
         own_key = jax.random.fold_in(key, number)
-        if probes == "rademacher":
-            return _signs(own_key, size, dtype)
+        if probes == "rademacher" and jnp.issubdtype(dtype, jnp.complexfloating):  # numbers of modulus one (Steinhaus)
+            angle = jax.random.uniform(own_key, (size,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
+            return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+        if probes == "rademacher":  # signs, 32 from each word, as drawing words is what costs
+            words = jax.random.bits(own_key, (-(-size // 32),), jnp.uint32)
+            bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
+            return 1 - 2 * bits.reshape(-1)[:size].astype(dtype)
         direction = jax.random.normal(own_key, (size,), dtype)
         if probes == "normal":
             return direction
@@ -253,25 +255,3 @@ def draw(probes: Probes, key: Array, numbers: Int[Array, " k"], size: int, dtype
         return direction * (jnp.sqrt(size) / jnp.linalg.norm(direction)).astype(dtype)
 
     return jax.vmap(probe)(numbers)
-
-
-def check_probes(what: str, probes: Any) -> None:
-    """An error for what is not the name of a distribution."""
-    if probes not in get_args(Probes):
-        choices = ", ".join(repr(name) for name in get_args(Probes))
-        raise ValueError(f"{what}: got {describe(probes)}, expected one of {choices}.")
-
-
-def is_rotation_invariant(probes: Probes) -> bool:
-    """Whether the distribution looks the same from every direction."""
-    return probes != "rademacher"
-
-
-def _signs(key: Array, size: int, dtype: Any) -> Array:
-    """Signs; for complex dtypes numbers of modulus one (Steinhaus)."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        angle = jax.random.uniform(key, (size,), jnp.finfo(dtype).dtype, maxval=2 * jnp.pi)
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
-    words = jax.random.bits(key, (-(-size // 32),), jnp.uint32)  # 32 signs from each, as drawing words is what costs
-    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
-    return 1 - 2 * bits.reshape(-1)[:size].astype(dtype)

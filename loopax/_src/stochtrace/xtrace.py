@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, static_bool
 from loopax._src.stochtrace.factorizations import inverse, inverse_root
-from loopax._src.stochtrace.operators import Operator, Probes, is_rotation_invariant
+from loopax._src.stochtrace.operators import Operator, Probes
 from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
 
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
@@ -94,7 +94,7 @@ class XNysTrace(SketchEstimator):
     def _outside(self, counted: Counted) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
         """How much longer the part of a probe i outside of the span of the others is on average; without j too."""
         probes = counted.sketch.probes
-        if not is_rotation_invariant(self.probes):
+        if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             ones = jnp.ones_like(probes[:, 0].real)
             return ones, jnp.ones_like(ones[:, None] * ones[None])
         inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
@@ -181,7 +181,7 @@ class XTrace(SketchEstimator):
     def _scale(self, counted: Counted, inside: Inexact[Array, "*k m"], others: int) -> Inexact[Array, "*k m"]:
         """How much longer the part of a probe outside of the others' basis is on average; `others` are left out too."""
         probes = counted.sketch.probes
-        if not is_rotation_invariant(self.probes):
+        if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             return jnp.ones_like(inside)
         lengths = dots(probes.T, probes.T)
         outside = (lengths if inside.ndim == 1 else lengths[None]) - inside
