@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in given:  # the others need not be imported, and JAX takes seconds
             module = import_module(f"loopax._command.{name}")
             subparser.description = module.__doc__
-            module.add_arguments(subparser)
+            if name == "calibrate":
+                module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     if given[:1] == ["bench"]:
         parser.error("benchmarks stand in the repository: in a clone, `python -m benchmarks --short`")

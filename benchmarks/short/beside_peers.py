@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from benchmarks.short.device import PACKAGES
-from benchmarks.short.measure import DEVICE, PROCESSOR, Measurement, measure
+from benchmarks.short.measure import DEVICE, PROCESSOR, Measurement, measure, numbers, used_columns
 from benchmarks.short.programs import programs
 from loopax._command import installed as versions
 from loopax._command.installed import machine
-from loopax._command.table import numbers, show_table, used_columns
+from loopax._command.table import show_table
 from loopax._src.extras import optional
 
 HEADERS = ["library", "ms", "x loopax", "temporary MiB", "compile s", "steps/s", "note"]

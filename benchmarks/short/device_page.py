@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.short.device import ALL, DEFAULT, Seen, flags_of_user
-from benchmarks.short.measure import BY_NAME
-from loopax._command.table import numbers, used_columns
+from benchmarks.short.measure import BY_NAME, numbers, used_columns
 
 # The results of `bench --device`, in a file named after the device: kept, read again, and put together.
 #

@@ -166,3 +166,17 @@ def _measurement(
         program.steps and 1e3 * program.steps / milliseconds,
         note,
     )
+
+
+# Cells of tables.
+
+
+def used_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and the rows without columns in which nothing stands."""
+    used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
+    return [headers[i] for i in used], [[row[i] for i in used] for row in rows]
+
+
+def numbers(values: Sequence[tuple[float | None, str]]) -> list[str]:
+    """Return each number in its format; nothing for None."""
+    return ["" if value is None else format(value, how) for value, how in values]

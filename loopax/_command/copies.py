@@ -32,19 +32,14 @@ def copied_in_steps(text: str, elements: int) -> list[str]:
 
     Loops around others do not count: what they do once in a block of steps weighs little beside the steps.
     """
-    computations = _computations(text)
+    parts = _HEAD.split(text)
+    computations = dict(zip(parts[1::2], parts[2::2], strict=True))  # by name
     fused = {name for part in computations.values() for name in re.findall(r" fusion\([^\n]*calls=%?([\w.\-]+)", part)}
     bodies = {name for part in computations.values() for name in re.findall(r" while\([^\n]*?body=%?([\w.\-]+)", part)}
     reached = {name: _reached(name, computations) for name in bodies}
     innermost = [names for names in reached.values() if not any(" while(" in computations[name] for name in names)]
     found = {name: list(_whole_arrays(computations[name], elements, name in fused)) for name in set().union(*innermost)}
     return sorted(operation for operations in found.values() for operation in operations)
-
-
-def _computations(text: str) -> dict[str, str]:
-    """The computations of a program by name."""
-    parts = _HEAD.split(text)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def _reached(name: str, computations: dict[str, str]) -> set[str]:
@@ -54,14 +49,10 @@ def _reached(name: str, computations: dict[str, str]) -> set[str]:
         name = waiting.pop()
         if name not in seen:
             seen.add(name)
-            waiting += _called(computations[name])
+            waiting += _ONE_CALLED.findall(computations[name])
+            for several in _SEVERAL_CALLED.findall(computations[name]):
+                waiting += (name.strip().lstrip("%") for name in several.split(","))
     return seen
-
-
-def _called(part: str) -> Iterator[str]:
-    yield from _ONE_CALLED.findall(part)
-    for several in _SEVERAL_CALLED.findall(part):
-        yield from (name.strip().lstrip("%") for name in several.split(","))
 
 
 def _whole_arrays(part: str, elements: int, fused: bool) -> Iterator[str]:

@@ -51,20 +51,14 @@ def gains(cores: int) -> list[Gain]:
 
 def measured(cores: int) -> list[Gain]:
     """What `gains` returns, of this process, which has so many devices."""
-    return [Gain(lanes, *_seconds(lanes, cores)) for lanes in ("lockstep", "sequential")]
-
-
-def _seconds(lanes: Any, cores: int) -> list[float]:
-    """The median seconds on one device and on all, in turn."""
-    programs = [partial(_batch(lanes, devices), *_operands()) for devices in (1, cores)]
-    calls = [lambda program=program: jax.block_until_ready(program()) for program in programs]
-    return [milliseconds / 1e3 for milliseconds in interleaved(calls, ROUNDS, warm=True)]
-
-
-def _operands() -> tuple[Any, ...]:
-    """A matrix, and a start and a number of steps for each lane."""
     weights = np.random.RandomState(0).randn(UNITS, UNITS).astype(np.float32) / UNITS**0.5
-    return weights, np.ones((LANES, UNITS), np.float32), np.full(LANES, STEPS, np.int32)
+    starts, counts = np.ones((LANES, UNITS), np.float32), np.full(LANES, STEPS, np.int32)
+    found = []
+    for lanes in ("lockstep", "sequential"):
+        programs = [partial(_batch(lanes, devices), weights, starts, counts) for devices in (1, cores)]
+        calls = [lambda program=program: jax.block_until_ready(program()) for program in programs]
+        found.append(Gain(lanes, *(milliseconds / 1e3 for milliseconds in interleaved(calls, ROUNDS, warm=True))))
+    return found
 
 
 def _batch(lanes: Any, devices: int) -> Any:
@@ -77,12 +71,8 @@ def _batch(lanes: Any, devices: int) -> Any:
     return jax.jit(lambda w, hs, ns: lx.sharded_lanes(partial(lane, w), mesh, "cores")(hs, ns))
 
 
-def main(cores: int) -> None:
-    """Print what is measured, for the process that has asked."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", cores)
-    print(json.dumps(measured(cores)))
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    number = int(sys.argv[1])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", number)
+    print(json.dumps(measured(number)))  # for the process that has asked

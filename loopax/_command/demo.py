@@ -122,11 +122,6 @@ WIDTH, HEIGHT, SHOWN = 76, 16, 5
 fire = jax.jit(shots)  # one program for all volleys
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
-    del parser
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Fire, report, differentiate, fit and aim; the exit code is 1 where a gradient is wrong."""
     del arguments
@@ -137,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     _fit_drag(angles, speeds)
     _aim_at_targets(speeds)
     seconds = time.perf_counter() - start
-    print(f"\n{seconds:.0f} seconds, most of them for compiling. The program is loopax/_src/@loopax/_command/demo.py.")
+    print(f"\n{seconds:.0f} seconds, most of them for compiling. The program is loopax/_command/demo.py.")
     return int(wrong)
 
 

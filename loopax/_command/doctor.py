@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,44 +48,24 @@ _VARIABLES = (
 
 def settings() -> list[Setting]:
     """What the machine has, and how JAX is set."""
-    return [*_devices(), _precision(), *_flags(), _cache(), *_environment()]
-
-
-def _devices() -> list[Setting]:
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
     found = [Setting("devices", f"{len(devices)} x {jax.default_backend()} ({', '.join(kinds)})")]
     if jax.process_count() > 1:
         found.append(Setting("processes", f"{jax.process_count()}, this is number {jax.process_index()}"))
+    config: Any = jax.config
+    precision = "numbers have 64 bits unless said otherwise" if config.jax_enable_x64 else "float64 becomes float32"
+    found.append(Setting("jax_enable_x64", str(config.jax_enable_x64), precision))
+    for name, usual, note in _FLAGS:
+        value = getattr(config, name)
+        found.append(Setting(name, str(value), "" if value == usual else note))
+    cache, note = config.jax_compilation_cache_dir, "programs that call Python (run-time checks) may not be kept"
+    if cache is None:
+        cache, note = "off", "jax_compilation_cache_dir would keep compiled programs"
+    found.append(Setting("compilation cache", str(cache), note))
+    for name in _VARIABLES:  # each flag on a line of its own
+        found += [Setting(name, value) for value in dict.fromkeys(os.environ.get(name, "").split())]
     return found
-
-
-def _precision() -> Setting:
-    if _flag("jax_enable_x64"):
-        return Setting("jax_enable_x64", "True", "numbers have 64 bits unless said otherwise")
-    return Setting("jax_enable_x64", "False", "float64 becomes float32")
-
-
-def _flags() -> list[Setting]:
-    values = [(name, _flag(name), usual, note) for name, usual, note in _FLAGS]
-    return [Setting(name, str(value), "" if value == usual else note) for name, value, usual, note in values]
-
-
-def _cache() -> Setting:
-    directory = _flag("jax_compilation_cache_dir")
-    if directory is None:
-        return Setting("compilation cache", "off", "jax_compilation_cache_dir would keep compiled programs")
-    return Setting("compilation cache", str(directory), "programs that call Python (run-time checks) may not be kept")
-
-
-def _flag(name: str) -> Any:
-    return getattr(jax.config, name)
-
-
-def _environment() -> list[Setting]:
-    """Each flag on a line of its own."""
-    found = [(name, os.environ.get(name, "").split()) for name in _VARIABLES]
-    return [Setting(name, value) for name, values in found for value in dict.fromkeys(values)]
 
 
 # Whether LAPACK's threads get in the way of XLA's: then small factorizations take milliseconds.
@@ -134,53 +114,30 @@ def _milliseconds(columns: int) -> float:
     return sorted(times)[ROUNDS // 4]
 
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
-    del parser
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Look at everything; the exit code is 1 if something fails, else 0."""
     del arguments
     start = time.perf_counter()
-    failed = [*_versions(), *_settings(), *_transformations(), *_copies(), *_cores()]
-    seconds = time.perf_counter() - start
-    print(f"{len(failed)} failed ({'; '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
-    return 1 if failed else 0
-
-
-def _versions() -> list[str]:
     packages = versions.found()
-    headers = ["package", "version", "supported", "extra", ""]
     rows = [[p.name, p.version or "-", p.wanted, p.extra, p.status] for p in packages]
-    show_table("Versions", headers, rows)
-    return [package.name for package in packages if package.fails]
-
-
-def _settings() -> list[str]:
-    """They cannot fail, but that JAX finds no device, which is an error of its own."""
+    show_table("Versions", ["package", "version", "supported", "extra", ""], rows)
+    failed = [package.name for package in packages if package.fails]
+    # Settings cannot fail, but that JAX finds no device, which is an error of its own.
     found = [*settings(), lapack_threads()]
     show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
-    return []
-
-
-def _transformations() -> list[str]:
     results = _each("self-test", selftest.run, selftest.checks())
     rows = [[r.name, f"FAILS: {r.error}" if r.error else "ok"] for r in results]
     show_table("Self-test: a tiny loop and branches against plain Python", ["transformation", ""], rows)
-    return [result.name for result in results if result.error]
-
-
-def _copies() -> list[str]:
+    failed += [result.name for result in results if result.error]
     verdicts = [v for of_one in _each("compiled loops", copies.verdicts, copies.programs()) for v in of_one]
     rows = [[v.name, f"{v.arrays:.1f}", v.status] for v in verdicts]
     title = "Loops that write a row a step: does XLA copy all rows?"
     show_table(title, ["program", "arrays held", ""], rows, numeric=["arrays held"])
-    return [verdict.name for verdict in verdicts if verdict.fails]
+    failed += [verdict.name for verdict in verdicts if verdict.fails]
+    failed += _cores()
+    seconds = time.perf_counter() - start
+    print(f"{len(failed)} failed ({'; '.join(failed)})" if failed else f"all is well ({seconds:.0f} s)")
+    return 1 if failed else 0
 
 
 def _cores() -> list[str]:
@@ -200,10 +157,9 @@ def _cores() -> list[str]:
     return []
 
 
-def _each(what: str, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
+def _each(what: str, function: Callable[[Any], Any], values: list[Any]) -> list[Any]:
     """One after another, with a line on a terminal that says how far it is."""
-    values, results = list(values), []
-    shows = sys.stderr.isatty()
+    results, shows = [], sys.stderr.isatty()
     for i, value in enumerate(values):
         if shows:
             print(f"\r{what}: {i}/{len(values)}", end="", file=sys.stderr, flush=True)

@@ -80,19 +80,6 @@ def _loops() -> list[SelfTest]:
     ]
 
 
-def _kinds() -> list[tuple[str, Any, int | None]]:
-    """Return kinds, and the bound that the loop has with each."""
-    return [
-        ("Auto()", lx.Auto(), BOUND),
-        ("Auto(), no bound", lx.Auto(), None),
-        ("Checkpointed()", lx.Checkpointed(), BOUND),
-        ("Checkpointed(3)", lx.Checkpointed(3), BOUND),
-        ("Checkpointed(3), no bound", lx.Checkpointed(3), None),
-        ("Bounded()", lx.Bounded(), BOUND),
-        ("Residuals()", lx.Residuals(), BOUND),
-    ]
-
-
 def _derivatives() -> list[SelfTest]:
     def of_kind(name: str, kind: Any, bound: int | None) -> SelfTest:
         gradient = jax.grad(lambda x, n: loop(x, n, kind, bound))
@@ -105,7 +92,13 @@ def _derivatives() -> list[SelfTest]:
 
     return [
         SelfTest("jvp", lambda: (jax.jit(tangent)(X, STEPS), SLOPE)),
-        *(of_kind(*kind) for kind in _kinds()),
+        of_kind("Auto()", lx.Auto(), BOUND),
+        of_kind("Auto(), no bound", lx.Auto(), None),
+        of_kind("Checkpointed()", lx.Checkpointed(), BOUND),
+        of_kind("Checkpointed(3)", lx.Checkpointed(3), BOUND),
+        of_kind("Checkpointed(3), no bound", lx.Checkpointed(3), None),
+        of_kind("Bounded()", lx.Bounded(), BOUND),
+        of_kind("Residuals()", lx.Residuals(), BOUND),
         SelfTest("grad, Lax(), static length", lambda: (jax.jit(static)(X), SLOPE)),
         SelfTest("hessian, forward over reverse", lambda: (jax.jit(jax.hessian(loop))(X, STEPS), CURVATURE)),
         SelfTest("hessian, reverse over forward", lambda: (jax.jit(jax.jacrev(jax.jacfwd(loop)))(X, STEPS), CURVATURE)),

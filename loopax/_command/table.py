@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from loopax._src.extras import is_installed
 
-GOOD, BAD = ("ok",), ("FAILS", "out of range")
+BAD = "FAILS", "out of range"
 
 
 def show_table(
@@ -31,17 +31,6 @@ def as_text(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], n
     return "\n".join([title, "", *map(text, lines)])
 
 
-def used_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and the rows without columns in which nothing stands."""
-    used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
-    return [headers[i] for i in used], [[row[i] for i in used] for row in rows]
-
-
-def numbers(values: Sequence[tuple[float | None, str]]) -> list[str]:
-    """Return each number in its format; nothing for None."""
-    return ["" if value is None else format(value, how) for value, how in values]
-
-
 def _with_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -51,14 +40,9 @@ def _with_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]
     for header in headers:
         table.add_column(header, justify="right" if header in numeric else "left")
     for row in rows:
-        table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+        styles = ["green" if cell == "ok" else "bold red" if cell.startswith(BAD) else "" for cell in row]
+        table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
     Console().print(table)
-
-
-def _style(cell: str) -> str:
-    if cell in GOOD:
-        return "green"
-    return "bold red" if cell.startswith(BAD) else ""
 
 
 def in_words(error: Exception) -> str:
