@@ -149,7 +149,9 @@ class Displays:
             seconds = run.report(steps, active, now)
             run.stride = next_stride(taken, seconds, display.every, run.stride)
             display = self._reopen(key, number, run, display)
-            self._draw(display, now)
+            if now - display.drawn >= display.drawing.interval(display.every, now - display.began):
+                display.drawing.draw(display.facts(now))
+                display.drawn = now
             run.seen = self._now()  # what drawing takes is no time of the loop
             return run.stride
 
@@ -182,11 +184,6 @@ class Displays:
         with self._lock:
             for key in reversed(list(self._open)):
                 self._close(key, finished=False)
-
-    def _draw(self, display: Display, now: float) -> None:
-        if now - display.drawn >= display.drawing.interval(display.every, now - display.began):
-            display.drawing.draw(display.facts(now))
-            display.drawn = now
 
     def _reopen(self, key: Hashable, number: int, run: Run, display: Display) -> Display:
         """The display of a run, also if it was closed since the run last reported."""

@@ -47,15 +47,11 @@ class Facts:
         return f"{self.rate:.3g} {self.unit}s/s" if self.rate >= 1 else f"{1 / self.rate:.3g} s/{self.unit}"
 
     @property
-    def lanes(self) -> str:
-        """How many are active, if they are counted."""
-        return "" if self.active is None else f"{self.active} {'lane' if self.active == 1 else 'lanes'} active"
-
-    @property
     def beside(self) -> str:
         """What stands beside the count and its rate, if anything does."""
         inner = "" if self.inner is None or not self.seconds else f"{self.inner / self.seconds:.3g} steps/s"
-        return ", ".join(filter(None, (inner, self.lanes)))
+        lanes = "" if self.active is None else f"{self.active} {'lane' if self.active == 1 else 'lanes'} active"
+        return ", ".join(filter(None, (inner, lanes)))
 
     @property
     def running(self) -> str:
@@ -83,10 +79,7 @@ def clock(seconds: float) -> str:
 class Drawing(ABC):
     """What is drawn of one loop."""
 
-    @property
-    @abstractmethod
-    def stays(self) -> bool:
-        """Whether what is drawn stays, and is not drawn over."""
+    stays: bool  # what is drawn stays, and is not drawn over
 
     def interval(self, every: float, elapsed: float) -> float:
         """Seconds to the next time it is drawn."""
@@ -104,10 +97,7 @@ class Drawing(ABC):
 class Log(Drawing):
     """Lines, each of which stays: for what is not a terminal."""
 
-    @property
-    def stays(self) -> bool:
-        """See `Drawing.stays`."""
-        return True
+    stays = True
 
     def draw(self, facts: Facts) -> None:
         """See `Drawing.draw`."""
@@ -122,16 +112,12 @@ class Log(Drawing):
 class TextLine(Drawing):
     """One line of a terminal, written over; loops inside others stand behind them."""
 
+    stays = False
     _texts: ClassVar[dict[int, str]] = {}  # what stands in the line, by depth
 
     def __init__(self, depth: int) -> None:
         """The place in the line."""
         self.depth = depth
-
-    @property
-    def stays(self) -> bool:
-        """See `Drawing.stays`."""
-        return False
 
     def draw(self, facts: Facts) -> None:
         """See `Drawing.draw`."""
@@ -155,20 +141,22 @@ class Bar(Drawing):
 
     def __init__(self, depth: int) -> None:
         """The bar itself is made when it is first drawn."""
-        self.depth, self.bar = depth, None
-
-    @property
-    def stays(self) -> bool:
-        """See `Drawing.stays`."""
-        return not _is_live()
+        self.depth, self.stays = depth, not _is_live()
+        self.bar: Any = None
 
     def draw(self, facts: Facts) -> None:
         """See `Drawing.draw`."""
-        bar = self.bar = self._new(facts) if self.bar is None else self.bar
-        bar.n = facts.steps
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            unit = f" {facts.unit}s"
+            where: Any = {"position": self.depth, "file": sys.stderr}
+            self.bar = tqdm(total=facts.total, desc=facts.label, unit=unit, disable=False, **where)
+            self.bar.start_t -= facts.seconds  # it began when the loop did
+        self.bar.n = facts.steps
         if facts.beside:
-            bar.set_postfix_str(facts.beside, refresh=False)
-        bar.refresh()
+            self.bar.set_postfix_str(facts.beside, refresh=False)
+        self.bar.refresh()
 
     def close(self, facts: Facts, finished: bool, leave: bool) -> None:  # noqa: ARG002 - the bar shows how far it came
         """See `Drawing.close`."""
@@ -179,20 +167,6 @@ class Bar(Drawing):
             self.bar.leave = leave
             self.bar.close()
             self.bar = None
-
-    def _new(self, facts: Facts) -> Any:
-        from tqdm.auto import tqdm
-
-        bar = tqdm(
-            total=facts.total,
-            desc=facts.label,
-            unit=f" {facts.unit}s",
-            position=self.depth,
-            file=sys.stderr,
-            disable=False,
-        )
-        bar.start_t -= facts.seconds  # it began when the loop did
-        return bar
 
 
 def drawing(style: str, depth: int) -> Drawing:
@@ -209,19 +183,14 @@ def has_tqdm() -> bool:
 
 
 def _is_live() -> bool:
-    """Whether what is drawn can be drawn again."""
-    return _is_terminal() or _is_notebook()
+    """Whether what is drawn can be drawn again: in a terminal, or a kernel of Jupyter, which is imported then."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return _is_terminal() or type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def _is_terminal() -> bool:
     is_terminal = getattr(sys.stderr, "isatty", None)
     return bool(is_terminal and is_terminal())
-
-
-def _is_notebook() -> bool:
-    """Whether this is a kernel of Jupyter, which is imported then."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def _write(text: str) -> None:
