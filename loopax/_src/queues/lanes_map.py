@@ -76,7 +76,13 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, num_lanes: int = 256) -
     frozen = freeze(xs)
     refuse_references_in("lanes_map(xs=...)", frozen, "Give its value (`ref[...]`).")
     arrays, spec = pack(frozen)
-    items = _items(arrays)
+    counts = {x.shape[0] if x.ndim else -1 for x in arrays}
+    if len(counts) != 1 or -1 in counts:
+        raise ValueError(
+            "lanes_map(xs=...): every array in xs needs a leading axis with as many items. Got shapes "
+            f"{', '.join(str(x.shape) for x in arrays) or '(no arrays)'}. Close over values that all items share."
+        )
+    (items,) = counts
     made = item_program("lanes_map", f, spec.rows())
     if not items:
         outputs = [zeros(stacked(aval, 0)) for aval in made.program.out_avals]
@@ -86,14 +92,3 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, num_lanes: int = 256) -
     checks = [Check(flags, message) for flags, message in zip(failed, made.messages, strict=True)]
     ys = restore_weak(ys, made.results.avals)
     return thaw(settle(made.results.unpack(ys), checks))
-
-
-def _items(arrays: list[Any]) -> int:
-    """How many there are."""
-    counts = {x.shape[0] if x.ndim else -1 for x in arrays}
-    if len(counts) != 1 or -1 in counts:
-        raise ValueError(
-            "lanes_map(xs=...): every array in xs needs a leading axis with as many items. Got shapes "
-            f"{', '.join(str(x.shape) for x in arrays) or '(no arrays)'}. Close over values that all items share."
-        )
-    return counts.pop()

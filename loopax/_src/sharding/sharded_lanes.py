@@ -32,7 +32,19 @@ class Assignment(NamedTuple):
 def assign_lanes(lanes: int, counts: Any, devices: int) -> Assignment | None:
     """The deal for these counts, or without (None); None where every lane may stay in its place."""
     if counts is not None:
-        counts = _checked(counts, lanes)
+        # An array of NumPy where they are known here.
+        known = not isinstance(counts, Tracer) and getattr(counts, "is_fully_addressable", True)
+        got, counts = describe(counts), np.asarray(counts) if known else counts
+        if not (jnp.issubdtype(counts.dtype, jnp.integer) or jnp.issubdtype(counts.dtype, jnp.floating)):
+            raise TypeError(
+                f"sharded_lanes(counts=...): got {got}, expected a real number for each lane, such as its number of "
+                "steps."
+            )
+        if counts.shape != (lanes,):
+            raise ValueError(
+                f"sharded_lanes(counts=...): got {got}, expected shape ({lanes},), a number for each of the {lanes} "
+                "lanes."
+            )
     if devices == 1 or lanes == 0 or (counts is None and lanes % devices == 0):
         return None
     if counts is None:
@@ -43,31 +55,6 @@ def assign_lanes(lanes: int, counts: Any, devices: int) -> Assignment | None:
         return by_work(counts, devices)
     with jax.ensure_compile_time_eval():
         return Assignment(*map(np.asarray, by_work(jnp.asarray(counts), devices)))
-
-
-def _checked(counts: Any, lanes: int) -> Any:
-    """Counts as an array; one of NumPy where they are known here."""
-    known = not isinstance(counts, Tracer) and getattr(counts, "is_fully_addressable", True)
-    array = np.asarray(counts) if known else counts
-    if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)):
-        raise TypeError(
-            f"sharded_lanes(counts=...): got {describe(counts)}, expected a real number for each lane, such as its "
-            "number of steps."
-        )
-    if array.shape != (lanes,):
-        raise ValueError(
-            f"sharded_lanes(counts=...): got {describe(counts)}, expected shape ({lanes},), a number for each of the "
-            f"{lanes} lanes."
-        )
-    return array
-
-
-class _Dealing(NamedTuple):
-    """The state of a deal."""
-
-    load: Any  # float32[devices]: the work of the lanes that each device has
-    held: Any  # int32[devices]: how many these are
-    places: Any  # int32[places]: where those are that have been dealt
 
 
 def by_work(counts: Any, devices: int) -> Assignment:
@@ -83,14 +70,15 @@ def by_work(counts: Any, devices: int) -> Assignment:
     work = work[lane_of]
     order = jnp.argsort(-work).astype(jnp.int32)
 
-    def give(i: Any, dealing: _Dealing) -> _Dealing:
+    def give(i: Any, dealing: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         load, held, places = dealing
         device = jnp.argmin(jnp.where(held < width, load, NO_ROOM)).astype(jnp.int32)
         places = places.at[order[i]].set(device * width + held[device])
-        return _Dealing(load.at[device].add(work[order[i]]), held.at[device].add(1), places)
+        return load.at[device].add(work[order[i]]), held.at[device].add(1), places
 
-    start = _Dealing(jnp.zeros(devices, jnp.float32), jnp.zeros(devices, jnp.int32), jnp.zeros_like(order))
-    places = lax.fori_loop(0, len(order), give, start).places
+    # [the work of each device's lanes, how many these are, the places of the lanes that have been dealt]
+    start = jnp.zeros(devices, jnp.float32), jnp.zeros(devices, jnp.int32), jnp.zeros_like(order)
+    *_, places = lax.fori_loop(0, len(order), give, start)
     return Assignment(jnp.zeros_like(order).at[places].set(lane_of), places[:lanes])
 
 
