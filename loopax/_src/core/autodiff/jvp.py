@@ -67,25 +67,19 @@ def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Seq
         of_perturbed = of_selected(function, mask, primals)
         out = jax.jvp(of_perturbed, tuple(select(mask, primals)), tuple(tangents))
         *out_groups, _ = split_list(zip(*out, strict=True), list(map(len, wanted)))
-        return flatten(_pairs_in_order(group, keep) for group, keep in zip(out_groups, wanted, strict=True))
+        # Before: pairs of a primal and its tangent -> After: of each group the primals, then the tangents that are kept
+        return [
+            x
+            for group, keep in zip(out_groups, wanted, strict=True)
+            for x in (*(primal for primal, _ in group), *(tangent for _, tangent in select(keep, group)))
+        ]
 
     return trace(both, [row_aval, *flatten(pairs)])
 
 
-def _pairs_in_order(group: Sequence[tuple[Any, Any]], keep: Sequence[bool]) -> list[Any]:
-    """The primals of a group, and behind them the tangents that are kept."""
-    return [*(primal for primal, _ in group), *(tangent for _, tangent in select(keep, group))]
-
-
-def tangent_inputs(groups: Sequence[Sequence[bool]]) -> Mask:
-    """Among the inputs of a body on pairs, which are tangents, if the given groups have these."""
-    return (False, *(flag for group in groups for flag in ((False,) * len(group) + (True,) * sum(group))))
-
-
 def perturbed_outputs(loop: Loop, perturbed: LoopInputs) -> LoopOutputs:
     """Which outputs may have a tangent after any number of steps, if these inputs have one."""
-    allowed = inexact(loop.body.out_avals)
-    inputs = (False, *flatten(perturbed))
+    inputs, allowed = (False, *flatten(perturbed)), inexact(loop.body.out_avals)
     flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, allowed, loop.inverse)
     return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
@@ -100,23 +94,16 @@ def jvp_loop(loop: Loop, perturbed: LoopInputs) -> tuple[Loop, LoopInputs, LoopO
     bound = perturbed_outputs(loop, perturbed)
     inputs = perturbed._replace(carry=bound.carry)
     pair = _jvp_loop(loop, inputs, bound)
-    exact = _exact_outputs(loop, pair, perturbed.carry, inputs, bound)
+    # Of the inputs of the body on pairs, the tangents are marked, of the carry those that are not zero at the start.
+    consts, _, xs = ((*(False for _ in group), *(True for flag in group if flag)) for group in inputs)
+    start = (*(False for _ in bound.carry), *select(bound.carry, perturbed.carry))
+    flags = pair.outputs(dependence_fixpoint(pair.body, (False, *consts, *start, *xs), pair.carry_range))
+    dots = LoopOutputs(flags.carry[loop.num_carry :], flags.ys[len(bound.ys) :])
+    exact = map_leaves(bool, fill_each(bound, False, dots))
     if exact != bound:
         inputs = perturbed._replace(carry=exact.carry)
         pair = _jvp_loop(loop, inputs, exact)
     return pair, inputs, exact
-
-
-def _exact_outputs(
-    loop: Loop, pair: Loop, start: Sequence[bool], inputs: LoopInputs, bound: LoopOutputs
-) -> LoopOutputs:
-    """Which outputs have a tangent that is not identically zero, where the carry starts with these perturbed."""
-    tangents = tangent_inputs(inputs)
-    carry = (*(False for _ in bound.carry), *select(bound.carry, start))
-    marked = (*tangents[: pair.carry_range.start], *carry, *tangents[pair.carry_range.stop :])
-    flags = pair.outputs(dependence_fixpoint(pair.body, marked, pair.carry_range))
-    dots = LoopOutputs(flags.carry[loop.num_carry :], flags.ys[len(bound.ys) :])
-    return map_leaves(bool, fill_each(bound, False, dots))
 
 
 def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:

@@ -17,7 +17,7 @@ from loopax._src.core.autodiff.jvp import (
     tangents_of_results,
     tangents_or_zeros,
 )
-from loopax._src.core.autodiff.planning import Part, in_two, joined, plan_of
+from loopax._src.core.autodiff.planning import in_two, joined, plan_of
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
 from loopax._src.core.buffer_versions import buffers, frozen_body, keep_rows
 from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
@@ -35,7 +35,7 @@ from loopax._src.core.ir.loop import (
     traversal,
 )
 from loopax._src.core.ir.plan import Blocks, Plan, saving_of
-from loopax._src.core.jaxpr.cost import Residual, classified, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.cost import classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.types import retyped
 from loopax._src.core.jaxpr.util import (
@@ -133,7 +133,10 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     last = tuple(reject_each(unknown, read_last).carry)
     if any(is_last):
         sizes, of_used = [sum(uses.consts), sum(uses.carry)], tuple(select_each(uses, read_last).carry)
-        body, inverse = frozen_body(body, sizes, of_used), inverse and _frozen_inverse(inverse, sizes, of_used)
+        body = frozen_body(body, sizes, of_used)
+        if inverse is not None:  # is none where it does more than read their rows
+            unchanged = keep_rows(inverse, range(1 + sizes[0], 1 + sum(sizes)))
+            inverse = frozen_body(inverse, sizes, of_used) if all(select(of_used, unchanged)) else None
         uses = uses._replace(carry=tuple(map(and_, uses.carry, invert(is_last))))
 
     linear_consts, linear_carry, linear_xs = map(tuple, select_each(uses, unknown))
@@ -149,7 +152,8 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         **traversal(loop),
     )
     used = LoopInputs(*map(tuple, reject_each(unknown, uses)))
-    parts = PartialEval(known, linear, unknown, outputs, used, _taken(unknown, uses), last)
+    taken = map_leaves(and_, unknown, uses._replace(carry=unknown.carry))
+    parts = PartialEval(known, linear, unknown, outputs, used, taken, last)
     if plan.error or not parts.states:
         return parts
     carry_bytes, has_inverse = num_bytes(parts.states), inverse is not None
@@ -162,20 +166,6 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # The known loop saves what the linear part reads, with what it saves already.
     known = known._replace(saving=saving, saved=either(known.saved_mask, used.carry))
     return parts._replace(known=known, linear=linear._replace(saving=saving))
-
-
-def _taken(unknown: LoopInputs, uses: LoopInputs) -> LoopInputs:
-    """See `PartialEval.taken`."""
-    uses = uses._replace(carry=unknown.carry)
-    return map_leaves(lambda is_unknown, is_used: is_unknown and is_used, unknown, uses)
-
-
-def _frozen_inverse(inverse: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr | None:
-    """The inverse, which is given the last versions of buffers; None where it does more than read their rows."""
-    num_consts, num_carry = sizes
-    unchanged = keep_rows(inverse, range(1 + num_consts, 1 + num_consts + num_carry))
-    reads_only = all(unchanged[i] for i, last in enumerate(is_last) if last)
-    return frozen_body(inverse, sizes, is_last) if reads_only else None
 
 
 def unknown_outputs(loop: Loop, unknown: LoopInputs) -> LoopOutputs:
@@ -250,20 +240,71 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
     return parts._replace(known=known, linear=linear)
 
 
+class _LinearInputs(NamedTuple):
+    """What stands for each input of the body of a linear part that reads residuals, behind the row."""
+
+    hoisted: Sequence[Any]  # residuals that are the same at every step
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    forwarded: Sequence[Any]  # residuals that are rows of known xs
+    stacked: Sequence[Any]  # residuals of each step
+    xs: Sequence[Any]
+
+
 def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     """Let JAX evaluate the body partially; residuals become constants, rows of xs, or new rows of ys."""
-    known, later, outputs = _partial_eval_body(loop, unknown)
-    unknown = unknown._replace(carry=outputs.carry)
+    outputs = unknown_outputs(loop, unknown)
+    while True:
+        unknown = unknown._replace(carry=outputs.carry)
+        known, later, flags = partial_eval_jaxpr(loop.body, [False, *flatten(unknown)], flatten(outputs))
+        found = LoopOutputs(*map(tuple, loop.outputs(flags)))
+        # At the fixed point, no more of the carry becomes unknown.
+        outputs = found._replace(carry=either(outputs.carry, found.carry))
+        if outputs.carry == unknown.carry:
+            break
     num_outputs = flatten(outputs).count(False)
     sizes = [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
-    recomputed = Recomputed(rows, [p for p in of_steps if p not in rows], again)
     loop_body = replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
+
+    # Before: (*residuals, *consts, *carry, *x) -> (*carry, *y).
+    # After: (row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
+    later = without_effects(later)
+    avals = dict(zip((r.position for r in residuals), later.in_avals, strict=False))
+    sources = {r.forwarded: avals[r.position] for r in reversed(residuals) if r.forwarded is not None}
+    forwarded = sorted(sources)
+    masks = LoopInputs(*((True,) * sum(mask) for mask in unknown))
+    consts, carry, xs = unflatten(masks, later.in_avals[len(residuals) :])
+    inputs = _LinearInputs(
+        hoisted=[avals[r.position] for r in residuals if r.hoisted],
+        consts=consts,
+        carry=carry,
+        forwarded=[sources[place] for place in forwarded],
+        stacked=[avals[p] for p in of_steps if p in rows],
+        xs=xs,
+    )
+
+    def linear_body(_: Any, *operands: Any) -> list[Any]:
+        given = unflatten(inputs, operands)
+        # By position, the residuals of each step: those that are rows, and those that are computed from these.
+        more, others = (jaxpr_as_fun(again)(*given.stacked) if again else []), [p for p in of_steps if p not in rows]
+        found = dict(zip((*rows, *others), (*given.stacked, *more), strict=True))
+        hoisted = iter(given.hoisted)
+        values = [
+            next(hoisted)
+            if r.hoisted
+            else found[r.position]
+            if r.forwarded is None
+            else given.forwarded[forwarded.index(r.forwarded)]
+            for r in residuals
+        ]
+        return jaxpr_as_fun(later)(*values, *given.consts, *given.carry, *given.xs)
+
     linear = LinearLoop(
-        _linear_body(loop, later, residuals, recomputed, unknown),
+        trace(linear_body, [loop.body.in_avals[0], *flatten(inputs)]),
         linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
@@ -282,82 +323,11 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         unknown,
         outputs,
         used=LoopInputs((False,) * sizes[0], (False,) * sizes[1], x_used),
-        taken=_taken(unknown, map_leaves(lambda _: True, unknown)),
+        taken=unknown,
         last=(False,) * sizes[1],
         residual_avals=tuple(known.out_avals[p] for p in of_steps),
         hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
-
-
-def _partial_eval_body(loop: Loop, unknown: LoopInputs) -> tuple[ClosedJaxpr, ClosedJaxpr, LoopOutputs]:
-    """JAX's partial evaluation of the body, at the fixed point of what is unknown of the carry."""
-    outputs = unknown_outputs(loop, unknown)
-    while True:
-        inputs = [False, *flatten(unknown._replace(carry=outputs.carry))]
-        known, later, flags = partial_eval_jaxpr(loop.body, inputs, flatten(outputs))
-        found = LoopOutputs(*map(tuple, loop.outputs(flags)))
-        if either(outputs.carry, found.carry) == outputs.carry:
-            return known, without_effects(later), found._replace(carry=outputs.carry)
-        outputs = outputs._replace(carry=either(outputs.carry, found.carry))
-
-
-class Recomputed(NamedTuple):
-    """Residuals of each step of which some are rows, and the others are computed from these."""
-
-    rows: list[int]  # positions among the outputs of the known body
-    others: list[int]
-    function: ClosedJaxpr | None  # rows -> others
-
-    def found(self, rows: Sequence[Any]) -> dict[int, Any]:
-        """All of them by position."""
-        others = jaxpr_as_fun(self.function)(*rows) if self.function else []
-        return dict(zip((*self.rows, *self.others), (*rows, *others), strict=True))
-
-
-class _LinearInputs(NamedTuple):
-    """What stands for each input of the body of a linear part that reads residuals, behind the row."""
-
-    hoisted: Sequence[Any]  # residuals that are the same at every step
-    consts: Sequence[Any]
-    carry: Sequence[Any]
-    forwarded: Sequence[Any]  # residuals that are rows of known xs
-    stacked: Sequence[Any]  # residuals of each step
-    xs: Sequence[Any]
-
-
-def _linear_body(
-    loop: Loop, later: ClosedJaxpr, residuals: Sequence[Residual], recomputed: Recomputed, unknown: LoopInputs
-) -> ClosedJaxpr:
-    """(row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y)."""
-    function = jaxpr_as_fun(later)
-    avals = later.in_avals[: len(residuals)]
-    forwarded = sorted({r.forwarded for r in residuals if r.forwarded is not None})
-    first_of = {f: next(a for r, a in zip(residuals, avals, strict=True) if r.forwarded == f) for f in forwarded}
-    masks = LoopInputs(*((True,) * sum(mask) for mask in unknown))
-    consts, carry, xs = unflatten(masks, later.in_avals[len(residuals) :])
-    inputs = _LinearInputs(
-        hoisted=[a for r, a in zip(residuals, avals, strict=True) if r.hoisted],
-        consts=consts,
-        carry=carry,
-        forwarded=[first_of[f] for f in forwarded],
-        stacked=[a for r, a in zip(residuals, avals, strict=True) if r.position in recomputed.rows],
-        xs=xs,
-    )
-
-    def body(_: Any, *operands: Any) -> list[Any]:
-        given = unflatten(inputs, operands)
-        hoisted, found = iter(given.hoisted), recomputed.found(given.stacked)
-        values = [
-            next(hoisted)
-            if r.hoisted
-            else found[r.position]
-            if r.forwarded is None
-            else given.forwarded[forwarded.index(r.forwarded)]
-            for r in residuals
-        ]
-        return function(*values, *given.consts, *given.carry, *given.xs)
-
-    return trace(body, [loop.body.in_avals[0], *flatten(inputs)])
 
 
 # Partial evaluation of a loop under JAX's transformations: run the known part, and leave the linear part for later.
@@ -383,7 +353,10 @@ def run_known(
     used = select_each(parts.used, known)
     reads_states = not all(parts.linear.linear_carry)  # before each step; if not, it reads them as rows
     is_saved = reads_states and parts.linear.saving is not None
-    consts = _hoisted(parts.hoisted, known.consts, out) if parts.hoisted else used.consts
+    consts = used.consts
+    if parts.hoisted:  # the types of these residuals in the body may not say that they vary where they do
+        axes, residuals = varying_axes(out.num_steps), jaxpr_as_fun(parts.hoisted)(*known.consts)
+        consts = [retyped(x, varying_axes(x) | axes) for x in residuals]
     operands = LinearOperands(
         *window_walked(loop, low, high, out.num_steps),
         known=LoopInputs(
@@ -391,22 +364,11 @@ def run_known(
         ),
         saved=select(parts.used.carry, saved) if is_saved else [],
         checkpoint_rows=out.checkpoint_rows if is_saved else [],
-        linear=linear_inputs(parts, inputs),
+        linear=select_each(parts.taken, inputs),
     )
     saved_by_loop = reject(parts.unknown.carry, loop.saved_mask)  # of the known carry, what the whole loop saves
     rows = out.checkpoint_rows if loop.saving else []
     return Outcome(out.num_steps, out.carry, ys, select(saved_by_loop, saved), rows), operands
-
-
-def linear_inputs(parts: PartialEval, inputs: LoopInputs) -> LoopInputs:
-    """The inputs of the loop that the linear part takes as linear ones: of the carry, all that are unknown."""
-    return select_each(parts.taken, inputs)
-
-
-def _hoisted(residuals: ClosedJaxpr, consts: Sequence[Any], out: Outcome) -> list[Any]:
-    """Residuals that are the same at every step. Their types in the body may not say that they vary where they do."""
-    axes = varying_axes(out.num_steps)
-    return [retyped(x, varying_axes(x) | axes) for x in jaxpr_as_fun(residuals)(*consts)]
 
 
 def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
@@ -446,7 +408,7 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         return stage_unknown(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(known_value, tracers)
     known, linear = run_known(loop, parts, low, high, loop.inputs(operands))
-    linear = linear._replace(linear=linear_inputs(parts, loop.inputs(tracers[2:])))
+    linear = linear._replace(linear=select_each(parts.taken, loop.inputs(tracers[2:])))
     out = stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
     return assemble(loop, parts, known, out).leaves
 
@@ -541,10 +503,22 @@ def _run_in_parts(
     unknown = bound.masks(unknown)
     plan = plan_of(bound.loop, unknown, partial_eval)
     given, two = bound.inputs(inputs), in_two(bound.loop, plan)
-    if two:
-        known, finish = _run_two(bound.loop, *two, unknown, given)
-    else:
+    if two is None:
         known, finish = _run_one(bound.loop, plan, unknown, low, high, given)
+    else:
+        # The second loop begins where the first ends.
+        first, last = two
+        start, finish_first = _run_one(first.loop, first.plan, unknown, *first.window, first.inputs(given))
+        pairs = zip(start.carry, bound.loop.output_avals.carry, strict=True)
+        given = given._replace(carry=[ad.UndefinedPrimal(aval) if x is None else x for x, aval in pairs])
+        unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
+        end, finish_last = _run_one(last.loop, last.plan, unknown, *last.window, last.inputs(given))
+        known = joined(bound.loop, start, end)
+
+        def finish(inputs: LoopInputs) -> Outcome:
+            start = finish_first(first.inputs(inputs))
+            return joined(bound.loop, start, finish_last(last.inputs(inputs._replace(carry=start.carry))))
+
     carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
     return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
 
@@ -557,26 +531,9 @@ def _run_one(
     known, given = run_known(loop, parts, low, high, inputs)
 
     def finish(inputs: LoopInputs) -> Outcome:
-        operands = given._replace(linear=linear_inputs(parts, inputs))
+        operands = given._replace(linear=select_each(parts.taken, inputs))
         linear = linear_loop_p.bind(*operands.leaves, **parts.linear._asdict())
         return assemble(loop, parts, known, linear)
 
     later = [None] * sum(loop.results_from(False, parts.unknown_outputs, False).leaves)
     return assemble(loop, parts, known, later), finish
-
-
-def _run_two(
-    loop: Loop, first: Part, last: Part, unknown: LoopInputs, inputs: LoopInputs
-) -> tuple[Outcome, Callable[[LoopInputs], Outcome]]:
-    """`_run_one` of a loop that is made of two: the second begins where the first ends."""
-    start, finish_first = _run_one(first.loop, first.plan, unknown, *first.window, first.inputs(inputs))
-    avals = loop.output_avals.carry
-    middle = [ad.UndefinedPrimal(aval) if x is None else x for x, aval in zip(start.carry, avals, strict=True)]
-    unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
-    end, finish_last = _run_one(last.loop, last.plan, unknown, *last.window, last.inputs(inputs._replace(carry=middle)))
-
-    def finish(inputs: LoopInputs) -> Outcome:
-        start = finish_first(first.inputs(inputs))
-        return joined(loop, start, finish_last(last.inputs(inputs._replace(carry=start.carry))))
-
-    return joined(loop, start, end), finish

@@ -47,14 +47,16 @@ class Part(NamedTuple):
 
     def inputs(self, inputs: LoopInputs) -> LoopInputs:
         """Its operands from those of the whole loop, whose carry it may be given: it begins where the other ends."""
-        return inputs._replace(xs=[self._rows(x) for x in inputs.xs])
-
-    def _rows(self, x: Any) -> Any:
         assert self.loop.bound is not None
-        if ad.is_undefined_primal(x):
-            return ad.UndefinedPrimal(x.aval.update(shape=(self.loop.bound, *x.aval.shape[1:])))
-        rows = partial(lax.slice_in_dim, start_index=self.start, limit_index=self.start + self.loop.bound)
-        return keep_bits(rows, x)
+        number = self.loop.bound
+        rows = partial(lax.slice_in_dim, start_index=self.start, limit_index=self.start + number)
+        xs = [
+            ad.UndefinedPrimal(x.aval.update(shape=(number, *x.aval.shape[1:])))
+            if ad.is_undefined_primal(x)
+            else keep_bits(rows, x)
+            for x in inputs.xs
+        ]
+        return inputs._replace(xs=xs)
 
 
 def in_two(loop: Loop, plan: Plan) -> tuple[Part, Part] | None:
@@ -90,12 +92,11 @@ def joined(loop: Loop, first: Outcome, last: Outcome) -> Outcome:
     rows = zip(last.ys, first.ys, strict=True) if loop.reverse else zip(first.ys, last.ys, strict=True)
     return last._replace(
         num_steps=first.num_steps + last.num_steps,
-        ys=[None if front is None else _concatenated(front, back) for front, back in rows],
+        ys=[
+            None if front is None else keep_bits(lambda *parts: jnp.concatenate(parts), front, back)
+            for front, back in rows
+        ],
     )
-
-
-def _concatenated(front: Any, back: Any) -> Any:
-    return keep_bits(lambda *parts: jnp.concatenate(parts), front, back)
 
 
 Split = Callable[[Loop, Plan, LoopInputs], Any]  # a loop, its plan, and which inputs are unknown -> a `PartialEval`

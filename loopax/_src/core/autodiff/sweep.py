@@ -30,6 +30,7 @@ from loopax._src.core.jaxpr.util import (
     either,
     fill_each,
     flatten,
+    grouped,
     invert,
     map_leaves,
     merge_each,
@@ -39,7 +40,16 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_in_derivatives
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, happens, is_known, is_nonzero, known_value, stage_unknown
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    ad,
+    dce,
+    happens,
+    is_known,
+    is_nonzero,
+    known_value,
+    stage_unknown,
+)
 
 
 def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:
@@ -195,18 +205,15 @@ def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> Swe
         carry = either(carry, used.carry)
     state = tuple(used.state)
     while True:
-        ahead = sweep.of_forward(_needed_ahead(sweep, state))
+        forward = dce(sweep.forward, state, False)[1][1:]
+        if sweep.inverse is not None:  # also where they are walked back to
+            forward = either(forward, needed_by_inverse(sweep.inverse, state))
+        ahead = grouped(SweepInputs, forward, sweep.num_consts, sweep.num_state, 0)
         if either(state, ahead.state) == state:
             break
         state = either(state, ahead.state)
     forward_xs = [*ahead.xs, *(False,) * (len(used.xs) - len(ahead.xs))]
     return SweepInputs(either(used.consts, ahead.consts), state, carry, either(used.xs, forward_xs))
-
-
-def _needed_ahead(sweep: ReverseSweep, state: Sequence[bool]) -> Sequence[bool]:
-    """Which inputs of the forward body these states need, also where they are walked back to."""
-    forward = dce(sweep.forward, state, False)[1][1:]
-    return forward if sweep.inverse is None else either(forward, needed_by_inverse(sweep.inverse, state))
 
 
 def linear_operands(parts: SweepPartialEval, low: Any, high: Any, operands: SweepOperands) -> LinearSweepOperands:

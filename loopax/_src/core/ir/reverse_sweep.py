@@ -125,10 +125,6 @@ class ReverseSweep(NamedTuple):
         """In the order of the step and of the backward body, behind the row."""
         return [*inputs.consts, *inputs.carry, *inputs.state, *inputs.xs]
 
-    def of_forward(self, leaves: Sequence[Any]) -> SweepInputs:
-        """The inverse of `forward_inputs`; nothing stands for the carry."""
-        return grouped(SweepInputs, leaves, self.num_consts, self.num_state, 0)
-
     def of_backward(self, leaves: Sequence[Any]) -> SweepInputs:
         """The inverse of `backward_inputs`."""
         given = grouped(SweepInputs, leaves, self.num_consts, self.num_carry, self.num_state)
