@@ -20,14 +20,13 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     equations_in,
     evaluate,
-    inner_jaxprs,
     reject,
     select,
     stacked,
     trace,
     weakly_cached,
 )
-from loopax._src.core.row_buffers import VERSION, add_p, appends, get, get_p, put, put_p, take_p, view_p
+from loopax._src.core.row_buffers import VERSION, add_p, get, get_p, put, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -153,7 +152,7 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
     """Which result is the next version of an operand; None if none is."""
     primitive = eqn.primitive
     if primitive in VERSION:
-        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not appends(eqn))
+        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not eqn.params["appends"])
         return VERSION[primitive] if position == 0 and not (only_appended and overwrites) else None
     if primitive is loop_p:
         loop = Loop(**eqn.params)
@@ -186,12 +185,6 @@ def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
                 touched.add(first[atom])
     touched.update(first[atom] for atom in closed.outvars if not isinstance(atom, Literal) and atom in first)
     return tuple(i in read and i not in touched for i in inputs)
-
-
-def touches_buffers(eqn: Any) -> bool:
-    """Whether an equation, or one inside of it, is an operation of a buffer."""
-    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in equations_in(jaxpr))
-    return any(inner.primitive in VERSION for inner in (eqn, *inside))
 
 
 # ---- one version after another
@@ -238,7 +231,10 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
                     chains[id(results[result])] = chain, place + 1
             return results
 
-        with_buffers = lambda eqn: inlinable(eqn) if touches_buffers(eqn) else None  # noqa: E731
+        def with_buffers(eqn: Any) -> ClosedJaxpr | None:
+            inside = equations_in(program) if (program := inlinable(eqn)) else ()
+            return program if any(inner.primitive in VERSION for inner in inside) else None
+
         outputs = evaluate(closed, inputs, equation, inlined=with_buffers)
         return [newest(x, writes=True) for x in outputs], [chain_of(x)[0][-1].array for x in inputs]
 

@@ -165,12 +165,6 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     return [where(inside, row, none), left]
 
 
-def _get_where_active(rows: Any, place: Any, active: Any, lane_axes: int) -> list[Any]:
-    """Which lanes are active matters to batches and derivatives."""
-    del active
-    return _get(rows, place, lane_axes=lane_axes)
-
-
 get_p = new_primitive("buffer_get")
 put_p = new_primitive("buffer_put")
 add_p = new_primitive("buffer_add")
@@ -189,11 +183,6 @@ def operands_where(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     rows, place, *rest = operands
     beyond = jnp.int32(rows.shape[eqn.params["lane_axes"]])
     return [rows, jnp.where(active, place, beyond), *rest]
-
-
-def appends(eqn: Any) -> bool:
-    """Whether a `put` writes a row that has not been read or written before."""
-    return eqn.params["appends"]
 
 
 def _types_of(meaning: Callable[..., list[Any]], *avals: Any, **params: Any) -> list[Any]:
@@ -290,8 +279,16 @@ def _batch_all(
 
 # ---- what each does: its meaning and its parameters, the operands in which it is linear, its transpose, its batch
 
+# Which lanes are active matters to batches and derivatives.
 for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
-    (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, _batch_get),
+    (
+        get_p,
+        lambda rows, place, _, **params: _get(rows, place, **params),
+        ["lane_axes"],
+        [0],
+        _transpose_get,
+        _batch_get,
+    ),
     (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, partial(_batch_all, put_p)),
     (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, partial(_batch_all, add_p)),
     (take_p, _take, ["lane_axes"], [0], _transpose_take, partial(_batch_all, take_p)),

@@ -5,6 +5,7 @@ Where all lanes take the same steps, the batch is one loop on larger arrays. Els
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import log
 from operator import and_
@@ -199,7 +200,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
         mixing = kept_together(loop.lanes, loop.body)
-        debug_info = loop.debug_info.mixed(mixing) if loop.debug_info and mixing else loop.debug_info
+        debug_info = replace(loop.debug_info, mixed_by=mixing) if loop.debug_info and mixing else loop.debug_info
         loop = loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
     if isinstance(loop.lanes, Sequential) and axis.size:
         # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.

@@ -26,7 +26,7 @@ from loopax._src.core.batching.lockstep import (
     result_axes,
     run_lanes,
 )
-from loopax._src.core.ir.lanes import Compact, Lockstep, fewest_in_group, group_sizes, stage_sizes
+from loopax._src.core.ir.lanes import CPU_LANES, Compact, Lockstep, fewest_lanes, group_sizes, stage_sizes
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs, Outcome, run
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint
@@ -57,7 +57,7 @@ def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outco
     assert isinstance(loop.lanes, Compact)
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
-    size = min(max(fewest_in_group(loop.lanes), axis.size // _MOST_BATCHES), axis.size)
+    size = min(max(fewest_lanes(loop.lanes, CPU_LANES), axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
     # The numbers of the lanes that take the step, in order; zeros behind them.
     place = jnp.where(takes, jnp.cumsum(takes, dtype=jnp.int32) - 1, axis.size)

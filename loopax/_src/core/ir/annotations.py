@@ -1,6 +1,6 @@
 """Where a loop comes from: what a user called, and the names of what goes through it. No rule looks at it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -88,11 +88,8 @@ def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of an equation, with programs that do not show progress."""
-    return {name: map_parameter(value, strip_progress, _without_reporting) for name, value in params.items()}
-
-
-def _without_reporting(value: Any) -> Any:
-    return None if isinstance(value, Reporting) else value
+    unreported = lambda value: None if isinstance(value, Reporting) else value  # noqa: E731
+    return {name: map_parameter(value, strip_progress, unreported) for name, value in params.items()}
 
 
 def strip_progress_of_equation(eqn: Any) -> Any:
@@ -107,16 +104,9 @@ def _reports(jaxpr: Any) -> bool:
 
 
 def _equation_reports(eqn: Any) -> bool:
-    return any(map(_reports, inner_jaxprs(eqn))) or any(
-        isinstance(leaf, Reporting) for value in eqn.params.values() for leaf in _with_fields(value)
-    )
-
-
-def _with_fields(value: Any) -> Iterator[Any]:
-    """A parameter and, where it is the static description of something, its fields."""
-    yield value
-    if hasattr(value, "_fields"):
-        yield from value
+    # A parameter may be the static description of something, whose fields are looked at, too.
+    values = [x for value in eqn.params.values() for x in (value, *(value if hasattr(value, "_fields") else ()))]
+    return any(map(_reports, inner_jaxprs(eqn))) or any(isinstance(value, Reporting) for value in values)
 
 
 @weakly_cached
@@ -148,7 +138,8 @@ class Names(NamedTuple):
 
     def keep(self, *masks: Sequence[bool]) -> "Names":
         """Those of what is kept of each."""
-        return Names(*(_kept(mask, names) for mask, names in zip(masks, self, strict=True)))
+        pairs = zip(masks, self, strict=True)
+        return Names(*(tuple(select(mask, names)) if len(mask) == len(names) else () for mask, names in pairs))
 
     def with_tangents(self, *masks: Sequence[bool]) -> "Names":
         """The names of operands on pairs: behind each group, those of its tangents."""
@@ -159,10 +150,6 @@ class Names(NamedTuple):
         """For so many of each."""
         pairs = zip(self, sizes, strict=True)
         return Names(*(names if len(names) == size else (UNNAMED,) * size for names, size in pairs))
-
-
-def _kept(mask: Sequence[bool], names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(select(mask, names)) if len(mask) == len(names) else ()
 
 
 @dataclass(frozen=True)
@@ -182,10 +169,6 @@ class DebugInfo:
     def renamed(self, names: Names) -> "DebugInfo":
         """Give the operands and results other names."""
         return replace(self, names=names)
-
-    def mixed(self, primitive: str) -> "DebugInfo":
-        """A batch in which lanes are mixed."""
-        return replace(self, mixed_by=primitive)
 
     def in_lockstep(self, lanes: Any, consts: int, carry: int) -> "DebugInfo":
         """A batch that waits for its slowest lane, with so many more constants and leaves of the carry in front."""

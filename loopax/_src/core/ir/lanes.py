@@ -89,7 +89,17 @@ class Compact(Lanes):
     def __post_init__(self) -> None:
         """Check the arguments."""
         if self.shrink is not None:
-            _check_shrink(self.shrink)
+            refuse_arrays("Compact(shrink=...)", self.shrink, "a Python number", _STAGES)
+            if isinstance(self.shrink, bool) or not isinstance(self.shrink, Real):
+                raise TypeError(
+                    f"Compact(shrink=...): got {describe(self.shrink)}, expected a number from 2 on, the size of a "
+                    "stage over that of the next."
+                )
+            if not float(self.shrink) >= 2:
+                raise ValueError(
+                    f"Compact(shrink=...): got {self.shrink}, expected at least 2, the size of a stage over that of "
+                    "the next. Smaller steps cost more gathering and compiling than they save."
+                )
         if self.min_lanes is not None:
             lanes = positive_int("Compact(min_lanes=...)", self.min_lanes, "lanes", _STAGES)
             object.__setattr__(self, "min_lanes", lanes)
@@ -190,13 +200,21 @@ SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
 
 def stage_sizes(compact: Compact, lanes: int, is_cheap: bool = False) -> list[int]:
     """The sizes of the stages, from the whole batch down. A cheap step has fewer stages."""
-    fewest = _fewest(compact, CPU_STAGE)
+    fewest = fewest_lanes(compact, CPU_STAGE)
     if is_cheap and compact.shrink is None:
         fewest = max(fewest, FEWEST_IF_CHEAP)
     sizes = [lanes]
-    while (smaller := -int(-sizes[-1] // _shrink(compact, sizes, is_cheap))) >= fewest and smaller < sizes[-1]:
+    while True:
+        if compact.shrink is not None:
+            shrink = compact.shrink
+        elif is_cheap or sizes[-1] > FEW_LANES:
+            shrink = SHRINK_IF_CHEAP if is_cheap or len(sizes) > len(SHRINKS) else SHRINKS[len(sizes) - 1]
+        else:
+            shrink = LAST_SHRINK
+        smaller = -int(-sizes[-1] // shrink)
+        if smaller < fewest or smaller >= sizes[-1]:
+            return sizes
         sizes.append(smaller)
-    return sizes
 
 
 def group_sizes(compact: Compact, lanes: int) -> list[tuple[int, int]]:
@@ -205,7 +223,7 @@ def group_sizes(compact: Compact, lanes: int) -> list[tuple[int, int]]:
     The lanes with the most steps differ most, so they are in smaller groups. All groups together may have a few places
     more than there are lanes.
     """
-    fewest = fewest_in_group(compact)
+    fewest = fewest_lanes(compact, CPU_LANES)
     if lanes < 2 * fewest:
         return [(1, lanes)]
     few = max(lanes // PART // fewest, 1)
@@ -215,40 +233,11 @@ def group_sizes(compact: Compact, lanes: int) -> list[tuple[int, int]]:
     return [(few, fewest), (number, -(-others // number))]
 
 
-def fewest_in_group(compact: Compact) -> int:
-    """The fewest lanes in a group."""
-    return _fewest(compact, CPU_LANES)
-
-
-def _fewest(compact: Compact, on_cpu: int) -> int:
+def fewest_lanes(compact: Compact, on_cpu: int) -> int:
+    """The fewest lanes in a group or a stage; `on_cpu`: if the user has not said, on a CPU."""
     if compact.min_lanes is not None:
         return compact.min_lanes
     return on_cpu if jax.default_backend() == "cpu" else OTHER_LANES
-
-
-def _shrink(compact: Compact, sizes: list[int], is_cheap: bool) -> float:
-    """The last of these sizes over the next."""
-    if compact.shrink is not None:
-        return compact.shrink
-    if is_cheap:
-        return SHRINK_IF_CHEAP
-    if sizes[-1] <= FEW_LANES:
-        return LAST_SHRINK
-    return SHRINKS[len(sizes) - 1] if len(sizes) <= len(SHRINKS) else SHRINK_IF_CHEAP
-
-
-def _check_shrink(shrink: object) -> None:
-    refuse_arrays("Compact(shrink=...)", shrink, "a Python number", _STAGES)
-    if isinstance(shrink, bool) or not isinstance(shrink, Real):
-        raise TypeError(
-            f"Compact(shrink=...): got {describe(shrink)}, expected a number from 2 on, the size of a stage over that "
-            "of the next."
-        )
-    if not float(shrink) >= 2:
-        raise ValueError(
-            f"Compact(shrink=...): got {shrink}, expected at least 2, the size of a stage over that of the next. "
-            "Smaller steps cost more gathering and compiling than they save."
-        )
 
 
 LanesLike = Lanes | Literal["lockstep", "compact", "sequential", "auto", "free"]

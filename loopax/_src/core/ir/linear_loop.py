@@ -61,11 +61,6 @@ class LinearLoop(NamedTuple):
         recomputes = carry > 0 and self.saving is not None
         return [consts, carry, carry if recomputes else 0, int(recomputes), xs]
 
-    @property
-    def linear_sizes(self) -> list[int]:
-        """Lengths of linear consts, init and xs."""
-        return [sum(mask) for mask in self.masks]
-
     def inputs(self, leaves: Sequence[Any]) -> LoopInputs:
         """By name what stands for each input of the body behind the row."""
         return grouped(LoopInputs, leaves, len(self.linear_consts), len(self.linear_carry))
@@ -115,7 +110,7 @@ class LinearOperands(NamedTuple):
     def of(cls, linear: LinearLoop, operands: Sequence[Any]) -> "LinearOperands":
         """From the flat list."""
         low, high, *rest = operands
-        sizes = [*linear.known_sizes, *linear.linear_sizes]
+        sizes = [*linear.known_sizes, *map(sum, linear.masks)]
         consts, carry, saved, rows, xs, *groups, _ = split_list(rest, sizes)
         return cls(low, high, LoopInputs(consts, carry, xs), saved, rows, LoopInputs(*groups))
 
@@ -148,7 +143,7 @@ def linear_abstract_eval(*_: Any, **params: Any) -> list[Any]:
 def linear_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
     """The types of the results, if the operands fit the whole loop, and `saved` fits its known part."""
     linear = LinearLoop(**params)
-    check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(linear.linear_sizes), avals)
+    check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(map(sum, linear.masks)), avals)
     given = LinearOperands.of(linear, avals)
     inputs = merge_each(linear.masks, given.known, given.linear)
     check_loop("linear_loop", linear.as_loop, [given.low, given.high], inputs)

@@ -31,7 +31,7 @@ from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, 
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
-from loopax._src.core.jaxpr.util import Mask, flatten, grouped, stacked, weakly_cached
+from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 
 
@@ -90,15 +90,22 @@ class ReverseSweep(NamedTuple):
     may_discard: bool = False  # as in `Loop`
 
     @property
+    @weakly_cached
     def forward(self) -> ClosedJaxpr:
         """(row, *consts, *state, *forward x) -> state. Effects of the step are those of its backward part."""
-        front = (*(True for _ in range(self.num_forward_xs)), *(False for _ in self.xs_range[self.num_forward_xs :]))
-        return _forward(self.step, self.num_consts, self.num_carry, self.num_state, front)
+        front = [True] * self.num_forward_xs + [False] * (len(self.xs_range) - self.num_forward_xs)
+        keep = [True] * (1 + self.num_consts) + [False] * self.num_carry + [True] * self.num_state + front
+        wanted = [False] * self.num_carry + [True] * self.num_state + [False] * len(self.y_avals)
+        forward, used = dce(without_effects(self.step), wanted, keep)
+        assert used == keep
+        return forward
 
     @property
+    @weakly_cached
     def backward(self) -> ClosedJaxpr:
         """(row, *consts, *carry, *state, *x) -> (*carry, *y)."""
-        return _backward(self.step, self.num_carry, self.num_state)
+        wanted = [True] * self.num_carry + [False] * self.num_state + [True] * len(self.y_avals)
+        return dce(self.step, wanted, True)[0]
 
     @property
     def xs_range(self) -> range:
@@ -155,21 +162,6 @@ class ReverseSweep(NamedTuple):
     def y_avals(self) -> list[Any]:
         """The types of rows of ys."""
         return self.step.out_avals[self.num_carry + self.num_state :]
-
-
-@weakly_cached
-def _forward(step: ClosedJaxpr, num_consts: int, num_carry: int, num_state: int, front: Mask) -> ClosedJaxpr:
-    keep = [True] * (1 + num_consts) + [False] * num_carry + [True] * num_state + list(front)
-    wanted = [False] * num_carry + [True] * num_state + [False] * (len(step.out_avals) - num_carry - num_state)
-    forward, used = dce(without_effects(step), wanted, keep)
-    assert used == keep
-    return forward
-
-
-@weakly_cached
-def _backward(step: ClosedJaxpr, num_carry: int, num_state: int) -> ClosedJaxpr:
-    num_ys = len(step.out_avals) - num_carry - num_state
-    return dce(step, [True] * num_carry + [False] * num_state + [True] * num_ys, True)[0]
 
 
 reverse_sweep_p = new_primitive("reverse_sweep")
