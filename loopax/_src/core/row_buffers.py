@@ -278,17 +278,11 @@ def _batch_all(
 
 
 # ---- what each does: its meaning and its parameters, the operands in which it is linear, its transpose, its batch
+# Which lanes are active matters to derivatives and batches alone.
 
-# Which lanes are active matters to batches and derivatives.
+_get_where_active = lambda rows, place, _, **params: _get(rows, place, **params)  # noqa: E731
 for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
-    (
-        get_p,
-        lambda rows, place, _, **params: _get(rows, place, **params),
-        ["lane_axes"],
-        [0],
-        _transpose_get,
-        _batch_get,
-    ),
+    (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, _batch_get),
     (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, partial(_batch_all, put_p)),
     (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, partial(_batch_all, add_p)),
     (take_p, _take, ["lane_axes"], [0], _transpose_take, partial(_batch_all, take_p)),

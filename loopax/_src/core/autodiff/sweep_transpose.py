@@ -93,11 +93,6 @@ class LinearSweep(NamedTuple):
         return SweepInputs(self.linear_consts, self.linear_state, self.linear_carry, self.linear_xs)
 
     @property
-    def avals(self) -> SweepInputs:
-        """The types of consts, states, carry and rows of xs."""
-        return self.whole.backward_avals
-
-    @property
     def whole(self) -> ReverseSweep:
         """The whole sweep, known part included."""
         return ReverseSweep(
@@ -206,7 +201,7 @@ class _SweepStepInputs(NamedTuple):
 
 def _step_avals(sweep: LinearSweep, nonzero_ys: Mask) -> _SweepStepInputs:
     """The types of the inputs of a transposed step."""
-    known, linear = (each(sweep.masks, sweep.avals) for each in (reject_each, select_each))
+    known, linear = (each(sweep.masks, sweep.whole.backward_avals) for each in (reject_each, select_each))
     return _SweepStepInputs(*known, linear.state, linear.carry, select(nonzero_ys, sweep.output_avals.ys))
 
 
@@ -218,7 +213,10 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     -> (*ct consts, *ct states, *ct carry, *ct x).
     """
     function, whole = jaxpr_as_fun(sweep.step), sweep.whole
-    avals, linear = _step_avals(sweep, nonzero_ys), map_leaves(strong, select_each(sweep.masks, sweep.avals))
+    avals, linear = (
+        _step_avals(sweep, nonzero_ys),
+        map_leaves(strong, select_each(sweep.masks, sweep.whole.backward_avals)),
+    )
     wanted = SweepOutputs(sweep.linear_carry, sweep.linear_state, nonzero_ys)
 
     def step(row: Any, *operands: Any) -> list[Any]:
@@ -243,7 +241,7 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     cotangents of other inputs need can look like one that this part needs, until the other inputs are gone.
     """
     backward, whole = jaxpr_as_fun(sweep.whole.backward), sweep.whole
-    avals, linear = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
+    avals, linear = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.whole.backward_avals)
 
     def step(row: Any, *operands: Any) -> list[Any]:
         given, dots = unflatten(avals, operands), map_leaves(zeros, linear)
@@ -268,7 +266,7 @@ def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJa
 
     Effects are those of the step that goes back.
     """
-    avals, cts = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.avals)
+    avals, cts = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.whole.backward_avals)
     nothing = map_leaves(lambda _: False, avals)
     wanted = flatten(map_leaves(lambda _: False, cts)._replace(carry=[True] * len(cts.carry)))
     of_carry = to_bits([False, *flatten(nothing._replace(carry=[True] * len(avals.carry)))])
@@ -305,7 +303,7 @@ def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     (row, *known consts, *l, *m, *ct consts, *s, *p, *x, *ct y, [*l as rows])
     -> (*l, *m, *ct consts, *s, *p, *ct x)
     """
-    known, linear = sweep.known, select_each(sweep.masks, sweep.avals)
+    known, linear = sweep.known, select_each(sweep.masks, sweep.whole.backward_avals)
     known_step, transposed = jaxpr_as_fun(known.step), jaxpr_as_fun(_transposed_step(sweep, nonzero_ys))
     of_p, reads_carry = _cotangents_of_carry(sweep, nonzero_ys)
     consts, state, carry, xs, m, p, ct_ys = _step_avals(sweep, nonzero_ys)
@@ -327,11 +325,25 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     """Cotangents of the linear inputs, and of the first linear state, from those of the linear carry and of ys."""
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     consts, init, carry, xs = given.known
-    extra = _every_carry(sweep, given) if _cotangents_of_carry(sweep, nonzero_ys)[1] else []
-    rows = [*xs, *select(nonzero_ys, cts.ys), *extra]
+    rows = [*xs, *select(nonzero_ys, cts.ys)]
+    if _cotangents_of_carry(sweep, nonzero_ys)[1]:
+        # The known carry before every backward step, as rows.
+        if sweep.bound is None:
+            raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
+        known = sweep.known
+        inputs, first = known.step.invars, 1 + len(known.linear_consts)
+        carried = inputs[first : first + len(known.linear_carry)]
+        step = replace_jaxpr(known.step, inputs, [*known.step.outvars, *carried])
+        rows += checkpoint_and_sweep(known._replace(step=step).whole, given.low, given.high, given.known).ys
     states = [*init, *map(written_out, cts.carry)]
 
-    avals = select_each(sweep.masks, sweep.avals)
+    # An inverse walks s back and not p, so such a sweep saves checkpoints of (s, p).
+    saving = sweep.saving
+    if sweep.inverse is not None:
+        carry_bytes = num_bytes(map(jax.typeof, states))
+        saving = saving_of(sweep.plan, sweep.bound, carry_bytes, length_known=True, has_inverse=False) or Blocks(1)
+
+    avals = select_each(sweep.masks, sweep.whole.backward_avals)
     start = [*carry, *map(zeros, avals.state), *map(zeros, avals.consts)]
     back = sweep.whole._replace(
         step=_pair_step(sweep, nonzero_ys),
@@ -339,7 +351,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
         num_state=len(states),
         num_carry=len(start),
         num_forward_xs=len(rows),
-        saving=_saving_of_pairs(sweep, states),
+        saving=saving,
         inverse=None,
     )
     loop = checkpointing_loop(back)
@@ -348,27 +360,6 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     final, ct_xs = run_sweep(back, given.low, given.high, checkpoint_rows, consts, states, out.saved, start, rows)
     _, ct_init, ct_consts = split_list(final, [len(carry), len(avals.state)])
     return SweepInputs(ct_consts, ct_init, out.carry[len(init) :], ct_xs)
-
-
-def _saving_of_pairs(sweep: LinearSweep, states: Sequence[Any]) -> Saving:
-    """When to save (s, p). An inverse walks s back and not p, so such a sweep saves checkpoints here."""
-    if sweep.inverse is None:
-        return sweep.saving
-    carry_bytes = num_bytes(map(jax.typeof, states))
-    saving = saving_of(sweep.plan, sweep.bound, carry_bytes, length_known=True, has_inverse=False)
-    return saving or Blocks(1)
-
-
-def _every_carry(sweep: LinearSweep, given: LinearSweepOperands) -> list[Any]:
-    """The known carry before every backward step, as rows."""
-    if sweep.bound is None:
-        raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
-    known = sweep.known
-    inputs, outputs = known.step.invars, known.step.outvars
-    first = 1 + len(known.linear_consts)
-    step = replace_jaxpr(known.step, inputs, [*outputs, *inputs[first : first + len(known.linear_carry)]])
-    whole = known._replace(step=step).whole
-    return list(checkpoint_and_sweep(whole, given.low, given.high, given.known).ys)
 
 
 def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:

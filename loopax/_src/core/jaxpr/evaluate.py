@@ -50,10 +50,38 @@ def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
 
     It keeps its derivatives: its rules are traced as programs where JAX asks for them.
     """
-    program = called(eqn)
+    program, first = called(eqn), interpreter.num_flags
     assert program is not None
     evaluate = interpreter.forward(program)
-    return (_with_vjp if is_custom_vjp(eqn) else _with_jvp)(interpreter, eqn, lambda *xs: tuple(evaluate(*xs)))
+    if is_custom_vjp(eqn):
+        is_told, function = told_what_is_perturbed(eqn), jax.custom_vjp(lambda *xs: tuple(evaluate(*xs)))
+
+        def forward(*operands: Any) -> Any:
+            flags, xs = ([x.value if is_told else x for x in group] for group in (operands[:first], operands[first:]))
+            avals = enumerate(v.aval for v in eqn.invars)
+            perturbed = [i for i, aval in avals if (operands[first + i].perturbed if is_told else has_tangents(aval))]
+            out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, perturbed), flags, xs)
+            return tuple(out), (flags, pull)
+
+        def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
+            flags, pull = residuals
+            given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if has_tangents(v.aval)}
+            given = {i: zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
+            found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
+            return *(None for _ in flags), *(found.get(i) for i in range(len(eqn.invars)))
+
+        function.defvjp(forward, back, symbolic_zeros=is_told)
+        return function
+    function = jax.custom_jvp(lambda *xs: tuple(evaluate(*xs)))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        flags, xs = primals[:first], list(primals[first:])
+        dots = {i: dot for i, dot in enumerate(tangents[first:]) if not isinstance(dot, SymbolicZero)}
+        out, found = _traced_by(interpreter.forward, partial(_on_pairs, eqn), flags, xs, dots)
+        return tuple(out), tuple(_with_float0(eqn, found))
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
 
 
 def rule_of(eqn: Any) -> ClosedJaxpr | None:
@@ -67,41 +95,6 @@ def rule_of(eqn: Any) -> ClosedJaxpr | None:
         return jax.make_jaxpr(partial(_on_pairs, eqn))(operands, dots)
     except Exception:  # noqa: BLE001 - a rule may raise anything, and does so again where JAX asks for it
         return None
-
-
-def _with_jvp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
-    function, first = jax.custom_jvp(values), interpreter.num_flags
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        dots = {i: dot for i, dot in enumerate(tangents[first:]) if not isinstance(dot, SymbolicZero)}
-        out, found = _traced_by(
-            interpreter.forward, partial(_on_pairs, eqn), primals[:first], list(primals[first:]), dots
-        )
-        return tuple(out), tuple(_with_float0(eqn, found))
-
-    function.defjvp(rule, symbolic_zeros=True)
-    return function
-
-
-def _with_vjp(interpreter: Interpreter, eqn: Any, values: Function) -> Function:
-    function, is_told, first = jax.custom_vjp(values), told_what_is_perturbed(eqn), interpreter.num_flags
-
-    def forward(*operands: Any) -> Any:
-        flags, xs = ([x.value if is_told else x for x in group] for group in (operands[:first], operands[first:]))
-        avals = enumerate(v.aval for v in eqn.invars)
-        perturbed = [i for i, aval in avals if (operands[first + i].perturbed if is_told else has_tangents(aval))]
-        out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, perturbed), flags, xs)
-        return tuple(out), (flags, pull)
-
-    def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
-        flags, pull = residuals
-        given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if has_tangents(v.aval)}
-        given = {i: zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
-        found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
-        return *(None for _ in flags), *(found.get(i) for i in range(len(eqn.invars)))
-
-    function.defvjp(forward, back, symbolic_zeros=is_told)
-    return function
 
 
 def _traced_by(

@@ -173,28 +173,13 @@ class SlotStack(NamedTuple):
         return self._replace(top=top, next_step=step), [read(s, top) for s in self.slots], step
 
 
-@singledispatch
 def stack_of(saving: Saving, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]) -> Stack:
     """What the forward loop has saved; the state to begin with is on top."""
-    raise NotImplementedError(type(saving))
-
-
-@stack_of.register
-def _stack_of_blocks(
-    saving: Blocks, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
-) -> Stack:
-    del checkpoint_rows
-    size = jnp.int32(saving.size)
-    blocks = (track.num_steps + (size - 1)) // size
-    states = [unwritten(stacked(aval, saving.size)) for aval in state_avals]
-    return BlockStack(saved, states, blocks * size, blocks * size, size)
-
-
-@stack_of.register
-def _stack_of_slots(
-    saving: Slots, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]
-) -> Stack:
-    del saving, state_avals
+    if isinstance(saving, Blocks):
+        size = jnp.int32(saving.size)
+        blocks = (track.num_steps + (size - 1)) // size
+        states = [unwritten(stacked(aval, saving.size)) for aval in state_avals]
+        return BlockStack(saved, states, blocks * size, blocks * size, size)
     steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     used = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32)
     return SlotStack(saved, steps, used, jnp.int32(0))
@@ -266,45 +251,28 @@ def sweep_blocks(
         start = track.row(at.block * size)
         length = jnp.minimum(track.num_steps - at.block * size, size)
         state = [read(s, at.block) for s in saved]
-        stored = _replay_block(track.ahead, bodies, start, length, state, at.stored)
-        progress = _walk_back(track.ahead, bodies, start, length, stored, at.progress)
+        # Evaluate the steps of the block again, into `stored`; the last state needs no step after it.
+        replay = bodies.replay_steps(track.ahead, start, written=lambda position: position)
+        end = length if bodies.records else length - 1
+        walk = RowLoop(reverse=False, unroll=track.ahead.unroll)
+        replayed = walk.run(replay, LoopState(state, at.stored, jnp.int32(0)), end)
+        stored = replayed.ys
+        if not bodies.records:
+            stored = [write(s, length - 1, value) for s, value in zip(stored, replayed.carry, strict=True)]
+
+        def take(backward: Callable[..., Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return backward(carry, [read(s, position) for s in stored])
+
+        # Walk the block backward. Positions count from the block's start: XLA then has one number less to carry into
+        # every fused operation, which decides whether a tiny loop is compiled as one function.
+        steps, progress = bodies.backward.steps(take, track.ahead, start), at.progress._replace(position=length - 1)
+        progress = walk._replace(reverse=True).run(steps, progress, jnp.int32(-1))
         return TwoLevelState(at.block - 1, stored, progress)
 
     stored = [unwritten(stacked(aval, size)) for aval in bodies.stored_avals]
     last_block = (track.num_steps + (size - 1)) // size - 1
     at = TwoLevelState(last_block, stored, progress)
     return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress
-
-
-def _replay_block(
-    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, state: list[Any], stored: list[Any]
-) -> list[Any]:
-    """Evaluate the steps of one block again, into `stored`; the last state needs no step after it."""
-    steps = bodies.replay_steps(ahead, start, written=lambda position: position)
-    progress = LoopState(state, stored, jnp.int32(0))
-    progress = RowLoop(reverse=False, unroll=ahead.unroll).run(
-        steps, progress, length if bodies.records else length - 1
-    )
-    if bodies.records:
-        return progress.ys
-    return [write(s, length - 1, value) for s, value in zip(progress.ys, progress.carry, strict=True)]
-
-
-def _walk_back(
-    ahead: RowLoop, bodies: Bodies, start: Any, length: Any, stored: list[Any], progress: LoopState
-) -> LoopState:
-    """Walk one block backward.
-
-    Positions count from the block's start: XLA then has one number less to carry into every fused
-    operation, which decides whether a tiny loop is compiled as one function.
-    """
-
-    def take(backward: Callable[..., Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        return backward(carry, [read(s, position) for s in stored])
-
-    steps = bodies.backward.steps(take, ahead, start)
-    progress = progress._replace(position=length - 1)
-    return RowLoop(reverse=True, unroll=ahead.unroll).run(steps, progress, jnp.int32(-1))
 
 
 def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:

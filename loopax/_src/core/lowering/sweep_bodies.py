@@ -47,21 +47,15 @@ class Recording(NamedTuple):
         return self.ahead.out_avals[num_state:]
 
 
+@weakly_cached
 def recording_of(sweep: ReverseSweep) -> Recording | None:
     """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
-    recording = None if sweep.inverse else _recording(sweep)
-    fits = recording is not None and (recording.places is not None or not sweep.saving.reuses_room)
-    return recording if fits else None
-
-
-@weakly_cached
-def _recording(sweep: ReverseSweep) -> Recording | None:
     states = num_bytes(sweep.forward_avals.state)
     room = max(states, sweep.saving.record_bytes)
-    if states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
+    if sweep.inverse or states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
         return None
     recording = _in_two_parts(sweep, stored=True)
-    if recording is None:
+    if recording is None or (recording.places is None and sweep.saving.reuses_room):
         return None
     # It pays where records have room, and save more than a tenth of what it costs to store states, and more than they
     # cost. A record that is no larger than a state is stored in its place, so it costs nothing more.
