@@ -515,9 +515,11 @@ def _run_in_parts(
         end, finish_last = _run_one(last.loop, last.plan, unknown, *last.window, last.inputs(given))
         known = joined(bound.loop, start, end)
 
-        def finish(inputs: LoopInputs) -> Outcome:
+        def finish_both(inputs: LoopInputs) -> Outcome:
             start = finish_first(first.inputs(inputs))
             return joined(bound.loop, start, finish_last(last.inputs(inputs._replace(carry=start.carry))))
+
+        finish = finish_both
 
     carry = [None if ad.is_undefined_primal(x) else x for x in inputs.carry]
     return bound.outcome(known, carry), lambda inputs: bound.outcome(finish(bound.inputs(inputs)), inputs.carry)
