@@ -76,9 +76,65 @@ class SketchEstimator(Estimator):
 
     def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
-        growth = _Growth(self, products, budget)
-        grow = with_derivative(growth.run, growth.derivative)
-        return self.estimate(*grow(products.parameters, (key, budget.stop)))
+        capacity = budget.num_batches(budget.capacity) * budget.batch  # rows of a sketch: whole batches
+
+        def with_batch(
+            parameters: Parameters, key: Array, sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]
+        ) -> Sketch:
+            """A batch of rows more, of which those from `target` on are zero."""
+            numbers = start + jnp.arange(budget.batch, dtype=jnp.int32)
+            is_new = numbers < target
+
+            def with_rows(old: Rows, new: Rows) -> Rows:
+                return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
+
+            sample = partial(draw, self.probes, key, size=products.size, dtype=products.dtype)
+            probes = sample(numbers)
+            others = sample(-1 - numbers) if self.has_others else probes[:0]
+            images, of_others = jnp.split(products(parameters, jnp.concatenate([probes, others])), [len(probes)])
+            directions = _orthonormal(sketch.basis, images, probes, has_basis=capacity > budget.batch)
+            basis = with_rows(sketch.basis, directions)
+            columns = jnp.where(is_new[None], basis.conj() @ images.T, 0)
+            sketch = sketch._replace(
+                probes=with_rows(sketch.probes, probes),
+                basis=basis,
+                coordinates=jax.lax.dynamic_update_slice_in_dim(sketch.coordinates, columns, start, 1),
+            )
+            if sketch.images is not None:
+                sketch = sketch._replace(images=with_rows(sketch.images, products(parameters, directions)))
+            if sketch.others is not None:
+                pairs = zip(sketch.others, (others, of_others), strict=True)
+                sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
+            return sketch
+
+        def grown(parameters: Parameters, others: tuple[Array, Stop]) -> tuple[Sketch, Int[Array, ""]]:
+            """The sketch, and the number of its rows."""
+            key, stop = others
+            none = partial(jnp.zeros, (capacity, products.size), products.dtype)
+            images, further = none() if self.has_images else None, (none(), none()) if self.has_others else None
+            empty = Sketch(none(), none(), jnp.zeros((capacity, capacity), products.dtype), images, further)
+            return budget.spend(stop, empty, partial(with_batch, parameters, key), self.estimate)
+
+        def derivative(_: Any, out: Any, along: Along) -> Sketch:
+            """That of a sketch of as many rows with the same probes.
+
+            A basis can be turned without a change to its span. This is the derivative of the one that turns least.
+            """
+            sketch, count = out
+
+            def products_of(rows: Rows, rates: Rows | None = None) -> Rows:
+                moving = () if rates is None else ((rows,), (rates,))
+                return along(lambda parameters, rows=rows: products.of_rows(parameters, rows, count), *moving)[1]
+
+            rates = products_of(sketch.probes)
+            coordinates = sketch.basis.conj() @ rates.T
+            known = pseudo_inverse(filled(sketch.coordinates, Counted(sketch, count).is_counted))
+            basis = known.T @ (rates - coordinates.T @ sketch.basis)
+            images = None if sketch.images is None else products_of(sketch.basis, basis)
+            others = sketch.others and (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0]))
+            return Sketch(jnp.zeros_like(sketch.probes), basis, coordinates, images, others)
+
+        return self.estimate(*with_derivative(grown, derivative)(products.parameters, (key, budget.stop)))
 
     def estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
         """The mean of the samples, and its error."""
@@ -123,95 +179,20 @@ def _variance_with_shared_rows(
     return jnp.maximum(if_independent + jnp.maximum(covariance, 0), least)
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """A sketch that grows, a batch at a time."""
+def _orthonormal(basis: Rows, images: Rows, probes: Rows, has_basis: bool) -> Rows:
+    """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
 
-    estimator: SketchEstimator
-    products: Products
-    budget: Budget
-
-    @property
-    def capacity(self) -> int:
-        """The rows of the sketch: whole batches."""
-        return self.budget.num_batches(self.budget.capacity) * self.budget.batch
-
-    def run(self, parameters: Parameters, others: tuple[Array, Stop]) -> tuple[Sketch, Int[Array, ""]]:
-        """The sketch, and the number of its rows."""
-        key, stop = others
-        none = partial(jnp.zeros, (self.capacity, self.products.size), self.products.dtype)
-        square = jnp.zeros((self.capacity, self.capacity), self.products.dtype)
-        images = none() if self.estimator.has_images else None
-        further = (none(), none()) if self.estimator.has_others else None
-        empty = Sketch(none(), none(), square, images, further)
-        return self.budget.spend(stop, empty, partial(self._with_batch, parameters, key), self.estimator.estimate)
-
-    def _with_batch(
-        self, parameters: Parameters, key: Array, sketch: Sketch, start: Int[Array, ""], target: Int[Array, ""]
-    ) -> Sketch:
-        """A batch of rows more, of which those from `target` on are zero."""
-        numbers = start + jnp.arange(self.budget.batch, dtype=jnp.int32)
-        is_new = numbers < target
-
-        def with_rows(old: Rows, new: Rows) -> Rows:
-            return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
-
-        sample = partial(draw, self.estimator.probes, key, size=self.products.size, dtype=self.products.dtype)
-        probes = sample(numbers)
-        others = sample(-1 - numbers) if self.estimator.has_others else probes[:0]
-        images, of_others = jnp.split(self.products(parameters, jnp.concatenate([probes, others])), [len(probes)])
-        directions = self._orthonormal(sketch.basis, images, probes)
-        basis = with_rows(sketch.basis, directions)
-        columns = jnp.where(is_new[None], basis.conj() @ images.T, 0)
-        sketch = sketch._replace(
-            probes=with_rows(sketch.probes, probes),
-            basis=basis,
-            coordinates=jax.lax.dynamic_update_slice_in_dim(sketch.coordinates, columns, start, 1),
-        )
-        if sketch.images is not None:
-            sketch = sketch._replace(images=with_rows(sketch.images, self.products(parameters, directions)))
-        if sketch.others is not None:
-            pairs = zip(sketch.others, (others, of_others), strict=True)
-            sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
-        return sketch
-
-    def _orthonormal(self, basis: Rows, images: Rows, probes: Rows) -> Rows:
-        """Directions that are orthogonal to the basis and to each other, and span what the images add to it.
-
-        What images of rounding errors' size leave undecided, probes of that size decide: so an operator of low rank
-        has a basis too. Less of the probes would be lost in the rounding of this sum.
-        """
-        norm = jnp.linalg.norm(images, axis=1).max()
-        part = jnp.finfo(images.dtype).eps / self.products.size**0.5
-        new = images + jnp.where(norm > 0, part * norm, 1).astype(images.dtype) * probes
-        if self.capacity > self.budget.batch:  # there is a basis already
-            # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
-            new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
-            new = _orthogonal_to(basis, new)
-        return _normalized(new)
-
-    def derivative(self, _: Any, out: Any, along: Along) -> Sketch:
-        """That of a sketch of as many rows with the same probes.
-
-        A basis can be turned without a change to its span. This is the derivative of the one that turns least.
-        """
-        sketch, count = out
-
-        def products_of(rows: Rows, rates: Rows | None = None) -> Rows:
-            moving = () if rates is None else ((rows,), (rates,))
-            return along(lambda parameters, rows=rows: self.products.of_rows(parameters, rows, count), *moving)[1]
-
-        rates = products_of(sketch.probes)
-        coordinates = sketch.basis.conj() @ rates.T
-        known = pseudo_inverse(filled(sketch.coordinates, Counted(sketch, count).is_counted))
-        basis = known.T @ (rates - coordinates.T @ sketch.basis)
-        return Sketch(
-            probes=jnp.zeros_like(sketch.probes),
-            basis=basis,
-            coordinates=coordinates,
-            images=None if sketch.images is None else products_of(sketch.basis, basis),
-            others=None if sketch.others is None else (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0])),
-        )
+    What images of rounding errors' size leave undecided, probes of that size decide: so an operator of low rank has a
+    basis too. Less of the probes would be lost in the rounding of this sum.
+    """
+    norm = jnp.linalg.norm(images, axis=1).max()
+    part = jnp.finfo(images.dtype).eps / probes.shape[1] ** 0.5
+    new = images + jnp.where(norm > 0, part * norm, 1).astype(images.dtype) * probes
+    if has_basis:
+        # Twice is enough (Giraud, Langou & Rozloznik 2005), but for rounding errors that have become directions.
+        new = _normalized(_orthogonal_to(basis, _orthogonal_to(basis, new)))
+        new = _orthogonal_to(basis, new)
+    return _normalized(new)
 
 
 def _normalized(rows: Rows) -> Rows:
