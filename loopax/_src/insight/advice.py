@@ -114,7 +114,10 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
             carries, evaluations = room_of(shown, 0), None
         else:
             carries = -(-_stored_bytes(shown, bound, size) // max(size, 1))
-            evaluations = _evaluations(shown if parts.states else None, bound, records)
+            if isinstance(shown, Slots) and parts.states and not shown.length_known and bound > _COUNTED:
+                evaluations = int(_ONLINE * evaluations_of(with_known_length(shown), bound, records=False))
+            else:
+                evaluations = evaluations_of(shown if parts.states else None, bound, records)
     # Known primal leaves of the carry may be stored; they stand in front of their tangents.
     unknown_carry = parts.unknown.carry
     leaves = merge_lists(unknown_carry, parts.used.carry, (False,) * sum(unknown_carry))[: loop.num_carry]
@@ -133,12 +136,6 @@ def _stored_bytes(plan: Plan | None, steps: int, carry_bytes: int) -> int:
     if isinstance(plan, Blocks):
         return plan.rows(steps) * carry_bytes + plan.size * max(carry_bytes, plan.record_bytes)
     return room_of(plan, steps) * carry_bytes
-
-
-def _evaluations(plan: Plan | None, steps: int, records: bool) -> int:
-    if isinstance(plan, Slots) and not plan.length_known and steps > _COUNTED:
-        return int(_ONLINE * evaluations_of(with_known_length(plan), steps, records=False))
-    return evaluations_of(plan, steps, records)
 
 
 def _records(plan: Plan, parts: PartialEval) -> bool:

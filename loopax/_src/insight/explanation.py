@@ -191,7 +191,14 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
         records = ", or residuals in their place" if stored.records else ""
         each = f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{times}"
         yield f"gradient stores {f'{each} = {in_bytes(loop.stored_bytes)}{records}' if stored.size else 'nothing'}"
-        yield f"body evaluations: {_evaluations(loop, stored)}"
+        back = ", and n times the inverse" if stored.walks_back else ""
+        if stored.evaluations is None:
+            most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
+            yield f"body evaluations: forward n; with the gradient {most}"
+        else:
+            bound = "" if loop.is_fixed else " for as many steps as the bound"
+            counts = f"forward {loop.most_steps}, with the gradient {stored.evaluations}"
+            yield f"body evaluations: {counts}{back}{bound}"
     else:
         yield from no_gradient
 
@@ -218,15 +225,6 @@ def _runs(loop: LoopExplanation) -> str:
     if how is not None and how not in (Lockstep(), AutoLanes()):
         return f"if it is taken, in a batch for the lanes that take it ({how!r}); once more for a gradient"
     return "if it is taken"
-
-
-def _evaluations(loop: LoopExplanation, stored: Stored) -> str:
-    back = ", and n times the inverse" if stored.walks_back else ""
-    if stored.evaluations is None:
-        most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
-        return f"forward n; with the gradient {most}"
-    bound = "" if loop.is_fixed else " for as many steps as the bound"
-    return f"forward {loop.most_steps}, with the gradient {stored.evaluations}{back}{bound}"
 
 
 def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:

@@ -41,11 +41,6 @@ class Stretch:
         return self.lanes * self.iterations
 
 
-def lockstep(steps: np.ndarray) -> list[Stretch]:
-    """All lanes until the slowest is done."""
-    return [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))]
-
-
 def in_groups(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where the numbers of steps are known at the start."""
     ordered, start, found = np.sort(steps)[::-1], 0, []
@@ -233,7 +228,7 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
     rows = None if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
     return LaneReport(
         steps,
-        lockstep(steps),
+        [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))],  # all lanes until the slowest is done
         in_groups(steps, how),
         in_stages(steps, how),
         [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))],  # one lane after another
