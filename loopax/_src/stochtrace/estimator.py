@@ -103,33 +103,29 @@ def ends_in_errors(
     Student's quantiles for few samples, through the cubic transformation that removes the first effect of the samples'
     skewness (Hall 1992, "On the removal of skewness by transformation").
     """
+    # Student's quantile: from a table, or, for many samples, from a series (Abramowitz & Stegun 1964, 26.7.5).
+    table = jnp.asarray(stdtrit(np.arange(1.0, _TABULATED + 1), (1 + level) / 2))
+    freedom = jnp.maximum(num_samples - 1, 1)
+    z, x = _normal_quantile(level), 1 / freedom.astype(table.dtype)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    series = z + x * (first + x * (second + x * third))
+    student = jnp.where(freedom > _TABULATED, series, table[jnp.minimum(freedom, _TABULATED) - 1])
     count = jnp.maximum(num_samples, 1).astype(skewness.dtype)
-    quantile, tilt = _student_quantile(level, num_samples).astype(skewness.dtype), skewness / jnp.sqrt(count)
-    return _untransformed(quantile, tilt), -_untransformed(-quantile, tilt)
+    quantile, tilt = student.astype(skewness.dtype), skewness / jnp.sqrt(count)
 
+    def untransformed(y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The t with t + tilt t^2 / 3 + tilt^2 t^3 / 27 + tilt / 6 = y."""
+        rest = y - tilt / 6
+        root = jnp.cbrt(1 + tilt * rest)
+        return 3 * rest / (root**2 + root + 1)  # 3 (root - 1) / tilt, without a division by zero
 
-def _untransformed(y: Float[Array, "..."], tilt: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The t with t + tilt t^2 / 3 + tilt^2 t^3 / 27 + tilt / 6 = y."""
-    rest = y - tilt / 6
-    root = jnp.cbrt(1 + tilt * rest)
-    return 3 * rest / (root**2 + root + 1)  # 3 (root - 1) / tilt, without a division by zero
+    return untransformed(quantile), -untransformed(-quantile)
 
 
 def _normal_quantile(level: float) -> float:
     """How many standard errors to either side a normal number is with this probability."""
     return float(ndtri((1 + level) / 2))
-
-
-def _student_quantile(level: float, num_samples: Int[Array, "..."]) -> Float[Array, "..."]:
-    """How many standard errors to either side Student's interval ends, for a mean of so many normal samples."""
-    table = jnp.asarray(stdtrit(np.arange(1.0, _TABULATED + 1), (1 + level) / 2))
-    freedom = jnp.maximum(num_samples - 1, 1)
-    z, x = _normal_quantile(level), 1 / freedom.astype(table.dtype)
-    # Abramowitz & Stegun 1964, 26.7.5
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    series = z + x * (first + x * (second + x * third))
-    return jnp.where(freedom > _TABULATED, series, table[jnp.minimum(freedom, _TABULATED) - 1])
 
 
 # A tolerance is looked at when there are so many times as many samples as at the last look. Each look is a chance to
