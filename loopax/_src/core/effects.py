@@ -121,11 +121,7 @@ def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 
     Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does.
     """
-
-    def function(active: Any, *inputs: Any) -> list[Any]:
-        return evaluate(closed, inputs, lambda eqn, operands: _guarded_equation(eqn, active, operands))
-
-    return function
+    return lambda active, *inputs: evaluate(closed, inputs, lambda eqn, xs: _guarded_equation(eqn, active, xs))
 
 
 # For each primitive of loopax with programs in it: (equation, active, operands) -> results (`core/rules.py`).

@@ -107,8 +107,19 @@ def run_queue(
     def one_round(_: Any, *values: Any) -> list[Any]:
         leaves, (numbers, *inputs) = split_list(values, [len(start)])
         state, finished, outputs = exchange(queue, treedef.unflatten(leaves), numbers, inputs)
-        state = _step_until_some_are_done(queue, state, numbers)
-        return [*jax.tree.leaves(state), finished, *outputs]
+        # Step all lanes while too few of them are free for the next round.
+        with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
+        is_last = jnp.any(numbers == NO_ITEM)  # no items are left: what follows only takes results
+        leave = jnp.where(is_last, jnp.maximum(with_item - part, 0), lanes - part)
+
+        def step(_: Any, __: Any, *leaves: Any) -> list[Any]:
+            state = jax.vmap(queue.step)(treedef.unflatten(leaves))
+            return [queue.num_busy(state) > leave, *jax.tree.leaves(state)]
+
+        loop = queue.program.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+        leaves = [queue.num_busy(state) > leave, *jax.tree.leaves(state)]
+        stepped = run_function(step, leaves, bound=loop.bound, predicated=True, **asked_as(loop))
+        return [*stepped.carry[1:], finished, *outputs]
 
     kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
     out = run_function(one_round, start, rows, bound=rounds, kind=kind)
@@ -139,26 +150,6 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
 
     # The chosen lanes return to their places, each with its next item or as it was left.
     return jax.tree.map(put, state, begun, left), jnp.where(done, chosen.item, NO_ITEM), outputs
-
-
-def _step_until_some_are_done(queue: Queue, state: Lane, numbers: Any) -> Lane:
-    """Step all lanes while too few of them are free for the next round."""
-    with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
-    is_last = jnp.any(numbers == NO_ITEM)  # no items are left: what follows only takes results
-    leave = jnp.where(is_last, jnp.maximum(with_item - queue.part, 0), queue.lanes - queue.part)
-    leaves, treedef = jax.tree.flatten(state)
-
-    def too_many(state: Lane) -> Any:
-        return queue.num_busy(state) > leave
-
-    def step(_: Any, __: Any, *leaves: Any) -> list[Any]:
-        state = jax.vmap(queue.step)(treedef.unflatten(leaves))
-        return [too_many(state), *jax.tree.leaves(state)]
-
-    loop = queue.program.loop  # whose bound is one for a round, too: after so many steps all lanes are done
-    start = [too_many(state), *leaves]
-    out = run_function(step, start, bound=loop.bound, predicated=True, **asked_as(loop))
-    return treedef.unflatten(out.carry[1:])
 
 
 # Chunks of a queue's rounds: what a host starts, and looks at when they are done.

@@ -1,10 +1,11 @@
 """`jax.checkpoint` of programs with loops, and dead-code elimination inside loops."""
 
 from collections.abc import Callable, Sequence
+from operator import not_
 from typing import Any
 
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs
-from loopax._src.core.autodiff.sweep import known_sweep, needs, sweep_fixpoint, with_inputs
+from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint, with_inputs
 from loopax._src.core.ir.annotations import strip_progress_of_equation, strip_progress_of_params
 from loopax._src.core.ir.loop import Loop, LoopOutputs, part_of_inverse
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
@@ -62,7 +63,7 @@ def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Seq
         return stage_all(eqn, instantiated)
     flags = map_leaves(bool, sweep.operands(unknown[3:]))
     inputs, ys = sweep_fixpoint(sweep, flags.inputs(either(flags.init, flags.saved)), typed=False)
-    known = known_sweep(sweep, inputs, ys)
+    known = with_inputs(sweep, map_leaves(not_, inputs), invert(ys))
     unknown_in = [False, False, False, *flatten(SweepOperands.of(inputs))]
     unknown_out = [*inputs.carry, *ys]
     return stage_all(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)

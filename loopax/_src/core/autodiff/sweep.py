@@ -41,7 +41,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import (
-    ClosedJaxpr,
     ad,
     dce,
     happens,
@@ -157,11 +156,11 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
     Effects happen in the known part. The linear part does not repeat them.
     """
     unknown, ys = sweep_fixpoint(sweep, unknown, typed=False)
-    known = known_sweep(sweep, unknown, ys)
+    known = with_inputs(sweep, map_leaves(not_, unknown), invert(ys))
     sweep = sweep._replace(step=without_effects(sweep.step))
     uses = needs(sweep, unknown.carry, ys)
     linear = LinearSweep(
-        step_of(sweep, uses, (*uses.carry, *uses.state, *ys)),
+        known_part(sweep.step, [True, *sweep.backward_inputs(uses)], (*uses.carry, *uses.state, *ys)),
         *map(tuple, select_each(uses, unknown)),
         num_forward_xs=sum(uses.xs[: sweep.num_forward_xs]),
         plan=sweep.plan,
@@ -172,27 +171,16 @@ def partial_eval_sweep(sweep: ReverseSweep, unknown: SweepInputs) -> SweepPartia
     return SweepPartialEval(known, linear, unknown, ys, uses)
 
 
-def step_of(sweep: ReverseSweep, keep: SweepInputs, wanted: Sequence[bool]) -> ClosedJaxpr:
-    """The step with these inputs and these results."""
-    return known_part(sweep.step, [True, *sweep.backward_inputs(keep)], wanted)
-
-
 def with_inputs(sweep: ReverseSweep, keep: SweepInputs, ys: Sequence[bool]) -> ReverseSweep:
     """The sweep with these inputs, and these ys."""
     return sweep._replace(
-        step=step_of(sweep, keep, (*keep.carry, *keep.state, *ys)),
+        step=known_part(sweep.step, [True, *sweep.backward_inputs(keep)], (*keep.carry, *keep.state, *ys)),
         inverse=part_of_inverse(sweep.inverse, sweep.forward_inputs(keep), keep.state),
         num_consts=sum(keep.consts),
         num_state=sum(keep.state),
         num_carry=sum(keep.carry),
         num_forward_xs=sum(keep.xs[: sweep.num_forward_xs]),
     )
-
-
-def known_sweep(sweep: ReverseSweep, unknown: SweepInputs, ys: Mask) -> ReverseSweep:
-    """The part of a sweep that depends on nothing unknown; it takes all known operands."""
-    keep = map_leaves(not_, unknown)
-    return with_inputs(sweep, keep, invert(ys))
 
 
 def needs(sweep: ReverseSweep, carry: Sequence[bool], ys: Sequence[bool]) -> SweepInputs:

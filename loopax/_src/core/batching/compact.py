@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src.core.batching.groups import GroupProgram, in_groups
-from loopax._src.core.batching.lockstep import hull, lockstep_sweep, own_limits
+from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
@@ -26,6 +26,7 @@ from loopax._src.core.jaxpr.util import (
     flatten,
     num_bytes,
     of_selected,
+    select,
     trace,
     unflatten,
     weakly_cached,
@@ -205,7 +206,7 @@ def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any])
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         low, high, *leaves = operands
-        own, inputs = own_limits(windows, low, high), unflatten(sweep.backward_avals, leaves)
+        own, inputs = select(windows, (low, high)), unflatten(sweep.backward_avals, leaves)
         of_group, own_avals = axis.resized(lanes, similar=lanes < axis.size), tuple(map(jax.typeof, own))
         lockstep = lockstep_sweep(sweep, of_group, tuple(has_lanes.consts), tuple(has_lanes.xs), windows, own_avals)
         inputs = inputs._replace(consts=[*own, *inputs.consts])

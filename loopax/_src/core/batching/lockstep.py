@@ -30,7 +30,6 @@ from loopax._src.core.jaxpr.util import (
     either,
     flatten,
     map_leaves,
-    select,
     split_list,
     stacked,
     trace,
@@ -392,8 +391,3 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     out = run(batch, low, high, [*lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None
-
-
-def own_limits(windows: Mask, low: Any, high: Any) -> list[Any]:
-    """Those of the two that lanes have of their own."""
-    return select(windows, (low, high))

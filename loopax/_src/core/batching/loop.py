@@ -22,7 +22,6 @@ from loopax._src.core.batching.lockstep import (
     LaneOperands,
     hull,
     lockstep_sweep,
-    own_limits,
     result_axes,
     run_lanes,
     takes_any_step,
@@ -43,7 +42,16 @@ from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_sharded_lanes, uniform_body
-from loopax._src.core.jaxpr.util import Groups, Mask, collective_over, either, flatten, map_leaves, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    Groups,
+    Mask,
+    collective_over,
+    either,
+    flatten,
+    map_leaves,
+    select,
+    weakly_cached,
+)
 from loopax._src.core.masking import over_lanes
 from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
 from loopax._src.messages import symbolic_lanes_message
@@ -143,7 +151,7 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     if in_groups:
         values = [low, high, *flatten(given.inputs(given.init))]
         return _gathered(SWEEPS, sweep, axis, (*windows, *flatten(batched)), values)
-    own = own_limits(windows, low, high)
+    own = select(windows, (low, high))
     if differ:
         own_avals = tuple(map(jax.typeof, own))
         lanes = lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, own_avals)
@@ -226,7 +234,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         rows = jnp.int32(0), over_lanes(jnp.any, low < high).astype(jnp.int32)  # bools are searched faster than numbers
     else:
         rows = hull(low, high)
-    out, num_steps = run_lanes(loop, axis, *rows, LaneOperands(windows, own_limits(windows, low, high), batched, given))
+    out, num_steps = run_lanes(loop, axis, *rows, LaneOperands(windows, select(windows, (low, high)), batched, given))
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves

@@ -22,7 +22,6 @@ from loopax._src.core.batching.lockstep import (
     goes_on,
     hull,
     lane_function,
-    own_limits,
     result_axes,
     run_lanes,
 )
@@ -145,7 +144,7 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, LaneOperands]:
     low, high, *leaves = operands
-    windows, own = mapped[:2], own_limits(mapped[:2], low, high)
+    windows, own = mapped[:2], select(mapped[:2], (low, high))
     inputs = loop.inputs(mapped[2:])._replace(carry=(True,) * loop.num_carry)
     return low, high, LaneOperands(windows, own, inputs, loop.inputs(leaves))
 

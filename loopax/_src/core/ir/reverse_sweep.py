@@ -188,13 +188,10 @@ def run_sweep(
 def as_bound(sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> tuple[ReverseSweep, Axes]:
     """The sweep as it is bound, whose operands vary over these axes: devices take different numbers of steps."""
     axes = differing([low, high, checkpoint_rows])
-    return _apart(sweep, axes) if axes else sweep, axes
-
-
-def _apart(sweep: ReverseSweep, axes: Axes) -> ReverseSweep:
-    """The sweep for devices that take different numbers of steps."""
-    inverse = sweep.inverse and (apart(sweep.inverse, axes) or sweep.inverse)
-    return sweep._replace(step=apart(sweep.step, axes) or sweep.step, inverse=inverse)
+    if axes:
+        inverse = sweep.inverse and (apart(sweep.inverse, axes) or sweep.inverse)
+        sweep = sweep._replace(step=apart(sweep.step, axes) or sweep.step, inverse=inverse)
+    return sweep, axes
 
 
 def sweep_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:

@@ -172,9 +172,9 @@ def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[An
     if loop.reporting is None:
         return _walk(loop, None, low, high, operands)
     reports = Reports.begin(loop.reporting, UNKNOWN if loop.predicated else jnp.maximum(high - low, 0))
-    num_steps, *results = _walk(loop, reports, low, high, operands)
-    reports.end(num_steps)
-    return [num_steps, *results]
+    results = _walk(loop, reports, low, high, operands)
+    reports.end(results[0])
+    return results
 
 
 def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:

@@ -42,10 +42,6 @@ class Recording(NamedTuple):
     back: ClosedJaxpr  # (row, *consts, *hoisted, *carry, *record, *x) -> (*carry, *y)
     places: tuple[int, ...] | None  # the leaf of the state in whose slots each leaf of a record fits; None: not all do
 
-    def record_avals(self, num_state: int) -> list[Any]:
-        """The types of what is recorded of a step."""
-        return self.ahead.out_avals[num_state:]
-
 
 @weakly_cached
 def recording_of(sweep: ReverseSweep) -> Recording | None:
@@ -59,7 +55,7 @@ def recording_of(sweep: ReverseSweep) -> Recording | None:
         return None
     # It pays where records have room, and save more than a tenth of what it costs to store states, and more than they
     # cost. A record that is no larger than a state is stored in its place, so it costs nothing more.
-    record = num_bytes(recording.record_avals(sweep.num_state))
+    record = num_bytes(recording.ahead.out_avals[sweep.num_state :])
     saved = arithmetic(sweep.backward) - arithmetic(recording.back)
     pays = record <= room and saved >= costs().cached_byte * (0.1 * states + max(record - states, 0))
     return recording if pays else None
@@ -297,4 +293,4 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
         return Bodies(ahead, replay, back, states, False, range(len(states)))
     hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
     replay, back = compiled(recorded.ahead, recording), compiled(recorded.back, backward, [*consts, *hoisted])
-    return Bodies(ahead, replay, back, recorded.record_avals(sweep.num_state), True, recorded.places or ())
+    return Bodies(ahead, replay, back, recorded.ahead.out_avals[sweep.num_state :], True, recorded.places or ())

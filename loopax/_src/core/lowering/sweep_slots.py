@@ -54,9 +54,20 @@ def sweep_slots(
             run = _divide(track, bodies, sweep.segment, sweep.end)
             last, slots = _store_run(track, bodies, run, sweep.end)
             run = run._replace(slots=slots)
-        before, progress = _walk_back(track, bodies, run, last, sweep.end, sweep.progress)
+
+        # Walk the run backward, from what the last step would have stored. A step also reads what the step before it
+        # needs: for the first step of the run, that is what stands in the slot before it.
+        def take(backward: Callable[..., Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+            carry, y = backward(values[num_stored:], values[:num_stored])
+            before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
+            return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
+
+        num_stored, steps = len(last), bodies.backward.steps(take, track.ahead, track.row(run.step))
+        start = LoopState([*last, *sweep.progress.carry], sweep.progress.ys, sweep.end - run.step - 1)
+        walked = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
+        progress = walked._replace(carry=walked.carry[num_stored:])
         slot = jnp.maximum(run.slot - 1, 0)
-        state = [read(s, slot) for s in run.slots] if bodies.records else before
+        state = [read(s, slot) for s in run.slots] if bodies.records else walked.carry[:num_stored]
         segment = Segment(state, run.stored_steps[slot], slot, run.stored_steps, run.slots)
         return BinomialState(segment, run.step, progress)
 
@@ -153,20 +164,3 @@ def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) 
     run_step, run_slot = jnp.where(run_step < 0, end - 1, run_step), jnp.where(run_step < 0, done.now.slot, run_slot)
     last = done.last if bodies.records else done.now.state
     return last, done.now._replace(step=run_step, slot=run_slot)
-
-
-def _walk_back(
-    track: Track, bodies: Bodies, run: Segment, last: list[Any], end: Any, progress: LoopState
-) -> tuple[list[Any], LoopState]:
-    """Walk the run backward; returns also what is in the slot before it."""
-    num_stored = len(last)
-
-    def take(backward: Callable[..., Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, y = backward(values[num_stored:], values[:num_stored])
-        before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
-        return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
-
-    steps = bodies.backward.steps(take, track.ahead, track.row(run.step))
-    start = LoopState([*last, *progress.carry], progress.ys, end - run.step - 1)
-    progress = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
-    return progress.carry[:num_stored], progress._replace(carry=progress.carry[num_stored:])
