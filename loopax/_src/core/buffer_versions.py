@@ -26,7 +26,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.core.row_buffers import VERSION, add_p, get, get_p, put, put_p, take_p, view_p
+from loopax._src.core.row_buffers import VERSION, add_p, appends, get, get_p, put, put_p, take_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -152,7 +152,7 @@ def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
     """Which result is the next version of an operand; None if none is."""
     primitive = eqn.primitive
     if primitive in VERSION:
-        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not eqn.params["appends"])
+        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not appends(eqn))
         return VERSION[primitive] if position == 0 and not (only_appended and overwrites) else None
     if primitive is loop_p:
         loop = Loop(**eqn.params)

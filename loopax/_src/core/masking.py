@@ -202,6 +202,11 @@ def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
 fill_inactive_p = Primitive("fill_inactive")
 
 
+def fills_now(eqn: Any) -> bool:
+    """Whether an equation of the primitive fills the lanes of one batch where it stands."""
+    return not eqn.params["batch_axes"] and eqn.params["when"] == "always"
+
+
 def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> Any:
     """The meaning of the primitive."""
     if when != "always":

@@ -189,6 +189,11 @@ def _types_of(meaning: Callable[..., list[Any]], *avals: Any, **params: Any) -> 
     return jax.make_jaxpr(partial(meaning, **params))(*avals).out_avals
 
 
+def appends(eqn: Any) -> bool:
+    """Whether a `put` writes a row that has not been read or written before."""
+    return eqn.params["appends"]
+
+
 # ---- derivatives: all are linear in the array and in the row
 
 

@@ -103,11 +103,9 @@ def is_one_batch(loop: Loop, lanes: int) -> bool:
     assert isinstance(loop.lanes, Compact)
     if takes_one_step(loop):
         return False
-    return len(_sizes(loop, loop.lanes, lanes) if loop.predicated else group_sizes(loop.lanes, lanes)) == 1
-
-
-def _sizes(loop: Loop, how: Compact, lanes: int) -> list[int]:
-    return stage_sizes(how, lanes, is_cheap=step_cost(loop.body, loop.num_consts).is_cheap)
+    if not loop.predicated:
+        return len(group_sizes(loop.lanes, lanes)) == 1
+    return len(stage_sizes(loop.lanes, lanes, step_cost(loop.body, loop.num_consts).is_cheap)) == 1
 
 
 class LaneResults(NamedTuple):
@@ -187,7 +185,7 @@ def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
     """
     low, high, lanes = _lanes(loop, mapped, operands)
     low, high = hull(low, high)
-    sizes = _sizes(loop, how, axis.size)
+    sizes = stage_sizes(how, axis.size, step_cost(loop.body, loop.num_consts).is_cheap)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
     left = LaneResults(jnp.arange(axis.size, dtype=jnp.int32), jnp.int32(0), list(lanes.inputs.carry), [])

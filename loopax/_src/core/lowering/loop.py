@@ -1,7 +1,7 @@
 """How a loop is compiled."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, singledispatch
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
-from loopax._src.core.ir.plan import Blocks, LastCarry, Saving, Slots
+from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
 from loopax._src.core.lowering.rows import (
@@ -43,30 +43,22 @@ class Saver(NamedTuple):
 Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
 
 
-@singledispatch
 def run_saving(
     saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
 ) -> tuple[LoopState, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
-    raise NotImplementedError(type(saving))
-
-
-@run_saving.register
-def _save_block_starts(
-    saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
-) -> tuple[LoopState, list[Any]]:
-    def decide(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
-        return saver.plan, saving.size, saver.plan + 1  # the plan is the number of the block
-
-    saver = _walk_saving(loop, walk, steps, decide, Saver(state, [], None, jnp.int32(0)), end)
-    return saver.state, [*saver.saved, state.position[None]]
-
-
-@run_saving.register
-def _save_in_slots(
-    saving: Slots, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
-) -> tuple[LoopState, list[Any]]:
-    start, checkpoint_rows = state.position, jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+    start = state.position
+    if isinstance(saving, Blocks):
+        # The plan is the number of the block.
+        by_block = lambda saver, _: (saver.plan, saving.size, saver.plan + 1)  # noqa: E731
+        saver = _walk_saving(loop, walk, steps, by_block, Saver(state, [], None, jnp.int32(0)), end)
+        return saver.state, [*saver.saved, start[None]]
+    if not isinstance(saving, Slots):  # the last carry alone
+        first_row = start[None]
+        state = walk._replace(limited=True).run(steps, state, end)
+        state = state if walk.limited else _poisoned(state)
+        return state, [*(x[None] for x in loop.saved_of(state.carry)), first_row]
+    checkpoint_rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
 
     def binomially(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
         free = saving.count - saver.plan  # the plan is the number of slots in use
@@ -84,17 +76,6 @@ def _save_in_slots(
     saver = _walk_saving(loop, walk, steps, online, saver, end)
     saved, checkpoint_rows = _in_order(saver.plan, saver.saved, saver.checkpoint_rows)
     return saver.state, [*saved, checkpoint_rows]
-
-
-@run_saving.register
-def _save_the_last(
-    saving: LastCarry, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
-) -> tuple[LoopState, list[Any]]:
-    del saving
-    first_row = state.position[None]
-    state = walk._replace(limited=True).run(steps, state, end)
-    state = state if walk.limited else _poisoned(state)
-    return state, [*(x[None] for x in loop.saved_of(state.carry)), first_row]
 
 
 def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:

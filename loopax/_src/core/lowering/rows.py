@@ -10,7 +10,7 @@ from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
-from loopax._src.core.masking import fill_inactive, fill_inactive_p
+from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
@@ -48,9 +48,8 @@ def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> Filled
     """
     row, consts = body.invars[0], list(body.invars[1 : 1 + num_consts])
     rest = body.invars[1 + num_consts :]
-    fills = [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and eqn.params["when"] == "always"]
-    # Where they stand, for the lanes of one batch.
-    fills = [eqn for eqn in fills if not eqn.params["batch_axes"] and any(eqn.invars[2] is const for const in consts)]
+    fills = [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and fills_now(eqn)]
+    fills = [eqn for eqn in fills if any(eqn.invars[2] is const for const in consts)]
     fills = [eqn for eqn in fills if eqn.invars[0] is fills[0].invars[0]]
     if num_bytes(eqn.outvars[0].aval for eqn in fills) < LARGE_CONSTANTS_BYTES or not fills:
         return None

@@ -1,7 +1,6 @@
 """How a reverse sweep is compiled."""
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 from loopax._src import schedule
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, traversal
-from loopax._src.core.ir.plan import Blocks, Saving, Slots
+from loopax._src.core.ir.plan import Blocks, Saving
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
@@ -241,9 +240,7 @@ class TwoLevelState(NamedTuple):
     progress: LoopState  # the backward walk
 
 
-def sweep_blocks(
-    saving: Blocks, track: Track, bodies: Bodies, _: Any, saved: list[Any], progress: LoopState
-) -> LoopState:
+def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all blocks."""
     size = saving.size
 
@@ -291,23 +288,14 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     if sweep.inverse is not None:
         return sweep_inverse(sweep, track, SweepOperands(consts, init, saved, carry, xs))
     progress, recorded = LoopState(carry, ys, low), recording_of(sweep)
-    if recorded is None and is_large(sweep) and (parts := in_two_parts(sweep)):
+    if recorded is None and is_large(sweep) and (parts := in_two_parts(sweep, False)):
         bodies = bodies_of(sweep, consts, xs, parts)
         stack = stack_of(sweep.saving, sweep.forward_avals.state, track, checkpoint_rows, saved)
         progress = sweep_large(track, bodies, sweep.y_avals, stack, progress)
         return [*progress.carry, *progress.ys]
     bodies = bodies_of(sweep, consts, xs, recorded)
-    progress = sweep_from(sweep.saving, track, bodies, checkpoint_rows, saved, progress)
+    if isinstance(sweep.saving, Blocks):
+        progress = sweep_blocks(sweep.saving, track, bodies, saved, progress)
+    else:
+        progress = sweep_slots(track, bodies, checkpoint_rows, saved, progress)
     return [*progress.carry, *progress.ys]
-
-
-@singledispatch
-def sweep_from(
-    saving: Saving, track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState
-) -> LoopState:
-    """Walk back through all steps, from what was saved so."""
-    raise NotImplementedError(type(saving))
-
-
-sweep_from.register(Blocks, sweep_blocks)
-sweep_from.register(Slots, sweep_slots)

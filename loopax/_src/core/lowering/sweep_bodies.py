@@ -48,9 +48,9 @@ def recording_of(sweep: ReverseSweep) -> Recording | None:
     """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
     states = num_bytes(sweep.forward_avals.state)
     room = max(states, sweep.saving.record_bytes)
-    if sweep.inverse or states == maxsize or asks_for_active(sweep.step) or _handed_over(sweep) > MANY * room:
+    if sweep.inverse or states == maxsize or _handed_over(sweep) > MANY * room:
         return None
-    recording = _in_two_parts(sweep, stored=True)
+    recording = in_two_parts(sweep, True)
     if recording is None or (recording.places is None and sweep.saving.reuses_room):
         return None
     # It pays where records have room, and save more than a tenth of what it costs to store states, and more than they
@@ -78,14 +78,10 @@ def _handed_over(sweep: ReverseSweep) -> int:
 
 
 @weakly_cached
-def in_two_parts(sweep: ReverseSweep) -> Recording | None:
-    """The parts of a step whose record is used at once, and never stored; None: they cannot be told apart."""
-    if asks_for_active(sweep.step) or num_bytes(sweep.step.in_avals) == maxsize:
+def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
+    """The parts of a step; None: they cannot be told apart. A record that is not `stored` is used at once."""
+    if asks_for_active(sweep.step) or (not stored and num_bytes(sweep.step.in_avals) == maxsize):
         return None
-    return _in_two_parts(sweep, stored=False)
-
-
-def _in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     # Effects happen on the way back, in the order of its steps, and not in replays: such a step stays whole.
     if happens(sweep.step.effects):
         return None

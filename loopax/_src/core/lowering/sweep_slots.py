@@ -15,7 +15,6 @@ from jax import lax
 
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
-from loopax._src.core.ir.plan import Slots
 from loopax._src.core.lowering.rows import LoopState, RowLoop, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Track
 from loopax._src.jax_internals import where, zeros
@@ -39,9 +38,7 @@ class BinomialState(NamedTuple):
     progress: LoopState  # the backward walk
 
 
-def sweep_slots(
-    _: Slots, track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState
-) -> LoopState:
+def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all steps."""
     stored_steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     last = jnp.maximum(jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32) - 1, 0)
