@@ -34,7 +34,7 @@ def test_groups_have_a_place_for_every_lane(compact, lanes):
 @given(COMPACT, STEPS)
 def test_every_step_is_taken_once(compact, steps):
     for stretches in (
-        occupancy.lockstep(steps),
+        occupancy.lane_report(steps).lockstep,
         occupancy.in_groups(steps, compact),
         occupancy.in_stages(steps, compact),
     ):
