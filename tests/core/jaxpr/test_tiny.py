@@ -85,7 +85,7 @@ def test_facts_of_tiny_loops():
     small, large, other = (facts_of(step) for step in (lambda y: y - 0.1 * y * y, by_indices, lambda y: W @ (y * y)))
     assert small.carry_calls == 0.0 < large.carry_calls < large.residual_calls
     assert small.residual_calls < costs().call  # a little for each array of residuals
-    assert small.step == large.step == tiny.STEP < other.step == costs().step
+    assert small.overhead == large.overhead == tiny.STEP < other.overhead == costs().step
     assert other.carry_calls == 0.0
 
 
