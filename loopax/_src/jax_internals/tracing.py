@@ -61,9 +61,10 @@ def user_lines(eqn: Any = None) -> Iterator[tuple[str, int, str]]:
     None: that led here, or to the equation that is evaluated (`equation_context`). JAX prints them beside jaxprs; there
     is no public way to ask.
     """
+    # Asked now, and not when the first line is: that may be elsewhere.
     source_info = _source_info.current() if eqn is None else eqn.source_info
-    for frame in _source_info.user_frames(source_info.traceback):
-        yield frame.file_name, frame.start_line, frame.function_name
+    frames = _source_info.user_frames(source_info.traceback)
+    return ((frame.file_name, frame.start_line, frame.function_name) for frame in frames)
 
 
 def source_here() -> Any:
