@@ -113,6 +113,16 @@ def test_products_without_rounding_errors(estimator: Any, batch: int) -> None:
         assert low <= trace <= high
 
 
+@with_basis
+def test_products_are_of_full_precision(estimator: Any) -> None:
+    """A GPU rounds the operands of other products to eleven bits."""
+    value = lambda m: estimate_trace(m, jax.random.key(0), num_matvecs=12, estimator=estimator).std_error
+    program = jax.jit(jax.grad(value)).lower(jax.ShapeDtypeStruct((N, N), np.float32)).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line] == []
+
+
 # ---- inverses without LAPACK's triangular solve, which divides its work among the threads of OpenBLAS
 
 

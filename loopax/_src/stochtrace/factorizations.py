@@ -5,7 +5,7 @@ become infinite nor, in a derivative, be blown up: there they are constant.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -19,6 +19,12 @@ from loopax._src.core.jaxpr.types import differing, retyped
 # 0.7^i, 48 products and float32: the estimate is 200 times the rounding error of one number too large. With 1 in place
 # of 0.01 it is 1700 times, with 0.001 it is 600 times.
 LEAST = 0.01
+FULL = "highest"  # the precision of products: by default, GPUs and TPUs round their operands to eleven bits and less
+
+
+def product(*matrices: Array) -> Array:
+    """The product, from left to right, rounded as numbers of its type are."""
+    return reduce(partial(jnp.matmul, precision=FULL), matrices)
 
 
 @jax.custom_jvp
@@ -31,7 +37,7 @@ def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 def _inverse_jvp(primals, tangents):
     (matrix,), (rate,) = primals, tangents
     known = pseudo_inverse(matrix)
-    return inverse(matrix), -known @ rate @ known
+    return inverse(matrix), -product(known, rate, known)
 
 
 @jax.custom_jvp
@@ -44,7 +50,7 @@ def pseudo_inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 def _pseudo_inverse_jvp(primals, tangents):
     (matrix,), (rate,) = primals, tangents
     known = pseudo_inverse(matrix)
-    return known, -known @ rate @ known
+    return known, -product(known, rate, known)
 
 
 def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -52,7 +58,8 @@ def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array
 
     def by_singular_values(matrix: Array) -> Array:
         left, values, right = jnp.linalg.svd(matrix)
-        return (right.conj().T * inverted(values, _rounding(values))[None].astype(matrix.dtype)) @ left.conj().T
+        scaled = right.conj().T * inverted(values, _rounding(values))[None].astype(matrix.dtype)
+        return product(scaled, left.conj().T)
 
     def direct_or_not(matrix: Array) -> Array:
         direct = inverse_by_elimination(matrix)
@@ -83,7 +90,7 @@ def inverse_root(matrix: Inexact[Array, "m m"]) -> tuple[Inexact[Array, "m m"], 
 def _inverse_root_jvp(primals, tangents):
     (matrix,), (rate,) = primals, tangents
     known, rest = inverse_root(matrix)
-    return (known, rest), (-0.5 * known @ (known.conj().T @ rate @ known), jnp.zeros_like(rest))
+    return (known, rest), (-0.5 * product(known, product(known.conj().T, rate, known)), jnp.zeros_like(rest))
 
 
 def _rounding(values: Float[Array, " m"]) -> Float[Array, ""]:
@@ -101,15 +108,13 @@ def _at_least(values: Float[Array, " m"], least: Float[Array, ""]) -> Float[Arra
 # cores taken by those of XLA and wait for the scheduler: milliseconds for what takes one thread twenty microseconds.
 # So it is made of products that XLA computes itself.
 
-_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-
 
 def inverse_by_elimination(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The inverse; where there is none, something that is not finite."""
     factors, _, order = jax.lax.linalg.lu(matrix)
     lower = jnp.tril(factors, -1) + jnp.eye(len(matrix), dtype=matrix.dtype)
     upper = jnp.triu(factors)
-    return _product(inverse_of_lower(upper.T).T, inverse_of_lower(lower))[:, jnp.argsort(order)]
+    return product(inverse_of_lower(upper.T).T, inverse_of_lower(lower))[:, jnp.argsort(order)]
 
 
 def inverse_of_lower(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -128,7 +133,7 @@ def inverse_of_lower(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         by_blocks = padded.reshape(pairs, 2, side, pairs, 2, side)
         number = jnp.arange(pairs)
         below = by_blocks[number, 1, :, number, 0]
-        corner = -_product(second, _product(below, first))
+        corner = -product(second, product(below, first))
         blocks = jnp.block([[first, jnp.zeros_like(first)], [corner, second]])
     return blocks[0, :rows, :rows]
 

@@ -21,6 +21,7 @@ from loopax._src.kinds import Checkpointed
 from loopax._src.loops import scan
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import Why, refuse_arrays
+from loopax._src.stochtrace.factorizations import product
 
 _SIZE = Why(
     "the shape of the probes", "give the largest size that there may be, and let the operator be zero beyond the others"
@@ -62,7 +63,7 @@ def to_operator(operator: Any, size: Any) -> Operator:
                 "of a space to itself has a trace; for a stack of matrices use `jax.vmap`."
             )
         matrix = jnp.asarray(operator)
-        return Operator(lambda v: matrix @ v, shape[0], _checked_dtype(shape[0], {matrix.dtype}))
+        return Operator(lambda v: product(matrix, v), shape[0], _checked_dtype(shape[0], {matrix.dtype}))
     if lineax is not None and is_lineax:
         if operator.in_size() != operator.out_size():
             raise ValueError(

@@ -24,7 +24,7 @@ from loopax._src.stochtrace.estimator import (
     safe_sqrt,
     variance_of_mean,
 )
-from loopax._src.stochtrace.factorizations import lane_by_lane, pseudo_inverse
+from loopax._src.stochtrace.factorizations import FULL, lane_by_lane, product, pseudo_inverse
 from loopax._src.stochtrace.operators import Along, Parameters, Products, draw, with_derivative
 
 # The probes that are added to images make an error in the trace: as measured, this many times the rounding error of a
@@ -94,7 +94,7 @@ class SketchEstimator(Estimator):
             images, of_others = jnp.split(products(parameters, jnp.concatenate([probes, others])), [len(probes)])
             directions = _orthonormal(sketch.basis, images, probes, has_basis=capacity > budget.batch)
             basis = with_rows(sketch.basis, directions)
-            columns = jnp.where(is_new[None], basis.conj() @ images.T, 0)
+            columns = jnp.where(is_new[None], product(basis.conj(), images.T), 0)
             sketch = sketch._replace(
                 probes=with_rows(sketch.probes, probes),
                 basis=basis,
@@ -127,9 +127,9 @@ class SketchEstimator(Estimator):
                 return along(lambda parameters, rows=rows: products.of_rows(parameters, rows, count), *moving)[1]
 
             rates = products_of(sketch.probes)
-            coordinates = sketch.basis.conj() @ rates.T
+            coordinates = product(sketch.basis.conj(), rates.T)
             known = pseudo_inverse(filled(sketch.coordinates, Counted(sketch, count).is_counted))
-            basis = known.T @ (rates - coordinates.T @ sketch.basis)
+            basis = product(known.T, rates - product(coordinates.T, sketch.basis))
             images = None if sketch.images is None else products_of(sketch.basis, basis)
             others = sketch.others and (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0]))
             return Sketch(jnp.zeros_like(sketch.probes), basis, coordinates, images, others)
@@ -139,7 +139,8 @@ class SketchEstimator(Estimator):
     def estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
         """The mean of the samples, and its error."""
         counted = Counted(sketch, num_rows)
-        samples, without = self.samples(counted)
+        with jax.default_matmul_precision(FULL):
+            samples, without = self.samples(counted)
         moments = [Moments.of(part, counted.is_counted) for part in parts(samples)]
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
@@ -202,7 +203,7 @@ def _normalized(rows: Rows) -> Rows:
 
 
 def _orthogonal_to(basis: Rows, rows: Rows) -> Rows:
-    return rows - (rows @ basis.conj().T) @ basis
+    return rows - product(rows, basis.conj().T, basis)
 
 
 def filled(square: Square, is_counted: Bool[Array, " m"]) -> Square:
