@@ -37,6 +37,15 @@ FIVE, THREE, WEAK_FIVE = jnp.int32(5), jnp.int32(3), jnp.asarray(5)
 MIXED = {"a": jnp.arange(4), "b": (jnp.arange(8.0).reshape(4, 2), np.arange(4, dtype=np.int8)), "c": None}
 
 
+def functions_that_change_containers(m: Any) -> Any:
+    """Each is given containers of its own."""
+    scanned = m.scan(
+        lambda c, x: ({"a": c.pop("a") + x.pop("b"), **c}, (x, c)), {"a": ROWS[0], "b": 2}, {"b": ROWS, "c": ROWS}
+    )
+    val = m.while_loop(lambda c: c.pop("a") < 5, lambda c: {"a": c.pop("a") + 1, "b": c.popitem()[1]}, {"a": 1, "b": 2})
+    return scanned, val, m.cond(True, lambda c: c.pop("a"), lambda c: c.pop("a"), {"a": 1})
+
+
 def eagerly(f: Any) -> Any:
     return f
 
@@ -146,6 +155,7 @@ CALLS: dict[str, Any] = {
     "partial with a keyword": lambda m: m.scan(partial(lambda c, x, k: (c + k * x, c), k=3.0), 0.0, ROWS[0]),
     "jitted": lambda m: m.scan(jax.jit(Doubling().step), 1.0, ROWS),
     "checkpointed": lambda m: m.scan(jax.checkpoint(Doubling().step), 1.0, ROWS),
+    "functions that change what they are given": functions_that_change_containers,
     "nested scans": nested_scans,
     "while_loop in fori_loop": while_in_fori,
     "fori_loop in scan": fori_in_scan,

@@ -241,7 +241,8 @@ def _run_one(
 
         def call(row: Any, extras: Sequence[Any], carry: Any, x: Any, branch: Branch = branch) -> tuple[Any, Any, Any]:
             del row, extras, x
-            arrays, _ = pack(without_flags(freeze(branch.function(*carry[0]))))
+            result = call_user(f"{branch.name} of {name}", branch.function, [], *carry[0])
+            arrays, _ = pack(without_flags(freeze(result)))
             pairs = zip(reject(is_given, arrays), computed, strict=True)
             return (carry[0], [convert(x, aval.dtype) for x, aval in pairs]), None, None
 

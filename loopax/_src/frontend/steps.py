@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loopax._src.frontend.extent import Extent, scan_extent
 from loopax._src.frontend.options import Options, Words, check_callable, no_capacity, one_bool, pair, rows_of
 from loopax._src.frontend.trace import FirstCondition, StepBack
 from loopax._src.jax_internals import convert, made_with, to_weak
-from loopax._src.nnx.functional import freeze, take_back, thaw_numbered
+from loopax._src.nnx.functional import freeze, is_object, take_back, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, match_carry, refuse_none, stays
 from loopax._src.pytrees.static import Why, static_bool
 
@@ -120,8 +121,9 @@ def scan_step(
 def call_user(where: str, function: Any, names: Sequence[str], *arguments: Any, **keywords: Any) -> Any:
     """What a user's function returns; an error that says how it is called, if it takes other arguments.
 
-    `names` are those of the positional arguments.
+    `names` are those of the positional arguments. The function may change containers that it is given: they are copies.
     """
+    arguments = jax.tree.map(lambda leaf: leaf, arguments, is_leaf=is_object)
     try:
         return function(*arguments, **keywords)
     except TypeError:

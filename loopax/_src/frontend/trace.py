@@ -251,19 +251,17 @@ def take(
     `placed` is told what the step is given, and may say of tracers where they were made.
     """
     start = placed(spec.unpack(arrays))
-    leaves = jax.tree.leaves(start)  # before the body uses it up, as it does an `equinox.nn.State`
     x_start = placed(x_rows.unpack(x_arrays))
     (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
-    x_after = jax.tree.map(lambda leaf: leaf, x, is_leaf=is_object)  # the body may change containers
     carry, y, goes_on = step.call(row, placed(extras), carry, x)
     carry, changes = take_back(step.where, start, objects, carry)
     refuse_references_in(f"{step.where} returned carry", carry)
     matched = match_carry(step.where, init, spec, carry)
     # An array that only went through a PRNG key is the one that was given.
-    both = zip(spec.leaves, leaves, jax.tree.leaves(carry), strict=True)
+    both = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(carry), strict=True)
     same = [old is new for leaf, old, new in both if isinstance(leaf, Dynamic)]
     matched = [old if is_same else new for old, new, is_same in zip(arrays, matched, same, strict=True)]
-    x, row_changes = take_back(step.where, x_start, x_objects, x_after, of_rows=True)
+    x, row_changes = take_back(step.where, x_start, x_objects, x, of_rows=True)
     rows, written = written_rows(step.where, x_start, x_rows, x)
     y = freeze(y)
     refuse_references_in(f"{step.where} returned y", y)
