@@ -311,6 +311,7 @@ def cases() -> Any:
                 yield pytest.param(composition, loop, kind, lanes, marks=() if fast else slow)
     # Lanes that a condition stops are walked back over their own steps: what is checked there is seen nowhere else.
     yield "grad of vmap", "while", "Reversible", "lockstep"
+    yield "grad of vmap", "while", "tape", "lockstep"
     yield "vmap of grad", "reverse_stop", "Reversible", "lockstep"
 
 

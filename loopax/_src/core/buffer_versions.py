@@ -114,6 +114,16 @@ def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
     return tuple(not flow.strays and flow.last is out for flow, out in zip(flows, outputs, strict=False))
 
 
+def returned(closed: ClosedJaxpr, carry: range) -> Mask:
+    """Which leaves of the carry are returned as they came: nothing, or reads of their rows, stands between."""
+    came: dict[Any, Any] = {}  # from a version to the first one
+    for eqn in closed.eqns:
+        if eqn.primitive in (get_p, view_p) and not isinstance(eqn.invars[0], Literal):
+            came[eqn.outvars[1]] = came.get(eqn.invars[0], eqn.invars[0])
+    ends = zip(carry, closed.outvars, strict=False)
+    return tuple(not isinstance(out, Literal) and came.get(out, out) is closed.invars[i] for i, out in ends)
+
+
 def strays(closed: ClosedJaxpr, inputs: range) -> list[list[str]]:
     """For each of these inputs, the primitives to which its versions go that are no operations of buffers."""
     return [flow.strays for flow in _flows(closed, inputs, False)]

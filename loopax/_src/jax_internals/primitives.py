@@ -75,12 +75,13 @@ def told_what_is_perturbed(eqn: Any) -> bool:
 def held_program(value: Any) -> ClosedJaxpr | None:
     """The program that a parameter of an equation is, or holds as such an object; None if there is none.
 
-    An open jaxpr, of which there is none from JAX 0.12 on, is closed. It is the same each time: caches go by it.
+    An open jaxpr, of which there is none from JAX 0.12 on, is closed: its constants come first among its inputs. It is
+    the same each time: caches go by it.
     """
     if isinstance(value, ClosedJaxpr):
         return value
     if isinstance(value, Jaxpr):
-        return _pe.close_jaxpr(value)
+        return _pe.close_jaxpr(_pe.convert_constvars_jaxpr(value))
     match type(value).__name__:
         case "RematTraced":
             return value.jaxpr
@@ -93,8 +94,11 @@ def held_program(value: Any) -> ClosedJaxpr | None:
 
 def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
     """The parameter with another program. The object's rules for derivatives stay as they are."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        return program if isinstance(value, ClosedJaxpr) else program.jaxpr
+    if isinstance(value, ClosedJaxpr):
+        return program
+    if isinstance(value, Jaxpr):
+        size, inputs = len(value.constvars), program.jaxpr.invars
+        return program.jaxpr.replace(constvars=inputs[:size], invars=inputs[size:]) if size else program.jaxpr
     new = copy(value)
     match type(value).__name__:
         case "RematTraced":

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.groups import run_function
-from loopax._src.core.buffer_versions import buffers, read_only
+from loopax._src.core.buffer_versions import buffers, read_only, returned
 from loopax._src.core.effects import acts, guarded
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
@@ -124,7 +124,10 @@ def step_lanes(
         out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
         return [*out.carry, *(y[0] for y in out.ys)]
     idle = [*carry, *(zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
-    return lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
+    out = lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
+    # What the body returns as it came, such as the tape of an inverse, is seen to be so behind the `cond`, too.
+    kept = returned(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
+    return [*(old if keeps else new for keeps, old, new in zip(kept, carry, out, strict=False)), *out[len(carry) :]]
 
 
 def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:

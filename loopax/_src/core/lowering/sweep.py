@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import schedule
+from loopax._src.core.buffer_versions import returned
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, traversal
 from loopax._src.core.ir.plan import Blocks, Saving
@@ -45,7 +46,13 @@ def sweep_inverse(sweep: ReverseSweep, track: Track, operands: SweepOperands) ->
         evaluate_loop(low, high, *leaves, **loop._asdict()), [1, sweep.num_carry, sweep.num_state]
     )
     drift, last_state = sweep.saving.drift, [x[0] for x in operands.saved]
-    return [*carry, *ys] if drift is None else drift(operands.init, start, last_state, [*carry, *ys])
+    if drift is None:
+        return [*carry, *ys]
+    assert sweep.inverse is not None
+    # What the inverse returns as it came, such as its tape, has not been walked back.
+    kept = returned(sweep.inverse, sweep.state_range)
+    ends = [given if keeps else end for keeps, given, end in zip(kept, operands.init, start, strict=True)]
+    return drift(operands.init, ends, last_state, [*carry, *ys])
 
 
 @weakly_cached
