@@ -105,7 +105,7 @@ def while_loop(
     progress
         Whether to show the progress of the loop while it runs: True, or a `Progress(...)` with a label and other
         options. None: show nothing. Under `jax.vmap` there is one bar for the batch. A gradient shows the forward pass
-        only. See docs/progress.md.
+        only. See docs/long-runs.md.
 
     Returns
     -------

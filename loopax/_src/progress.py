@@ -60,7 +60,7 @@ class Progress:
     of another loop pays for its beginning and end in each run. Outside of `jit`, the call waits until a loop that shows
     progress has ended.
 
-    See docs/progress.md.
+    See docs/long-runs.md.
 
     """
 
