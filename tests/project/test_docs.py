@@ -36,7 +36,6 @@ LONG = {
     "models.md",
     "reinforcement-learning.md",
     "rewrite.md",
-    "trace-examples.md",
     "traces.md",
 }
 
