@@ -100,7 +100,7 @@ def functions(page: Path, *chosen: str) -> dict[str, Any]:
     ("page", "name"),
     [
         ("README.md", "newton"),
-        ("docs/start.md", "root"),
+        ("docs/start.md", "newton"),
         ("docs/from-lax.md", "root"),
         ("docs/from-pytorch.md", "root"),
         ("docs/lanes.md", "newton_root"),
