@@ -27,7 +27,6 @@ ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of t
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
     "from-equinox.md",
-    "from-nnx.md",
     "from-pytorch.md",
     "histories.md",
     "integrators.md",
