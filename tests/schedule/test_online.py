@@ -27,7 +27,7 @@ def test_two_repetitions_are_optimal(slots):
         assert evaluations_from(stored, n, slots) == evaluations(n, slots)
 
 
-# The worst ratios to the optimum of a known length, as docs/kinds.md has them; at most 1.5 is promised.
+# The worst ratios to the optimum of a known length: docs/kinds.md says at most 1.15 up to 64 slots.
 WORST = [(1, 1.0), (2, 1.11), (3, 1.15), (4, 1.08), (5, 1.06), (10, 1.05), (20, 1.07), (44, 1.07), (64, 1.08)]
 
 
