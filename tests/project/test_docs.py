@@ -29,11 +29,10 @@ LONG = {
     "from-equinox.md",
     "from-pytorch.md",
     "histories.md",
-    "integrators.md",
+    "simulations.md",
     "lanes.md",
     "many-devices.md",
     "models.md",
-    "reinforcement-learning.md",
     "rewrite.md",
     "traces.md",
 }
