@@ -99,26 +99,6 @@ def test_reverse_over_reverse_without_a_bound():
     assert_close(jax.jit(jax.jacfwd(jax.grad(loop)))(STARTS[0]), expected("not linear backward")[1][0])
 
 
-def test_reverse_over_reverse_of_branches_without_a_bound():
-    """What the second derivative needs of one branch is not taken for what it needs of the other one."""
-
-    def step(h, s):
-        return jax.lax.cond(s > 0.1, lambda: jnp.sin(W @ h), lambda: h * s * 0.5)
-
-    def loop(h):
-        s = jnp.sin(h[0])
-        return lx.while_loop(lambda c: c[0] < 6, lambda c: (c[0] + 1, step(c[1], s)), (0, h))[1].sum()
-
-    def unrolled(h):
-        s = jnp.sin(h[0])
-        for _ in range(6):
-            h = step(h, s)
-        return h.sum()
-
-    hessians = [jax.jit(jax.vmap(jax.jacrev(jax.grad(f)))) for f in (loop, unrolled)]
-    assert_close(hessians[0](STARTS), hessians[1](STARTS))
-
-
 COMPACT = lx.Compact(min_lanes=1, shrink=2)
 WEIGHTS = np.array([1.0, -2.0, 0.5])
 IN_STAGES = {

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopax._src.core.autodiff.dce import loop_dce, loop_partial_eval_custom
+from loopax._src.core.autodiff.dce import loop_dce
 from loopax._src.core.ir.loop import Loop, loop_p, run
-from loopax._src.core.ir.plan import Blocks
 from loopax._src.core.jaxpr.util import flatten
 from tests.support.core_loops import INPUTS, loop_of
 
@@ -49,10 +48,6 @@ def test_needed_operands(used, needed):
     assert Loop(**slim.params).num_carry == len(carry)
 
 
-def test_nothing_is_used():
-    assert loop_dce([False] * len(RESULTS), equation()) == ([False] * len(OPERANDS), None)
-
-
 def test_the_predicate_is_always_needed():
     """The first leaf of the carry decides on the number of steps, on which all results depend."""
     f = jnp.zeros(())
@@ -64,31 +59,3 @@ def test_the_predicate_is_always_needed():
     kept, slim = loop_dce([True, False, False], eqn)  # k is a constant: `run` has made it one
     assert kept == [True] * len(eqn.invars)
     assert Loop(**slim.params).predicated
-
-
-def test_saved_carries_go_with_those_that_use_them():
-    eqn = equation(saving=Blocks(2), saved=(True, False, True))
-    used = [*flags(RESULTS, {"row of x"}), False, True, True]  # the saved third leaf, and checkpoint_rows
-    kept, slim = loop_dce(used, eqn)
-    assert kept == flags(OPERANDS, {"low", "high", "b", "fixed", "x"})
-    assert Loop(**slim.params).saved == (True,)
-
-
-def test_what_checkpoint_runs_now():
-    """With `a` unknown, the first leaf and its row are; the known loop has the others, and later runs all again."""
-    unknown = flags(OPERANDS, {"a"})
-    known, later, of_results, given_later, missing = loop_partial_eval_custom(None, unknown, unknown, equation())
-    assert of_results == flags(RESULTS, {"h", "row of h"})
-    assert len(known.outvars) == of_results.count(False)
-    assert Loop(**known.params).num_carry == 2
-    assert given_later == [True] * len(RESULTS)
-    assert len(later.invars) == len(OPERANDS)
-    assert len(missing) == len(OPERANDS) - 1  # all but `a`, which is there
-
-
-@pytest.mark.parametrize("unknown", ["low", "high"])
-def test_nothing_runs_now_where_the_number_of_steps_is_unknown(unknown):
-    mask = flags(OPERANDS, {unknown})
-    known, _, of_results, _, _ = loop_partial_eval_custom(None, mask, mask, equation())
-    assert known is None
-    assert all(of_results)

@@ -112,19 +112,6 @@ def test_lanes_and_their_gradients(kind: Any, lanes: Any) -> None:
         np.testing.assert_allclose(found[1], of_scale, rtol=1e-4)
 
 
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-def test_branches(lanes: Any) -> None:
-    def f(cond: Any, **options: Any) -> Any:
-        taken = lambda x, scale: (jnp.sin(observed(x, scale)), scale)
-        return lambda x, s: observed(*cond(x[0] > 0, taken, lambda *xs: xs, x, s, **options)).sum()
-
-    xs = XS * jnp.array([[1], [-1], [1]], jnp.float32)
-    found = jax.vmap(slopes(f(lx.cond, lanes=lanes)))(xs, SCALES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, jax.vmap(slopes(f(lax.cond)))(xs, SCALES)
-    )
-
-
 @pytest.mark.parametrize("kind", [lx.Truncated(last=4), lx.Truncated(window=3)], ids=str)
 def test_kinds_with_another_derivative(kind: Any) -> None:
     found = slopes(as_constant(lx.scan, kind=kind))(X, SCALE)[1]
@@ -136,27 +123,9 @@ def test_kinds_with_another_derivative(kind: Any) -> None:
     np.testing.assert_allclose(found, slopes(rest)(x, SCALE)[1], rtol=1e-5)
 
 
-def test_reversible() -> None:
-    def f(x: Any, scale: Any) -> Any:
-        kind = lx.Reversible(lambda _, c: (c[0] / 2, c[1]), rtol=1e-3)
-        return lx.fori_loop(0, 3, lambda _, c: (2 * observed(c[0], c[1]), c[1]), (x, scale), kind=kind)[0].sum()
-
-    def alone(x: Any, scale: Any) -> Any:
-        for _ in range(3):
-            x = 2 * observed(x, scale)
-        return x.sum()
-
-    jax.tree.map(np.testing.assert_allclose, slopes(f)(X, SCALE), slopes(alone)(X, SCALE))
-
-
 def test_rows_that_no_step_has_written_are_zeros_of_the_dtype() -> None:
     step = lambda c, row: (c, to_scale(row))
     none = [1, 2, -np.inf, -np.inf]
     for options in ({"length": 2}, {"length": jnp.array(2)}, {"stop": lambda _, y: to_number(y) > 1}):
         rows = jax.jit(lambda options=options: to_number(lx.scan(step, 0, ROWS, **options)[1]))()
         np.testing.assert_array_equal(rows, none)
-
-
-def test_explain_counts_their_bytes() -> None:
-    shown = str(lx.explain(lambda x, s: in_carry(lx.scan)(x, to_scale(s)), X, SCALE))
-    assert "fp8_meta32[]    4 B  stored" in shown

@@ -11,7 +11,6 @@ from loopax._src.core.ir.linear_loop import linear_loop_p
 from tests.core.lowering.test_memory import STATE, WEIGHTS
 from tests.support.reference import assert_close
 
-STEPS = 20
 FEW, MANY = lx.Checkpointed(9), lx.Checkpointed(15)
 OTHER = lx.Bounded()
 XS = jnp.sin(jnp.arange(20.0 * 64).reshape(20, 64))
@@ -64,33 +63,6 @@ def test_each_step_has_its_index_and_its_key(kind):
 def test_it_is_made_of_two_loops():
     linear = jax.make_jaxpr(lambda h: jax.linearize(lambda h: program(MANY)(h, WEIGHTS, XS), h)[1](h))(STATE)
     assert [eqn.params["bound"] for eqn in linear.jaxpr.eqns if eqn.primitive is linear_loop_p] == [6, 14]
-
-
-COMPOSITIONS = {
-    "forward over reverse": lambda f: jax.jvp(jax.grad(f), (STATE,), (STATE,))[1],
-    "reverse over reverse": lambda f: jax.grad(lambda h: (jax.grad(f)(h) ** 2).sum())(STATE),
-    "linearize": lambda f: jax.linearize(f, STATE)[1](STATE),
-    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(XS[:3]),
-    "grad of vmap": lambda f: jax.grad(lambda hs: jax.vmap(f)(hs).sum())(XS[:3]),
-    "vmap of linear functions": lambda f: jax.vmap(jax.vjp(f, STATE)[1])(jnp.arange(3.0)),
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(STATE),
-    "inside of a loop": lambda f: jax.grad(
-        lambda h: lx.fori_loop(0, 2, lambda i, h: STATE + jnp.sin(h * f(h)), h, kind=OTHER).sum()
-    )(STATE),
-}
-
-
-SLOW = {"linearize", "vmap of linear functions", "vmap of grad"}
-
-
-@pytest.mark.parametrize(
-    "composition", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in COMPOSITIONS]
-)
-def test_compositions(composition):
-    compose = COMPOSITIONS[composition]
-    of_start = lambda kind: lambda h: program(kind)(h, 0.1 * WEIGHTS, XS)
-    found, expected = (jax.jit(lambda kind=kind: compose(of_start(kind)))() for kind in (MANY, OTHER))
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
