@@ -48,11 +48,6 @@ def test_no_lane_runs_alone_on_another_device(lanes, monkeypatch):
     assert NAMES[type(found)] == ("compact" if lanes == 16384 else "lockstep")
 
 
-@pytest.mark.parametrize("how", [Lockstep(), Compact(), Sequential()])
-def test_what_is_no_choice_stays(how):
-    assert chosen(how, body_of("layer"), 0, 32) is how
-
-
 def test_what_depends_on_constants_alone_is_computed_once():
     once = jax.make_jaxpr(lambda row, w, h: jnp.sin(w) * h)(0, X, X)
     assert step_cost(once, 1).of_lane < step_cost(once, 0).of_lane / 5
@@ -71,17 +66,6 @@ def test_results_are_those_of_lockstep(body, transform):
         return jax.jit(transform(jax.vmap(loop)))(starts, steps)
 
     assert_close(run("auto"), run("lockstep"), 1e-4)
-
-
-def test_gradients_of_each_lane():
-    steps, starts = np.array([3, 0, 7, 1]), np.ones((4, 25), np.float32)
-
-    def run(lanes):
-        body = BODIES["regression"][0]
-        loop = lambda h, n: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, body(c[1])), (0, h), lanes=lanes)
-        return jax.jit(jax.vmap(jax.grad(lambda h, n: loop(h, n)[1].sum())))(starts, steps)
-
-    assert_close(run(lx.AutoLanes()), run("lockstep"), 1e-4)
 
 
 @pytest.mark.parametrize(

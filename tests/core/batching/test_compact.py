@@ -8,37 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 
 import loopax as lx
 from tests.core.batching.logistic import COMPACT, A, N, X, logistic, logistic_expected
 from tests.support.reference import assert_close
 
 EACH_FORM = pytest.mark.parametrize("unknown", [False, True], ids=["groups", "stages"])
-
-
-AROUND = {
-    "nothing": lambda step: step,
-    "checkpoint": jax.checkpoint,
-    "scan": lambda step: lambda x: lax.scan(lambda x, _: (step(x), None), x, length=1)[0],
-    "cond": lambda step: lambda x: lax.cond(x.sum() > -1.0, step, lambda x: x, x),
-}
-
-
-@EACH_FORM
-@pytest.mark.parametrize("around", AROUND)
-def test_a_batch_in_the_body_of_a_loop(unknown, around):
-    """Its steps are known to the outer loop's division, though they stand in an equation with what is not."""
-    step = AROUND[around](lambda x: jnp.tanh(jax.vmap(logistic(COMPACT, unknown=unknown))(A, x, N)))
-
-    def total(x):
-        return lx.fori_loop(0, 2, lambda _, x: step(x), x, kind=lx.Residuals()).sum()
-
-    wanted, x = np.ones(len(X)), X
-    for _ in range(2):
-        y, (_, slope), _ = logistic_expected(A, x, N)
-        x, wanted = np.tanh(y), wanted * slope * (1 - np.tanh(y) ** 2)
-    assert_close(jax.jit(jax.grad(total))(X), wanted)
 
 
 @EACH_FORM

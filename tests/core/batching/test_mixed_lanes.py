@@ -53,21 +53,7 @@ def by_raw_bits(w, x, i, key, carried, row):
     return w * x + jax.random.normal(jax.random.fold_in(key, i + 1)), carried
 
 
-def by_inner_loops(w, x, i, key, carried, row):
-    def draw(x, key):
-        return jnp.sin(x) + jax.random.normal(key), jax.random.key_data(key)[0]
-
-    x, _ = lax.scan(draw, w * x, jax.random.split(jax.random.fold_in(key, i), 2))
-    x = lax.cond(i % 2 == 0, lambda x: x + jax.random.normal(row), lambda x: 2 * x, x)
-    return lax.fori_loop(0, 2, lambda j, x: x + jax.random.normal(jax.random.fold_in(row, j)), x), carried
-
-
-def by_gamma(w, x, i, key, carried, row):
-    """A square root: outside of its domain the gradient is not finite."""
-    return jnp.sqrt(w * jnp.abs(x) + jax.random.gamma(jax.random.fold_in(key, i), 3.0)), carried
-
-
-STEPS = {f.__name__: f for f in (by_argument, by_carry, by_row, by_raw_bits, by_inner_loops, by_gamma)}
+STEPS = {f.__name__: f for f in (by_argument, by_carry, by_row, by_raw_bits)}
 
 
 def bits_or_key(step, key):
@@ -170,31 +156,6 @@ def counted(while_loop, **options):
     return run
 
 
-ROW_NUMBERS = np.arange(ROWS)
-EACH_LOOP = {
-    "while_loop": counted(lx.while_loop),
-    "while_loop with a bound": counted(lx.while_loop, max_steps=ROWS),
-    "fori_loop": lambda n, step, c: lx.fori_loop(0, n, lambda _, c: step(c), c),
-    "limits of lanes": lambda n, step, c: lx.fori_loop(n, 2 * n, lambda _, c: step(c), c, max_steps=ROWS),
-    "reversed scan": lambda n, step, c: lx.scan(lambda c, _: (step(c), None), c, ROW_NUMBERS, length=n, reverse=True)[
-        0
-    ],
-}
-
-
-@pytest.mark.parametrize("loop", EACH_LOOP)
-def test_each_loop_draws_as_a_masked_scan(loop):
-    def masked(n, step, c):
-        return masked_steps(n, ROWS, step, c, reverse=loop == "reversed scan")
-
-    def all_of(run):
-        lane = lambda w, x, n, key: run(n, lambda c: drawn(w, *c), (x, jax.random.key_data(key)))[0]
-        batch = lambda w: jax.vmap(lane, (None, 0, 0, 0))(w, jnp.asarray(STARTS), LENGTHS, keys("rbg"))
-        return jax.jvp(batch, (0.7,), (1.0,)), jax.jacrev(batch)(0.7)
-
-    same(all_of, EACH_LOOP[loop], masked)
-
-
 def test_lanes_of_other_keys_leave_their_batch():
     """Threefry draws for each lane with its own key."""
     lane = of_loopax(by_argument, lanes=LANES["compact"])
@@ -228,23 +189,6 @@ def test_branches_that_draw(lanes):
         np.testing.assert_allclose(got[1], alone)
     else:
         jax.tree.map(np.testing.assert_allclose, got, jax.jit(lambda: total(lax.cond))())
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_free_lanes_draw_the_same_with_and_without_a_derivative(impl):
-    def lane(w, key, n):
-        def outer(i, x, key):
-            return lx.fori_loop(0, n, lambda j, x: jnp.sin(w * x) + jax.random.normal(key), x, max_steps=3)
-
-        return lx.fori_loop(0, 2, outer, 0.5, key=key, lanes="free")
-
-    given = keys(impl), np.array([1, 3, 2], np.int32)
-    batch = jax.jit(lambda w: jax.vmap(lambda *g: lane(w, *g))(*given))
-    total = lambda w: batch(w).sum()
-    np.testing.assert_allclose(jax.jvp(batch, (0.7,), (1.0,))[0], batch(0.7))
-    value, slope = jax.value_and_grad(total)(0.7)
-    np.testing.assert_allclose(value, total(0.7))
-    np.testing.assert_allclose(slope, (total(0.7 + 1e-6) - total(0.7 - 1e-6)) / 2e-6, 1e-6)
 
 
 # ---- custom_vmap
@@ -318,30 +262,6 @@ def test_rules_that_mix_lanes_run_in_lockstep_and_others_do_not(rule):
     jax.tree.map(np.testing.assert_allclose, value_and_slope(lane), value_and_slope(as_masked_scan(function)))
 
 
-def test_a_rule_that_does_not_take_every_batch_may_mix_lanes():
-    function = jax.custom_batching.custom_vmap(lambda x, y: x * y)
-
-    @function.def_vmap
-    def _(size, batched, x, y):
-        if batched[1]:
-            raise NotImplementedError
-        return x * y, True
-
-    lane = with_custom_vmap(lambda x: function(x, 2.0), lanes=LANES["compact"])
-    assert not leaves_its_batch(lane)
-
-
-@pytest.mark.parametrize("kind", ["auto", "residuals", "checkpointed"])
-def test_a_batch_of_gradients_of_rules_is_refused_as_in_jax(kind):
-    function = custom(MIXING["mean"])
-    for gradient in (jax.grad, jax.hessian):
-        with pytest.raises(ValueError, match="Linearization failed"):
-            jax.vmap(gradient(lambda x: jnp.sum(function(x) * x)))(STARTS)
-        loop = lambda x: lx.fori_loop(0, 3, lambda _, x: function(x) * x, x, kind=kind).sum()
-        with pytest.raises(ValueError, match="reverse mode through a loop whose body calls an operation that has none"):
-            jax.vmap(gradient(loop))(STARTS)
-
-
 # ---- where batches change
 
 
@@ -352,16 +272,6 @@ def test_items_whose_results_would_depend_on_others_are_refused(call):
 
     with pytest.raises(NotImplementedError, match=r"lanes_(map|stream)\(f, \.\.\.\): f calls random_bits"):
         call(draw, keys("rbg"))
-
-
-@pytest.mark.parametrize("lanes", ["compact", "auto"])
-def test_explain_says_that_lanes_stay_together(lanes):
-    lane = of_loopax(by_carry, lanes=LANES[lanes])
-    given = keys("rbg"), jax.vmap(lambda k: jax.random.split(k, ROWS))(keys("rbg")), LENGTHS
-    (loop,) = lx.explain(lambda w: jax.vmap(lambda *g: lane(w, *g))(*given).sum(), 0.7).loops
-    assert (loop.mixed_by, loop.waiting) == ("random_bits", 3)
-    (loop,) = lx.explain(lambda w: lane(w, *jax.tree.map(lambda x: x[0], given)), 0.7).loops
-    assert loop.mixed_by == ""
 
 
 def drawn_again(carry):
@@ -500,31 +410,6 @@ def test_lanes_that_have_finished_keep_the_length_of_an_inner_pullback():
         return lx.fori_loop(0, m, lambda j, c: step(c), c, kind=lx.Checkpointed(1))
 
     same(lambda each: of_all_lanes(partial(lane, each), 0.7), run, masked_steps)
-
-
-@pytest.mark.parametrize("inner", ["residuals", "reversible"])
-def test_rows_of_the_last_steps_of_lanes_that_draw(inner):
-    def draw(w, i, key):
-        return w * jax.random.normal(jax.random.fold_in(key, i))
-
-    def lane(w, n, key):
-        inverse = lambda c, i: c - draw(w, i, key)
-        kind = lx.Truncated(last=2, kind=lx.Reversible(inverse) if inner == "reversible" else inner)
-        step = lambda x, i: (x + draw(w, i, key), w * x)
-        return lx.scan(step, 0.5, jnp.arange(ROWS, dtype=jnp.int32), length=n, kind=kind)
-
-    def masked(w, n, key):
-        def step(x, i):
-            cut = lambda leaf: jnp.where(i < n - 2, lax.stop_gradient(leaf), leaf)
-            return cut(jnp.where(i < n, x + draw(w, i, key), x)), cut(jnp.where(i < n, w * x, 0.0))
-
-        return lax.scan(step, 0.5, jnp.arange(ROWS, dtype=jnp.int32))
-
-    def slopes(lane):
-        batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, LENGTHS, keys("rbg"))
-        return jax.jacfwd(batch)(0.7), jax.jacrev(batch)(0.7)
-
-    same(slopes, lane, masked)
 
 
 def test_explain_says_what_steps_that_draw_again_store():

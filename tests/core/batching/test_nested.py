@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.problem import KINDS, WITH_LAX, H, W, name_of
+from tests.support.problem import KINDS, H, W, name_of
 from tests.support.reference import assert_close
 
 ROWS = np.arange(5.0)
@@ -64,12 +64,6 @@ def test_gradient_and_hessians(kind):
     assert_close(found(H, np.int32(3)), ((value, gradient), hessian, hessian))
 
 
-@pytest.mark.parametrize(("kind", "inner"), list(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True)), ids=name_of)
-def test_mixed_kinds(kind, inner):
-    gradient = jax.jit(jax.grad(lambda h, m: nested(kind, inner)(h, INNER_COUNTS, m)))
-    assert_close(gradient(H, np.int32(3)), expected_derivatives()[1])
-
-
 # Rules that do not depend on the kind are tested with these two, which are most unlike each other.
 TWO_KINDS = [
     pytest.param(kind, marks=() if kind in (lx.Checkpointed(), lx.Residuals()) else pytest.mark.slow) for kind in KINDS
@@ -111,18 +105,6 @@ def test_lanes_with_counts_of_their_own(kind):
     assert_close(found(*LANES), (expected_lanes(), expected_lanes()))
 
 
-@pytest.mark.parametrize("depth", [3, 4])
-def test_depth(depth):
-    def program(h, level):
-        if level == 0:
-            return jnp.tanh(h) * 1.1
-        return lx.fori_loop(0, 2, lambda i, h: program(h, level - 1), h)
-
-    expected = lambda h: jax.lax.fori_loop(0, 2**depth, lambda i, h: jnp.tanh(h) * 1.1, h).sum()
-    ours = lambda h: program(h, depth).sum()
-    assert_close(*jax.jit(lambda h: (jax.grad(ours)(h), jax.grad(expected)(h)))(H))
-
-
 def descend(inner, outer):
     """Gradient descent on a loop."""
     return lambda h: outer(lambda h: h - 0.1 * jax.grad(lambda h: (inner(h) ** 2).sum())(h), h).sum()
@@ -140,77 +122,3 @@ def test_a_gradient_as_the_step_of_a_loop(kind):
     times = lambda n: lambda f, h: lx.fori_loop(0, n, lambda i, h: f(h), h, kind=kind)
     f = descend(lambda h: times(5)(lambda h: jnp.sin(W @ h), h), times(3))
     assert_close(derivatives(f)(H), expected_descent())
-
-
-@pytest.mark.parametrize("kind", WITH_LAX, ids=name_of)
-def test_lax_loops_in_the_body(kind):
-    body = lambda i, h: jax.lax.scan(lambda h, _: (jnp.sin(W @ h), None), h, None, length=2)[0]
-    f = lambda h: lx.fori_loop(0, 3, body, h, kind=kind).sum()
-    expected = lambda h: jax.lax.fori_loop(0, 6, lambda i, h: jnp.sin(W @ h), h).sum()
-    assert_close(*jax.jit(lambda h: (jax.value_and_grad(f)(h), jax.value_and_grad(expected)(h)))(H))
-
-
-def sine_steps(kind):
-    """The whole carry of the loop is the carry of what stands around it."""
-    return lambda h: lx.fori_loop(0, 3, lambda i, h: jnp.sin(W @ h), h, kind=kind)
-
-
-def counting_steps(kind):
-    """A part of the carry may depend on nothing outside the inner loop."""
-
-    def steps(h):
-        body = lambda c: (jnp.sin(W @ c[0]) * (1.0 + 0.1 * c[1]), c[1] + 1.0)
-        return lx.while_loop(lambda c: c[1] < 3, body, (h, 0.0), max_steps=5, kind=kind)[0]
-
-    return steps
-
-
-def expected_steps(counting):
-    def steps(h):
-        for i in range(3):
-            h = jnp.sin(W @ h) * (1.0 + 0.1 * i if counting else 1.0)
-        return h
-
-    return steps
-
-
-AROUND = {
-    "lax.scan": lambda f: lambda h: jax.lax.scan(lambda h, _: (f(h), h), h, None, length=2)[0],
-    "lax.scan of lanes": lambda f: (
-        lambda h: jax.lax.scan(lambda h, _: (jax.vmap(f)(h), None), jnp.stack([h, -h]), None, length=2)[0]
-    ),
-    "lax.cond": lambda f: lambda h: jax.lax.cond(h[0] > 0, f, lambda h: h, h),
-    "jit": lambda f: lambda h: jax.jit(f)(jax.jit(f)(h)),
-    "checkpoint": lambda f: lambda h: jax.checkpoint(f)(jnp.sin(h)),
-    "lax.map": lambda f: lambda h: jax.lax.map(f, jnp.stack([h, 2.0 * h])),
-}
-
-
-@ft.cache
-def expected_around(around, counting):
-    """Gradient and Hessian, the same for all kinds."""
-    return derivatives(lambda h: (AROUND[around](expected_steps(counting))(h) ** 2).sum())(H)
-
-
-ORDERS = [
-    lambda f: jax.jacfwd(jax.jacfwd(f)),
-    lambda f: jax.jacfwd(jax.jacrev(f)),
-    lambda f: jax.jacrev(jax.jacfwd(f)),
-    lambda f: jax.jacrev(jax.jacrev(f)),
-]
-CASES = [(around, counting_steps, KINDS[(i + 2) % 4]) for i, around in enumerate(AROUND)]
-CASES += [(around, sine_steps, KINDS[0]) for around in ("lax.scan", "lax.scan of lanes")]
-CASES += [
-    pytest.param(around, counting_steps, KINDS[(i + k) % 4], marks=pytest.mark.slow)
-    for i, around in enumerate(AROUND)
-    for k in (0, 3)
-]
-
-
-@pytest.mark.parametrize(("around", "steps", "kind"), CASES, ids=name_of)
-def test_every_derivative_inside_other_control_flow(around, steps, kind):
-    """JAX also evaluates loops partially to find what does not change around them: primals are unknown then."""
-    f = lambda h: (AROUND[around](steps(kind))(h) ** 2).sum()
-    _, gradient, hessian = expected_around(around, steps is counting_steps)
-    found = jax.jit(lambda h: (jax.grad(f)(h), [order(f)(h) for order in ORDERS]))(H)
-    assert_close(found, (gradient, [hessian] * len(ORDERS)))

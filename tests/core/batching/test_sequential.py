@@ -62,31 +62,12 @@ def test_cotangents_of_shared_weights_are_summed_in_place():
     assert memory.temp_size_in_bytes < 4 * weights + 8 * lanes * size * 8
 
 
-def test_branches():
-    f = lambda p, x: lx.cond(p, jnp.sqrt, lambda x: -x, x, lanes="sequential")
-    found = jax.jit(jax.vmap(jax.value_and_grad(f, 1)))(np.array([True, False]), np.array([4.0, -1.0]))
-    assert_close(found, (jnp.array([2.0, 1.0]), jnp.array([0.25, -1.0])))
-
-
-def test_disable_jit():
-    with jax.disable_jit():
-        found = jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, x: x + i, 0.0, lanes="sequential"))(COUNTS)
-    assert_close(found, jnp.asarray(COUNTS * (COUNTS - 1) / 2))
-
-
 def test_progress(recorder):
     """All lanes are reported as one loop."""
     run = jax.vmap(lambda n: lx.fori_loop(0, n, lambda _, x: x + 1.0, 0.0, lanes="sequential", progress=True))
     jax.block_until_ready(jax.jit(run)(COUNTS))
     assert {parts for _, _, parts, _ in recorder.begun} == {LANES}
     assert len(recorder.ended) == LANES
-
-
-def test_collectives_are_refused():
-    body = lambda _, x: x + jax.lax.psum(x, "lanes")
-    run = jax.vmap(lambda n, x: lx.fori_loop(0, n, body, x, lanes="sequential"), axis_name="lanes")
-    with pytest.raises(NotImplementedError, match="lanes"):
-        run(COUNTS, np.ones(LANES))
 
 
 def test_carries_and_keys():
