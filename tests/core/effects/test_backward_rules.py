@@ -1,6 +1,5 @@
 """Effects in the backward rule of a `jax.custom_vjp`: once for each step back, whatever is recomputed."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,15 +115,6 @@ def test_second_derivatives(kind):
             jax.jvp(squared(f), (3.0,), (1.0,))
 
 
-def test_the_transpose_of_a_gradient():
-    """Its cotangents are linear: what they would be printed from is not known."""
-    log = Log()
-    f = doubled(log, max_steps=9, kind=SLOTS)
-    transposed = jax.jit(lambda x: jax.linear_transpose(jax.vjp(lambda x: f(x, 3), x)[1], x)((x,)))
-    assert log.of(transposed, 3.0) == []
-    assert transposed(3.0) == (24.0,)
-
-
 def _long(x, times):
     for _ in range(times):
         x = jnp.sin(x) + x
@@ -145,14 +135,3 @@ def test_in_long_steps(step):
     body = lambda i, x: identity(x + 0.0 * LONG_STEPS[step](x)) * 2.0
     f = lambda x: lx.fori_loop(0, 5, body, x, kind=lx.Checkpointed(2))
     assert log.of(jax.jit(jax.grad(f)), 1.0) == [2.0, 4.0, 8.0, 16.0, 32.0]
-
-
-@pytest.mark.parametrize("options", ["Checkpointed3", "without a bound"])
-def test_backward_nan_of_equinox(options, capfd):
-    """It prints cotangents in order."""
-    body = lambda i, x: eqx.debug.backward_nan(2.0 * x, terminate=False)
-    f = lambda x, n: lx.fori_loop(0, n, body, x, **OPTIONS[options])
-    assert jax.jit(jax.grad(f))(1.0, 3) == 8.0
-    jax.effects_barrier()
-    printed = [line for line in capfd.readouterr().out.split("\n") if "cotangents" in line]
-    assert [line.split("(")[1].split(",")[0] for line in printed] == ["1.", "2.", "4."]

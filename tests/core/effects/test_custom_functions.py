@@ -3,11 +3,8 @@
 Each function doubles its operand. `p` is what its values print, `d` what a derivative prints.
 """
 
-from functools import partial
-
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -146,14 +143,6 @@ def test_values(function, form, lanes):
     assert in_rule.values == []
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_in_branches(function):
-    log = Log()
-    f = jax.jit(jax.vmap(lambda x, n: lx.cond(n > 1, function(log, log), lambda x: x, x)))
-    assert log.of(f, X, N) == [10.0]
-    assert f(X, N).tolist() == [1.0, 20.0, 100.0]
-
-
 # A gradient for each lane, and the gradient of a batch.
 GRADIENTS = {"of each lane": lambda f: jax.vmap(jax.grad(f)), "of the batch": lambda f: jax.grad(sum_of(f))}
 
@@ -192,39 +181,6 @@ def test_gradients_in_stages(function):
     assert f(X, N).tolist() == [2.0, 8.0, 1.0]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[3], marks=pytest.mark.slow)], ids=name_of)
-def test_a_second_derivative_for_what_the_first_reads(kind, function):
-    """The first derivative leaves the function as it is, and the second one asks for its rule."""
-    log, in_rule = Log(), Log()
-    double = function(log, in_rule)
-
-    def f(x, y):
-        return lx.fori_loop(0, 3, lambda i, c: (double(c[0]), c[1] * c[0]), (x, y), max_steps=4, kind=kind)[1]
-
-    mixed = jax.jit(jax.grad(jax.grad(f, 1)))  # of 8 x**3 y
-    values = [1.0, 2.0, 4.0]
-    assert log.of(mixed, 1.0, 5.0) == ([] if function in PRINTS_ONCE else values)
-    expected = values if function in PRINTS_ONCE else [0.0, 2.0, 8.0]  # cotangents
-    assert sorted(in_rule.values) == (expected if function in IN_RULE else [])
-    assert mixed(1.0, 5.0) == 24.0
-
-
-@pytest.mark.parametrize("function", [custom_jvp, custom_vjp, custom_root])
-def test_steps_that_a_derivative_takes_again(function):
-    """Those have the effects of steps back alone."""
-    log, in_rule = Log(), Log()
-    double, truncated, implicit = function(log, in_rule), lx.Truncated(last=2), lx.Implicit()
-    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: double(x), x, max_steps=9, kind=truncated)
-    assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == [1.0, 2.0, 4.0, 8.0]
-    assert sorted(in_rule.values) == ([1.0, 2.0] if function in NO_FORWARD_MODE else [])
-    goes_on = lambda a: lambda x: jnp.abs(x / 2.0 + a - x) > 1e-3
-    f = lambda a: lx.while_loop(goes_on(a), lambda x: double(x / 4.0) + a, 0.0, kind=implicit)
-    forward = log.of(jax.jit(f), 1.0)
-    assert len(forward) > 9
-    assert log.of(jax.jit(jax.grad(f)), 1.0) == forward
-
-
 @pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in NO_FORWARD_MODE])
 def test_forward_mode_and_second_derivatives(function):
     log, in_rule = Log(), Log()
@@ -235,37 +191,6 @@ def test_forward_mode_and_second_derivatives(function):
     assert along(X, N) == (182.0, 182.0)
     squared = jax.jit(jax.hessian(lambda x, n: f(x * x, n)))
     assert squared(X, N).tolist() == np.diag([4.0, 16.0, 2.0]).tolist()
-
-
-@maps_custom_vjp
-def test_reverse_over_reverse():
-    log, in_rule = Log(), Log()
-    f = sum_of(loop_of(custom_vjp(log, in_rule)))
-    twice = jax.jit(jax.grad(lambda x, n: jax.grad(lambda x: f(x * x, n))(x).sum()))
-    assert log.of(twice, X, N) == [1.0, 100.0, 200.0, 400.0]
-    assert sorted(in_rule.values) == BACK
-    assert twice(X, N).tolist() == [4.0, 16.0, 2.0]
-
-
-def test_other_operands_and_results():
-    """Integers have no tangents; a rule that reads them keeps them."""
-    log = Log()
-
-    def function(rule):
-        scaled = jax.custom_vjp(lambda i, x: (i + 1, 2.0 * x))
-
-        def back(i, cts):
-            return None, 2.0 * rule(cts[1]) * (i.astype(float) + 1.0)
-
-        scaled.defvjp(lambda i, x: ((i + 1, 2.0 * x), i), back)
-        return scaled
-
-    def f(rule, x, n):
-        return lx.fori_loop(0, n, lambda _, c: function(rule)(*c), (0, x), max_steps=4)[1]
-
-    gradient = lambda rule: jax.jit(jax.grad(lambda x, n: jax.vmap(partial(f, rule))(x, n).sum()))
-    assert log.of(gradient(log), X, N) == [1.0, 1.0, 6.0, 24.0]
-    assert gradient(log)(X, N).tolist() == gradient(lambda ct: ct)(X, N).tolist() == [2.0, 48.0, 1.0]
 
 
 def test_a_rule_that_refuses_derivatives():
@@ -280,11 +205,3 @@ def test_a_rule_that_refuses_derivatives():
     assert f(X, N).tolist() == [2.0, 80.0, 100.0]
     with pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda x: f(x, N).sum())(X)
-
-
-def test_a_program_with_its_own_batching_rule():
-    log = Log()
-    double = jax.custom_batching.sequential_vmap(lambda x: 2.0 * log(x))
-    f = jax.jit(jax.vmap(loop_of(double)))
-    assert log.of(f, X, N) == CALLED
-    assert f(X, N).tolist() == [2.0, 80.0, 100.0]

@@ -76,37 +76,6 @@ def test_in_the_condition_of_another_loop():
         assert log.of(jax.jit(jax.vmap(f)), starts, counts) == sorted([1.0, 10.0, 11.0] * times)
 
 
-def test_two_vmaps():
-    log = Log()
-    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: log(x) + 1.0, x, max_steps=9)
-    starts, counts = jnp.array([0.0, 10.0]), jnp.array([0, 2])
-    every = jax.vmap(jax.vmap(f, (None, 0)), (0, None))
-    assert log.of(jax.jit(every), starts, counts) == [0.0, 1.0, 10.0, 11.0]
-
-
-def test_debug_print(capfd):
-    def body(i, x):
-        jax.debug.print("x = {x}", x=x)
-        return x + 1.0
-
-    f = lambda x, n: lx.fori_loop(0, n, body, x, max_steps=9)
-    jax.block_until_ready(jax.jit(jax.vmap(f))(jnp.array([0.0, 10.0]), jnp.array([1, 2])))
-    jax.effects_barrier()
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "x = 0.0", "x = 10.0", "x = 11.0"]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_pure_callback_in_a_differentiated_loop(kind):
-    """Of a quantity that is not differentiated."""
-
-    def body(i, x):
-        scale = jax.pure_callback(lambda i: i * 1.0, jax.ShapeDtypeStruct((), x.dtype), jax.lax.stop_gradient(i * 1.0))
-        return x * scale
-
-    f = lambda x, n: lx.fori_loop(1, n, body, x, max_steps=9, kind=kind)
-    assert jax.jit(jax.grad(f))(2.0, 5) == 24.0
-
-
 # ---- effects inside of equations in which some operands are perturbed, and others not
 
 PARTLY = {
@@ -144,28 +113,6 @@ def test_once_inside_of_other_equations(how, kind):
     assert log.of(jax.jit(lambda x, n: jax.linearize(lambda x: f(x, n), x)[1](1.0)), 1.0, 4) == forward
 
 
-@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
-def test_inside_of_jax_checkpoint(kind):
-    log = Log()
-    step = jax.checkpoint(lambda x: jnp.sin(log(x)))
-    f = lambda x: lx.fori_loop(0, 4, lambda i, x: step(x), x, kind=kind)
-    forward = log.of(jax.jit(f), 1.0)
-    assert set(log.of(jax.jit(jax.grad(f)), 1.0)) == set(forward)
-
-
-@pytest.mark.parametrize("kind", each_kind(CHECKPOINTED, RESIDUALS), ids=name_of)
-def test_linearize_through_a_while_loop_of_lax(kind):
-    """Its condition is not perturbed, though parts of its carry are."""
-    log = Log()
-    inner = lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda i, x: jnp.sin(log(x)), x)
-    f = lambda x: lx.fori_loop(0, 3, lambda i, x: inner(x), x, kind=kind)
-    forward = log.of(jax.jit(f), 1.0)
-    assert len(forward) == 6
-    linear = jax.jit(lambda x: jax.linearize(f, x)[1](1.0))
-    assert log.of(linear, 1.0) == forward
-    assert np.allclose(linear(1.0), jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1])(1.0))
-
-
 # ---- effects of what returns its operand as it came, in which nothing of a derivative is left but the effect
 
 
@@ -194,14 +141,6 @@ def test_where_the_operand_is_returned_unchanged(kind, how):
     assert log.of(both, 1.0, 3) == [1.0, 2.0, 4.0]
     assert both(1.0, 3) == (8.0, 216.0 if how == "other derivative" else 8.0)
     assert log.of(jax.jit(jax.vmap(jax.grad(f))), np.array([1.0, 10.0]), np.array([1, 2])) == [1.0, 10.0, 20.0]
-
-
-@pytest.mark.parametrize("how", ["cond", "loop"])
-def test_where_the_operand_is_returned_unchanged_in_other_derivatives(how):
-    log = Log()
-    f = lambda x: lx.fori_loop(0, 3, lambda i, x: 2.0 * UNCHANGED[how](log, x), x)
-    for derivative in (lambda x: jax.linearize(f, x)[1](1.0), jax.hessian(f), jax.grad(jax.grad(f))):
-        assert log.of(jax.jit(derivative), 1.0) == [1.0, 2.0, 4.0]
 
 
 # ---- kinds with another derivative, which evaluate steps once more
