@@ -54,17 +54,6 @@ def with_jvp() -> Any:
     return halved
 
 
-def powers(x: Any, n: Any = 4, **options: Any) -> Any:
-    return lx.fori_loop(0, n, lambda _, y: jnp.sin(y) * x, x, **options)
-
-
-def unrolled(x: Any) -> Any:
-    y = x
-    for _ in range(4):
-        y = jnp.sin(y) * x
-    return y
-
-
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
 @pytest.mark.parametrize("make", [checkpointed, with_jvp, with_vjp])
 def test_objects_in_the_body(make: Any, kind: Any) -> None:
@@ -105,20 +94,6 @@ def _all(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from _all(inner)
-
-
-def test_buffers_pass_through_a_checkpoint() -> None:
-    def f(x: Any) -> Any:
-        body = jax.checkpoint(lambda _, c: (c[0].append(c[1]), jnp.sin(c[1])))
-        return lx.fori_loop(0, 3, body, (lx.Buffer(3, like=x), x))[0].rows.sum()
-
-    slope = 1 + np.cos(X) + np.cos(X) * np.cos(np.sin(X))
-    np.testing.assert_allclose(jax.jit(jax.grad(f))(jnp.float64(X)), slope)
-
-
-def test_progress_is_shown_once(recorder: Any) -> None:  # noqa: F811
-    jax.block_until_ready(jax.value_and_grad(jax.checkpoint(lambda x: powers(x, 25, progress=True)))(X))
-    once(recorder, 25)
 
 
 def test_another_program_in_an_object() -> None:

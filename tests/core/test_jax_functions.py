@@ -176,31 +176,3 @@ def test_second_derivatives(kind):
     f = loop("every rule", kind=kind, lanes="compact")
     actual = jax.jit(jax.vmap(every_second_derivative(f)))(LANES, COUNTS)
     assert_close(actual, expected_second_derivatives())
-
-
-@pytest.mark.slow
-def test_other_loops():
-    """A condition, rows, an inner loop, lanes of their own, `jax.lax` loops that are rewritten."""
-    name = "every rule"
-
-    def with_condition(x, n):
-        count = lambda c: (step(name)(c[0]), c[1] + 1)
-        return scalar(lx.while_loop(lambda c: c[1] < n, count, (x, 0))[0])
-
-    def with_rows(x, n):
-        f = lambda x, _: (step(name)(x), FUNCTIONS[name](x))
-        return scalar(lx.scan(f, x, jnp.zeros(BOUND), length=n)[0])
-
-    def nested(x, n):
-        inner = lambda _, x: lx.fori_loop(0, 1, lambda _, x: step(name)(x), x)
-        return scalar(lx.fori_loop(0, n, inner, x, max_steps=BOUND, lanes="free"))
-
-    def rewritten(x, n):
-        return scalar(lx.rewrite_loops(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: step(name)(x), x))(x, n))
-
-    def together(x, n):
-        return [jax.value_and_grad(f)(x, n) for f in (with_condition, with_rows, nested, rewritten, expected(name))]
-
-    *found, wanted = jax.jit(jax.vmap(together))(LANES, COUNTS)
-    for actual in found:
-        assert_close(actual, wanted)

@@ -87,34 +87,6 @@ def test_custom_linear_solve(kind):
     check_linear_solve(False, kind)
 
 
-def test_custom_linear_solve_of_a_symmetric_matrix():
-    """It needs no solver for the transpose."""
-    check_linear_solve(True, RESIDUALS)
-
-
-@per_kind(SLOTS, slow=RESIDUALS)
-def test_custom_root(kind):
-    def square_root(a):
-        f = lambda x: lx.fori_loop(0, 2, lambda _, y: y * x, 1.0, kind=kind) - a
-
-        def newton(f, x):
-            step = lambda c: (c[0] - f(c[0]) / jax.grad(f)(c[0]), c[1] + 1)
-            return lx.while_loop(lambda c: c[1] < 8, step, (x, 0), max_steps=9, kind=kind)[0]
-
-        return jax.lax.custom_root(f, 1.0, newton, lambda g, y: y / g(1.0))
-
-    assert_close(every_derivative_of_two(square_root), expected_of_a_root())
-
-
-def every_derivative_of_two(f):
-    return jax.jit(lambda x: every_derivative(f, x))(np.float64(2.0))
-
-
-@cache
-def expected_of_a_root():
-    return every_derivative_of_two(jnp.sqrt)
-
-
 def sines(x, w, steps):
     for _ in range(steps):
         x = jnp.sin(w * x)

@@ -83,13 +83,6 @@ def test_derivatives(name: str) -> None:
     same(jax.jit(derivatives), X, Y, PLACES)
 
 
-@pytest.mark.parametrize("name", ["gather", "scatter", "concatenate"])
-def test_derivatives_in_one_of_the_arrays(name: str) -> None:
-    same(jax.grad(as_one(name)), X, Y, PLACES)
-    same(jax.grad(as_one(name), 1), X, Y, PLACES)
-    same(lambda x: jax.linearize(lambda x: keep_bits(FUNCTIONS[name], x, Y, PLACES), x)[1](x), X)
-
-
 def test_nothing_is_added_to_other_programs() -> None:
     """Neither with the flag, nor for arrays that have no more than 32 bits."""
     gather = lambda x, i: keep_bits(lambda x, i: x[i], x, i)

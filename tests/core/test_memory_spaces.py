@@ -158,27 +158,9 @@ def test_other_loops_and_kinds(program: Any) -> None:
     _same(program, slopes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [appended, rolled_out, truncated, truncated_backward, reversed_, converged])
-def test_lanes_of_other_loops_and_kinds(program: Any) -> None:
-    _same(program, slopes_of_lanes)
-
-
 @pytest.mark.parametrize("run", [jax.jacfwd, jax.jacrev])
 def test_second_derivatives(run: Any) -> None:
     _same(stepped, lambda f: jax.jit(run(jax.grad(f)))(X, 3), kind="bounded")
-
-
-def test_lanes_of_a_queue() -> None:
-    def f(to: Moves, x: Any) -> Any:
-        return lx.while_loop(lambda h: to.dev(h).sum() < 5, lambda h: to.host(1.5 * to.dev(h) + 1), x, max_steps=20)
-
-    expected = lx.lanes_map(lambda x: f(STAYING, x), XS, num_lanes=2)
-    found = lx.lanes_map(lambda x: f(MOVING, x), MOVING.host(XS), num_lanes=2)
-    assert jax.typeof(found).memory_space is HOST
-    np.testing.assert_allclose(found, expected)
-    stream = dict(lx.lanes_stream(lambda x: f(MOVING, MOVING.host(x)), np.asarray(XS), num_lanes=2))
-    np.testing.assert_allclose([stream[i] for i in range(3)], expected)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -237,18 +219,6 @@ def test_offloaded_residuals_are_rows_on_the_host() -> None:
         return [out.aval.shape for out in forward.outvars if out.aval.memory_space is HOST]
 
     assert rows_on_host(lx.scan, kind="residuals") == rows_on_host(lax.scan) == [(4, 8)]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_memory_of_a_policy_is_that_of_lax(policy: str) -> None:
-    def temporary(scan: Any, **options: Any) -> int:
-        f = jax.jit(jax.grad(layers(scan, policy, **options)))
-        analysis = f.lower(jnp.ones((16, 8, 8)), jnp.ones((8, 256))).compile().memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    row = 8 * 256 * 8
-    assert temporary(lx.scan, kind="residuals") < temporary(lax.scan) + row
 
 
 def test_the_other_memory_is_another_type() -> None:

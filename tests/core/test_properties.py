@@ -79,28 +79,6 @@ def test_scan(shape, rows, kind, reverse, unroll):
     check()
 
 
-DTYPES = [jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_dtypes_of_gradients(kind):
-    """Powers of one half are exact in every dtype: x * 0.5**n and its derivative. Also for a static length."""
-
-    def f(x, n):
-        half = jnp.asarray(0.5, x.dtype)
-        y = lx.fori_loop(0, n, lambda i, y: y * half, x, max_steps=9, kind=kind)
-        return jnp.real(y).astype(jnp.float32)
-
-    gradients = lambda xs, n: [jax.value_and_grad(f)(x, n) for x in xs]
-    traced, static = jax.jit(gradients), jax.jit(lambda xs: gradients(xs, 5))
-    starts = [np.asarray(2.0, dtype) for dtype in DTYPES]
-    for n, found in [*((n, traced(starts, n)) for n in range(10)), (5, static(starts))]:
-        for start, (value, gradient) in zip(starts, found, strict=True):
-            assert gradient.dtype == start.dtype
-            assert value == 2.0 * 0.5**n
-            assert np.asarray(gradient) == np.asarray(0.5**n, start.dtype)
-
-
 MOST = 5
 
 
@@ -129,34 +107,3 @@ def test_lanes(counts, kind):
     starts = np.linspace(0.1, 0.9, MOST)
     wanted = zip(*(alone(x, n) for x, n in zip(starts, counts, strict=True)), strict=True)
     assert_close(batch(kind)(starts, np.array(counts)), tuple(map(np.stack, wanted)))
-
-
-def total_of_indices(lower, upper):
-    body = lambda i, c: (c[0] + jnp.asarray(i).astype(jnp.int64), c[1] + 1)
-    return lx.fori_loop(lower, upper, body, (np.int64(0), 0))
-
-
-def wanted_total(lower, upper):
-    return sum(range(lower, upper)), len(range(lower, upper))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64], ids=name_of)
-def test_limits_of_fori_loop(dtype):
-    """Every integer dtype, traced: the indices are those of `range`."""
-    offset = 20 if np.issubdtype(dtype, np.unsignedinteger) else 0
-    program = jax.jit(total_of_indices)
-
-    @settings(max_examples=40)
-    @given(lower=st.integers(-20, 20), upper=st.integers(-20, 20))
-    def check(lower, upper):
-        limits = lower + offset, upper + offset
-        assert tuple(map(int, program(*map(dtype, limits)))) == wanted_total(*limits)
-
-    check()
-
-
-def test_static_limits_of_fori_loop():
-    limits = [(0, 0), (-3, 4), (5, 2), (-20, -7), (1, 2), (0, 20), (7, 7), (20, -20)]
-    found = jax.jit(lambda: [total_of_indices(*both) for both in limits])()
-    assert [tuple(map(int, total)) for total in found] == [wanted_total(*both) for both in limits]
-    assert tuple(map(int, total_of_indices(-2, 5))) == wanted_total(-2, 5)

@@ -34,13 +34,6 @@ def test_jet(program, x):
         jet.jet(program, (x,), ([jnp.ones_like(x), jnp.zeros_like(x)],))
 
 
-def test_jet_of_what_does_not_reach_a_loop():
-    f = lambda x: jnp.sin(x) + jax.lax.stop_gradient(loop(jnp.float64(3.0)))
-    _, (first, second) = jet.jet(f, (0.5,), ((1.0, 0.0),))
-    assert first == jnp.cos(0.5)
-    assert jnp.allclose(second, -jnp.sin(0.5))
-
-
 @pytest.mark.parametrize(("program", "x"), PROGRAMS)
 @pytest.mark.parametrize("errors", [checkify.float_checks, checkify.index_checks, checkify.all_checks])
 def test_automatic_checks(program, x, errors):

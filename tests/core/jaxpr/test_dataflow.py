@@ -7,17 +7,12 @@ from jax import lax
 
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, dependence_fixpoint, members
 from loopax._src.core.jaxpr.util import trace
-from tests.support.core_loops import loop_of
 
 F = jax.ShapeDtypeStruct((), jnp.float64)
 
 
 def depends(function, num_inputs):
     return [members(bits) for bits in dependence(trace(function, [F] * num_inputs))]
-
-
-def test_one_step():
-    assert depends(lambda a, b, c: [a * b, c, jnp.sin(b)], 3) == [[0, 1], [2], [1]]
 
 
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
@@ -58,22 +53,3 @@ def test_any_number_of_steps():
     assert dependence_fixpoint(shift, (True, False, False), range(3)) == (True, True, True)
     assert dependence_fixpoint(shift, (False, False, True), range(3)) == (False, False, True)
     assert close_over_carry(dependence(shift), range(3), [1, 2, 4]) == [1, 3, 7]
-
-
-def test_only_allowed_outputs_get_the_property():
-    shift = trace(lambda a, b, c: [a, a + b, b + c], [F] * 3)
-    assert dependence_fixpoint(shift, (True, False, False), range(3), (True, False, True)) == (True, False, False)
-
-
-def test_a_leaf_keeps_the_property_that_it_has_at_the_start():
-    """After no steps, the carry is what it was at the start."""
-    forget = trace(lambda a, b: [b, b], [F] * 2)
-    assert dependence_fixpoint(forget, (True, False), range(2)) == (True, False)
-
-
-def test_the_body_of_the_rule_tests():
-    """Inputs: row, a, b, h, count, fixed, x. Outputs: h, count, fixed, h squared, x + 1."""
-    loop = loop_of()
-    assert [members(bits) for bits in dependence(loop.body)] == [[1, 3, 5, 6], [4], [2, 5], [1, 3, 5, 6], [6]]
-    of_b = (False, False, True, False, False, False, False)
-    assert dependence_fixpoint(loop.body, of_b, loop.carry_range) == (True, False, True, True, False)

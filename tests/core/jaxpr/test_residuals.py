@@ -36,13 +36,6 @@ def test_a_literal_is_never_stored(given, left):
     assert_close(dict(zip([p for p in (0, 1, 2) if p not in left], again, strict=True))[0], 2.0)
 
 
-def test_a_literal_alone_is_left_out():
-    found, recompute = without_recomputed(known_part(), [], [0], [0])
-    assert found == []
-    assert recompute is not None
-    assert_close(jaxpr_as_fun(recompute)(), [2.0])
-
-
 def sines(inner, x):
     """A step with a loop in it, and a choice that is made when it is traced."""
     return jnp.where(True, inner(lambda c, _: (jnp.sin(c), None), x, None, INNER)[0], 0.0)
@@ -76,12 +69,3 @@ KINDS = [lx.Checkpointed(3), lx.Checkpointed(), lx.Auto()]
 def test_gradients_of_steps_with_constants(loop, kind):
     f = lambda x: loop(kind, lax.scan, x)
     assert_close(jax.grad(f)(X), jax.grad(expected)(X))
-
-
-@pytest.mark.parametrize("inner", [lax.scan, lx.scan])
-@pytest.mark.parametrize("kind", KINDS[:1], ids=repr)
-def test_other_derivatives_of_steps_with_constants(kind, inner):
-    f = lambda x: of_while(kind, inner, x)
-    lanes = jnp.array([X, 0.4])
-    found = jax.jit(lambda x, lanes: (jax.hessian(f)(x), jax.vmap(jax.grad(f))(lanes)))(X, lanes)
-    assert_close(found, (jax.hessian(expected)(X), jax.vmap(jax.grad(expected))(lanes)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
 from tests.support.problem import KINDS, WITH_LAX, name_of
@@ -125,35 +125,11 @@ def test_gradients_of_counts_that_differ_between_devices(loop, kind, bound):
     assert_close(found, {"value": values, "grad": slopes[::2], "vmap of grad": slopes, "grad of vmap": slopes})
 
 
-@pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(3), lx.Residuals()], ids=name_of)
-@pytest.mark.parametrize("loop", [of_count, of_condition])
-def test_hessians_of_counts_that_differ_between_devices(loop, kind):
-    f = sharded(jax.vmap(jax.hessian(loop(kind, 9))), True, 2)
-    assert_close(jax.device_get(jax.jit(f)(STARTS, COUNTS)), sines(STARTS, COUNTS)[2])
-
-
 @pytest.mark.parametrize("loop", [of_count, of_condition])
 def test_compact_lanes_of_counts_that_differ_between_devices(loop):
     lanes = jax.vmap(jax.grad(loop(lx.Checkpointed(), 9, lanes=lx.Compact(min_lanes=1))))
     found = jax.jit(sharded(lanes, True, 2))(STARTS, COUNTS)
     assert_close(jax.device_get(found), sines(STARTS, COUNTS)[1])
-
-
-def test_start_that_is_the_same_on_all_devices():
-    """The body mixes it with data that varies: the start is marked as varying, as a weak type is promoted."""
-    f = sharded(lambda x: lx.fori_loop(0, 3, lambda i, total: total + x.sum(), jnp.zeros(()))[None], True)
-    assert_close(jax.device_get(jax.jit(f)(STARTS)), 3 * STARTS.reshape(8, 2).sum(1))
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_shardings_are_kept(kind, axis_type):
-    devices = mesh(axis_type)
-    with jax.set_mesh(devices):
-        h = jax.device_put(STARTS, NamedSharding(devices, SPEC))
-        gradient = jax.jit(jax.grad(energy(kind)))(h)
-    assert gradient.sharding.is_equivalent_to(NamedSharding(devices, SPEC), 1)
-    assert_close(jax.device_get(gradient), energy_expected(STARTS)[1])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)

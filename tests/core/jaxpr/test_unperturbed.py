@@ -37,13 +37,3 @@ def test_unperturbed_parts_of_the_carry_have_no_tangent(kind: Any, transform: An
     transform(loss)(0.3)
     with pytest.raises(RuntimeError, match="has a tangent"):
         transform(wrong)(0.3)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_no_steps_at_all(kind: Any) -> None:
-    def loss(x: Any) -> Any:
-        x, info = lx.while_loop(lambda x: x < 9.0, jnp.sin, x, max_steps=0, kind=kind, throw=False, info=True)
-        return 2.0 * x, info
-
-    gradient, info = jax.grad(loss, has_aux=True)(0.3)
-    assert (gradient, info.num_steps, info.limit_reached) == (2.0, 0, True)

@@ -74,17 +74,6 @@ def test_any_number_of_steps(checkpoints, step):
         assert evaluated <= 1.5 * best
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "optimum"),
-    [(10, 3.92), *(pytest.param(*m, marks=pytest.mark.slow) for m in [(20, 2.82), (44, 1.99)])],
-)
-def test_a_thousand_steps_with_small_residuals(checkpoints, optimum):
-    """Within 1 % of what Maddison (2024) found to be possible, and within 15 % where the length is not known."""
-    for loop, most in ((known, 1.01), (unknown, 1.15)):
-        counted = count_evaluations(lambda count, x, loop=loop: loop(small, count, x, STEPS, checkpoints))
-        assert counted <= most * optimum * STEPS
-
-
 def test_two_levels_where_the_checkpoints_allow_for_them():
     """64 checkpoints for 1000 steps: 32 blocks of 32 steps, within 2 % of the optimum."""
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))

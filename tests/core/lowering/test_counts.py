@@ -114,30 +114,6 @@ def test_gradients_and_batches_do_not_trace_again():
     assert dtypes == [jnp.float64, jnp.float32]
 
 
-@pytest.mark.parametrize("transform", ["forward", "vmap of grad", "grad of vmap"])
-def test_nested_lanes(transform):
-    """Lanes (1 outer x 100 inner) and (100 x 1): in lockstep 199 inner iterations, in each direction."""
-    counter = Counter()
-    outer_counts, inner_counts, starts = np.array([1, 100]), np.array([100, 1]), np.array([0.1, 0.2])
-
-    def program(x, outer, inner):
-        def step(_, x):
-            return lx.fori_loop(0, inner, lambda i, x: counter(x), x, max_steps=100, kind="bounded")
-
-        return lx.fori_loop(0, outer, step, x, max_steps=100, kind="bounded")
-
-    lanes = jax.vmap(program)
-    programs = {
-        "forward": lanes,
-        "vmap of grad": jax.vmap(jax.grad(program)),
-        "grad of vmap": jax.grad(lambda x, outer, inner: lanes(x, outer, inner).sum()),
-    }
-    # Bounded nested in Bounded: the outer backward step runs the inner loop again, then backward.
-    passes = {"forward": 1, "vmap of grad": 3, "grad of vmap": 3}[transform]
-    calls = counter.of(jax.jit(programs[transform]), starts, outer_counts, inner_counts)
-    assert calls <= 230 * passes
-
-
 def test_a_finished_lane_does_not_hang():
     """The inner loop of the first lane would never end from the state in which that lane has finished."""
 

@@ -88,15 +88,3 @@ def test_rows_of_xs_are_not_copied():
         return lx.scan(lambda h, x: (jnp.tanh(h * x), None), h, xs, length=n, kind=lx.Checkpointed())[0].sum()
 
     assert temporary(jax.grad(energy), STATE, xs, jnp.int32(900)) < xs.nbytes / 8
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_temporary_memory_per_step_does_not_grow_with_ys(kind):
-    """A gradient through ys holds them and their cotangents a fixed number of times."""
-
-    def energy(h, n, steps):
-        _, ys = lx.scan(lambda h, _: (jnp.tanh(h), h), h, length=n, max_steps=steps, kind=kind)
-        return (ys**2).sum()
-
-    sizes = [temporary(jax.grad(lambda h, n, s=s: energy(h, n, s)), STATE, jnp.int32(5)) / s for s in (256, 1024)]
-    assert sizes[1] <= 1.05 * sizes[0]

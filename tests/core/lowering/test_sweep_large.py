@@ -49,28 +49,6 @@ def nested(kind, n, w, x, rows):
     return (h**2).sum() + (ys * ys).sum()
 
 
-def appending(kind, n, w, x, rows):
-    def step(i, c):
-        b, x = c
-        b = b.append(jnp.sin(x) * b.count.astype(float))
-        return b, x * 0.9 + b[0] * 0.1
-
-    b, x = lx.fori_loop(0, n, step, (lx.Buffer(12, like=x), x), kind=kind)
-    return (b.rows**2).sum() + x.sum()
-
-
-OTHERS = [(nested, lx.Checkpointed(3), 11), (nested, lx.Checkpointed(), 2), (nested, lx.Checkpointed(1), 1)]
-OTHERS += [(appending, lx.Checkpointed(), 7), (appending, lx.Checkpointed(3), 7)]
-
-
-@pytest.mark.parametrize(
-    ("loop", "kind", "n"), [OTHERS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS[1:])]
-)
-def test_gradients_of_inner_loops_and_buffers(loop, kind, n):
-    gradient = lambda kind: jax.jit(jax.grad(lambda w, x, rows: loop(kind, n, w, x, rows), (0, 1, 2)))
-    assert_close(gradient(kind)(W, H, XS), gradient(lx.Bounded())(W, H, XS))
-
-
 @pytest.mark.parametrize("checkpoints", [3, *(pytest.param(c, marks=pytest.mark.slow) for c in (1, 10, 64))])
 def test_as_many_evaluations_as_the_schedule_says(checkpoints):
     counter = Counter()

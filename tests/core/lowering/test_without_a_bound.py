@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from jax import lax
 
 import loopax as lx
 from tests.support.derivatives import H, W, derivatives
@@ -47,18 +46,3 @@ def test_nested_without_a_bound(loop, order):
     else:
         gradient = jax.grad(lambda starts, counts: jax.vmap(program)(starts, counts).sum())
     assert_close(jax.jit(gradient)(STARTS, COUNTS), np.stack([expected_nested(h, n) for h, n in LANES]))
-
-
-def test_inside_a_scan_of_jax():
-    """`lax.scan` finds what does not change by partial evaluation, with unknown primals."""
-
-    def program(h, n):
-        gradient = jax.grad(while_, 1)
-        step = lambda h, _: (h * 0.5 + 0.1 * gradient(W, h, XS, n), None)
-        return lax.scan(step, h, None, 3)[0].sum()
-
-    h, slopes = H, np.eye(3)
-    for _ in range(3):
-        found = expected(9, h=h)
-        h, slopes = h * 0.5 + 0.1 * found.of_start, (np.eye(3) * 0.5 + 0.1 * found.hessian) @ slopes
-    assert_close(jax.jit(jax.grad(program))(H, 9), slopes.sum(0))

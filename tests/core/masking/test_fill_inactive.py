@@ -44,12 +44,6 @@ def test_operands_that_are_filled_in_derivatives():
     assert filled_in_derivatives(always) is always
 
 
-def test_operands_that_are_never_filled():
-    own = lambda x: fill_inactive(ACTIVE, [x], [True], "never")[0]
-    assert_close(own(X), X)
-    assert_close(jax.vjp(own, X)[1](np.cos(X)), (OF_ACTIVE,))
-
-
 def test_batches_are_filled_each_from_its_own_lanes():
     active = np.stack([ACTIVE, ~ACTIVE])
     expected = np.stack([FILLED, -X[[0, 0, 0, 3]]])

@@ -93,17 +93,6 @@ def test_errors_of_finished_lanes_are_not_raised():
     assert_close(found, (np.array([3.0, 10.0, 0.0]), np.ones(3), np.ones(3)))
 
 
-def test_the_error_of_an_active_lane_is_raised():
-    def f(x):
-        body = lambda x: eqx.error_if(x, x > 5.0, "too large") + 1.0
-        return lx.while_loop(lambda x: x < 9.0, body, x, max_steps=20)
-
-    lanes = eqx.filter_jit(jax.vmap(f))
-    assert lanes(jnp.array([9.0, 10.0])).tolist() == [9.0, 10.0]
-    with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
-        jax.block_until_ready(lanes(jnp.array([9.0, 0.0])))
-
-
 LENGTHS, STOP_AT = np.array([10, 2, 0]), np.array([8.0, -1.0, -1.0])
 
 
@@ -124,15 +113,3 @@ def test_rows_in_which_no_lane_is_active(kind):
     carry, ys = eqx.filter_jit(jax.vmap(in_reverse(step, kind), (None, 0, 0)))(jnp.arange(10.0), LENGTHS, STOP_AT)
     assert carry.tolist() == [17.0, 1.0, 0.0]
     assert ys[0].tolist() == [0.0] * 8 + [8.0, 9.0]
-
-
-@pytest.mark.parametrize("kind", each_kind(KINDS[0], KINDS[2]), ids=name_of)
-def test_gradient_over_such_rows(kind):
-    f = in_reverse(lambda c, x, stop_at: c + jnp.sqrt(x - stop_at + 1e-3), kind)
-    rows = np.stack([np.arange(10.0)] * 3)
-    taken = np.zeros((3, 10), bool)
-    taken[0, 8:] = taken[1, :2] = True
-    with np.errstate(invalid="ignore"):
-        slopes = 0.5 / np.sqrt(rows - STOP_AT[:, None] + 1e-3)
-    actual = jax.jit(jax.vmap(jax.grad(lambda *args: f(*args)[0])))(rows, LENGTHS, STOP_AT)
-    assert_close(actual, np.where(taken, slopes, 0.0))

@@ -15,7 +15,6 @@ from loopax._src.core.lowering import rows as active_sets
 from tests.support.derivatives import XS, H, W, derivatives
 from tests.support.problem import BOUND, KINDS, LOOPS, name_of
 from tests.support.reference import assert_close
-from tests.support.slow import each_kind
 
 LANES = (np.stack([W, W * 0.5, -W]), np.stack([H, H * 2, -H]), np.stack([XS, XS * 2, -XS]), np.array([3, 0, BOUND]))
 CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
@@ -73,30 +72,6 @@ def test_gradients_of_each_lane(loop, kind, monkeypatch, always):
     assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
     values = np.stack([lane.value for lane in expected(loop)])
     assert_close(found, (values, expected_gradients(loop)))
-
-
-@pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
-def test_gradients_of_all_lanes(loop, kind, monkeypatch):
-    lanes = jax.vmap(LOOPS[loop][0](kind))
-    outside = jax.grad(lambda w, h, xs: lanes(w, h, xs, LANES[3]).sum(), (0, 1, 2))
-    loops, found = counted(monkeypatch, outside, *LANES[:3])
-    if loop == "scan" and kind != RESIDUALS:
-        assert loops == LOOPS_OF_A_GRADIENT[name_of(kind)]
-    assert_close(found, expected_gradients(loop))
-
-
-@pytest.mark.parametrize("kind", each_kind(SLOTS, RESIDUALS), ids=name_of)
-def test_second_derivatives(kind, always):
-    hessians = jax.jit(jax.vmap(jax.hessian(LOOPS["scan"][0](kind), 1)))(*LANES)
-    assert_close(hessians, np.stack([lane.hessian for lane in expected("scan")]))
-
-
-def test_forward_mode_outside_of_the_batch():
-    lanes = jax.vmap(LOOPS["while"][0](lx.Lax()))
-    directional = lambda w: jax.jvp(lambda w: lanes(w, *LANES[1:]), (w,), (w + 1.0,))
-    values = [lane.value for lane in expected("while")]
-    tangents = [np.vdot(lane.gradient[0], w + 1.0) for lane, w in zip(expected("while"), LANES[0], strict=True)]
-    assert_close(jax.jit(directional)(LANES[0]), (np.stack(values), np.stack(tangents)))
 
 
 def test_small_constants_are_filled_in_each_step(monkeypatch):

@@ -82,14 +82,6 @@ def test_values_and_gradients_are_those_of_nested_loops(inner, outer, kind):
 
 
 @pytest.mark.slow
-def test_one_lane_and_lanes_of_gradients():
-    f = nested(inner_while, "scan", lx.Checkpointed(), "free")
-    wanted = alone(jax.value_and_grad(by_itself(inner_while, "scan")), W, X, OUTER, INNER)
-    assert_close(alone(jax.value_and_grad(f), W, X, OUTER, INNER), wanted)
-    assert_close(jax.jit(jax.vmap(jax.value_and_grad(f)))(W, X, OUTER, INNER), wanted)
-
-
-@pytest.mark.slow
 def test_higher_derivatives():
     small = lambda f: lambda w, n, m: f(w, np.full(3, 0.3), n, m)
     f, g = small(nested(inner_while, "fori", lx.Checkpointed(), "free")), small(by_itself(inner_while, "fori"))
@@ -177,19 +169,6 @@ def test_a_lane_leaves_no_domain_while_it_waits():
     with jax.debug_nans(True):
         gradients = eqx.filter_jit(jax.vmap(jax.value_and_grad(f)))(starts)
     assert_close(gradients, alone(jax.value_and_grad(f), starts))
-
-
-def test_keys_and_jit_in_the_body():
-    def f(key, n, lanes):
-        @jax.jit
-        def body(x, key):
-            return lx.fori_loop(0, n, lambda i, x, key: x + jax.random.normal(key) * i, x, key=key)
-
-        return lx.while_loop(lambda x: jnp.abs(x) < 4.0, body, 0.5, key=key, max_steps=20, throw=False, lanes=lanes)
-
-    keys, n = jax.random.split(jax.random.key(1), 4), jnp.array([1, 3, 0, 2])
-    lanes = lambda how: jax.vmap(lambda key, n: f(key, n, how))
-    assert_close(*jax.jit(lambda *args: (lanes("free")(*args), lanes("lockstep")(*args)))(keys, n))
 
 
 def inner_of(times):

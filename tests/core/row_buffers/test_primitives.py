@@ -84,10 +84,3 @@ def test_an_inactive_lane_reads_what_an_active_one_does():
     assert_close(read(rows, active), np.stack([2 * ROWS[1], 2 * ROWS[1], 3 * ROWS[1]]))
     seen = jax.vmap(lambda rows, active: view(rows, active)[0])(rows, active)
     assert_close(seen, np.stack([2 * ROWS, 2 * ROWS, 3 * ROWS]))
-
-
-def test_cotangents_of_inactive_lanes_are_dropped():
-    rows, active = np.stack([ROWS, 2 * ROWS]), np.array([False, True])
-    read = lambda rows: jax.vmap(lambda rows, active: get(rows, jnp.int32(1), active=active)[0])(rows, active)
-    (ct,) = jax.vjp(read, rows)[1](np.stack([ROW, ROW]))
-    assert_close(ct, np.stack([np.zeros_like(ROWS), dense_add(np.zeros_like(ROWS), 1, ROW)]))
