@@ -1,7 +1,7 @@
 """Carries of other types or structures, functions and predicates that return something else: errors with the path."""
 
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -102,22 +102,6 @@ def test_carry_error_lists_all_bad_leaves_and_no_good_one() -> None:
     assert "['b']" not in str(error.value)
 
 
-NO_PAIRS: Any = [
-    ((), "a tuple of 0"),
-    ([1.0, 2.0, 3.0], "a list of 3"),
-    (1.0, "float 1.0"),
-    (jnp.zeros(3), "float64[3]"),
-]
-
-
-def test_functions_that_return_no_pair() -> None:
-    for got, shown in NO_PAIRS:
-        with raises(TypeError, "f of scan must return a pair (carry, y)", f"Got {shown}.", "Return (carry, None)"):
-            lx.scan(lambda *_, got=got: got, 1.0, length=3)
-        with raises(TypeError, "step of rollout must return a pair (state, output)", f"Got {shown}."):
-            lx.rollout(lambda _, got=got: got, 1.0, 3)
-
-
 # ---- functions without a return
 
 
@@ -148,12 +132,6 @@ FORGOTTEN: Any = {
 def test_a_function_that_forgets_its_return_is_told_so(where: str) -> None:
     with raises(TypeError, where, "Got None. A function without a `return` returns None."):
         FORGOTTEN[where]()
-
-
-def test_a_carry_of_none_may_stay_none() -> None:
-    assert lx.fori_loop(0, 3, lambda i, c: None, None) is None
-    assert lx.while_loop(lambda c: jnp.array(False), lambda c: None, None) is None
-    assert lx.cond(True, forgets, forgets, f32()) is None
 
 
 # ---- functions of other arguments
@@ -191,16 +169,6 @@ def test_a_type_error_of_a_body_stays_its_own() -> None:
     with pytest.raises(TypeError) as raised:
         lx.fori_loop(0, 3, body, 1.0)
     assert "is called as" not in str(raised.value)
-
-
-def test_a_function_that_takes_more_than_it_says_is_called() -> None:
-    """`functools.wraps` says that it takes what the wrapped function takes."""
-
-    @wraps(lambda i, c: c)
-    def body(i: Any, c: Any, **_: Any) -> Any:
-        return 2 * c
-
-    assert lx.fori_loop(0, 3, body, 1.0, key=KEY) == 8.0
 
 
 NOT_CALLABLE: Any = {

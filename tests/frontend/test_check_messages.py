@@ -121,12 +121,6 @@ def test_a_batch_says_which_lane_failed_first_and_with_which_number(case: str) -
     assert text.endswith(f"take what there is. First at index {place} of the batch.")
 
 
-def test_every_check_says_in_which_lane() -> None:
-    assert message(jax.jit(jax.vmap(solve)), jnp.array([98.0, 0.0])).endswith("First at index 1 of the batch.")
-    history = jax.vmap(lambda i: lx.History(3, like=0)[i])
-    assert "the index (4) is none of them. First at index 1 of the batch" in message(history, jnp.array([0, 4]))
-
-
 class Solver(eqx.Module):
     """Equinox wraps methods in functions of its own."""
 

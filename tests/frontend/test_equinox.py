@@ -37,30 +37,6 @@ def test_stacked_layers_in_xs(kind: Any) -> None:
     assert_close(actual, eqx.filter_jit(eqx.filter_value_and_grad(expected))(layers, X))
 
 
-def test_modules_of_numbers_only_in_ys_need_no_capacity() -> None:
-    _, dropout = lx.scan(lambda c, _: (c + 1, eqx.nn.Dropout(0.5)), 0, length=jnp.int32(3))
-    assert (dropout.p, dropout.inference) == (0.5, False)
-
-
-def test_shared_layers_and_enumerations_in_the_carry() -> None:
-    class Result(eqx.Enumeration):
-        running = "running"
-        done = "done"
-
-    pair = eqx.nn.Shared([BLOCK, BLOCK], where=lambda ls: ls[1].linear, get=lambda ls: ls[0].linear)
-
-    def step(state: Any) -> Any:
-        layers, result, x = state
-        first, second = layers()
-        x = second(first(x))
-        return layers, Result.where(x.sum() > 4.0, Result.done, result), x
-
-    layers, result, x = fori_loop(step, (pair, Result.running, X))
-    assert eqx.tree_equal(layers, pair)
-    assert_close(x, python_loop(lambda x: BLOCK(BLOCK(x)), X))
-    assert bool(result == (Result.done if x.sum() > 4.0 else Result.running))
-
-
 # ---- numbers in modules
 
 
@@ -77,20 +53,6 @@ def test_number_that_the_body_changes_becomes_an_array(loop: Any) -> None:
     assert jax.typeof(count.n) == jax.typeof(jnp.asarray(3))
     assert (count.n, count.rate, type(count.rate)) == (3, 0.5, float)
     assert_close(count.x, X / 8)
-
-
-def test_number_that_the_body_takes_for_an_array_is_one() -> None:
-    as_array = lambda c: Count(c.n, c.x + c.n.astype(float), 1.0 / c.rate)
-    count = fori_loop(as_array, Count(2, X, 0.0))
-    assert_close((count.x, count.rate), (X + 6, jnp.asarray(jnp.inf)))
-
-
-def test_error_of_a_body_with_numbers_is_its_first() -> None:
-    def step(count: Count) -> Count:
-        raise ValueError(f"a mistake in a body that is given {type(count.n).__name__}")
-
-    with pytest.raises(ValueError, match="given int"):
-        fori_loop(step, Count(0, X))
 
 
 # ---- modules as functions
@@ -119,14 +81,6 @@ def test_body_that_is_a_part_of_a_module() -> None:
     expected = eqx.filter_value_and_grad(loss)(BLOCK, lambda block: ft.partial(Block.step, block), jax.lax.scan)
     for how in FUNCTIONS.values():
         assert_close(eqx.filter_jit(eqx.filter_value_and_grad(loss))(BLOCK, how), expected)
-
-
-@pytest.mark.parametrize("make", [eqx.Partial, jax.tree_util.Partial])
-def test_partial_in_the_carry(make: Any) -> None:
-    function = make(jnp.multiply, jnp.float64(2.0))
-    out, x = fori_loop(apply, (function, X))
-    assert jax.tree.structure(out) == jax.tree.structure(function)
-    assert_close(x, 8 * X)
 
 
 # ---- transformations
@@ -242,22 +196,3 @@ def test_state_in_the_carry(mode: str, kind: Any) -> None:
     (wanted, wanted_after), wanted_gradient = run(model, python_loop, state)
     assert after.get(model.calls) == 3
     assert_close((value, arrays(gradient), after), (wanted, arrays(wanted_gradient), wanted_after))
-
-
-def test_state_of_each_lane() -> None:
-    model, state = eqx.nn.make_with_state(Normalised)("batch")
-
-    def run(n: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
-        return lx.fori_loop(0, n, lambda _, carry: over_batch(model)(carry), (BATCH, state))
-
-    _, after = eqx.filter_jit(jax.vmap(run, in_axes=(0, None)))(jnp.array([0, 2, 5]), state)
-    assert after.get(model.calls).tolist() == [0, 2, 5]
-    counter: Any = model.norm.batch_counter
-    assert after.get(counter).tolist() == [0, 2, 5]
-
-
-def test_state_of_another_model_shows_what_it_holds() -> None:
-    _, state = eqx.nn.make_with_state(Normalised)("batch")
-    model, _ = eqx.nn.make_with_state(Normalised)("batch")
-    with pytest.raises(TypeError, match=r"got State .*Normalised\.calls.*expected .*Normalised\.norm"):
-        fori_loop(lambda state: state.substate(model.calls), state)

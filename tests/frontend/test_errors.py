@@ -54,19 +54,6 @@ def test_what_is_nearly_a_kind_or_lanes() -> None:
             fori_loop(3, **options)
 
 
-def test_implicit_has_a_name() -> None:
-    loop = lambda a: lx.fori_loop(0, 30, lambda i, z: z / 2 + a, 0.0, kind="implicit")
-    assert float(jax.grad(loop)(1.0)) == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("kind", [lx.Lax, lx.Bounded, lx.Residuals, lx.Checkpointed, lx.Auto])
-def test_option_that_the_kind_does_not_use(kind: Any) -> None:
-    own = {lx.Checkpointed: "checkpoints", lx.Auto: "memory"}.get(kind)
-    for option in {"checkpoints", "memory"} - {own}:
-        with raises(TypeError, option):
-            kind(**{option: 3})
-
-
 @EACH_LOOP
 def test_max_steps_may_be_a_numpy_integer(loop: Any) -> None:
     assert loop(3, max_steps=np.int64(3), info=True)[1].num_steps == 3
@@ -142,19 +129,6 @@ def test_limits_and_lengths_that_are_not_integers() -> None:
 # ---- rows, lengths and the room for outputs of a scan
 
 
-@pytest.mark.parametrize("length", [None, 2])
-def test_xs_of_unequal_rows_lists_them(length: Any) -> None:
-    with raises(ValueError, "xs", "['a']: 3 rows", "['b'][0]: 2 rows"):
-        lx.scan(lambda c, _: (c, None), 0.0, {"a": jnp.zeros(3), "b": [jnp.zeros((2, 3))]}, length)
-
-
-@pytest.mark.parametrize("scalar", [2.0, np.float32(1), jnp.zeros(())])
-def test_xs_without_rows(scalar: Any) -> None:
-    with raises(ValueError, "xs", "leading axis", "[1]: ") as error:
-        lx.scan(lambda c, _: (c, None), 0.0, (jnp.zeros(3), scalar))
-    assert "[0]" not in str(error.value)
-
-
 @pytest.mark.parametrize("make", [int, np.int64, jnp.int32, jnp.int64, jnp.uint8])
 def test_known_length_outside_of_xs_is_an_error_at_once(make: Any) -> None:
     for throw in (True, False):
@@ -181,11 +155,6 @@ def test_without_throw_a_length_beyond_xs_scans_what_there_is_and_says_so() -> N
         assert (carry, info.num_steps, info.limit_reached) == (sum(range(steps)), steps, reached)
 
 
-def test_ys_without_capacity_where_only_stop_ends_a_scan() -> None:
-    with raises(ValueError, "capacity", "max_steps"):
-        lx.scan(lambda c, _: (c + 1, c), 0, stop=lambda c, _: c > 3)
-
-
 def test_reverse_without_a_last_row() -> None:
     with raises(ValueError, "reverse=True", "`xs` or `length`"):
         lx.scan(lambda c, _: (c + 1, None), 0, reverse=True, stop=lambda c, _: c > 3)
@@ -204,10 +173,3 @@ def test_a_length_without_rows_ends_a_scan_that_could_stop(reverse: bool) -> Non
         (found, _), info = counted(n, most)
         assert (found, info.num_steps, with_keys(n, most)[0][0]) == (expected, expected, expected)
     assert_close(jax.vmap(count, (0, None))(jnp.array([0, 3, 7]), 5)[1].num_steps, jnp.array([0, 3, 5], jnp.int32))
-
-
-def test_gradients_of_a_scan_that_a_length_without_rows_ends() -> None:
-    power = lambda x, n: lx.scan(lambda c, _: (c * x, None), 1.0, length=n, stop=lambda c, y: c > 100)[0]
-    gradient = jax.jit(jax.grad(power))
-    assert gradient(2.0, 3) == 12.0
-    assert gradient(2.0, 9) == 7 * 2.0**6

@@ -127,32 +127,6 @@ def test_any_number_of_lanes(loop: Any, what: str) -> None:
     assert_works_for_batches(LANES[what](partial(loop, kind=lx.Auto())), 1, 4)
 
 
-def test_any_number_of_lanes_with_weights_of_their_own() -> None:
-    """Constants of each lane, whose size decides how those of finished lanes are filled."""
-
-    def total(strengths: Array, h: Array, n: Array) -> Array:
-        lane = lambda s, h, n: lx.fori_loop(0, n, lambda _, h: jnp.sin(s * h), h, max_steps=BOUND, throw=False)
-        return jax.vmap(lane)(strengths, h, n).sum()
-
-    (b,) = export.symbolic_shape("b")
-    arguments = [jax.ShapeDtypeStruct((b,), d) for d in (jnp.float64, jnp.float64, jnp.int32)]
-    read = through_bytes(jax.grad(total, (0, 1)), *arguments)
-    given = jnp.array([1.0, 2.0, 0.5]), jnp.array([0.3, 0.2, 0.1]), jnp.array([2, 0, 9], jnp.int32)
-    assert_same(read.call(*given), jax.jit(jax.grad(total, (0, 1)))(*given))
-
-
-def test_a_symbolic_size_of_the_carry() -> None:
-    """A batch within the carry instead of lanes."""
-
-    def energy(w: Array, h: Array) -> Array:
-        return mixed(lx.fori_loop(0, BOUND, lambda _, h: jnp.tanh(h @ w), h))
-
-    (b,) = export.symbolic_shape("b")
-    read = through_bytes(jax.grad(energy), W, jax.ShapeDtypeStruct((b, 3), H.dtype))
-    batch = lanes(4)[1]
-    assert_same(read.call(W, batch), jax.jit(jax.grad(energy))(W, batch))
-
-
 # ---- run-time checks
 
 
@@ -167,25 +141,12 @@ def test_a_check_that_can_fail_cannot_be_exported(loop: Any) -> None:
     assert [bool(read.call(jnp.int32(n))) for n in (3, 4)] == [False, True]
 
 
-def power(n: Any, **options: Any) -> Any:
-    return lx.fori_loop(0, n, lambda _, x: 2 * x, 1, **options)
-
-
 def halves(n: Any) -> Any:
     return lx.fori_loop(0, n, lambda _, x: x / 2, 8.0)
 
 
 def last_of_three(n: Any) -> Any:
     return lx.fori_loop(0, jnp.minimum(n, 4), lambda i, b: b.append(i), lx.Buffer(3, like=n))[-1]
-
-
-@pytest.mark.parametrize("wide", [jnp.int64, jnp.uint32, jnp.uint64])
-def test_a_number_of_steps_that_may_be_too_large_to_count(wide: Any) -> None:
-    with raises(NotImplementedError, "jax.export", "loopax.fori_loop at ", "(power): lower is", "an int32 `upper`"):
-        export.export(jax.jit(power))(wide(3))
-    assert through_bytes(power, jnp.int32(3)).call(jnp.int32(3)) == 8
-    assert through_bytes(lambda n: power(n.astype(jnp.int32)), wide(3)).call(wide(3)) == 8
-    assert through_bytes(lambda n: power(n, throw=False), wide(3)).call(wide(3)) == 8
 
 
 def test_a_buffer_or_a_traced_index_of_a_history() -> None:

@@ -12,7 +12,7 @@ from jax import lax
 
 import loopax as lx
 from tests.nnx.cells import Counter, count
-from tests.support.progress_recorder import once, recorder, scanned
+from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
 
 __all__ = ["recorder"]  # a fixture
@@ -136,17 +136,6 @@ def test_derivatives(name: str) -> None:
         assert_close((jax.value_and_grad(f)(1.5), jax.jvp(jax.grad(f), (1.5,), (1.0,))), expected)
 
 
-@pytest.mark.parametrize(
-    "kind", ["lax", "checkpointed", "bounded", "residuals", lx.Reversible(lambda i, c: c / 2), lx.Truncated(last=2)]
-)
-def test_kinds(kind: Any) -> None:
-    """The derivative is that of the kind."""
-    f = lambda x: lx.fori_loop(0, 4, lambda i, c: 2 * c, x**2, kind=kind)
-    expected = jax.jit(jax.value_and_grad(f))(1.5)
-    with jax.disable_jit():
-        assert_close(jax.value_and_grad(f)(1.5), expected)
-
-
 # ---- what only works in Python
 
 
@@ -189,12 +178,6 @@ def test_a_body_sees_values_once_in_each_step(name: str) -> None:
     assert seen == [1.0, 2.0, 4.0] * 3
 
 
-def test_rows_need_types_where_there_are_no_steps() -> None:
-    with jax.disable_jit(), pytest.raises(jax.errors.ConcretizationTypeError) as raised:
-        lx.scan(lambda c, x: (c + float(x), c), 0.0, XS[:0])
-    assert "f of scan is not called, but traced" in "".join(raised.value.__notes__)
-
-
 def test_rows_that_change_their_types() -> None:
     with jax.disable_jit(), pytest.raises(TypeError, match=r"f of scan must return rows of the same types.*\n.*y.*\["):
         lx.scan(lambda c, x: (c + x, (x if x < 3 else jnp.zeros(2))), 0.0, XS)
@@ -212,12 +195,6 @@ def test_a_bound_stops_a_loop() -> None:
 
 
 # ---- progress
-
-
-def test_progress(recorder: Any) -> None:
-    with jax.disable_jit():
-        scanned(35, True)
-    once(recorder, 35)
 
 
 # ---- batches
@@ -245,23 +222,6 @@ def test_batches(name: str) -> None:
     expected = jax.jit(lambda x: (jax.vmap(f)(x), slopes(x)))(LANES)
     with jax.disable_jit():
         assert_close((jax.vmap(f)(LANES), slopes(LANES)), expected)
-
-
-def test_effects_of_lanes() -> None:
-    """A traced loop goes on where Python has stopped: no step is taken twice."""
-    printed: list[float] = []
-
-    def f(x: Any) -> Any:
-        def step(c: Any, row: Any) -> Any:
-            jax.debug.callback(lambda c: printed.append(float(c)), c)
-            return c + x * row, None
-
-        return lx.scan(step, 0.0 * x, XS, stop=lambda c, _: c > 5)[0]
-
-    with jax.disable_jit():
-        assert_close(jax.vmap(f)(LANES), jnp.array([9.0, 6.0, 6.0]))
-        jax.effects_barrier()
-    assert sorted(printed) == sorted([0, 3, 0, 1, 3, 0, 2])
 
 
 # ---- programs that are traced anyway

@@ -128,25 +128,6 @@ def test_the_key_of_a_loop_is_not_reused() -> None:
             run(twice, lx, wrap)
 
 
-def test_beside_other_values_that_a_body_closes_over() -> None:
-    """The place of a lane, and a mutable array."""
-
-    def in_lane(key: Any) -> Any:
-        place = lambda: lax.axis_index("lanes").astype(float)
-        return lx.fori_loop(0, 1, lambda _, x: x + place() * random.normal(key), 0.0)
-
-    reference, key = jax.new_ref(jnp.zeros(())), random.key(0)
-
-    def count(_: Any, x: Any) -> Any:
-        reference[...] += 1
-        return x + random.normal(key)
-
-    with pytest.raises(KeyReuseError):
-        jax.vmap(in_lane, axis_name="lanes")(random.split(random.key(0), 2))
-    with pytest.raises(KeyReuseError):
-        lx.fori_loop(0, 2, count, 0.0)
-
-
 def test_what_to_do() -> None:
     with pytest.raises(KeyReuseError, match=r"body_fun of fori_loop consumes a PRNG key that it closes over.*`key=`"):
         run(REUSING["closed over"], lx, jax.jit)

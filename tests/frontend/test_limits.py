@@ -121,17 +121,6 @@ def test_uint64_beyond_int64() -> None:
     assert jax.jit(loop)(*limits) == 3
 
 
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
-def test_int64_and_uint64(promotion: str) -> None:
-    where = "no integer dtype holds both", "astype"
-    with jax.numpy_dtype_promotion(promotion):
-        for run in (loop, jax.jit(loop)):
-            with raises(TypeError, "fori_loop: lower is int64[], upper is uint64[]", *where):
-                run(jnp.int64(0), jnp.uint64(3))
-            with raises(TypeError, "fori_loop: lower is uint64[], upper is int8[]", *where):  # JAX makes a float of it
-                run(jnp.uint64(0), jnp.int8(3))
-
-
 # ---- more steps than can be counted: an error before the first of them
 
 

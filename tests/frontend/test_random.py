@@ -1,7 +1,6 @@
 """`key=`: fresh randomness at each step, the same when a step is replayed, and of its own in each lane."""
 
 import functools as ft
-from collections import defaultdict
 from typing import Any
 
 import jax
@@ -71,34 +70,6 @@ def test_replays_draw_the_same(kind):
         assert_close(both(0.7, key, np.int32(7)), ((value, slope), curvature))
 
 
-@pytest.mark.parametrize("kind", [lx.Checkpointed(2), lx.Checkpointed(), lx.Bounded()], ids=str)
-def test_a_replayed_step_sees_the_number_that_it_saw(kind):
-    """`jax.pure_callback` runs in replays, too; `jax.debug.callback` does not."""
-    seen = defaultdict(list)
-
-    def record(i, number):
-        seen[int(i)].append(float(number))
-        return number
-
-    def body(i, x, key):
-        number = jax.random.normal(key)
-        return jnp.sin(x) * jax.pure_callback(record, number, i, number)
-
-    jax.grad(lambda x: lx.fori_loop(0, 6, body, x, key=jax.random.key(7), kind=kind))(1.0).block_until_ready()
-    assert sorted(seen) == list(range(6))
-    assert sum(map(len, seen.values())) > 6  # some steps were replayed
-    assert [len(set(numbers)) for numbers in seen.values()] == [1] * 6
-
-
-def test_inner_loops_draw_with_the_key_of_their_outer_step():
-    key, fold = jax.random.key(7), jax.random.fold_in
-    inner = lambda j, x, key: x * jax.random.normal(key)
-    outer = lambda i, x, key: lx.fori_loop(0, 2, inner, x, key=key)
-    slope = jax.grad(lambda x: lx.fori_loop(0, 2, outer, x, key=key, kind=lx.Checkpointed(1)))(1.0)
-    draws = [jax.random.normal(fold(fold(key, i), j)) for i in range(2) for j in range(2)]
-    assert_close(slope, jnp.prod(jnp.stack(draws)))
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "compact"], ids=name_of)
 def test_lanes_draw_with_keys_of_their_own(kind):
     program = noisy(lx.Auto(), lx.Compact(min_lanes=1)) if kind == "compact" else noisy(kind)
@@ -106,12 +77,6 @@ def test_lanes_draw_with_keys_of_their_own(kind):
     draws = [expected_draws(key, range(n)) for key, n in zip(keys, counts, strict=True)]
     wanted = np.stack([noisy_expected(0.7, lane)[1] for lane in draws])
     assert_close(jax.jit(jax.vmap(jax.grad(program), (None, 0, 0)))(0.7, keys, counts), wanted)
-
-
-def test_lanes_that_share_a_key_draw_the_same():
-    key, counts = jax.random.key(0), np.array([7, 7])
-    lanes = jax.jit(jax.vmap(noisy(lx.Auto()), (None, None, 0)))(0.7, key, counts)
-    assert lanes.tolist() == [lanes[0]] * 2
 
 
 @ft.cache

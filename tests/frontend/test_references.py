@@ -39,31 +39,15 @@ def write_rows_of_closed_over(m: Any, w: Any) -> Any:
     return (jax.freeze(rows) ** 2).sum() + c
 
 
-def read_and_write(m: Any, w: Any) -> Any:
-    state = jax.new_ref(w * jnp.ones(3))
-
-    def step(c: Any, x: Any) -> Any:
-        old = state[...]
-        state[...] = jnp.sin(old) * x
-        return c + old.sum(), old
-
-    c, ys = m.scan(step, 0.1, XS, reverse=True)
-    return jax.freeze(state).sum() + c + (ys**2).sum()
-
-
-def loop_in_a_loop(m: Any, w: Any, inner_scan: Any = None) -> Any:
+def loop_in_a_loop(m: Any, w: Any) -> Any:
     state = jax.new_ref(w)
 
     def inner(c: Any, x: Any) -> Any:
         state[...] = jnp.sin(state[...] * x)
         return c, None
 
-    m.scan(lambda c, x: ((inner_scan or m.scan)(inner, c, XS * x)[0], None), w, XS)
+    m.scan(lambda c, x: (m.scan(inner, c, XS * x)[0], None), w, XS)
     return jax.freeze(state)
-
-
-def jax_loop_in_a_loop(m: Any, w: Any) -> Any:
-    return loop_in_a_loop(m, w, lax.scan)
 
 
 def made_in_the_body(m: Any, w: Any) -> Any:
@@ -109,9 +93,7 @@ def custom_rule_in_the_body(m: Any, w: Any) -> Any:
 PROGRAMS = [
     add_to_closed_over,
     write_rows_of_closed_over,
-    read_and_write,
     loop_in_a_loop,
-    jax_loop_in_a_loop,
     made_in_the_body,
     rows_as_xs,
     custom_rule_in_the_body,
@@ -189,19 +171,6 @@ def test_eagerly_and_twice() -> None:
         np.testing.assert_allclose(rows[...], XS + calls)
         np.testing.assert_allclose(ys["row"], XS + calls)
         np.testing.assert_allclose(total[...], calls * XS.sum() + 4 * sum(range(calls + 1)))
-
-
-def test_a_second_call_does_not_trace_again() -> None:
-    rows, traces = jax.new_ref(jnp.asarray(XS)), []
-
-    def step(c: Any, row: Any) -> Any:
-        traces.append(None)
-        row[...] += 1.0
-        return c, None
-
-    for _ in range(2):
-        lx.scan(step, 0.0, rows)
-    assert len(traces) == 1
 
 
 def test_while_loop_reads_it_in_its_condition() -> None:

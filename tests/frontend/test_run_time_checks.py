@@ -139,14 +139,6 @@ NESTED: Any = {
         3,
     ),
 }
-TRANSFORMED: Any = {
-    "jit": jax.jit(inner),
-    "vmap": lambda x, n: jax.vmap(inner)(jnp.stack([x, x]), jnp.stack([1, n]))[1],
-    "grad": lambda x, n: x + 3.0 * jax.grad(inner)(x, n),
-    "checkpoint": jax.checkpoint(inner),
-    "cond": lambda x, n: lax.cond(n > 0, inner, lambda x, _: x, x, n),
-    "lax.fori_loop": lambda x, n: lax.fori_loop(0, 1, lambda _, x: inner(x, n), x),
-}
 
 
 @pytest.mark.parametrize(("outer", "expected"), NESTED.values(), ids=NESTED)
@@ -156,14 +148,6 @@ def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, e
         jax.block_until_ready(program(5))
     assert program(3) == expected
     assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
-
-
-@pytest.mark.parametrize("how", TRANSFORMED)
-def test_transformed_inner_loop_still_raises_beyond_its_bound_only(how: str) -> None:
-    program = jax.jit(lambda n: nested_fori(n, TRANSFORMED[how]))
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.block_until_ready(program(5))
-    assert program(3) == 6.0
 
 
 def test_an_inner_check_is_raised_once_also_where_the_outer_loop_is_differentiated() -> None:
@@ -261,12 +245,3 @@ def test_a_check_that_is_known_holds_or_raises_when_the_program_is_traced(progra
     program_with_check = jax.jit(at_once(f)).lower(four).compile()
     with pytest.raises(RUN_TIME, match=r"Error: loopax\."):
         jax.block_until_ready(program_with_check(four))
-
-
-def test_known_checks_in_the_body_of_a_loop() -> None:
-    def known(x: Any, steps: int) -> Any:
-        return x + at_once(while_loop)(steps, max_steps=3)[1]
-
-    assert jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 3), 0.0))(2) == 16.0
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.block_until_ready(jax.jit(lambda n: lx.fori_loop(0, n, lambda _, x: known(x, 4), 0.0))(2))

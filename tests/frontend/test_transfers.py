@@ -91,18 +91,6 @@ def test_an_eager_batch_is_compiled_once():
     assert not second
 
 
-def test_the_first_condition_tells_once():
-    told = []
-
-    def goes_on(c):
-        jax.debug.callback(told.append, c)
-        return c < 10
-
-    lx.while_loop(goes_on, lambda c: 4 * c, ONE)
-    jax.effects_barrier()
-    assert [float(c) for c in told] == [1.5, 6.0, 24.0]
-
-
 def test_the_first_condition_reads_a_mutable_array():
     most = jax.new_ref(jnp.float32(10.0))
     assert lx.while_loop(lambda c: c < most[...], lambda c: 2 * c, ONE) == 12

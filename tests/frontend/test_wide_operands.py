@@ -99,13 +99,6 @@ def test_values(name: str) -> None:
     same(lambda: jax.jit(of_loop(name))(X, XS))
 
 
-@pytest.mark.parametrize("name", ["fori_loop", "scan", "rollout", "Buffer", "cond", "lockstep"])
-def test_values_outside_of_jit_and_in_python(name: str) -> None:
-    same(lambda: of_loop(name)(X, XS))
-    with jax.disable_jit():
-        same(lambda: of_loop(name)(X, XS))
-
-
 @pytest.mark.parametrize("name", ["scan", "Buffer", "reference", "lockstep", "free", "compact"])
 def test_derivatives(name: str) -> None:
     """Forward over reverse, of a sum of squares without Python numbers."""
@@ -118,11 +111,6 @@ def test_derivatives(name: str) -> None:
 def test_kinds(kind: Any) -> None:
     f = lambda x: lx.fori_loop(0, 9, lambda i, c: grow(c, x), x, kind=kind)
     same(lambda: jax.jit(jax.grad(f))(X))
-
-
-def test_no_bound() -> None:
-    f = lambda x, n: lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, grow(c[1], x)), (0, x))[1]
-    same(lambda: jax.jit(jax.grad(f))(X, jnp.int32(9)))
 
 
 # What only decides whether to raise may have 32 bits, of which JAX warns.
@@ -175,15 +163,6 @@ def test_an_index_beyond_32_bits() -> None:
         far = jax.jit(lambda a, b: lx.fori_loop(a, b, lambda i, c: i, b))(NEAR, FAR)
     assert (last, last.dtype) == (2, jnp.int64)
     assert (far, far.dtype) == (int(FAR) - 1, jnp.int64)
-
-
-def test_lengths() -> None:
-    with jax.enable_x64(False):
-        f = jax.jit(lambda n: lx.scan(lambda c, x: (c + 1, x), 0, XS, length=n, throw=False, info=True))
-        (steps, _), info = f(LIMIT)
-        (all_steps, _), beyond = f(FAR)
-    assert (steps, info.limit_reached) == (3, False)
-    assert (all_steps, beyond.limit_reached) == (3, True)
 
 
 def test_indices_of_rows() -> None:
