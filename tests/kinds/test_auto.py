@@ -59,11 +59,6 @@ def test_the_fastest_kind(step, expected):
     assert isinstance(chosen(jax.grad(fixed(step)), STATE), expected)
 
 
-def test_a_large_state_of_a_cheap_step_is_not_stored_each_time():
-    cheap = lambda h: h - 0.1 * h**2
-    assert isinstance(chosen(jax.grad(fixed(cheap)), jnp.ones(70_000)), Checkpoints)
-
-
 @pytest.mark.parametrize(
     ("step", "carries"),
     [*((one_function, c) for c in (1, 7, 60, 500)), *((many_functions, c) for c in (2, 30, 300, 10_000))],
@@ -127,12 +122,6 @@ def test_the_reason_is_kept():
     assert reason.startswith("9 carries of 512 bytes, at most 5000 bytes")
 
 
-def test_no_choice_without_a_gradient():
-    lx.fori_loop(0, 3, lambda i, h: h, STATE, kind=lx.Auto(memory=1))
-    value, tangent = jax.jvp(lambda h: loop(layer, lx.Auto(memory=1))(h, 3), (STATE,), (STATE,))
-    assert jnp.isfinite(jnp.stack([value, tangent])).all()
-
-
 def cost(function, *args):
     return arithmetic(jax.make_jaxpr(function)(*args))
 
@@ -158,13 +147,6 @@ def test_costs_of_loops_in_steps():
     # A condition may end it long before its bound, which is a precaution.
     inner = lambda h: lx.while_loop(lambda h: h.sum() > 1, jnp.sin, h, max_steps=10_000)
     assert 10 * one <= cost(inner, STATE) <= 10 * (one + 64)
-
-
-def test_costs_of_buffers():
-    """A row, however many there are."""
-    of_capacity = lambda n: cost(lambda h: (b := lx.Buffer(n, like=h).append(h)).append(b[0] + h)._rows, STATE)
-    fewer, more = of_capacity(10), of_capacity(1000)
-    assert more == pytest.approx(fewer)
 
 
 def test_a_solver_with_an_inner_loop_and_a_buffer():

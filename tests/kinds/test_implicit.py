@@ -261,21 +261,6 @@ class TestFailures:
                 gradient(X)
         assert jnp.isnan(jax.grad(lambda x: loop(x, unsolved="nan"))(X)).all()
 
-    @pytest.mark.parametrize(
-        ("solver", "problem"),
-        [
-            (None, r"did not converge in 10 times the steps of the loop and 1000 more \(1\)"),
-            (lineax.GMRES(rtol=1e-9, atol=1e-9), "by GMRES, which failed"),
-            (lambda matvec, b: 2 * b, r"by a function of the user, whose residual is more than 0.001 of b \(1\)"),
-        ],
-        ids=["own", "lineax", "function"],
-    )
-    def test_an_eigenvalue_of_one(self, solver: Any, problem: str) -> None:
-        """Every z is a fixed point where a is one, and none where it is not."""
-        loop = lambda a: lx.fori_loop(0, 5, lambda i, z: z + (a - 1.0), jnp.ones(2), kind=Implicit(solver)).sum()
-        with pytest.raises(eqx.EquinoxRuntimeError, match=problem + ".*an eigenvalue"):
-            eqx.filter_jit(jax.grad(loop))(1.0)
-
     def test_one_lane_alone_is_nan(self) -> None:
         """z <- a z + x does not converge in the last lane."""
 

@@ -70,17 +70,6 @@ def test_newton_on_a_stiff_system(mode: Any, lanes: Any, throw: bool, iterations
     assert_close(found, expected, 1e-9)
 
 
-def test_newton_in_float32_and_second_derivatives() -> None:
-    p, h = P.astype(jnp.float32), jnp.float32(1e-3)
-    slope = jax.jacrev(lambda p, h: newton(p, h, OF_Z)[0])
-    assert_close(slope(p, h).astype(P.dtype), slope(P, jnp.float64(h)), 1e-3)
-    second, of_steps = (
-        jax.jacfwd(jax.grad(lambda p, kind=kind: newton(p, jnp.array(1e-3), kind)[0][0]))(P)
-        for kind in (OF_Z, lx.Bounded())
-    )
-    assert_close(second, of_steps, 1e-6)
-
-
 def test_a_start_near_the_fixed_point_of_a_slow_contraction() -> None:
     loop = lambda a: lx.fori_loop(0, 3, lambda i, z: 0.98 * z + a, 50.001, kind=Implicit())
     assert_close(jax.grad(loop)(1.0), jnp.array(50.0), 1e-6)

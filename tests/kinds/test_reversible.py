@@ -14,32 +14,10 @@ import loopax as lx
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from tests.kinds.reversible import Reversible
 from tests.support.problem import BOUND, HALVES, LOOPS, UNBOUNDED, XS, H, W, halves_back, in_halves, mixed
-from tests.support.reference import assert_close
 
 OTHER = lx.Checkpointed(4)
 MAKERS = {name: make for name, (make, _) in LOOPS.items()} | UNBOUNDED
 start = HALVES.start
-
-
-def test_a_loop_in_the_step() -> None:
-    """A reversible loop whose step holds one."""
-
-    def program(h: Array, kind: Any) -> Array:
-        def several(c: Any) -> Any:
-            inner = lambda i, c: halves_back(W, c, XS[i])
-            return lx.fori_loop(0, 3, lambda i, c: in_halves(W, c, XS[i]), c, kind=kind(inner))
-
-        def all_back(c: Any) -> Any:
-            return lx.fori_loop(0, 3, lambda i, c: halves_back(W, c, XS[2 - i]), c)
-
-        outer = lx.fori_loop(0, 4, lambda i, c: several(c), start(h), kind=kind(lambda i, c: all_back(c)))
-        return mixed(outer[:2])
-
-    for transform in (jax.grad, jax.hessian):
-        found, expected = (
-            jax.jit(transform(lambda h, kind=kind: program(h, kind)))(H) for kind in (Reversible, lambda _: OTHER)
-        )
-        assert_close(found, expected)
 
 
 def sweeps(program: Any, *args: Any) -> list[ReverseSweep]:

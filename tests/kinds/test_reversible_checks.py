@@ -129,12 +129,6 @@ class TestChecks:
         found = jax.vmap(jax.grad(loop))(jnp.array([0.1, jnp.inf, 0.2]), jnp.array([2, 0, 1]))
         assert_close(found, jnp.array([jnp.exp(0.1) * jnp.exp(jnp.exp(0.1)), 1.0, jnp.exp(0.2)]))
 
-    def test_a_leaf_as_it_came_that_the_derivative_reads(self) -> None:
-        body = lambda i, c: (c[0] + jnp.sin(c[1]), 0.9 * c[1])
-        kind = Reversible(lambda i, c: (c[0] - jnp.sin(c[1] / 0.9), c[1]))
-        with pytest.raises(ValueError, match=r"returns carry\[1\] as it came, but the derivative of a step reads it"):
-            jax.grad(lambda x: lx.fori_loop(0, 3, body, (x, x), kind=kind)[0])(0.5)
-
     def test_accumulators_may_stay_as_they_are(self) -> None:
         forward, backward = leapfrog(0.1)
 
@@ -194,15 +188,6 @@ class TestChecks:
         of_y, found = jax.vmap(gradient, (None, 0, None))(0.0, starts, 20)
         assert_close(found, of_x)
         assert_close(of_y, jnp.full(2, 0.5**20))  # it reads nothing that has drifted
-
-    def test_truncated_steps_by_an_inverse(self) -> None:
-        forward, backward = leapfrog(0.1)
-        loop = lambda q, kind: jnp.add(*lx.fori_loop(0, 20, forward, (q, q), kind=kind))
-        found, expected = (
-            jax.grad(lambda w, kind=kind: loop(w * H, lx.Truncated(window=7, kind=kind)).sum())(1.1)
-            for kind in (Reversible(backward), lx.Bounded())
-        )
-        assert_close(found, expected)
 
     @pytest.mark.parametrize("options", [{"last": 2}, {"window": 3}, {"last": 50}], ids=str)
     @pytest.mark.parametrize("is_static", [True, False])

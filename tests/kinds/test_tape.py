@@ -12,14 +12,8 @@ import loopax as lx
 from loopax import Reversible
 from loopax.kinds import LastCarry
 from tests.support.compiled import temporary
-from tests.support.problem import H, Make
+from tests.support.problem import H
 from tests.support.reference import assert_close
-
-OTHER: Make = lambda inverse, record: lx.Bounded()
-
-
-def taped(**options: Any) -> Make:
-    return lambda inverse, record: Reversible(inverse, record=record, **options)
 
 
 def test_the_tape_alone_grows() -> None:
@@ -65,18 +59,6 @@ def test_a_buffer_is_read_as_it_is() -> None:
     assert "LastCarry(" in jaxpr
 
 
-def test_keys() -> None:
-    def loop(x: Array, make: Make) -> Array:
-        noise = lambda key: jax.random.normal(key, ())
-        body = lambda i, x, *, key: (x[0] + jnp.sin(x[1] * noise(key)), x[0] * 0.9)
-        undo = lambda i, x, row, *, key: (x[1] / 0.9, row[0] + noise(key) - row[1])
-        record = lambda i, before, after, *, key: (before[1], noise(key))
-        kind = make(undo, record)
-        return jnp.add(*lx.fori_loop(0, 5, body, (x, x), kind=kind, key=jax.random.key(3)))
-
-    assert_close(jax.grad(loop)(0.4, taped()), jax.grad(loop)(0.4, OTHER))
-
-
 class TestChecks:
     def test_a_row_that_is_not_what_the_step_has_lost(self) -> None:
         def loop(x: Array) -> Array:
@@ -113,23 +95,3 @@ def test_a_kind_of_ones_own_without_a_bound_stores_checkpoints() -> None:
         return lx.while_loop(lambda c: c[1] < 5, lambda c: (jnp.sin(3 * c[0]), c[1] + 1), (x, 0), kind=kind)[0]
 
     assert_close(jax.grad(loop)(0.3, Taped()), jax.grad(loop)(0.3, lx.Checkpointed()))
-
-
-@pytest.mark.slow
-def test_waves_that_leave_against_finite_differences() -> None:
-    """The electromagnetic waves of the benchmark, 1000 steps, with and without checkpoints."""
-    pytest.importorskip("optimistix", reason="the benchmark imports it")
-    from benchmarks import storeless
-
-    medium = storeless.permittivity(32).astype(float)
-    x = jnp.arange(32.0)
-    change = jnp.exp(-((x[:, None] - 19) ** 2 + (x[None] - 16) ** 2) / 9)
-
-    def energy(amount: Any, make: Make) -> Array:
-        return storeless.waves(medium + amount * change, make)
-
-    plain = jax.jit(lambda amount: energy(amount, OTHER))
-    expected = (plain(1e-4) - plain(-1e-4)) / 2e-4
-    for checkpoints in (0, 19):
-        found = jax.jit(jax.grad(lambda amount, c=checkpoints: energy(amount, taped(checkpoints=c, rtol=1e-6))))(0.0)
-        assert abs(found / expected - 1) <= 1e-5

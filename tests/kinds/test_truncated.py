@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import Array, lax
+from jax import Array
 
 import loopax as lx
 from loopax import Truncated
@@ -15,8 +15,6 @@ from tests.support.compiled import temporary as temporary_bytes
 from tests.support.counted import counting, evaluations
 from tests.support.problem import XS, H, W, mixed
 from tests.support.reference import assert_close
-
-STARTS = jnp.stack([H, -H, 0.5 * H])
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -73,20 +71,6 @@ def test_while_loops_without_a_bound() -> None:
             return mixed(lx.fori_loop(0, kept, lambda i, h: jnp.tanh(w @ h + 0.1), held))
 
         assert_close(jax.jit(jax.grad(lambda w, o=options: value(w, Truncated(**o))))(W), jax.grad(rest)(W))
-
-
-def test_inside_a_loop_whose_gradient_is_taken() -> None:
-    def value(w: Array, inner: Callable[[Array, Array], Array]) -> Array:
-        return lx.fori_loop(0, 3, lambda i, h: inner(w, h), H, kind=lx.Bounded()).sum()
-
-    def truncated(w: Array, h: Array) -> Array:
-        return lx.scan(lambda c, x: (jnp.tanh(w @ c + x), None), h, XS, length=jnp.int32(5), kind=Truncated(last=2))[0]
-
-    def expected(w: Array, h: Array) -> Array:
-        held = lax.stop_gradient(lax.scan(lambda c, x: (jnp.tanh(w @ c + x), None), h, XS[:3])[0])
-        return lax.scan(lambda c, x: (jnp.tanh(w @ c + x), None), held, XS[3:5])[0]
-
-    assert_close(jax.jit(jax.grad(lambda w: value(w, truncated)))(W), jax.grad(lambda w: value(w, expected))(W))
 
 
 class TestCosts:

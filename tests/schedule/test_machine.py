@@ -28,11 +28,3 @@ def test_the_machine_refuses_what_is_not_possible(problem):
     for actions in IMPOSSIBLE[problem]:
         with pytest.raises(ValueError, match=problem):
             execute([Action(*action) for action in actions], 2)
-
-
-def test_records_take_room_and_save_an_evaluation():
-    recorded = [Action("record", 0), Action("reverse", 1), Action("reverse", 0)]
-    assert execute(recorded, 2, carry=5, residuals=3) == (2, 3, 1)
-    kept = [Action(name, 0) for name in ("keep", "advance")]
-    kept += [Action("reverse", 1), Action("restore", 0), Action("drop", 0), Action("reverse", 0)]
-    assert execute(kept, 2, carry=5, residuals=3) == (3, 5, 1)
