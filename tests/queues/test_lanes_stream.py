@@ -212,13 +212,6 @@ def test_suspended_again_and_again():
     assert bits(got) == whole
 
 
-def test_a_closed_stream_is_not_suspended():
-    with lx.lanes_stream(chaotic, CHAOTIC, num_lanes=8) as stream:
-        next(stream)
-    with pytest.raises(ValueError, match=r"the stream is closed"):
-        stream.suspend()
-
-
 def test_only_failed_results_are_left():
     limited = lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0, max_steps=5)
     stream = lx.lanes_stream(limited, [9, 1, 8], num_lanes=4, throw=False)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,7 +23,6 @@ COUNTS = np.array([3, 19, 1, 7, 0, 12, 5, 2, 9, 4, 1, 1, 16, 8, 2, 6])
 STARTS = np.linspace(-1.0, 1.0, 16)
 W = np.float64(1.1)
 LANES = [lx.Lockstep(), lx.Compact(min_lanes=1)]
-name_of = lambda value: type(value).__name__
 
 
 def devices(number=8, axis_type=AxisType.Auto):
@@ -105,14 +103,6 @@ def test_second_derivatives():
     y, slope, _, curvature = mapped(W, x, n)
     hessian = (6 * y * slope**2 + 3 * y**2 * curvature) @ weights
     assert_close(jax.device_get(both(W)), (hessian, (y, slope)))
-
-
-def test_a_batch_of_lanes():
-    """`jax.vmap` around it, of starts and of weights."""
-    w, x = np.array([0.9, 1.1, 1.2]), np.stack([STARTS, STARTS / 2, -STARTS])
-    gradient = jax.grad(lambda w, x: (sharded(w, x, COUNTS, counts=COUNTS) ** 2).sum(), (0, 1))
-    wanted = [gradient_of_squares(*lane, COUNTS) for lane in zip(w, x, strict=True)]
-    assert_close(jax.device_get(jax.jit(jax.vmap(gradient))(w, x)), tuple(map(np.stack, zip(*wanted, strict=True))))
 
 
 @pytest.mark.parametrize(("counts", "lanes"), [("none", LANES[0]), ("known", LANES[1]), ("traced", LANES[1])])
@@ -214,31 +204,6 @@ def test_arguments_of_all_kinds():
         assert_close(data(actual), data(wanted))
 
 
-def test_nnx_modules():
-    """Closed over, in the arguments, and one for each lane."""
-    shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    stacked = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(1), 5))
-    xs = np.random.RandomState(2).randn(5, 3).astype(np.float32)
-
-    def f(own, x, n):
-        return lx.fori_loop(0, n, lambda _, h: jnp.tanh(own(shared(h))), x, max_steps=10)
-
-    actual = lx.sharded_lanes(f, devices(4), "d")(stacked, xs, np.arange(5))
-    (b, w), (bs, ws) = (map(np.asarray, jax.tree.leaves(nnx.state(model))) for model in (shared, stacked))
-    wanted = xs.copy()
-    for i in range(5):
-        for _ in range(i):
-            wanted[i] = np.tanh((wanted[i] @ w + b) @ ws[i] + bs[i])
-    assert_close(jax.device_get(actual), wanted, 1e-5)
-
-    def changes(own, x):
-        own.bias[...] = x
-        return x
-
-    with pytest.raises(TypeError, match="f of sharded_lanes changes an NNX object"):
-        lx.sharded_lanes(changes, devices(4), "d")(stacked, xs)
-
-
 @pytest.mark.parametrize("number", [1, 8])
 def test_no_lanes(number):
     empty = jnp.zeros(0)
@@ -284,11 +249,3 @@ def test_within_a_shard_map_over_the_same_axis():
     both = jax.shard_map(lambda x, n: sharded(W, x, n, mesh=mesh), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
     with pytest.raises(ValueError, match="that leaves it no such axis"):
         jax.jit(both)(STARTS, COUNTS)
-
-
-def test_an_array_that_is_sharded_over_two_axes():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        x, n = jax.device_put((STARTS, COUNTS), NamedSharding(mesh, PartitionSpec(("d", "e"))))
-        y = jax.jit(lambda x, n: sharded(W, x, n, n, mesh=mesh))(x, n)
-    assert_close(jax.device_get(y), mapped(W, STARTS, COUNTS)[0])

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import loopax as lx
 from tests.support.compiled import collectives, collectives_in_loops, temporary
-from tests.support.limited_loops import raises
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
@@ -175,19 +174,6 @@ def test_lanes_spread_along_an_explicit_axis(kind, lanes):
         assert_close(jax.device_get(outside), (wanted[0], wanted[1].sum()))
 
 
-def test_checks_of_lanes_along_an_explicit_axis():
-    """They are raised outside of the lanes, once on each device."""
-    devices = mesh(AxisType.Explicit)
-    sines = lambda x, n: lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=5)
-    with jax.set_mesh(devices):
-        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
-        over = jax.jit(lambda n: jax.vmap(sines, (0, None))(starts, n))
-        assert jax.typeof(over(2)) == jax.typeof(starts)
-        assert_close(jax.device_get(over(2)), np.sin(np.sin(SPREAD)))
-        with raises(RuntimeError, "loopax.fori_loop at tests/sharding/test_sharding.py", "max_steps=5 stopped a loop"):
-            jax.block_until_ready(over(7))
-
-
 # Of a start, with as many steps as it asks for. A square root leaves its domain in a lane that goes on.
 OWN_STEPS = {
     "while": lambda x, **options: lx.while_loop(lambda c: c < 2.0, lambda c: jnp.sqrt(c) * 0.3 + c, x, **options),
@@ -251,17 +237,6 @@ def test_a_carry_that_changes_its_sharding():
         for where, loop in loops.items():
             with pytest.raises(TypeError, match=rf"(?s){where} must return .*{leaf}"):
                 jax.jit(lambda x, loop=loop: loop(step, {"a": x, "b": x}))(jnp.asarray(SPREAD))
-
-
-def test_branches_along_an_explicit_axis():
-    devices = mesh(AxisType.Explicit)
-    with jax.set_mesh(devices):
-        starts = jax.device_put(SPREAD, NamedSharding(devices, PartitionSpec("d")))
-        f = lambda p, x: lx.cond(p, lambda x: x + starts, lambda x: x * starts, x)
-        assert jax.typeof(jax.jit(f)(True, jnp.asarray(SPREAD))) == jax.typeof(starts)
-        assert_close(jax.device_get(jax.jit(f)(False, jnp.asarray(SPREAD))), SPREAD**2)
-        with pytest.raises(TypeError, match=r"float64\[16\] and float64\[16@d\]"):
-            jax.jit(lambda p, x: lx.cond(p, lambda x: x + starts, lambda x: x, x))(True, jnp.asarray(SPREAD))
 
 
 def recurrent(kind):

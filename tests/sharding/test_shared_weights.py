@@ -1,6 +1,5 @@
 """Weights that all devices of a `shard_map` share, in loops of which each takes another number of steps."""
 
-import functools as ft
 import json
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import loopax as lx
 from tests.support.compiled import collectives, collectives_in_loops
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
-from tests.support.shared_weights import COUNTS, OWN, SHARED, WEIGHT, XS, derivatives, fori, mesh, of, on_devices
+from tests.support.shared_weights import COUNTS, OWN, SHARED, WEIGHT, XS, fori, mesh, of, on_devices
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,41 +103,3 @@ def test_results_vary_as_numbers_of_steps_do():
     for f in results.values():
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(jax.shard_map(lambda n, f=f: f(n[0]), mesh=mesh(), in_specs=OWN, out_specs=SHARED), COUNTS)
-
-
-def in_shards(loop):
-    """A loop of a body that holds JAX's own control flow, on eight devices."""
-
-    def body(w):
-        return jax.checkpoint(
-            lambda y: lax.cond(w > 0.2, lambda: lax.fori_loop(0, 2, lambda i, y: jnp.sin(w * y), y), lambda: w * y)
-        )
-
-    return jax.jit(derivatives(on_devices(lambda w, x, n: loop(body(w), x))))
-
-
-@ft.cache
-def expected_in_shards():
-    return in_shards(lambda f, x: f(f(f(x))))(WEIGHT)
-
-
-@pytest.mark.xfail(
-    getattr(jax.config, "jax_remat3", False) and jax.__version_info__ < (0, 12),
-    reason="with its flag `jax_remat3`, JAX 0.10.2 loses which values vary over devices, also without loops",
-    raises=ValueError,
-)
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_second_derivatives_of_shared_weights_in_bodies_with_other_programs(kind):
-    """All devices take the same steps here: JAX's sums over devices stand inside what a body holds."""
-    ours = in_shards(lambda f, x: lx.fori_loop(0, 3, lambda i, y: f(y), x, kind=kind))
-    assert_close(ours(WEIGHT), expected_in_shards())
-
-
-@pytest.mark.parametrize("kind", KINDS[:2], ids=name_of)
-def test_pmap(kind):
-    """Of JAX's older map over devices, with the gradient outside and inside of it."""
-    f = of(fori, kind=kind, max_steps=8)
-    wanted = jax.device_get(jax.jit(jax.vmap(jax.value_and_grad(f), (None, 0, 0)))(WEIGHT, XS, COUNTS))
-    outside = jax.value_and_grad(lambda w: jax.pmap(f, in_axes=(None, 0, 0))(w, XS, COUNTS).sum())
-    assert_close(jax.pmap(jax.value_and_grad(f), in_axes=(None, 0, 0))(WEIGHT, XS, COUNTS), wanted)
-    assert_close(outside(WEIGHT), tuple(x.sum() for x in wanted))
