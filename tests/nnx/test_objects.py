@@ -1,6 +1,5 @@
 """The caller's NNX objects in loops: the meaning is the Python loop's, for what changes in place too."""
 
-import math
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +15,6 @@ from tests.nnx.cells import (
     EACH_LOOP,
     SIZE,
     STEPS,
-    Cell,
     Counter,
     Tied,
     X,
@@ -26,7 +24,6 @@ from tests.nnx.cells import (
     fori_loop,
     python,
     same,
-    unchanged,
 )
 
 
@@ -59,14 +56,6 @@ def test_the_result_carries_the_same_objects(loop: Any) -> None:
     assert (number[...], rngs.default.count[...], variable[...]) == (STEPS, STEPS, 2.0**STEPS)
     assert loop(STEPS, count, counter) is counter  # alone in the carry
     assert number[...] == 2 * STEPS
-
-
-def test_no_steps_change_nothing() -> None:
-    model = cell()
-    result, y = jax.jit(lambda n, x: fori_loop(n, apply, (lx.local(Cell()), x)))(0, X)
-    same((result, y), (model, X))
-    assert fori_loop(0, apply, (model, X))[0] is model
-    unchanged(model, cell)
 
 
 def test_conditions_see_objects_and_may_change_them() -> None:
@@ -179,30 +168,6 @@ def test_a_function_that_closes_over_a_module_sees_its_present_values() -> None:
     assert lx.fori_loop(0, 2, step, jnp.float64(0)) == 10.0
 
 
-def scaled(scale: Any) -> Any:
-    counter: Any = Counter()
-    counter.scale = scale
-    return counter
-
-
-def test_a_body_is_traced_once_for_each_value_of_an_attribute() -> None:
-    """And one that another equals may not take its place."""
-    found = []
-
-    def step(_: Any, counter: Any) -> Any:
-        found.append(repr(counter.scale))
-        return count(counter)
-
-    for scale in [0.0, -0.0, 1, True, 1.0, 1.0, math.nan, math.nan]:
-        lx.fori_loop(0, 2, step, scaled(scale))
-    assert found == ["0.0", "-0.0", "1", "True", "1.0", "nan"]
-    for scale in (-0.0, False):
-        with pytest.raises(TypeError, match=rf"\.scale: got {scale}, expected 0.0"):
-            lx.fori_loop(0, 2, lambda _, counter, s=scale: (setattr(counter, "scale", s), counter)[1], scaled(0.0))
-        with pytest.raises(TypeError, match="GraphDef"):
-            lx.cond(True, lambda: scaled(0.0), lambda s=scale: scaled(s))
-
-
 def test_a_module_as_body_is_traced_as_it_is_now() -> None:
     class Scale(nnx.Module):
         by = 2.0
@@ -220,43 +185,6 @@ def test_what_the_body_leaves_alone_is_a_constant_of_the_loop() -> None:
     program = jax.make_jaxpr(lambda model, x: lx.fori_loop(0, STEPS, lambda _, c: apply(c), (model, x))[1])(cell(), X)
     (loop,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "loop"]
     assert loop.params["num_carry"] == 4  # the count, the mean, the count of dropout, and x; but no key, and no weights
-
-
-def shapes(jaxpr: Any) -> set[tuple[int, ...]]:
-    """Of all intermediate values of a program, those of inner programs included."""
-    inner = [p for eqn in jaxpr.eqns for p in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns"))]
-    found = {v.aval.shape for eqn in jaxpr.eqns for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "shape")}
-    return found.union(*(shapes(getattr(p, "jaxpr", p)) for p in inner if hasattr(getattr(p, "jaxpr", p), "eqns")))
-
-
-@pytest.mark.parametrize("lanes", ["lockstep", "compact"])
-def test_weights_are_not_batched(lanes: Any) -> None:
-    """32 lanes with counts of their own, a weight of 256 x 256 and a counter that changes: forward and gradient."""
-
-    class Big(nnx.Module):
-        def __init__(self) -> None:
-            self.weight = nnx.Param(jnp.zeros((256, 256), jnp.float32))
-            self.count = nnx.Variable(jnp.int32(0))
-
-        def __call__(self, x: Any) -> Any:
-            self.count[...] += 1
-            return jnp.tanh(x @ self.weight[...])
-
-    def loss(model: Any, n: Any, x: Any) -> Any:
-        def lane(model: Any, n: Any, x: Any) -> Any:
-            _, x = lx.fori_loop(0, n, lambda _, c: apply(c), (lx.local(model), x), max_steps=STEPS, lanes=lanes)
-            return (x**2).sum()
-
-        return jax.vmap(lane, in_axes=(None, 0, 0))(model, n, x).sum()
-
-    arguments = (Big(), jnp.arange(32, dtype=jnp.int32) % 5, jnp.ones((32, 256), jnp.float32))
-    for program in (loss, jax.grad(loss, allow_int=True)):
-        traced = jax.make_jaxpr(program)(*arguments)
-        assert (256, 256) in shapes(traced.jaxpr)
-        assert (32, 256) in shapes(traced.jaxpr)
-        assert not [s for s in shapes(traced.jaxpr) if s[-2:] == (256, 256) and len(s) > 2]
-        assert "f32[32,256,256]" not in str(traced)
-        assert "32x256x256" not in jax.jit(program).lower(*arguments).as_text()
 
 
 @pytest.mark.slow

@@ -118,20 +118,3 @@ def test_a_row_may_lose_the_name_of_its_first_axis() -> None:
     assert jnp.array_equal(x, 4 * X)
     assert jnp.array_equal(weight[:, 0], jnp.array([2.0, 2.0, 1.0, 1.0]))
     assert {name: getattr(weight, name) for name in names} == names
-
-
-def test_other_changes_of_metadata_are_refused() -> None:
-    def renamed(after: Any) -> Any:
-        def step(x: Any, weight: Any) -> Any:
-            weight.set_metadata(out_sharding=after)
-            return x, None
-
-        return step
-
-    weight = lambda: stacked_weight(out_sharding=("layers", "in"))
-    for after in [("x",), ("layers", "in", "x"), (), None, "in"]:
-        with pytest.raises(TypeError, match=r"(?s)must keep the structure.*got Param.*expected Param"):
-            lx.scan(renamed(after), X, weight())
-    remove = lambda w: (nnx.spmd.remove_axis(w, 0, {nnx.PARTITION_NAME: "layers"}), w)[1]
-    with pytest.raises(TypeError, match="must keep the structure"):
-        lx.fori_loop(0, 2, lambda _, w: remove(w), weight())

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from tests.pytrees.comparison import EACH_KIND, EACH_LOOP, KINDS, lax_loop, same
+from tests.pytrees.comparison import EACH_KIND, EACH_LOOP, lax_loop, same
 from tests.support.blocks import python_loop
 
 NUMBERS = [
@@ -84,24 +84,6 @@ def test_prng_keys_in_the_carry(loop: Any) -> None:
     same(jax.jit(partial(loop, split_each))(keys()), jax.jit(partial(lax_loop, split_each))(keys()))
 
 
-def test_prng_keys_in_rows() -> None:
-    keys = jax.random.split(jax.random.key(0), (3, 2))
-    f = lambda c, k: ((SPLIT(c[0]), c[1] + jax.random.normal(k[0])), (c[0], k))
-    init = (jax.random.key(1), jnp.float64(0))
-    same(*(jax.jit(lambda init, keys, scan=scan: scan(f, init, keys))(init, keys) for scan in (lx.scan, lax.scan)))
-
-
-def test_gradient_with_a_prng_key_in_the_carry() -> None:
-    def loss(x: Any, loop: Any) -> Any:
-        step = lambda _, c: (jax.random.fold_in(c[0], 1), c[1] * jax.random.bits(c[0]).astype(float))
-        return loop(0, 3, step, (jax.random.key(0), x))[1]
-
-    loops = [lax.fori_loop, *[partial(lx.fori_loop, kind=kind) for kind in KINDS]]
-    expected, *gradients = jax.jit(lambda x: [jax.grad(loss)(x, loop) for loop in loops])(1.0)
-    for gradient in gradients:
-        same(gradient, expected)
-
-
 # ---- nothing to carry, nothing to read, nothing to return
 
 
@@ -131,16 +113,3 @@ def test_empty_carry() -> None:
 def test_xs_without_arrays(xs: Any) -> None:
     carry, seen = lx.scan(lambda c, x: (c + 1, (c, x)), 0, xs, length=3)
     assert (carry, seen[0].tolist(), seen[1]) == (3, [0, 1, 2], xs)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_xs_with_no_rows_and_rows_with_no_elements(reverse: bool) -> None:
-    for shape in ((0, 3), (3, 0)):
-        args: Any = (lambda c, x: (c + x.sum(), {"y": x, "z": 2 * c}), 0.0, jnp.zeros(shape), None, reverse)
-        same(lx.scan(*args), lax.scan(*args))
-
-
-@EACH_KIND
-def test_gradient_with_an_empty_carry(kind: Any) -> None:
-    loss = lambda xs: (lx.scan(lambda c, x: (c, x * x), (), xs, kind=kind)[1]).sum()
-    assert jax.jit(jax.grad(loss))(np.arange(3.0)).tolist() == [0.0, 2.0, 4.0]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,11 +13,6 @@ import pytest
 import loopax as lx
 from tests.pytrees.comparison import EACH_LOOP, KINDS, eagerly, lax_loop, same
 from tests.support.blocks import apply, while_loop
-
-
-class Shift(NamedTuple):
-    weight: Any
-    scale: Any
 
 
 class Cell(eqx.Module):
@@ -107,12 +102,6 @@ def test_leaves_that_are_no_arrays(loop: Any) -> None:
 
 
 @EACH_LOOP
-def test_leaves_that_differ_between_calls_of_one_body(loop: Any) -> None:
-    run = lambda name, train: loop(apply, (Cell(W, [], jnp.abs, train, name), X))[1].tolist()
-    assert [run("double", True), run("half", True), run("half", False)] == [[16.0, 8.0], [0.25, 0.125], [1.0, 2.0]]
-
-
-@EACH_LOOP
 @pytest.mark.parametrize("make", [lambda: "".join(["a", "b"]), lambda: NAMES.count, Equal])
 def test_leaf_that_is_equal_but_not_identical_is_unchanged(loop: Any, make: Any) -> None:
     start = make()
@@ -130,16 +119,6 @@ def test_leaves_of_xs_and_ys_that_are_no_arrays() -> None:
     assert (ys["name"], ys["nothing"], ys["f"]) == ("row", None, jnp.negative)
 
 
-def test_model_of_each_row_in_xs() -> None:
-    models = eqx.tree_at(lambda m: (m.weight, m.layers), CELL, (jnp.asarray(np.stack([W, 2 * W, W])), []))
-    run = eqx.filter_jit(lambda models: lx.scan(lambda x, model: (model(x), model), X, models))
-    x, out = run(models)
-    assert x.tolist() == [32.0, 16.0]
-    same(eqx.tree_at(lambda m: m.train, out, True), models)
-    gradient = eqx.filter_grad(lambda models: run(models)[0].sum())(models)
-    assert gradient.weight.shape == (3, 2, 2)
-
-
 # ---- Python bools that become arrays
 
 
@@ -150,16 +129,3 @@ def test_python_bool_that_the_body_turns_into_an_array_is_promoted(loop: Any) ->
     same(out, jax.jit(lambda: {**lax_loop(step, {"go": True, "flag": True, "x": 0}), "flag": 0})())
     assert out["go"].tolist() is False
     assert loop(step, {"go": True, "flag": True, "x": 0})["flag"] is True
-
-
-@EACH_LOOP
-def test_promotion_of_one_leaf_may_promote_the_next(loop: Any) -> None:
-    step = lambda c: (c[1], c[2], c[3] > 1.0, c[3] + 1.0)
-    same(loop(step, (True, True, True, 0.0)), lax_loop(step, (True, True, True, 0.0)))
-
-
-@EACH_LOOP
-def test_named_tuples_keep_their_type(loop: Any) -> None:
-    out = loop(lambda c: Shift(c.weight + 1, c.scale), Shift(0, [1.0]))
-    assert type(out) is Shift
-    assert out == Shift(3, [1.0])

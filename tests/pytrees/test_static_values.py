@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -108,22 +107,11 @@ SEEN: dict[str, Callable[[Any], Any]] = {
 TWINS = [0.0, -0.0, 1, True, complex(1, -0.0), (1, 0.0), (1, -0.0)]
 
 
-def in_items(c: Any) -> Any:
-    return lx.fori_loop(0, 2, lambda _, x: x * signature(c.value), c.x)
-
-
 @MODULES
 @pytest.mark.parametrize("loop", SEEN)
 def test_a_step_is_traced_for_each_value(loop: str, module: Any) -> None:
     for value in TWINS:
         assert SEEN[loop](module(jnp.asarray(3.0), value)) == 3.0 * signature(value) ** 2
-
-
-@MODULES
-def test_derivatives_for_each_value(module: Any) -> None:
-    for value in [Settings(0.0), Settings(-0.0), Settings(0)]:
-        run = lambda x, value=value: lx.fori_loop(0, 3, of_index, module(x, value)).x
-        assert jax.grad(run)(3.0) == signature(value) ** 3
 
 
 @MODULES
@@ -149,11 +137,6 @@ def test_a_field_that_changes_is_refused(old: Any, new: Any) -> None:
         lx.fori_loop(0, 1, lambda _, c: Field(c.x, new), Field(0.0, old))
 
 
-def test_a_number_that_changes_its_sign_is_an_array() -> None:
-    last = lx.fori_loop(0, 3, lambda _, c: Leaf(c.x + jnp.copysign(1.0, c.value), -c.value), Leaf(0.0, 0.0))
-    assert (last.x, math.copysign(1.0, last.value)) == (1.0, -1.0)
-
-
 @MODULES
 def test_branches_that_return_other_values_are_refused(module: Any) -> None:
     choose = lambda a, b: lx.cond(True, lambda x: module(x, a), lambda x: module(x, b), 1.0)
@@ -161,18 +144,3 @@ def test_branches_that_return_other_values_are_refused(module: Any) -> None:
         with pytest.raises(TypeError, match="value: "):
             choose(a, b)
     assert math.isnan(choose(float("nan"), float("nan")).value)
-
-
-def test_items_of_a_stream_have_the_same_value() -> None:
-    values = lambda *values: dict(lx.lanes_stream(in_items, [Field(3.0, value) for value in values], num_lanes=2))
-    for first, second in [(0.0, -0.0), (1, True)]:
-        with pytest.raises((TypeError, ValueError), match="lanes_stream: item 1"):
-            values(first, second)
-    assert values(float("nan"), float("nan")) == {0: 75.0, 1: 75.0}
-    with pytest.raises((TypeError, ValueError), match="lanes_stream: item 1"):
-        list(lx.lanes_stream(in_items, [Leaf(3.0, 0.0), Leaf(3.0, -0.0)], num_lanes=2))
-
-
-def test_rows_have_the_static_data_of_others() -> None:
-    with pytest.raises(TypeError, match="the row is a pytree of another structure"):
-        lx.History(2, like=Field(0.0, 0.0)).push(Field(0.0, -0.0))

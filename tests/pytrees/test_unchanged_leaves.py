@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.pytrees.comparison import EACH_KIND, EACH_LOOP, lax_loop
+from tests.pytrees.comparison import EACH_KIND, EACH_LOOP
 from tests.support.blocks import fori_loop
 
 
@@ -60,16 +60,6 @@ def test_leaf_that_does_not_change_is_a_constant_of_the_loop(loop: Any, how: str
         assert size_35(eqn.outvars) == []
 
 
-@EACH_LOOP
-def test_leaf_that_does_not_change_has_its_value(loop: Any) -> None:
-    start = (Shift(WEIGHT, 2.0), 1.0)
-    every = lambda loop: jax.jit(lambda state: {how: loop(step, state) for how, step in HOISTED.items()})(start)
-    expected = every(lax_loop)
-    for how, (shift, x) in every(loop).items():
-        assert shift.weight.tolist() == WEIGHT.tolist()
-        np.testing.assert_allclose(x, expected[how][1], rtol=1e-14)
-
-
 @EACH_KIND
 def test_leaf_that_does_not_change_is_not_saved(kind: Any) -> None:
     def loss(w: Any, x: Any, how: str) -> Any:
@@ -88,16 +78,3 @@ def test_leaf_that_does_not_change_is_not_batched() -> None:
     for lane in (run, lambda n: run(n - n)):
         (eqn,) = loops(jax.make_jaxpr(jax.vmap(lane, out_axes=(None, 0)))(jnp.arange(4)).jaxpr)
         assert size_35(eqn.invars) == [(5, 7)]
-
-
-@EACH_LOOP
-def test_leaf_that_does_not_change_is_not_differentiated(loop: Any) -> None:
-    run = lambda x: loop(step_shift, (Shift(WEIGHT, 2.0), x))
-    program = jax.make_jaxpr(lambda x: jax.jvp(run, (x,), (x,)))(1.0)
-    (eqn,) = loops(program.jaxpr)
-    assert size_35(eqn.invars) == [(5, 7)]
-
-
-@EACH_LOOP
-def test_leaves_that_change_places_are_not_constants(loop: Any) -> None:
-    assert loop(lambda c: (c[1], c[0], c[2], c[2]), (1.0, 2.0, 3.0, 4.0)) == (2.0, 1.0, 3.0, 3.0)

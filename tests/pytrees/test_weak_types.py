@@ -93,14 +93,6 @@ def test_values_and_types_are_those_of_lax() -> None:
 
 
 @EACH_FORM
-def test_types_are_those_of_lax_under_vmap(form: Any) -> None:
-    step = lambda c: (c[0] + 1.5, c[1] + f32, c[2])
-    run = lambda module: jax.vmap(partial(form, module, step), in_axes=((0, None, None),))((jnp.arange(2.0), 0, 0))
-    with jax.numpy_dtype_promotion("standard"):
-        same(run(lx), run(lax))
-
-
-@EACH_FORM
 @pytest.mark.parametrize("jit", [jax.jit, eagerly])
 def test_weak_types_are_promoted_as_often_as_it_takes(form: Any, jit: Any) -> None:
     step = lambda c: (c[1], c[2], c[3] * 2, c[3])
