@@ -4,12 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 import loopax as lx
@@ -100,26 +98,6 @@ def test_derivatives_at_the_edge_of_a_domain(edge: str, lanes: Any) -> None:
 # ---- batches of any size (`tests/core/test_compositions.py` has branches under every transformation)
 
 
-@pytest.mark.parametrize("lanes", [0, 1, 2, 33, 300])
-def test_any_number_of_lanes_in_compact_batches(lanes: int) -> None:
-    xs = jnp.linspace(-1.0, 1.0, lanes)
-    f = lambda x: lx.cond(x > 0.2, jnp.sqrt, lambda x: x - 1.0, x, lanes=lx.Compact(min_lanes=4))
-    assert_close(jax.jit(jax.vmap(f))(xs), jnp.where(xs > 0.2, jnp.sqrt(jnp.maximum(xs, 0.2)), xs - 1.0))
-    if lanes:
-        slopes = jnp.where(xs > 0.2, 0.5 / jnp.sqrt(jnp.maximum(xs, 0.2)), 1.0)
-        assert_close(jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(xs), slopes)
-
-
-@slow
-@each_lanes
-def test_without_jit(lanes: Any) -> None:
-    f = lambda i, x: lx.switch(i, [jnp.sin, lambda x: x**3], x, lanes=lanes)
-    with jax.disable_jit():
-        assert lx.cond(True, lambda x: x + 1, lambda x: x, 1.0) == 2.0
-        found = jax.vmap(jax.grad(f, 1))(np.array([0, 1, 5]), np.array([0.4, 0.5, 2.0]))
-    assert_close(found, jnp.array([np.cos(0.4), 0.75, 12.0]))
-
-
 # ---- what it costs
 
 
@@ -205,31 +183,6 @@ def test_a_function_beside_other_functions() -> None:
         assert lx.cond(jnp.bool_(True), given, other, 3.0, 5.0) == (3.0, 5.0)
         assert lx.cond(jnp.bool_(False), given, other, 3.0, 5.0) == expected
         assert lx.switch(jnp.int32(1), [other, given], 3.0, 5.0) == (3.0, 5.0)
-
-
-def test_models_and_functions_among_the_operands() -> None:
-    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-    f = lambda model, x, g: lx.cond(x[0] > 0, lambda m, x, g: g(m(x)), lambda m, x, g: x, model, x, g)
-    x = jnp.array([1.0, 2.0], model.weight.dtype)
-    found = eqx.filter_grad(lambda m: f(m, x, jnp.tanh).sum())(model)
-    expected = eqx.filter_grad(lambda m: jnp.tanh(m(x)).sum())(model)
-    assert_close(found.weight, expected.weight)
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_nnx_objects_are_changed_in_the_branch_that_is_taken(taken: bool) -> None:
-    counter = nnx.Variable(jnp.array(1.0))
-
-    def up(counter: Any, x: Any) -> Any:
-        counter[...] = counter[...] + x
-        return counter[...]
-
-    def down(counter: Any, x: Any) -> Any:
-        counter[...] = counter[...] - x
-        return counter[...]
-
-    out = lx.cond(taken, up, down, counter, 0.25)
-    assert out == counter[...] == (1.25 if taken else 0.75)
 
 
 # ---- bad input

@@ -77,15 +77,6 @@ def test_nan_in_a_branch_not_taken(lanes: Any, jit: Any) -> None:
         assert_close(slope, jnp.array([1 / x if x > 0 else 2.0 for x in xs]))
 
 
-def test_a_check_of_a_loop_in_a_branch() -> None:
-    """A bound that stops a loop is an error where its branch is taken, and says where the loop is."""
-    loop = lambda x: lx.while_loop(lambda x: x < 10.0, lambda x: x + 1, x, max_steps=2)
-    run = jax.jit(jax.vmap(lambda p, x: lx.cond(p, loop, lambda x: x, x)))
-    assert_close(run(np.array([True, False]), np.array([9.0, 0.0])), jnp.array([10.0, 0.0]))
-    with pytest.raises(Exception, match="max_steps=2 stopped a loop"):
-        run(np.array([True, False]), np.array([0.0, 0.0]))
-
-
 # ---- branches in the body of a loop, and loops that report in a branch
 
 LENGTHS = np.array([1, 4, 0, 3])

@@ -49,30 +49,6 @@ def test_calls_of_lax(name, is_disabled) -> None:
         same_as_lax(CALLS[name])
 
 
-REFUSED = [
-    (lambda cond, _: cond(None, lambda: 1, lambda: 2), "pred=.*: got NoneType"),
-    (lambda cond, _: cond((1.0, 1.0), lambda: 1, lambda: 2), "expected one bool"),
-    (lambda cond, _: cond(lambda: True, lambda: 1, lambda: 2), "expected one bool"),
-    (lambda cond, _: cond(jnp.array([True]), lambda: 1, lambda: 2), r"got bool\[1\], expected one bool"),
-    (lambda cond, _: cond(True, 1, lambda: 2), "true_fun of cond: got int 1"),
-    (lambda cond, _: cond(True, lambda: (1,), lambda: [1]), "the result itself: got list, expected tuple"),
-    (lambda cond, _: cond(True, lambda: {"a": 2.0}, lambda: {"a": (3.0, 3.0)}), r"\['a'\]: got tuple"),
-    (lambda cond, _: cond(True, lambda: jnp.ones(1), lambda: 1.0), r"float64\[\] and float64\[1\]"),
-    (lambda cond, _: cond(True, lambda: jnp.int32(1), lambda: jnp.float32(1)), r"float32\[\] and int32\[\]"),
-    (lambda _, switch: switch(True, [lambda: 1, lambda: 2]), "expected one integer"),
-    (lambda _, switch: switch(1.0, [lambda: 1, lambda: 2]), "expected one integer"),
-    (lambda _, switch: switch(0, []), "got no branches"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_errors_have_the_classes_of_lax(call, text) -> None:
-    with pytest.raises((TypeError, ValueError)) as wanted:
-        call(lax.cond, lax.switch)
-    with pytest.raises(wanted.type, match=text):
-        call(lx.cond, lx.switch)
-
-
 def test_an_index_beyond_32_bits_is_clamped() -> None:
     """`jax.lax.switch` converts to 32 bits first, and takes branch 0."""
     assert lx.switch(2**40, [lambda: 0, lambda: 1, lambda: 2]) == 2
@@ -142,27 +118,6 @@ def test_results_without_derivatives() -> None:
     nothing, x = lx.cond(True, branch, branch, 3)
     assert nothing.dtype == jax.dtypes.float0
     assert x == 3
-
-
-def test_errors_of_jax_name_the_branch_and_its_arguments() -> None:
-    def falls(height, other):
-        return height if height["m"] > 0 else other
-
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"falls at .* for loopax.cond(.|\n)*height\['m'\]"):
-        lx.cond(True, falls, lambda height, other: other, {"m": 1.0}, {"m": 2.0})
-
-
-def test_effects_are_those_of_the_branch_that_is_taken(capfd) -> None:
-    def branch(name):
-        def function(x):
-            jax.debug.print(name + " {}", x)
-            return x
-
-        return function
-
-    jax.block_until_ready(jax.jit(lambda p: lx.cond(p, branch("yes"), branch("no"), 1.0))(False))
-    jax.effects_barrier()
-    assert capfd.readouterr().out == "no 1.0\n"
 
 
 def test_a_second_call_traces_and_compiles_nothing() -> None:

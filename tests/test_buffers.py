@@ -108,22 +108,6 @@ def test_finished_lanes_see_no_rows_that_they_have_not_written(lanes: Any) -> No
 # ---- other loops, and outside of loops
 
 
-def test_while_loop_and_scan() -> None:
-    def appended(x: Any) -> Any:
-        count = lambda b: b.count < 5
-        buffer = lx.while_loop(count, lambda b: b.append(jnp.sin(b[-1]) * 2.0), lx.Buffer(5, like=x).append(x))
-        buffer, last = lx.scan(lambda b, y: (b, b[-1] * y), buffer, jnp.arange(3.0))
-        return buffer.rows.sum() + last.sum()
-
-    def of_lists(x: Any) -> Any:
-        rows = [x]
-        while len(rows) < 5:
-            rows.append(np.sin(rows[-1]) * 2.0)
-        return sum(rows) + rows[-1] * 3.0
-
-    assert_close(jax.jit(jax.value_and_grad(appended))(0.3), value_and_gradient(of_lists, 0.3))
-
-
 def appended_in_jit(x: Any) -> Any:
     step = jax.jit(lambda b, x: b.append(x + b[0]))
     buffer = step(lx.Buffer(6, like=x).append(x), x)
@@ -144,42 +128,6 @@ def test_in_jit_inside_of_the_body_and_outside_of_loops() -> None:
 def test_with_jit_disabled() -> None:
     with jax.disable_jit():
         assert_close(jax.value_and_grad(appended_in_jit)(0.7), value_and_gradient(appended_to_a_list, 0.7))
-
-
-def test_a_finished_buffer_is_read_in_another_loop() -> None:
-    def f(x: Any) -> Any:
-        filled = lx.fori_loop(0, 5, lambda i, b: b.append(x * i.astype(float)), lx.Buffer(5, like=x))
-        return lx.fori_loop(0, 4, lambda i, s: s + filled[i] * filled[i + 1], jnp.zeros(()), kind="bounded")
-
-    of_lists = lambda x: sum((x * i) * (x * (i + 1)) for i in range(4))
-    assert_close(jax.jit(jax.value_and_grad(f))(0.7), value_and_gradient(of_lists, 0.7))
-    xs = np.array([0.7, 2.0])
-    assert_close(jax.jit(jax.vmap(jax.grad(f)))(xs), np.stack([gradient(of_lists, x) for x in xs]))
-
-
-def test_lanes_that_share_a_buffer() -> None:
-    filled = lx.Buffer(4, like=1.0).append(0.5).append(2.0).append(3.0)
-
-    def f(steps: Any, b: Any) -> Any:
-        return lx.fori_loop(0, steps, lambda i, s: s + jnp.sin(b[i]) * i.astype(float), jnp.zeros(()), max_steps=3)
-
-    def total(b: Any) -> Any:
-        return jax.vmap(f, in_axes=(0, None))(jnp.array([3, 1, 2]), b).sum()
-
-    wanted = np.array([0.0, 2 * np.cos(2.0), 2 * np.cos(3.0), 0.0])
-    assert_close(jax.jit(jax.grad(total, allow_int=True))(filled)._rows, wanted)
-
-
-def test_reset_in_the_body() -> None:
-    """A body may return a new buffer."""
-
-    def f(x: Any) -> Any:
-        def body(i: Any, b: Any) -> Any:
-            return lx.Buffer(3, like=x).append(b[-1] * x).append(x)
-
-        return lx.fori_loop(0, 3, body, lx.Buffer(3, like=x).append(x)).rows.sum()
-
-    assert_close(jax.jit(jax.value_and_grad(f))(0.5), (np.array(0.75), np.array(2.0)))
 
 
 # ---- what is stored

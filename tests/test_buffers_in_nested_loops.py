@@ -95,31 +95,3 @@ def test_in_lanes_that_run_freely() -> None:
 def test_in_a_queue_of_lanes() -> None:
     total = lambda xs: lx.lanes_map(lambda item: nested(*item)[0], (jnp.asarray(STEPS), xs), num_lanes=2).sum()
     assert_close(jax.jit(jax.grad(total))(XS), gradients_alone())
-
-
-@pytest.mark.parametrize("lanes", [pytest.param("lockstep", marks=pytest.mark.slow), "compact"])
-def test_lanes_of_lanes(lanes: Any) -> None:
-    lane = jax.grad(lambda n, x: nested(n, x, lanes=lanes)[0], 1)
-    found = jax.jit(jax.vmap(jax.vmap(lane)))(STEPS.reshape(2, 2), XS.reshape(2, 2, 2))
-    assert_close(found, gradients_alone().reshape(2, 2, 2))
-
-
-def test_in_a_checkpoint_inside_of_the_body() -> None:
-    def f(x: Any) -> Any:
-        @jax.checkpoint
-        def body(i: Any, c: Any) -> Any:
-            buffer, h = lx.fori_loop(0, i, lambda _, c: (c[0].append(c[1]), jnp.sin(c[1]) + c[0][0]), c, max_steps=4)
-            return buffer.append(h * buffer[-1]), h
-
-        return lx.fori_loop(0, 3, body, (lx.Buffer(8, like=x).append(x), x))[0].rows.sum()
-
-    def alone(x: Any) -> Any:
-        rows, h = [x], x
-        for i in range(3):
-            for _ in range(i):
-                rows.append(h)
-                h = np.sin(h) + rows[0]
-            rows.append(h * rows[-1])
-        return np.sum(rows)
-
-    assert_close(jax.jit(jax.value_and_grad(f))(X), value_and_gradient(alone, X))

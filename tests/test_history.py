@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import loopax as lx
 from loopax._src import history as module
@@ -17,8 +16,6 @@ from tests.support.reference import assert_close
 
 BOUND = 12
 START = np.array([[0.3, 0.7], [0.1, 0.2], [-0.5, 0.4]])
-STEPS = np.array([7, 0, 12, 3], np.int32)
-STARTS = np.stack([START, 2 * START, START - 0.1, -START])
 WEIGHTS = np.arange(1.0, 7.0).reshape(3, 2)
 
 
@@ -64,11 +61,6 @@ def loss_of_lists(steps: int, start: Any) -> Any:
     return (np.stack(series[-3:]) ** 2 * WEIGHTS).sum() + series[-2].sum()
 
 
-def each_lane(function: Any, f: Any = loss_of_lists, steps: Any = STEPS) -> np.ndarray:
-    """Lane by lane."""
-    return np.stack([function(ft.partial(f, n), x) for n, x in zip(steps, STARTS, strict=True)])
-
-
 def test_rings_begin_where_a_window_is_large(storage: str) -> None:
     assert (lx.History(3, START)._oldest is not None) == (storage == "ring")
     assert lx.History(4096, like=0.0)._oldest is not None
@@ -109,42 +101,6 @@ def test_finished_lanes_evaluate_nothing_outside_of_the_domain(storage: str, lan
     assert_close(jax.jit(jax.vmap(jax.grad(of_lane, 1)))(steps, xs), wanted)
 
 
-def nested(steps: Any, start: Any, **options: Any) -> Any:
-    """Both loops push to the same window."""
-    inner = lambda j, window: window.push(next_row(window, j.astype(float), jnp))
-
-    def outer(i: Any, window: Any) -> Any:
-        window = lx.fori_loop(0, i, inner, window, max_steps=4, **options)
-        return window.push(window[0] * window[-1])
-
-    return (lx.fori_loop(0, steps, outer, lx.History(3, start), max_steps=4, **options).rows ** 2).sum()
-
-
-def nested_of_lists(steps: int, start: Any) -> Any:
-    series = list(start)
-    for i in range(steps):
-        for j in range(i):
-            series.append(next_row(series[-3:], float(j)))
-        series.append(series[-3] * series[-1])
-    return sum((row**2).sum() for row in series[-3:])
-
-
-@pytest.mark.parametrize(
-    ("storage", "kind"),
-    [
-        *choose(("ring", "residuals")),
-        *slowly(("ring", lx.Checkpointed(2)), ("ring", "checkpointed"), ("shifted", "residuals")),
-    ],
-    indirect=["storage"],
-)
-def test_nested_loops(storage: str, kind: Any) -> None:
-    of_lane = jax.value_and_grad(lambda n, x: nested(n, x, kind=kind), 1)
-    assert_close(jax.jit(of_lane)(4, START), value_and_gradient(ft.partial(nested_of_lists, 4), START))
-    steps = np.array([4, 1, 3, 0])
-    wanted = each_lane(lambda f, x: f(x), nested_of_lists, steps), each_lane(gradient, nested_of_lists, steps)
-    assert_close(jax.jit(jax.vmap(of_lane))(steps, STARTS), wanted)
-
-
 def test_rows_that_are_pytrees(storage: str) -> None:
     """Integers have no derivative, and stay integers."""
 
@@ -166,44 +122,6 @@ def test_rows_that_are_pytrees(storage: str) -> None:
 
     value, slope = value_and_gradient(of_lists, 0.3)
     assert_close(jax.jit(jax.value_and_grad(f, has_aux=True))(0.3), ((value, np.array(numbers[-2:])), slope))
-
-
-def test_one_row(storage: str) -> None:
-    def f(x: Any) -> Any:
-        body = lambda _, window: window.push(jnp.sin(window[-1]) + window[0])
-        return lx.fori_loop(0, 3, body, lx.History(1, x[None])).rows[0]
-
-    def of_numbers(x: Any) -> Any:
-        for _ in range(3):
-            x = np.sin(x) + x
-        return x
-
-    assert_close(jax.value_and_grad(f)(jnp.array(0.3)), value_and_gradient(of_numbers, 0.3))
-
-
-def by_cond(even: Any, window: Any, row: Any) -> Any:
-    return lax.cond(even, lambda: window.push(row), lambda: window)
-
-
-def by_where(even: Any, window: Any, row: Any) -> Any:
-    return jax.tree.map(lambda new, old: jnp.where(even, new, old), window.push(row), window)
-
-
-@pytest.mark.parametrize("chosen", [by_cond, by_where])
-def test_other_ways_through_a_body(storage: str, chosen: Any) -> None:
-    def f(steps: Any, start: Any) -> Any:
-        body = lambda i, window: chosen(i % 2 == 0, window, jnp.sin(window[0]) * window[-1])
-        return (lx.fori_loop(0, steps, body, lx.History(3, start), max_steps=6).rows ** 2).sum()
-
-    def of_lists(steps: int, start: Any) -> Any:
-        series = list(start)
-        for _ in range(0, steps, 2):
-            series.append(np.sin(series[-3]) * series[-1])
-        return sum((row**2).sum() for row in series[-3:])
-
-    assert_close(jax.jit(jax.value_and_grad(f, 1))(5, START), value_and_gradient(ft.partial(of_lists, 5), START))
-    steps = np.array([5, 0, 6, 2])
-    assert_close(jax.jit(jax.vmap(jax.grad(f, 1)))(steps, STARTS), each_lane(gradient, of_lists, steps))
 
 
 def test_windows_outside_of_loops(storage: str) -> None:

@@ -12,8 +12,6 @@ from jax import lax
 import loopax as lx
 from tests.support.parity import same
 
-EACH_MODULE = pytest.mark.parametrize("module", [lax, lx], ids=["lax", "loopax"])
-
 LIMITS: Any = {
     "int, int": (1, 3),
     "int, int32": (1, np.int32(3)),
@@ -53,13 +51,6 @@ def test_index_is_of_the_type_that_it_is_of_in_lax(traced: bool) -> None:
         assert types[name, lx] == types[name, lax]
 
 
-@pytest.mark.parametrize("name", ["int, int", "int, int8", "int, array", "array, int64"])
-def test_index_outside_of_jit(name: str) -> None:
-    types: dict[Any, Any] = {}
-    same(*(run(module, name, types, LIMITS[name]) for module in (lx, lax)))
-    assert types[name, lx] == types[name, lax]
-
-
 @pytest.mark.parametrize("limits", [(1, np.int32(3)), (np.int32(1), 3), (np.int32(1), np.int32(3))])
 def test_index_is_of_the_type_that_it_is_of_in_lax_without_x64(limits: Any) -> None:
     types = {}
@@ -74,30 +65,3 @@ def test_index_is_of_the_type_that_it_is_of_in_lax_without_x64(limits: Any) -> N
     with jax.enable_x64(False):
         same(*(jax.jit(partial(run, module))(*limits) for module in (lx, lax)))
     assert types[lx] == types[lax]
-
-
-@pytest.mark.parametrize("limits", [(np.int32(0), np.int64(3)), (np.uint8(0), np.int8(3)), (np.int8(0), jnp.int16(3))])
-@EACH_MODULE
-def test_limits_of_different_types_are_refused(module: Any, limits: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"equal types|no available implicit dtype promotion"):
-        module.fori_loop(*limits, lambda _, x: x, 0)
-
-
-ENDS: list[Any] = [
-    (np.int8(-128), np.int8(127)),
-    (np.int8(100), np.int8(127)),
-    (np.uint8(250), np.uint8(255)),
-    (np.uint8(5), np.uint8(3)),
-    (np.int32(2**31 - 4), np.int32(2**31 - 1)),
-    (np.int32(-(2**31)), np.int32(-(2**31) + 3)),
-    (np.int64(2**62), np.int64(2**62 + 3)),
-    (np.uint64(2**64 - 4), np.uint64(2**64 - 1)),
-]
-
-
-def test_traced_limits_at_the_ends_of_their_types() -> None:
-    def run(module: Any) -> Any:
-        count = lambda lower, upper: module.fori_loop(lower, upper, lambda i, c: (c[0] + 1, i), (0, lower))
-        return jax.jit(lambda limits: [count(*pair) for pair in limits])(ENDS)
-
-    same(run(lx), run(lax))

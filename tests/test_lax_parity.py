@@ -37,20 +37,15 @@ FIVE, THREE, WEAK_FIVE = jnp.int32(5), jnp.int32(3), jnp.asarray(5)
 MIXED = {"a": jnp.arange(4), "b": (jnp.arange(8.0).reshape(4, 2), np.arange(4, dtype=np.int8)), "c": None}
 
 
+# ---- calls as they stand in programs
+
+
 def functions_that_change_containers(m: Any) -> Any:
     """Each is given containers of its own."""
-    scanned = m.scan(
-        lambda c, x: ({"a": c.pop("a") + x.pop("b"), **c}, (x, c)), {"a": ROWS[0], "b": 2}, {"b": ROWS, "c": ROWS}
-    )
+    step = lambda c, x: ({"a": c.pop("a") + x.pop("b"), **c}, (x, c))
+    scanned = m.scan(step, {"a": ROWS[0], "b": 2}, {"b": ROWS, "c": ROWS})
     val = m.while_loop(lambda c: c.pop("a") < 5, lambda c: {"a": c.pop("a") + 1, "b": c.popitem()[1]}, {"a": 1, "b": 2})
     return scanned, val, m.cond(True, lambda c: c.pop("a"), lambda c: c.pop("a"), {"a": 1})
-
-
-def eagerly(f: Any) -> Any:
-    return f
-
-
-# ---- calls as they stand in programs
 
 
 def nested_scans(m: Any) -> Any:
@@ -191,13 +186,6 @@ def test_call_outside_of_jit(call: str) -> None:
     same(CALLS[call](lx), all_calls("lax")[call])
 
 
-@pytest.mark.parametrize("call", ["while_loop", "fori_loop", "fori_loop to an array", "scan", "nested scans"])
-def test_call_with_jit_disabled(call: str) -> None:
-    with jax.disable_jit():
-        found = CALLS[call](lx)
-    same(found, all_calls("lax")[call])
-
-
 def test_calls_without_x64() -> None:
     names = ["while_loop", "fori_loop", "fori_loop to int32", "fori_loop in scan", "scan by position"]
     with jax.enable_x64(False):
@@ -279,15 +267,3 @@ TRANSFORMED: dict[str, Any] = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_other_transformations(name: str) -> None:
     same(TRANSFORMED[name](lx), TRANSFORMED[name](lax))
-
-
-def test_tangent_of_an_integer_that_counts() -> None:
-    count = lambda m, x: m.fori_loop(0, 3, lambda i, c: (c[0] * 2, c[1] + i), (x, 0))
-    out, tangent = (jax.jvp(partial(count, module), (1.5,), (1.0,)) for module in (lx, lax))
-    same((out[0], out[1][0]), (tangent[0], tangent[1][0]))
-    assert out[1][1].dtype == tangent[1][1].dtype == jax.dtypes.float0
-
-
-def test_shapes_without_running() -> None:
-    run = lambda m, xs: m.scan(lambda c, x: (c, c * x), 1.0, xs)
-    assert jax.eval_shape(partial(run, lx), ROWS) == jax.eval_shape(partial(run, lax), ROWS)

@@ -13,13 +13,11 @@ from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, Watch
 from tests.support.progress_recorder import (
     Recorder,
-    both,
     counted,
     expected,
     once,
     recorder,
     rolled_out,
-    same,
     scanned,
     summed,
 )
@@ -49,22 +47,6 @@ def test_every_loop_reports_its_steps_outside_of_jit(recorder, name):
     assert set(recorder.lanes) == {-1}
 
 
-@pytest.mark.parametrize(
-    ("loop", "options"),
-    [
-        (summed, {"unroll": 4}),
-        (summed, {"max_steps": 64}),
-        (scanned, {"reverse": True}),
-        (scanned, {"unroll": 3}),
-        (rolled_out, {"save_every": 4}),
-        (counted, {"max_steps": 64}),
-    ],
-)
-def test_options(recorder, loop, options):
-    same(both(lambda progress: lambda n: loop(n, progress, **options), 35))
-    once(recorder, 35, -1 if loop is counted else 35)
-
-
 AT_THE_EDGES = {
     "no rows": (lambda: lx.scan(lambda c, x: (c + x, c), 0.0, jnp.zeros(0), progress=True), 0),
     "one step at most": (
@@ -84,19 +66,6 @@ def test_loops_that_end_early(recorder, name):
     run()
     assert recorder.ended == [(1, steps)]
     assert recorder.begun[0][1] == (0 if name == "no rows" else -1)
-
-
-def test_two_calls_are_one_trace(recorder):
-    traces = []
-
-    def body(i, x):
-        traces.append(None)
-        return x + 1.0
-
-    for _ in range(2):
-        lx.fori_loop(0, 5, body, 0.0, progress=lx.Progress())
-    assert len(traces) == 1
-    assert len(recorder.ended) == 2
 
 
 def test_disable_jit(recorder):
@@ -194,16 +163,6 @@ def test_tqdm_that_is_not_installed(monkeypatch):
 def test_what_is_no_progress(wrong):
     with pytest.raises(TypeError, match=r"fori_loop\(progress=...\).*expected True, False, None"):
         summed(3, wrong)
-
-
-def test_traced_progress():
-    with pytest.raises(TypeError, match=r"progress=.*traced"):
-        jax.jit(lambda flag: summed(3, flag))(True)
-
-
-def test_progress_is_a_static_argument():
-    assert hash(lx.Progress(every=1)) == hash(lx.Progress(every=1.0))
-    assert lx.Progress() == lx.Progress(None, 0.1, "auto")
 
 
 def test_loops_are_told_apart_by_what_they_repeat():

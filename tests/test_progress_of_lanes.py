@@ -20,12 +20,6 @@ def test_a_batch_is_shown_as_one(recorder):
     assert recorder.lanes == [3, 2, 1, 1]
 
 
-def test_lanes_with_known_steps(recorder):
-    jax.block_until_ready(jax.jit(jax.vmap(lambda n: summed(n, True)))(np.array([5, 35, 12, 0])))
-    once(recorder, 35)
-    assert recorder.lanes == [3, 2, 1, 1]
-
-
 def test_lanes_of_lanes(recorder):
     ns = np.array([[5, 35], [12, 0]])
     jax.block_until_ready(jax.jit(jax.vmap(jax.vmap(lambda n: counted(n, True))))(ns))
@@ -38,13 +32,6 @@ def test_lanes_that_take_the_same_steps(recorder):
     jax.block_until_ready(jax.jit(jax.vmap(powers(35, True)))(xs))
     once(recorder, 35)
     assert set(recorder.lanes) == {-1}
-
-
-def test_vmap_of_grad(recorder):
-    ns, xs = np.array([5, 35, 12]), np.array([0.3, 0.5, 0.7])
-    same(both(lambda progress: jax.vmap(lambda x, n: jax.grad(powers(n, progress))(x)), xs, ns))
-    once(recorder, 35)
-    assert recorder.lanes == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize("loop", [counted, summed])
@@ -121,16 +108,3 @@ def test_shard_map(recorder, check_vma):
     values = jax.jit(f)(xs)
     np.testing.assert_array_equal(values, jax.jit(jax.vmap(powers(25, None)))(xs))
     assert sorted(recorder.ended) == [(number, 25) for number in (1, 2, 3, 4)]
-
-
-def test_lengths_that_differ_between_devices(recorder):
-    f = jax.shard_map(lambda n: summed(n[0], True)[None], mesh=mesh(4), in_specs=ROWS, out_specs=ROWS)
-    jax.block_until_ready(jax.jit(f)(np.arange(4) * 9))
-    assert sorted(end for _, end in recorder.ended) == [0, 9, 18, 27]
-
-
-def test_arrays_that_are_sharded(recorder):
-    x = jax.device_put(np.linspace(0.0, 1.0, 8), jax.NamedSharding(mesh(8), ROWS))
-    run = jax.jit(lambda x: lx.fori_loop(0, 25, lambda i, c: jnp.sin(c) + x.sum(), x, progress=True))
-    jax.block_until_ready(run(x))
-    once(recorder, 25)

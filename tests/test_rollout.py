@@ -19,8 +19,6 @@ KEY = jax.random.key(5)
 INPUTS = np.sin(np.arange(2.0 * ROWS)).reshape(ROWS, 2)
 STATE, DIRECTION = np.array([0.3, -0.8]), np.array([0.6, 0.8])
 START = np.array([[0.1, 0.2], [0.5, -0.4], [0.7, 0.9]])
-LENGTHS = np.array([7, 0, 3, 5], np.int32)
-STATES = np.stack([STATE, 2 * STATE, -STATE, STATE - 0.1])
 slow = pytest.mark.slow
 
 
@@ -185,22 +183,6 @@ def test_derivatives_of_each_kind(kind: Any) -> None:
     assert_close(found, (gradient(of_lists, STATE), hessian_product(of_lists, STATE, DIRECTION)))
 
 
-@pytest.mark.parametrize(
-    ("given", "every", "lanes"),
-    [
-        pytest.param(given, every, lanes, id=f"{name_of(given)}-{every}-{lanes}")
-        for n, given in enumerate(SOME)
-        for every in (1, 3)
-        for lanes in [["lockstep", "compact"][(n + (every == 1)) % 2]]
-    ],
-)
-def test_lanes_with_lengths_of_their_own(given: Any, every: int, lanes: Any) -> None:
-    of_lane = expected(every, given)
-    wanted = [of_lane(state, int(n)) for state, n in zip(STATES, LENGTHS, strict=True)]
-    found = jax.jit(jax.vmap(with_gradient(every, given, lanes=lanes)))(STATES, LENGTHS)
-    assert_close(found, jax.tree.map(lambda *lanes: np.stack(lanes), *wanted))
-
-
 def test_as_many_outputs_as_are_asked_for() -> None:
     """One for each row of the inputs, else for each of a static length, else up to the bound."""
 
@@ -227,19 +209,6 @@ def test_until_it_stops() -> None:
     assert lx.rollout(silent, STATE, stop=lambda state, _: state.sum() > 0.8, save_every=2).num_steps == done.num_steps
 
 
-def test_no_steps() -> None:
-    """The state is the first one."""
-    for every in (1, 2):
-        assert_close(of_loopax(STATE, 0, save_every=every), (STATE, np.zeros((0, 2)), np.int32(0)))
-
-
-@slow
-def test_several_steps_at_a_time() -> None:
-    run = lambda every: of_loopax(STATE, ROWS, **ALL, save_every=every, unroll=3)
-    wanted = rollout_of_lists(STATE, ROWS, **ALL)
-    assert_close(jax.jit(lambda: [run(every) for every in (1, 2)])(), [saved(wanted, every) for every in (1, 2)])
-
-
 def test_autoregression_without_a_state() -> None:
     f = lambda start: lx.rollout(
         lambda _, history: (None, jnp.sin(history[0]) + history[-1]), None, 6, history=lx.History(3, start)
@@ -249,24 +218,6 @@ def test_autoregression_without_a_state() -> None:
         series.append(np.sin(series[-3]) + series[-1])
     done = f(START)
     assert_close((done.state[1].rows, done.outputs), (np.stack(series[-3:]), np.stack(series[3:])))
-
-
-def test_goes_on_from_where_it_was() -> None:
-    whole = lx.rollout(step, STATE, 7, history=lx.History(3, START))
-    first = lx.rollout(step, STATE, 4, history=lx.History(3, START))
-    state, history = first.state
-    second = lx.rollout(step, state, 3, history=history)
-    assert_close(second.state[1].rows, whole.state[1].rows)
-    assert_close(np.concatenate([first.outputs, second.outputs]), whole.outputs)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_outputs_are_what_scan_makes_of_them(every: int) -> None:
-    """Pytrees, bools, and rows of a state that is promoted from an integer."""
-    count = lambda state: (state * 1.5, {"state": state, "is_large": state > 4, "flag": True})
-    done = lx.rollout(count, 1, 4, save_every=every)
-    assert done.outputs["state"].tolist() == [1.0, 1.5, 2.25, 3.375][every - 1 :: every]
-    assert done.outputs["is_large"].dtype == done.outputs["flag"].dtype == bool
 
 
 class Model(nnx.Module):
@@ -298,13 +249,6 @@ def test_nnx_modules_are_changed_in_place(every: int) -> None:
     assert_close((done.state[1], done.outputs), (x, jnp.stack(rows)[every - 1 :: every]))
 
 
-def test_nnx_modules_in_the_inputs() -> None:
-    layers = nnx.vmap(lambda _: Model())(jnp.arange(4))
-    done = lx.rollout(lambda x, layer: (layer(x), x), jnp.ones(3), jnp.int32(3), inputs=layers, save_every=2)
-    assert done.outputs.shape == (2, 3)
-    assert layers.calls[...].tolist() == [1, 1, 1, 0]
-
-
 # ---- what it costs
 
 
@@ -328,23 +272,6 @@ def test_one_compilation_for_all_lengths(every: int, given: Any) -> None:
     assert first <= 2
     assert [int(f(jnp.int32(n))) for n in range(ROWS)] == list(range(ROWS))
     assert len(traces) == first
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_second_eager_call_does_not_trace_again(every: int) -> None:
-    traces = []
-
-    def counted(state: Any, x: Any, history: Any, key: Any) -> Any:
-        traces.append(1)
-        return step(state, x, history=history, key=key)
-
-    counts = []
-    for n in (1, 2, 3, 4):
-        given: Any = {"inputs": INPUTS, "history": lx.History(3, START), "key": KEY, "stop": stop}
-        lx.rollout(counted, STATE, jnp.int32(n), save_every=every, **given)
-        counts.append(len(traces))
-    assert counts[0] <= 2
-    assert len(set(counts)) == 1
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(8), lx.Bounded(), lx.Residuals()])

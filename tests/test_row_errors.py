@@ -287,23 +287,6 @@ def test_rows_of_a_window_that_are_not_there(storage: str, index: int) -> None:
             window.push(row)
 
 
-@pytest.mark.parametrize("ask", [len, reversed, lambda buffer: 1.0 in buffer])
-def test_a_buffer_is_no_sequence_of_python(ask: Any) -> None:
-    """The messages are Python's."""
-    with pytest.raises(TypeError, match=r"no len|not reversible|not iterable|not a container"):
-        jax.eval_shape(ask, lx.Buffer(3, like=1.0))
-
-
-@pytest.mark.parametrize("add", [lx.Buffer(3, like=jnp.ones(2)).append, lx.History(3, like=jnp.ones(2)).push])
-def test_advice_is_on_what_does_not_match(add: Any) -> None:
-    for row, said, other in ((jnp.ones((3, 2)), "shape", "dtype"), (jnp.ones(2, int), "dtype", "shape")):
-        with pytest.raises(TypeError) as raised:
-            add(row)
-        last = str(raised.value).splitlines()[-1]
-        assert said in last
-        assert other not in last
-
-
 def test_inputs_shorter_than_a_traced_length() -> None:
     f = eqx.filter_jit(lambda n, every: lx.rollout(step, STATE, n, inputs=INPUTS, save_every=every).num_steps)
     for every in (1, 2):
