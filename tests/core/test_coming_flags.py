@@ -194,23 +194,6 @@ def test_bodies_that_mark_what_varies(f: Any) -> None:
 # ---- a scan of `jax.lax` is an equation that holds an object, and changes arrays in place. It has no derivatives yet.
 
 
-@pytest.mark.skipif(not NEWEST, reason="the flag is too young")
-@pytest.mark.parametrize("run", [lambda f: f, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])[0]])
-@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="JAX 0.12: Scan3 has no rule for discharge")
-def test_scan3_in_a_body(run: Any) -> None:
-    with flag("jax_scan3", True):
-        inner = lambda y: lax.scan(lambda c, _: (jnp.sin(c), None), y, length=2)[0]
-        run(lambda x: lx.fori_loop(0, 2, lambda _, y: inner(y) * x, x))(jnp.float64(X))
-
-
-@pytest.mark.skipif(not NEWEST, reason="the flag is too young")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="JAX 0.12: Scan3 is no scan that can be replaced")
-def test_rewrite_loops_finds_scan3() -> None:
-    with flag("jax_scan3", True):
-        f = lx.rewrite_loops(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)[0])
-        assert "loop" in [eqn.primitive.name for eqn in _all(jax.make_jaxpr(f)(jnp.float64(X)).jaxpr)]
-
-
 # ---- backward rules that log
 
 
@@ -229,16 +212,3 @@ def test_logs_of_a_backward_rule_are_refused_by_name(kind: Any) -> None:
         jax.grad(lambda x: jax.vmap(loop)(x[None])[0])(jnp.float64(X))
     with pytest.raises(NotImplementedError, match="of the sine"):
         jax.vjp(lambda x: lx.cond(x > 0, logging, lambda x: x, x), X)[1](1.0)
-
-
-@pytest.mark.skipif(not NEWEST, reason="they do not log before")
-def test_logs_in_the_linear_system_of_implicit_are_refused_by_name() -> None:
-    logging: Any = jax.custom_vjp(jnp.cos)
-    logging.defvjp_with_logs(lambda x: (jnp.cos(x), x), lambda x, ct: ((-jnp.sin(x) * ct,), {"of the cosine": ct}))
-    loop = lambda f, x: lx.fori_loop(0, 60, lambda _, y: 0.5 * f(y) + x, x, kind="implicit")
-    np.testing.assert_allclose(loop(logging, X), loop(jnp.cos, X))
-    with pytest.raises(NotImplementedError, match="logs 'of the cosine', and loops of loopax do not hand logs on"):
-        jax.grad(lambda x: loop(logging, x))(X)
-    plain: Any = jax.custom_vjp(jnp.cos)
-    plain.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (-jnp.sin(x) * ct,))
-    np.testing.assert_allclose(jax.grad(lambda x: loop(plain, x))(X), jax.grad(lambda x: loop(jnp.cos, x))(X))

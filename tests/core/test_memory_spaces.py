@@ -188,8 +188,6 @@ POLICIES = {
         offload_src="device",
         offload_dst="pinned_host",
     ),
-    "names": jax.checkpoint_policies.save_only_these_names("pre"),
-    "nothing": jax.checkpoint_policies.nothing_saveable,
 }
 
 

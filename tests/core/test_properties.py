@@ -3,8 +3,6 @@
 What an example has of its own is an argument of a compiled program, and Python loops are NumPy: they compile nothing.
 """
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ import loopax as lx
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
-KIND = st.sampled_from(KINDS)
 CHECKPOINTED, SLOTS, BOUNDED, RESIDUALS = KINDS
 
 
@@ -77,33 +74,3 @@ def test_scan(shape, rows, kind, reverse, unroll):
         assert_close(program(total, xs, np.int32(n)), expected(total, xs, n, reverse))
 
     check()
-
-
-MOST = 5
-
-
-@ft.lru_cache
-def batch(kind):
-    """A batch, compiled."""
-
-    def value(x, n):
-        body = lambda c: (jnp.sin(c[0]) * 1.2, c[1] + 1)
-        return lx.while_loop(lambda c: c[1] < n, body, (x, 0), max_steps=9, kind=kind)[0]
-
-    return jax.jit(jax.vmap(jax.value_and_grad(value)))
-
-
-def alone(x, n):
-    """One lane of it, with its derivative by hand."""
-    slope = np.ones(())
-    for _ in range(n):
-        x, slope = np.sin(x) * 1.2, slope * np.cos(x) * 1.2
-    return x, slope
-
-
-@settings(max_examples=60)
-@given(counts=st.lists(st.integers(0, 9), min_size=MOST, max_size=MOST), kind=KIND)
-def test_lanes(counts, kind):
-    starts = np.linspace(0.1, 0.9, MOST)
-    wanted = zip(*(alone(x, n) for x, n in zip(starts, counts, strict=True)), strict=True)
-    assert_close(batch(kind)(starts, np.array(counts)), tuple(map(np.stack, wanted)))

@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import loopax as lx
@@ -184,14 +183,3 @@ def test_function_that_is_not_callable() -> None:
     for argument, call in NOT_CALLABLE.items():
         with raises(TypeError, argument, "callable"):
             call()
-
-
-NOT_ONE_BOOL = [1, 1.0, "x", (), (True,), np.ones(1, bool), jnp.ones((2,), bool), jnp.ones((), jnp.int32)]
-
-
-def test_predicates_that_return_no_single_bool() -> None:
-    for got in NOT_ONE_BOOL:
-        with raises(TypeError, "cond_fun of while_loop must return one bool", "Got"):
-            lx.while_loop(lambda _, got=got: got, lambda c: c, 1.0)
-        with raises(TypeError, "stop of scan must return one bool", "Got"):
-            lx.scan(lambda c, _: (c, None), 1.0, length=3, stop=lambda *_, got=got: got)

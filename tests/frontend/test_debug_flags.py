@@ -34,17 +34,9 @@ def rows(x: Any, n: Any) -> Any:
     return (carry + ys.sum(0)).sum()
 
 
-def rollout(x: Any, n: Any) -> Any:
-    return lx.rollout(lambda s: (s * x, s), TWO, n, max_steps=4).outputs.sum()
-
-
 def buffer(x: Any) -> Any:
     full = lx.fori_loop(0, 3, lambda i, b: b.append(x * TWO, when=i > 0), lx.Buffer(3, like=TWO))
     return (full[-1] * full[0] + full.rows.sum(0)).sum()
-
-
-def history(x: Any, n: Any) -> Any:
-    return (lx.History(3, like=TWO).push(x * TWO)[n] ** 2).sum()
 
 
 def lanes(x: Any, how: Any = "compact") -> Any:
@@ -63,18 +55,12 @@ N = jnp.int32(2)
 PROGRAMS: Any = {
     "while_loop": (grown, 2.0),
     **{f"gradient, {kind}": (jax.grad(lambda x, kind=kind: grown(x, kind=kind)), 2.0) for kind in ("auto", "bounded")},
-    "vmap of grad": (jax.vmap(jax.grad(grown)), TWO),
     "hessian": (jax.hessian(grown), 2.0),
     "no bound, jvp": (lambda x: jax.jvp(growing_power, (x,), (x,)), 2.0),
-    "no bound, grad of vmap": (jax.grad(lambda x: jax.vmap(growing_power, (None, 0))(x, TWO).sum()), 2.0),
     "traced length, grad": (jax.grad(lambda x: rows(x, N)), 2.0),
     "traced length, lanes": (jax.vmap(rows, (None, 0)), 2.0, jnp.arange(3)),
-    "rollout, lanes": (jax.vmap(jax.grad(rollout), (None, 0)), 2.0, jnp.arange(3)),
     "Buffer, vmap of grad": (jax.vmap(jax.grad(buffer)), TWO),
-    "History, lanes": (jax.vmap(jax.grad(history), (0, None)), TWO, N),
     "compact lanes": (jax.grad(lanes), 2.0),
-    "free lanes": (jax.vmap(lambda x: lx.fori_loop(0, 2, lambda _, y: y + grown(x), x, lanes="free")), TWO),
-    "lanes_map": (lambda x: lx.lanes_map(grown, x * TWO, num_lanes=1), 2.0),
     "other dtypes": (other_dtypes, 2.0),
     "rewrite_loops": (jax.grad(searched), 2.0),
     "trace": (

@@ -141,20 +141,6 @@ def test_dropout_draws_nothing_where_it_has_nothing_to_do() -> None:
     assert not random_bits(Block(KEY, rate=0.0, inference=False))
 
 
-def test_body_that_changes_a_flag_is_told_which() -> None:
-    def step(_: Any, state: Any) -> Any:
-        model, x = state
-        return eqx.nn.inference_mode(model, value=False), model(x, key=KEY)
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-        lx.fori_loop(0, 3, step, (BLOCK, X))
-    assert f"step at {__file__}:" in str(error.value)
-    assert "the argument state[0].dropout.inference." in str(error.value)
-    notes = "\n".join(error.value.__notes__)
-    assert "body_fun of fori_loop does not return these Python values" in notes
-    assert "[0].dropout.inference: got bool False, expected bool True" in notes
-
-
 # ---- `eqx.nn.State` and `eqx.nn.BatchNorm`
 
 

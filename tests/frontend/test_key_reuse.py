@@ -33,11 +33,6 @@ def add_twice(x: Any, key: Any) -> Any:
     return add(add(x, key)[0], key)[0]
 
 
-def rows_twice(m: Any, key: Any, x: Any) -> Any:
-    keys = random.split(key, 3)
-    return m.scan(add, m.scan(add, x, keys)[0], keys)[0]
-
-
 def handed_on(m: Any, key: Any) -> Any:
     """Each step returns the key as it came."""
     return m.fori_loop(0, 3, lambda _, c: (c[0] + 1.0, c[1]), (0.0, key))[1]
@@ -52,26 +47,18 @@ REUSING: dict[str, Program] = {
     "carried": lambda m, k, x: m.scan(lambda k, _: (k, random.normal(k)), k, None, 3)[1].sum() * x,
     "used before": lambda m, k, x: x * random.normal(k) + split_in_carry(m, k)[1],
     "used behind": lambda m, k, x: x * split_in_carry(m, k)[1] + random.normal(k),
-    "rows twice": rows_twice,
-    "the last twice": lambda m, k, x: add_twice(x, split_in_carry(m, k)[0]),
-    "used before and handed on": lambda m, k, x: add(add(x, k)[0], handed_on(m, k))[0],
     "handed on and used behind": lambda m, k, x: add(add(x, handed_on_until(m, k))[0], k)[0],
-    "in one step": lambda m, k, x: x * split_in_carry(m, k, lambda k: random.normal(k) + random.uniform(k))[1],
     "with a condition": lambda m, k, x: m.while_loop(
         lambda c: c[0] < 3, lambda c: (add(c[0] + 1, c[1])[0], c[1]), (x, k)
     )[0],
-    "in both loops": lambda m, k, x: m.fori_loop(0, 3, lambda _, x: m.fori_loop(0, 2, lambda _, y: add(y, k)[0], x), x),
     "branch and behind": lambda m, k, x: m.cond(x > 0, random.normal, lambda _: 0.0, k) + add(x, k)[0],
     "branch that closes over": lambda m, k, x: m.cond(x > 0, lambda: add(x, k)[0], lambda: 0.0) + random.normal(k),
 }
 RIGHT: dict[str, Program] = {
     "split": lambda m, k, x: add(x, split_in_carry(m, k)[0])[0],
     "handed on": lambda m, k, x: add(x, handed_on_until(m, handed_on(m, k)))[0],
-    "rows": lambda m, k, x: m.scan(add, x, random.split(k, 3))[0],
     "folded in": lambda m, k, x: m.fori_loop(0, 3, lambda i, x: add(x, random.fold_in(k, i))[0], x),
     "one branch or the other": lambda m, k, x: m.cond(x > 0, random.normal, random.uniform, k) + x,
-    "closed over by both": lambda m, k, x: m.cond(x > 0, lambda: random.normal(k), lambda: random.uniform(k)) + x,
-    "one of three": lambda m, k, x: m.switch(1, [random.normal, random.uniform, lambda _: 0.0], k) + x,
 }
 LANES: dict[str, Callable[[Any], Any]] = {
     "eager": lambda f: f,

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,14 +34,8 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "fori_loop, traced": lambda x, xs, n, ns: lx.fori_loop(n - n, n, lambda i, c: (i, grow(c[1], x)), (n, x)),
     "while_loop": lambda x, xs, n, ns: lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, grow(c[1], x)), (0, x)),
     "scan": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n),
-    "stop": lambda x, xs, n, ns: lx.scan(lambda c, row: (grow(c, row), x), x, xs, stop=lambda c, y: c > x),
-    "key": lambda x, xs, n, ns: lx.fori_loop(0, 2, lambda i, c, key: grow(c, x), x, key=jax.random.key(0)),
-    "rollout": lambda x, xs, n, ns: lx.rollout(lambda s: (grow(s, x), s), x, 4, save_every=2),
     "History": lambda x, xs, n, ns: (
         lx.fori_loop(0, 3, lambda i, h: h.push(grow(h[0], h[i % 2])), lx.History(3, like=x).push(x).push(x)).rows
-    ),
-    "a large History": lambda x, xs, n, ns: (
-        lx.fori_loop(0, 3, lambda i, h: h.push(grow(h[-1], x)), lx.History(5000, like=x).push(x)).rows
     ),
     "Buffer": lambda x, xs, n, ns: (
         lx.fori_loop(0, 3, lambda i, b: b.append(grow(b[i], x)), lx.Buffer(4, like=x).append(x)).rows
@@ -51,7 +44,6 @@ LOOPS: dict[str, Callable[..., Any]] = {
         0, 2, lambda i, c: lx.fori_loop(0, 2, lambda j, c: grow(c, x), c), x, lanes="free"
     ),
     "cond": lambda x, xs, n, ns: lx.cond(x > xs[0], jnp.sin, lambda x: x, x),
-    "switch": lambda x, xs, n, ns: lx.switch(n - n, [jnp.sin, lambda x: x], x),
     "lanes_map": lambda x, xs, n, ns: lx.lanes_map(
         lambda n: lx.scan(lambda c, row: (grow(c, row), c), x, xs, length=n), ns, num_lanes=2
     ),
@@ -163,15 +155,6 @@ def test_an_index_beyond_32_bits() -> None:
         far = jax.jit(lambda a, b: lx.fori_loop(a, b, lambda i, c: i, b))(NEAR, FAR)
     assert (last, last.dtype) == (2, jnp.int64)
     assert (far, far.dtype) == (int(FAR) - 1, jnp.int64)
-
-
-def test_indices_of_rows() -> None:
-    """2**32 + 2 is no row."""
-    history = lx.History(3, XS)
-    with jax.enable_x64(False):
-        assert_close(jax.jit(lambda i: history[i])(-LIMIT), XS[0])
-        with pytest.raises(eqx.EquinoxRuntimeError, match=r"the index \(4.29e\+09\) is none of them"):
-            jax.block_until_ready(eqx.filter_jit(lambda i: history[i])(FAR))
 
 
 def test_predicates_and_numbers_of_branches() -> None:

@@ -50,11 +50,6 @@ def as_constant(scan: Any, **options: Any) -> Callable[..., Any]:
     return lambda x, scale: scan(step(scale), x, ROWS, **options)[0].sum()
 
 
-def as_rows(scan: Any, **options: Any) -> Callable[..., Any]:
-    step = lambda x, scale: (jnp.sin(observed(x, scale)), None)
-    return lambda x, scale: scan(step, x, jnp.concatenate([scale.reshape(1)] * 3), **options)[0].sum()
-
-
 def in_carry(scan: Any, **options: Any) -> Callable[..., Any]:
     """Two scales that change places, and rows of them."""
 
@@ -92,7 +87,7 @@ def slopes(f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("program", [as_constant, as_rows, in_carry])
+@pytest.mark.parametrize("program", [as_constant, in_carry])
 def test_gradient_in_every_kind(program: Any, kind: Any) -> None:
     found = slopes(program(lx.scan, kind=kind))(X, SCALE)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, slopes(program(lax.scan))(X, SCALE))
@@ -110,17 +105,6 @@ def test_lanes_and_their_gradients(kind: Any, lanes: Any) -> None:
     for found in (jax.jit(of_lanes)(XS, SCALES, n), jax.jit(of_batch)(XS, SCALES)):
         np.testing.assert_allclose(found[0], of_x, rtol=1e-5)
         np.testing.assert_allclose(found[1], of_scale, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [lx.Truncated(last=4), lx.Truncated(window=3)], ids=str)
-def test_kinds_with_another_derivative(kind: Any) -> None:
-    found = slopes(as_constant(lx.scan, kind=kind))(X, SCALE)[1]
-    last = {"last": 0, "window": 3}["window" if kind.window else "last"]  # from where the loop is differentiated
-    x = X
-    for row in ROWS[:last]:
-        x = jnp.sin(x) * row
-    rest = lambda x, s: lax.scan(lambda x, row: (jnp.sin(observed(x, s)) * row, None), x, ROWS[last:])[0].sum()
-    np.testing.assert_allclose(found, slopes(rest)(x, SCALE)[1], rtol=1e-5)
 
 
 def test_rows_that_no_step_has_written_are_zeros_of_the_dtype() -> None:

@@ -44,22 +44,6 @@ def test_gradients(kind, reverse):
     assert_close(gradient(kind, reverse), expected_gradient(reverse))
 
 
-@pytest.mark.parametrize("kind", [FEW, MANY], ids=repr)
-def test_each_step_has_its_index_and_its_key(kind):
-    """Rows of the second loop count on from those of the first."""
-
-    def energy(h, kind):
-        def body(i, h, key):
-            return jnp.tanh(WEIGHTS @ h * (1.0 + 0.1 * i)) * jax.random.uniform(key)
-
-        return lx.fori_loop(3, 23, body, h, kind=kind, key=jax.random.key(0)).sum()
-
-    found, expected = (
-        jax.jit(jax.value_and_grad(lambda h, kind=kind: energy(h, kind)))(STATE) for kind in (kind, OTHER)
-    )
-    assert_close(found, expected)
-
-
 def test_it_is_made_of_two_loops():
     linear = jax.make_jaxpr(lambda h: jax.linearize(lambda h: program(MANY)(h, WEIGHTS, XS), h)[1](h))(STATE)
     assert [eqn.params["bound"] for eqn in linear.jaxpr.eqns if eqn.primitive is linear_loop_p] == [6, 14]

@@ -35,9 +35,6 @@ INNER = {
     "bool": lambda loop, x: chosen(loop(0, 3, lambda i, y: (jnp.sin(y[0]), y[1] ^ is_large(y[0])), (x, True))[1]),
     "integer": lambda loop, x: loop(0, 3, lambda i, y: y + (x * 3).astype(y.dtype), np.int32(1)).astype(x.dtype),
     "both": lambda loop, x: counted(loop, x).astype(x.dtype),
-    "rounded": lambda loop, x: lax.stop_gradient(loop(0, 3, lambda i, y: y + jnp.round(y), x)),
-    "ratio": lambda loop, x: lax.stop_gradient(loop(0, 3, lambda i, y: 2.0 / y, x)),
-    "product": lambda loop, x: lax.stop_gradient(loop(0, 3, lambda i, y: y * y, x)),
     "condition": lambda loop, x: chosen(loop(0, 3, lambda i, y: y & is_large(x), jnp.bool(True))),
 }
 
@@ -67,11 +64,8 @@ LINEAR = {
     "unused": lambda t, k: jnp.cos(k),
 }
 OTHER = {
-    "function": lambda t, k: jnp.sin(t),
-    "square": lambda t, k: t * t,
     "ratio": lambda t, k: k / t,
     "rounded": lambda t, k: jnp.round(t),
-    "sign": lambda t, k: jnp.where(t > 0, 1.0, k),
     "integer": lambda t, k: t.astype(jnp.int32),
     "in jit": jax.jit(lambda t, k: jnp.sin(t) * k),
     "loop": lambda t, k: lax.fori_loop(0, 3, lambda i, t: 2 * t, t),

@@ -1,29 +1,12 @@
 """`jax.checkpoint` around loops, inside their bodies, with and without a policy."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.derivatives import H, W
-from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
-
-
-@cache
-def expected_of_sines():
-    plain = lambda h: jax.lax.fori_loop(0, 6, lambda i, h: jnp.sin(W @ h), h).sum()
-    return jax.jit(jax.grad(plain))(H)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_checkpointed_body(kind):
-    body = jax.checkpoint(lambda i, h: jnp.sin(W @ h))
-    f = lambda h: lx.fori_loop(0, 6, body, h, kind=kind).sum()
-    assert_close(jax.jit(jax.grad(f))(H), expected_of_sines())
 
 
 @pytest.mark.parametrize("lanes", [lx.Lockstep(), lx.Compact(min_lanes=1, shrink=2)], ids=["lockstep", "compact"])

@@ -99,20 +99,12 @@ def in_lanes(options):
     f = lambda w, steps=3: power(w, steps, **options)
     in_a_body = lambda y, n: lx.fori_loop(0, n, lambda _, c: c + f(0.7), y)
     rows = lambda: jnp.sum(lx.scan(lambda c, x: (c * x, c), 1.0, XS, **options)[1])
-    halve = lambda x: (x / 2, x)
     branch = lambda w: lx.cond(True, jnp.sin, jnp.cos, w, **options)
     return {
         "values": lambda: alone(lambda: f(0.7)),
-        "a traced length": lambda: jax.jit(lambda n: alone(lambda: f(0.7, n)))(3),
         "rows": lambda: alone(rows),
-        "a while loop": lambda: alone(lambda: lx.while_loop(lambda c: c < 9.0, lambda c: 2.0 * c, 1.0, **options)),
-        "a rollout": lambda: alone(lambda: jnp.sum(lx.rollout(halve, 0.7, 3, **options)[1])),
-        "beside a loop of lanes": lambda: jax.vmap(lambda w: f(w) + f(0.7))(XS),
         "in the body of another": lambda: jax.vmap(in_a_body)(XS, COUNTS),
-        "in one lane of two": lambda: jax.vmap(lambda w: alone(lambda: f(w)))(XS),
         "a branch": lambda: alone(lambda: branch(0.7)),
-        "hessian of a branch": lambda: jax.hessian(branch)(0.7),
-        "hessian of a fixed point": lambda: jax.hessian(lambda w: fixed_point(w, options["lanes"]))(0.7),
         "gradient of a fixed point": lambda: alone(lambda: jax.grad(lambda w: fixed_point(w, options["lanes"]))(0.7)),
         "trace estimate": lambda: stochtrace.estimate_trace(
             lambda v: f(0.7) * v, jax.random.key(0), num_matvecs=4, batch=2, size=3
@@ -163,9 +155,3 @@ def test_a_shared_loop_that_communicates_is_one_of_lanes(kind, step):
     f = lambda scan, **options: lambda w: scan(lambda c, _: (step(w * c), None), 1.0, None, 2, **options)[0]
     of = lambda f: jax.vmap(lambda y: y * jax.grad(f)(0.7), axis_name="lanes")(XS)
     assert_close(of(f(lx.scan, kind=kind)), of(f(jax.lax.scan)))
-
-
-def test_sequential_lanes_refuse_to_communicate():
-    run = lambda y: y * lx.fori_loop(0, 3, lambda _, c: jax.lax.psum(c, "lanes"), 1.0, lanes="sequential")
-    with pytest.raises(NotImplementedError, match="its lanes run one after another"):
-        jax.vmap(run, axis_name="lanes")(XS)

@@ -11,7 +11,6 @@ from jax.extend.core import JaxprTypeError, check_jaxpr
 import loopax as lx
 from loopax._src.core.batching.compact import CompactVmap
 from loopax._src.core.ir.loop import Loop
-from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import inner_jaxprs
 from tests.support.problem import KINDS, XS, H, W, mixed, name_of, scan_program
 
@@ -116,64 +115,35 @@ def as_bool(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, jnp.bool_)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_refuses_windows(at):
-    refused(with_operand(equation("loop", scan_loss(lx.Residuals())), at, as_bool), "low and high")
+PRIMITIVES = {
+    "loop": scan_loss(lx.Residuals()),
+    "reverse_sweep": jax.grad(scan_loss(lx.Checkpointed())),
+    "linear_loop": pullback(scan_loss(lx.Checkpointed())),
+    "linear_sweep": pullback(jax.grad(scan_loss(lx.Checkpointed()))),
+    "compact_vmap": lanes_loss(lx.Residuals(), lx.Compact(min_lanes=2)),
+}
 
 
-def test_refuses_operands_of_loops():
-    eqn = equation("loop", scan_loss(lx.Residuals()))
-    loop = Loop(**eqn.params)
-    assert loop.num_consts
-    assert len(eqn.invars) > 2 + loop.num_consts + loop.num_carry
-    refused(with_operand(eqn, 2, wider), "loop: consts")
-    refused(with_operand(eqn, 2 + loop.num_consts, as_bool), "loop: carry")
-    refused(with_operand(eqn, -1, wider), "loop: xs")
-    refused(eqn.replace(invars=eqn.invars[:-1]), "loop: xs")
-    refused(eqn.replace(invars=[*eqn.invars, eqn.invars[0]]), "loop: xs")
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_refuses_operands_of_other_types_and_numbers(name):
+    eqn = equation(name, PRIMITIVES[name])
+    for at in range(len(eqn.invars)):
+        for change in (wider, as_bool):
+            if eqn.invars[at].aval.dtype != bool or change is wider:
+                refused(with_operand(eqn, at, change), f"{name}: ")
+    refused(eqn.replace(invars=eqn.invars[:-1]), f"{name}: ")
+    refused(eqn.replace(invars=[*eqn.invars, eqn.invars[0]]), f"{name}: ")
 
 
 def test_refuses_a_carry_that_changes_its_type():
-    eqn = equation("loop", scan_loss(lx.Residuals()))
+    eqn = equation("loop", PRIMITIVES["loop"])
     loop = Loop(**eqn.params)
     avals = list(loop.body.in_avals)
     changed = jax.make_jaxpr(lambda *xs: [xs[0].astype(bool), *xs[1 + loop.num_consts :][1:]])(*avals)
     refused(eqn.replace(params=loop._replace(body=changed)._asdict()), "carry that the body returns")
 
 
-def test_refuses_operands_of_sweeps():
-    eqn = equation("reverse_sweep", jax.grad(scan_loss(lx.Checkpointed())))
-    static = ReverseSweep(**eqn.params)
-    consts, init = 3, 3 + static.num_consts
-    saved, carry = init + static.num_state, init + 2 * static.num_state
-    refused(with_operand(eqn, 0, as_bool), "low and high")
-    refused(with_operand(eqn, 2, wider), "checkpoint_rows")
-    refused(with_operand(eqn, consts, as_bool), "consts")
-    refused(with_operand(eqn, init, wider), "init")
-    refused(with_operand(eqn, saved, wider), "saved")
-    refused(with_operand(eqn, carry, wider), "carry")
-    refused(with_operand(eqn, -1, wider), "xs")
-    refused(eqn.replace(invars=eqn.invars[:-1]), "xs")
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [
-        ("linear_loop", pullback(scan_loss(lx.Checkpointed()))),
-        ("linear_sweep", pullback(jax.grad(scan_loss(lx.Checkpointed())))),
-        ("compact_vmap", lanes_loss(lx.Residuals(), lx.Compact(min_lanes=2))),
-    ],
-    ids=["linear_loop", "linear_sweep", "compact_vmap"],
-)
-def test_refuses_operands_of_the_others(name, loss):
-    eqn = equation(name, loss)
-    for at in range(len(eqn.invars)):
-        refused(with_operand(eqn, at, wider), f"{name}: ")
-    refused(eqn.replace(invars=eqn.invars[:-1]), f"{name}: expected")
-    refused(eqn.replace(invars=[*eqn.invars, eqn.invars[0]]), f"{name}: expected")
-
-
 def test_refuses_a_batch_with_an_axis_too_few():
-    eqn = equation("compact_vmap", lanes_loss(lx.Residuals(), lx.Compact(min_lanes=2)))
+    eqn = equation("compact_vmap", PRIMITIVES["compact_vmap"])
     inner = CompactVmap(**eqn.params)
     refused(eqn.replace(params=inner._replace(mapped=inner.mapped[:-1])._asdict()), "compact_vmap: expected")
