@@ -5,17 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
-from jax.scipy.special import logsumexp
 
 from tests.fuzz.loops import Operation, Values
 
 SPREAD = (3.0, 4.5, 6.0)  # a diagonal that no product of weights makes singular, and whose eigenvalues stay apart
-
-
-def cholesky(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    lower = jnp.linalg.cholesky(jnp.diag(jnp.array(SPREAD)) + 0.1 * jnp.outer(c["v"], c["v"]))
-    return c | {"v": solve_triangular(lower, jnp.sin(c["v"]) + x, lower=True)}
 
 
 def linear_solve(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -34,54 +27,14 @@ def root(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": y + 0.5 * x}
 
 
-def spectrum(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    turned = jnp.fft.fft(c["v"]) * jnp.array([0.5, 0.4j, -0.4j])
-    return c | {"v": jnp.real(jnp.fft.ifft(turned)), "s": 0.3 * jnp.imag(turned)[1]}
-
-
-def length(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    size = jnp.sqrt((c["v"] ** 2).sum() + 0.1)
-    return c | {"v": c["v"] / size, "s": size - 0.9}
-
-
 def sort_by(c: Values, x: Any, w: Any, loops: Any) -> Values:
     _, v = lax.sort((jnp.sin(3.0 * c["v"] + x), c["v"]), num_keys=1)
     return c | {"v": 0.9 * v}
 
 
-def order(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    places = jnp.argsort(c["v"] * jnp.array([1.0, -0.7, 0.4]))
-    return c | {"v": c["v"][places], "n": c["n"] + places[0].astype(jnp.int32)}
-
-
-def best_two(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    best, places = lax.top_k(c["v"], 2)
-    return c | {"v": 0.7 * c["v"].at[places].add(0.3 * best[::-1])}
-
-
-def place_of_largest(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    hot = jax.nn.one_hot(jnp.argmax(c["v"]), 3, dtype=float)
-    return c | {"v": 0.8 * c["v"] - 0.3 * hot, "n": jnp.argmin(c["v"]).astype(jnp.int32)}
-
-
 def take_along(c: Values, x: Any, w: Any, loops: Any) -> Values:
     places = (jnp.arange(3, dtype=jnp.int32) + c["n"])[:, None] % 3
     return c | {"v": jnp.sin(jnp.take_along_axis(w, places, axis=1)[:, 0] * c["v"])}
-
-
-def update_slice(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    new = jnp.stack([c["s"], 0.5 * x])
-    return c | {"v": lax.dynamic_update_slice(c["v"], new, (c["n"] % 2,)), "n": c["n"] + 1}
-
-
-def sums_by_place(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    places = (jnp.arange(3, dtype=jnp.int32) * c["n"]) % 3
-    return c | {"v": jnp.tanh(jax.ops.segment_sum(c["v"] * w[0], places, 3) + c["v"])}
-
-
-def place_among(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    place = jnp.searchsorted(jnp.array([-0.5, 0.0, 0.5]), c["s"]).astype(jnp.int32)
-    return c | {"n": (c["n"] ^ place) + lax.population_count(c["n"]), "v": 0.9 * jnp.roll(c["v"], place)}
 
 
 def inner_rows(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -113,11 +66,6 @@ def wide(c: Values, x: Any, w: Any, loops: Any) -> Values:
     """On as many numbers as make room for what a derivative stores of a step."""
     a = jnp.sin(c["a"] + c["s"]) * 0.9
     return c | {"a": a, "s": 0.5 * c["s"] + a.mean()}
-
-
-def wide_products(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    a = jnp.tanh(c["a"].reshape(-1, 3) @ w + c["v"][None])
-    return c | {"a": a.reshape(-1), "v": 0.6 * c["v"] + a.mean(0) * 0.4}
 
 
 def loop_in_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -172,14 +120,6 @@ SHORT: dict[str, Operation] = {
     "eigenvalues": lambda c, x, w, loops: (
         c | {"v": 0.2 * jnp.linalg.eigvalsh(jnp.diag(jnp.array(SPREAD)) + 0.1 * jnp.sin(w + w.T) * c["s"]) - 0.7}
     ),
-    "convolution": lambda c, x, w, loops: (
-        c | {"v": jnp.convolve(c["v"], jnp.array([0.3, -0.5, 0.2]), mode="same") + 0.2 * x}
-    ),
-    "soft_choice": lambda c, x, w, loops: (
-        c | {"v": jax.nn.softmax(c["v"]) @ jnp.tanh(w), "s": 0.5 * logsumexp(c["v"]) - 0.5}
-    ),
-    "outer_product": lambda c, x, w, loops: c | {"v": jnp.tanh(jnp.einsum("i,j,ij->j", c["v"], jnp.cos(c["v"]), w))},
-    "cumulative_product": lambda c, x, w, loops: c | {"v": jnp.cumprod(0.6 * jnp.cos(c["v"]) + 0.3)},
     "running_sums": lambda c, x, w, loops: c | {"v": jnp.tanh(lax.associative_scan(jnp.add, c["v"], reverse=True))},
     "slice_of_weights": lambda c, x, w, loops: (
         c | {"v": 0.5 * c["v"] + 0.4 * lax.dynamic_index_in_dim(w, c["n"] % 3, keepdims=False)}

@@ -24,16 +24,14 @@ def function_of(name: str) -> Operation:
 ALWAYS: list[str] = [
     *("product", "elementwise", "total", "count", "swap", "overwrite", "sort", "largest", "gather"),
     *("scatter", "cumulative", "where", "square_root", "cond", "switch", "lax_scan", "lax_fori"),
-    *("inner_loop", "inner_loop_of_any_length", "inner_while", "checkpoint", "loop_in_checkpoint"),
+    *("inner_loop", "inner_loop_of_any_length", "inner_while", "checkpoint"),
     *("custom_jvp", "custom_vjp", "squash", "stop_gradient", "jit", "batch", "slope"),
-    *("solve", "cholesky", "eigenvalues", "linear_solve", "root", "convolution", "spectrum", "soft_choice"),
-    *("outer_product", "length", "cumulative_product", "running_sums", "sort_by", "order", "best_two"),
-    *("place_of_largest", "take_along", "slice_of_weights", "update_slice", "sums_by_place", "place_among"),
+    *("solve", "eigenvalues", "linear_solve", "root", "running_sums", "sort_by", "take_along", "slice_of_weights"),
     *("rows_of_map", "inner_rows", "inner_solves", "inner_stages", "loop_in_loop", "pure_callback", "rule_for_lanes"),
     *("rule_that_mixes_lanes", "inner_rule_that_mixes_lanes"),
     *("clipped", "guarded_domain", "named", "checkpoint_with_policy"),
     *of_any_lanes("branch", "branch_with_a_product", "branch_with_a_domain", "one_of_three", "loop_in_branch"),
-    *of_any_lanes("branch_in_branch", "chosen_in_branch", "checkpoint_of_branch"),
+    *of_any_lanes("branch_in_branch", "checkpoint_of_branch"),
 ]
 # A letter each. Of `Program.features`; most are a leaf of the carry (`evaluate.py`).
 OF_FEATURES: dict[str, list[str]] = {
@@ -46,27 +44,32 @@ OF_FEATURES: dict[str, list[str]] = {
     "y": ["random_of_loop"],  # a key that the loop is given
     "m": ["module", "trained_module", *of_any_lanes("module_in_branch")],
     "b": ["append", "newest_of_buffer"],
-    "h": ["push", "window", *of_any_lanes("push_in_branch")],
+    "h": ["push", "window"],
     "r": ["write", "read", *of_any_lanes("write_in_branch")],
-    "a": ["wide", "wide_products"],
+    "a": ["wide"],
     "c": [  # choices by constants, and flags
-        *("chosen_by_a_constant", "chosen_by_constants", "one_of_constants", "constant", "chosen_scan"),
-        *("chosen_inner_loop", "chosen_result", "scan_with_constants", "flag_of_scan", "flag_of_loop"),
-        *("flag_of_numbers_outside", "flags_of_rows", "checkpoint_of_scan"),
+        *("chosen_by_a_constant", "chosen_by_constants", "one_of_constants", "constant", "chosen_inner_loop"),
+        *(
+            "chosen_result",
+            "scan_with_constants",
+            "flag_of_scan",
+            "flag_of_loop",
+            "flags_of_rows",
+            "checkpoint_of_scan",
+        ),
     ],
     "t": ["turn_if", "set_flag", *of_any_lanes("branch_on_flag")],
     # Effects that a derivative keeps, that only a program without a derivative has, and in order, also without a batch.
     "e": [
-        *("say", "say_in_loop_that_changes_nothing", "say_in_inner_loop", "say_in_scan", "say_in_jit"),
-        *("say_in_checkpoint", "say_in_custom_jvp", "say_in_custom_vjp", "say_in_backward_rule"),
-        *("tell_in_backward_rule", *of_any_lanes("say_in_branch", "say_and_change_nothing")),
+        *("say", "say_in_inner_loop", "say_in_scan", "say_in_checkpoint", "say_in_custom_jvp", "say_in_custom_vjp"),
+        *("say_in_backward_rule", "tell_in_backward_rule", *of_any_lanes("say_in_branch", "say_and_change_nothing")),
     ],
-    "i": ["tell", "ask", "ask_in_inner_loop", "ask_in_checkpoint", *of_any_lanes("ask_in_branch")],
-    "o": ["say_in_order", "say_in_order_in_branch"],
-    "p": ["row_from_host", "there_and_back", "branch_on_host"],  # rows in host memory
+    "i": ["tell", "ask", "ask_in_checkpoint", *of_any_lanes("ask_in_branch")],
+    "o": ["say_in_order"],
+    "p": ["row_from_host", "branch_on_host"],  # rows in host memory
 }
 # Choices by constants three times: their outputs are literals, which went unseen for long.
-CHOICES = ["chosen_by_a_constant", "chosen_scan", "chosen_inner_loop", "chosen_result", "scan_with_constants"]
+CHOICES = ["chosen_by_a_constant", "chosen_inner_loop", "chosen_result", "scan_with_constants"]
 ALWAYS += [*OF_FEATURES["c"], *CHOICES, *CHOICES]
 OPERATIONS: dict[str, Operation] = {
     name: function_of(name) for group in (ALWAYS, *OF_FEATURES.values()) for name in group

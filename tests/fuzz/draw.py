@@ -18,13 +18,13 @@ TRUNCATED = ("last two", "windows of two")
 STORES_EVERY_STEP = ("bounded", "residuals")
 FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while", "inner_solves", "say_in_inner_loop")
 OTHER_INNER_LOOPS = (
-    *("batch", "slope", "loop_in_checkpoint", "inner_rows", "loop_in_loop", "chosen_inner_loop", "flag_of_loop"),
-    *("flag_of_numbers_outside", "flags_of_rows", "turn_if", "say_in_loop_that_changes_nothing", "ask_in_inner_loop"),
+    *("batch", "slope", "inner_rows", "loop_in_loop", "chosen_inner_loop", "flag_of_loop"),
+    *("flags_of_rows", "turn_if"),
     *("inner_stages", "doubles_in_inner_loop", "checkpoint_of_scan"),
     *("random_in_inner_loop_of_lanes", "inner_rule_that_mixes_lanes", *TAKES_BRANCHES),  # a branch is a loop
 )
 # Results of an inner loop, which is then dead code.
-DROPS_RESULTS = ("overwrite", "window", "eigenvalues", "constant", "spectrum", "soft_choice", "length")
+DROPS_RESULTS = ("overwrite", "window", "eigenvalues", "constant")
 LETTERS = "zfkmbhrtgyeeeccccciopd"  # of features; of some, more often
 NOT_OF_LAX = "bhry"  # what is no argument of its loops, or loopax's own
 LARGE = 4  # operations: more derivatives of more of them take long to compile

@@ -34,14 +34,6 @@ def say_and_change_nothing(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": 0.9 * loops.cond(x > 0.0, loud, lambda s: s, c["s"])}
 
 
-def say_in_loop_that_changes_nothing(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    def loud(s: Any) -> Any:
-        loops.say("say_in_loop_that_changes_nothing", s, loops.who(c))
-        return s
-
-    return c | {"s": jnp.sin(loops.inner(c["n"] % 3, loud, c["s"])), "n": c["n"] + 1}
-
-
 def say_in_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
     def loud(v: Any) -> Any:
         loops.say("say_in_inner_loop", v[0], loops.who(c))
@@ -59,15 +51,6 @@ def say_in_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
 
     s, v = lax.scan(loud, c["s"], c["v"])
     return c | {"s": s, "v": v}
-
-
-def say_in_jit(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    @jax.jit
-    def loud(v: Any, *who: Any) -> Any:
-        loops.say("say_in_jit", v[1], who)
-        return jnp.sin(w @ v)
-
-    return c | {"v": loud(c["v"], *loops.who(c))}
 
 
 def say_in_checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -143,11 +126,6 @@ def ask_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": 0.9 * loops.cond(c["v"][0] > 0.0, asked, lambda s: s - 0.1, c["s"])}
 
 
-def ask_in_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    asked = lambda s: 0.9 * loops.ask("ask_in_inner_loop", s, loops.who(c))
-    return c | {"s": loops.inner(c["n"] % 3, asked, c["s"]), "n": c["n"] + 1}
-
-
 def ask_in_checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
     asked = jax.checkpoint(lambda s, *who: loops.ask("ask_in_checkpoint", jnp.sin(s), who))
     return c | {"s": 0.9 * asked(c["s"], *loops.who(c))}
@@ -158,24 +136,11 @@ def say_in_order(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": jnp.sin(c["s"] + x)}
 
 
-def say_in_order_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    def loud(s: Any) -> Any:
-        loops.say("say_in_order_in_branch", s, loops.who(c), ordered=True)
-        return 0.9 * s
-
-    return c | {"s": loops.cond(x > 0.0, loud, lambda s: s - 0.1, c["s"])}
-
-
 def branch_on_host(c: Values, x: Any, w: Any, loops: Any) -> Values:
     """An operand of a branch that is in host memory."""
     stored = loops.to_host(lax.stop_gradient(c["v"]))
     v = loops.cond(c["s"] > 0.1, lambda v: jnp.sin(loops.to_device(v)), lambda v: 0.5 * loops.to_device(v), stored)
     return c | {"v": 0.6 * c["v"] + 0.3 * v}
-
-
-def there_and_back(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    stored = loops.to_host(lax.stop_gradient(c["v"]))
-    return c | {"v": 0.5 * c["v"] + 0.4 * loops.to_device(stored)}
 
 
 # Those of one expression.

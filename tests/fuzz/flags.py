@@ -17,20 +17,9 @@ def guarded_domain(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": jnp.where(inside, 0.3 * jnp.log(jnp.where(inside, c["s"], 1.0)), 0.7 * c["s"] + 0.2)}
 
 
-def chosen_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """By a constant, a result of a loop."""
-    s = lax.scan(lambda s, _: (jnp.sin(s + x), None), c["s"], None, 3)[0]
-    return c | {"s": jnp.where(True, s, 0.0)}
-
-
 def chosen_inner_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
     v = loops.inner(2, lambda v: jnp.sin(w @ v) + 0.1, c["v"])
     return c | {"v": jnp.where(True, v, 0.0)}
-
-
-def chosen_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    by_constants = lambda v: lax.select_n(jnp.array([1, 0, 1], jnp.int32), jnp.cos(v), jnp.sin(w @ v))
-    return c | {"v": loops.cond(x > 0, by_constants, lambda v: jnp.where(True, 0.5 * v, 0.0), c["v"])}
 
 
 def scan_with_constants(c: Values, x: Any, w: Any, loops: Any) -> Values:
@@ -67,13 +56,6 @@ def flag_of_loop(c: Values, x: Any, w: Any, loops: Any) -> Values:
     goes_on = lambda carry: (carry[0] < 3) & ~carry[2]
     i, _, turned = loops.inner_while(goes_on, step, (jnp.int32(0), c["v"], jnp.bool_(False)))
     return c | {"v": jnp.where(turned, 0.7 * c["v"], jnp.tanh(c["v"] - 0.2 * x)), "n": c["n"] + i}
-
-
-def flag_of_numbers_outside(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    """A loop that carries a counter and a flag, and reads what has a derivative."""
-    step = lambda carry: (carry[0] + 1, carry[1] | (c["v"][carry[0] % 3] * jnp.cos(c["s"]) > 0.2))
-    _, found = loops.inner_while(lambda carry: carry[0] < 3, step, (jnp.int32(0), jnp.bool_(False)))
-    return c | {"s": lax.select(found, 0.8 * c["s"], jnp.sin(c["s"] + x))}
 
 
 def flags_of_rows(c: Values, x: Any, w: Any, loops: Any) -> Values:

@@ -45,11 +45,6 @@ def lax_scan(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return c | {"s": s, "v": v}
 
 
-def loop_in_checkpoint(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    function = lambda v: loops.inner(2, lambda v: jnp.tanh(w @ v), v)
-    return c | {"v": jax.checkpoint(function)(c["v"])}
-
-
 @jax.custom_jvp
 def steep(x: Any) -> Any:
     return jnp.tanh(x)
@@ -175,11 +170,6 @@ def module_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     halved = lambda m, v: (Layer(0.5 * m.weight, m.rate), m(v))
     m, v = loops.cond(c["s"] > 0.1, halved, lambda m, v: (m, 0.8 * v), c["m"], c["v"])
     return c | {"m": m, "v": v}
-
-
-def push_in_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
-    pushed = lambda h, s: loops.push(h, jnp.sin(s + h[0]))
-    return c | {"h": loops.cond(x > 0, pushed, lambda h, s: h, c["h"], c["s"])}
 
 
 # Those of one expression.
