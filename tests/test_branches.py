@@ -29,19 +29,14 @@ def root_of(x: Any) -> Any:
 # A function, and where it is defined: at its edge its derivative is infinite, beyond it is NaN or does not end.
 EDGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sqrt": (lambda x: x > 0, jnp.sqrt),
-    "log": (lambda x: x > 0, jnp.log),
-    "division": (lambda x: x != 0, lambda x: 1 / x),
     "norm": (lambda x: x != 0, lambda x: jnp.linalg.norm(jnp.stack([x, 2 * x]))),
-    "arccos": (lambda x: jnp.abs(x) < 1, jnp.arccos),
-    "power": (lambda x: x > 0, lambda x: x**0.3),
-    "logit": (lambda x: (x > 0) & (x < 1), jax.scipy.special.logit),
-    "arctanh": (lambda x: jnp.abs(x) < 1, jnp.arctanh),
     "solve": (lambda x: x != 0, lambda x: jnp.linalg.solve(jnp.array([[x, 1.0], [0.0, x]]), jnp.ones(2)).sum()),
     "no convergence": (lambda x: x > 0, root_of),
 }
 STARTS = np.array([0.3, 0.0, -0.7, 0.9])
-SLOW_EDGES = ["log", "division", "solve", "norm", "logit", "arctanh", "power", "arccos"]
-each_edge = pytest.mark.parametrize("edge", [pytest.param(e, marks=slow) if e in SLOW_EDGES else e for e in EDGES])
+each_edge = pytest.mark.parametrize(
+    "edge", [pytest.param(e, marks=slow) if e in ("solve", "norm") else e for e in EDGES]
+)
 
 
 def with_edge(edge: str, lanes: Any) -> Callable[..., Any]:
@@ -192,19 +187,12 @@ def test_a_function_beside_other_functions() -> None:
     ("call", "error", "message"),
     [
         (lambda: lx.cond(True, lambda: (1, jnp.ones(3)), lambda: (2, jnp.ones(2))), TypeError, r"\[1\]: .*\[2\] and"),
-        (lambda: lx.cond(True, lambda: {"a": 1}, lambda: {"b": 1}), TypeError, r"\['a'\].*missing"),
-        (lambda: lx.cond(True, lambda: (1,), lambda: 1), TypeError, "the result itself: got"),
-        (lambda: lx.cond(True, lambda: jnp.int32(1), lambda: 1.5), TypeError, "the result itself: .*int32"),
         (lambda: lx.switch(0, [jnp.sin, jnp.cos, lambda x: (x,)], 1.0), TypeError, r"branches\[2\] and branches\[0\]"),
-        (lambda: lx.cond(jnp.ones(2), lambda: 1, lambda: 1), TypeError, r"got float64\[2\], expected one bool"),
         (lambda: lx.cond("yes", lambda: 1, lambda: 1), TypeError, "got str 'yes', expected one bool"),  # pyright: ignore[reportArgumentType]
-        (lambda: lx.cond(True, 3, lambda: 1), TypeError, "true_fun of cond: got int 3"),  # pyright: ignore[reportArgumentType]
         (lambda: lx.switch(1.0, [lambda: 1]), TypeError, "got float 1.0, expected one integer"),  # pyright: ignore[reportArgumentType]
-        (lambda: lx.switch(0, []), ValueError, "got no branches"),
         (lambda: lx.switch(0, [3]), TypeError, r"branches\[0\] of switch: got int 3"),  # pyright: ignore[reportArgumentType]
         (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, operand=2.0), TypeError, "by name and 1 by position"),
         (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, lanes="free"), ValueError, "free lanes are for a loop"),
-        (lambda: lx.cond(True, jnp.sin, jnp.cos, 1.0, lanes="eager"), ValueError, "Choose one of"),  # pyright: ignore[reportArgumentType]
     ],
 )  # fmt: skip
 def test_bad_arguments(call: Any, error: Any, message: str) -> None:

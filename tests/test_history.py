@@ -154,12 +154,6 @@ def test_traced_indices(storage: str) -> None:
     assert_close(jax.jit(jax.value_and_grad(f))(START), value_and_gradient(of_arrays, START))
 
 
-def test_without_rows(storage: str) -> None:
-    like = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "i": 3}
-    assert_close(lx.History(2, like=like).rows, {"x": jnp.zeros((2, 2), jnp.float32), "i": jnp.zeros(2, int)})
-    assert_close(lx.History(2, like=1.0, fill=0.5).push(2).rows, jnp.array([0.5, 2.0]))
-
-
 IN_PLACE = {
     "the oldest row is read": lambda window, x: window[0] * x,
     "both ends are read": lambda window, x: window[0] + jnp.sin(window[-1]) * x,

@@ -1,13 +1,10 @@
 """What loops report while they run: how often, of what, and only once."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from loopax._src import progress as public
 from loopax._src.core.ir.annotations import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, Watch
@@ -90,18 +87,6 @@ def test_without_progress_the_program_is_the_same(name):
 # ---- long loops
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_positions_beyond_what_can_be_counted(reverse):
-    """After the last position that can be counted no report is due; before, none is due beyond it."""
-    start = jnp.int32(5 if reverse else MOST_STEPS - 5)
-    watch = Watch(None, start, None)  # type: ignore[arg-type]
-    walk = RowLoop(reverse=reverse, limited=reverse, predicated=not reverse)
-    for steps in (3, 100, MOST_STEPS):
-        due = int(watch._after(walk, start, jnp.int32(steps)))
-        expected = {3: 2 if reverse else MOST_STEPS - 2}.get(steps, -1)
-        assert due == expected
-
-
 def test_a_loop_that_counts_no_further_reports_no_more():
     """Started at a position near the largest, as after two thousand million steps."""
     found = Recorder()
@@ -153,24 +138,10 @@ def test_bad_progress(arguments, error, words):
         lx.Progress(**arguments)
 
 
-def test_tqdm_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(public, "has_tqdm", lambda: False)
-    with pytest.raises(ImportError, match=r"pip install loopax\[progress\]"):
-        lx.Progress(style="tqdm")
-
-
 @pytest.mark.parametrize("wrong", ["yes", 1, lx.Progress])
 def test_what_is_no_progress(wrong):
     with pytest.raises(TypeError, match=r"fori_loop\(progress=...\).*expected True, False, None"):
         summed(3, wrong)
-
-
-def test_loops_are_told_apart_by_what_they_repeat():
-    first, second = (lambda c: c), (lambda c: c + 1)
-    of = lambda function: public.Reporter.of(lx.Progress(), "scan", function)
-    assert of(first) == of(partial(partial(first), 3)) == of(jax.jit(first))
-    assert of(first) != of(second)
-    assert of(first) != public.Reporter.of(lx.Progress("other"), "scan", first)
 
 
 @pytest.mark.parametrize("lanes_map", [True, False])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import loopax as lx
 from tests.support.complex_steps import gradient, hessian_product
@@ -209,69 +208,7 @@ def test_until_it_stops() -> None:
     assert lx.rollout(silent, STATE, stop=lambda state, _: state.sum() > 0.8, save_every=2).num_steps == done.num_steps
 
 
-def test_autoregression_without_a_state() -> None:
-    f = lambda start: lx.rollout(
-        lambda _, history: (None, jnp.sin(history[0]) + history[-1]), None, 6, history=lx.History(3, start)
-    )
-    series = list(START)
-    for _ in range(6):
-        series.append(np.sin(series[-3]) + series[-1])
-    done = f(START)
-    assert_close((done.state[1].rows, done.outputs), (np.stack(series[-3:]), np.stack(series[3:])))
-
-
-class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.calls = nnx.Variable(jnp.array(0))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-        self.weight = nnx.Param(jnp.array(0.7))
-
-    def __call__(self, x: Any) -> Any:
-        self.calls[...] += 1
-        return self.dropout(x * self.weight[...] + 1.0)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_nnx_modules_are_changed_in_place(every: int) -> None:
-    def take(state: Any) -> Any:
-        model, x = state
-        x = model(x)
-        return (model, x), x
-
-    model, other = Model(), Model()
-    done = lx.rollout(take, (model, jnp.ones(8)), 5, save_every=every)
-    x, rows = jnp.ones(8), []
-    for _ in range(5):
-        x = other(x)
-        rows.append(x)
-    assert done.state[0] is model
-    assert model.calls[...] == 5
-    assert_close((done.state[1], done.outputs), (x, jnp.stack(rows)[every - 1 :: every]))
-
-
 # ---- what it costs
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("given", [{}, {"inputs": INPUTS, "history": START}], ids=["alone", "inputs+history"])
-def test_one_compilation_for_all_lengths(every: int, given: Any) -> None:
-    traces = []
-
-    def counted(*row: Any, **others: Any) -> Any:
-        traces.append(1)
-        return step(*row, **others)
-
-    @jax.jit
-    def f(n: Any) -> Any:
-        window = lx.History(3, START) if given else None
-        options = {"inputs": given.get("inputs"), "history": window, "max_steps": ROWS, "save_every": every}
-        return lx.rollout(counted, STATE, n, **options).num_steps
-
-    assert f(jnp.int32(0)) == 0
-    first = len(traces)
-    assert first <= 2
-    assert [int(f(jnp.int32(n))) for n in range(ROWS)] == list(range(ROWS))
-    assert len(traces) == first
 
 
 @pytest.mark.parametrize("kind", [lx.Checkpointed(8), lx.Bounded(), lx.Residuals()])

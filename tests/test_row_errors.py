@@ -33,11 +33,6 @@ def buffer(*rows: float, capacity: int = 3) -> Any:
     return found
 
 
-class Pair(eqx.Module):
-    array: Any
-    size: int
-
-
 def step(state: Any, x: Any = None) -> Any:
     y = jnp.sin(2 * state) + (0.2 if x is None else x * state)
     return state + 0.3 * jnp.cos(y), y
@@ -65,11 +60,9 @@ WRONG_ROWS: list[Any] = [
 ]
 ITERATIONS: list[Any] = [
     lambda b: [row for row in b],  # noqa: C416, the statement
-    lambda b: print(*b),
     lambda b: next(iter(b)),
     list,
     tuple,
-    lambda b: dict(zip(b, range(3), strict=False)),
 ]
 INSTEAD = ["a Buffer cannot be iterated over", "fori_loop(0, buffer.count", "length=buffer.count)", "buffer.rows"]
 
@@ -85,12 +78,6 @@ BUFFERS: list[Mistake] = [
     *((lambda how=how: jax.jit(how)(buffer(1.0)), TypeError, INSTEAD) for how in ITERATIONS),
     (lambda: lx.Buffer(2, like=3).append(0.5), TypeError, ["Buffer.append", "got float 0.5, expected int64[]"]),
     (lambda: buffer().append(1.0, when=jnp.ones(2, bool)), TypeError, ["Buffer.append(when=...)", "one bool"]),
-    (lambda: buffer(1.0, 2.0, 3.0, capacity=2), eqx.EquinoxRuntimeError, ["room for 2 rows", "capacity", "when="]),
-    (
-        lambda: lx.fori_loop(0, 3, lambda i, b: b.append(1.0), buffer(capacity=2)),
-        eqx.EquinoxRuntimeError,
-        ["room for 2 rows"],
-    ),
     *((lambda i=i: buffer(1.0)[i], eqx.EquinoxRuntimeError, ["no such row (", "buffer.count"]) for i in (1, -2)),
     *(
         (lambda i=i: lx.fori_loop(0, 1, lambda _, c: (c[0], c[0][i]), (buffer(1.0), 0.0)), eqx.EquinoxRuntimeError, [])
@@ -135,13 +122,10 @@ HISTORIES: list[Mistake] = [
         )
         for fill, got in [(0.5, "0.5"), (jnp.ones(2, int), "int64[2]"), ("abc", "'abc'")]
     ),
-    (lambda: lx.History(4, ROWS), ValueError, ["History(4, rows)", "rows has 3 rows"]),
     *(
         (lambda rows=rows: lx.History(2, rows), error, ["History", *says])
         for rows, error, says in [
             ({"a": jnp.ones(3), "b": jnp.ones(2)}, ValueError, ["as many rows", "['a']: 3 rows", "['b']: 2 rows"]),
-            ({"a": jnp.ones(3), "b": jnp.float64(1.0)}, ValueError, ["leading axis", "['b']: float64[]"]),
-            (Pair(jnp.ones(3), 3), ValueError, ["leading axis", ".size"]),
             ({"a": "abc"}, TypeError, ["arrays of numbers", "['a']", "'abc'"]),
             (jax.random.split(jax.random.key(0), 3), TypeError, ["arrays of numbers", "key_data"]),
             ((), TypeError, ["expected arrays with at least 2 rows"]),
@@ -161,14 +145,12 @@ NO_CAPACITY = [
     "(state, None) from step",
 ]
 ROLLOUTS: list[Mistake] = [
-    (rolled(step, STATE, 8, inputs=INPUTS), ValueError, ["rollout(length=...): got 8", "inputs has 7 rows"]),
     (
         rolled(silent, STATE, inputs={"a": jnp.ones(3), "b": jnp.ones(2)}),
         ValueError,
         ["rollout", "every array of inputs", "['a']: 3 rows", "['b']: 2 rows"],
     ),
     (
-        rolled(silent, STATE, inputs=jnp.float64(1.0)),
         ValueError,
         ["rollout reads inputs row by row", "inputs itself"],
     ),
@@ -197,7 +179,6 @@ ROLLOUTS: list[Mistake] = [
         for result, got in [(1.0, "float"), ((1.0, 2.0, 3.0), "a tuple of 3"), ({}, "dict")]
     ),
     (
-        rolled(lambda state: ({"x": jnp.ones(3)}, None), {"x": STATE}, 4),
         TypeError,
         ["step of rollout", ".state['x']: got float64[3], expected float64[2]"],
     ),
@@ -205,15 +186,12 @@ ROLLOUTS: list[Mistake] = [
         (rolled(step, STATE, 4, stop=lambda state, y, r=r: r), TypeError, ["stop of rollout must return one bool"])
         for r in (1.0, jnp.ones(2, bool), None, (True,))
     ),
-    (rolled(STATE, STATE, 4), TypeError, ["step of rollout", "callable"]),
-    (rolled(step, STATE, 4, stop=True), TypeError, ["stop of rollout", "callable"]),
     (rolled(step, STATE, 4, max_steps=3), ValueError, ["loopax.rollout: max_steps=3 stopped"]),
     (
         rolled(step, STATE, stop=stop, max_steps=2),
         eqx.EquinoxRuntimeError,
         ["loopax.rollout at ", "max_steps=2 stopped"],
     ),
-    (rolled(step, STATE, 4, stop=stop, unroll=3), ValueError, ["rollout(unroll=3, stop=...)"]),
 ]
 OUTPUTS: list[Mistake] = [
     *(

@@ -16,8 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
-from loopax._src.core.jaxpr.util import inner_jaxprs, map_programs
-from loopax._src.jax_internals import ClosedJaxpr, held_program
+from loopax._src.core.jaxpr.util import inner_jaxprs
 from tests.support.progress_recorder import once, recorder  # noqa: F401 - a fixture
 
 FLAGS = [name for name in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, name)]
@@ -94,22 +93,6 @@ def _all(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from _all(inner)
-
-
-def test_another_program_in_an_object() -> None:
-    """The program that an equation holds is exchanged, its rules stay."""
-    function = with_vjp()
-    closed = jax.make_jaxpr(lambda x: function(x) + 1.0)(X)
-    (eqn, *_) = closed.jaxpr.eqns
-    (inner,) = inner_jaxprs(eqn)
-    assert held_program(eqn.params["_prim"]) is inner
-    assert map_programs(eqn, lambda program: program).params["_prim"] is eqn.params["_prim"]
-    other = jax.make_jaxpr(lambda x: 7.0 * x)(X)
-    new = map_programs(eqn, lambda _: other)
-    results = lambda x: eqn.primitive.bind(x, **new.params)[0]
-    np.testing.assert_allclose(jax.value_and_grad(results)(X), (2 * np.sin(X), 3 * np.cos(X)))
-    assert isinstance(other, ClosedJaxpr)
-    np.testing.assert_allclose(jax.jit(results)(X), 7.0 * X)
 
 
 NEWEST = jax.__version_info__ >= (0, 12)

@@ -78,13 +78,3 @@ def test_derivatives(name: str) -> None:
         )
 
     same(jax.jit(derivatives), X, Y, PLACES)
-
-
-def test_nothing_is_added_to_other_programs() -> None:
-    """Neither with the flag, nor for arrays that have no more than 32 bits."""
-    gather = lambda x, i: keep_bits(lambda x, i: x[i], x, i)
-    assert "keep_bits" not in str(jax.make_jaxpr(gather)(X, PLACES))
-    with jax.enable_x64(False):
-        assert "keep_bits" not in str(jax.make_jaxpr(gather)(X.astype(jnp.float32), PLACES))
-        assert "keep_bits" not in str(jax.make_jaxpr(gather)(PLACES, PLACES))
-        assert "keep_bits" in str(jax.make_jaxpr(gather)(X, PLACES))

@@ -20,22 +20,6 @@ def f32(*shape: int) -> Any:
     return jnp.zeros(shape, jnp.float32)
 
 
-@jax.tree_util.register_pytree_node_class
-class Sized:
-    """A size among the static data of a class, of which nothing tells its name."""
-
-    def __init__(self, x: Any, size: int) -> None:
-        self.x, self.size = x, size
-
-    def tree_flatten(self) -> Any:
-        return (self.x,), self.size
-
-    @classmethod
-    def tree_unflatten(cls, size: int, children: Any) -> "Sized":
-        (x,) = children
-        return cls(x, size)
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
 @dataclass
 class Static:
@@ -75,7 +59,6 @@ OTHER_STRUCTURE = [
     ((f32(), f32(4)), (f32(), None), "[1]: got None, expected float32[4]"),
     ((f32(),), [f32()], "the carry itself: got list, expected tuple"),
     ({"a": [f32()]}, {"a": f32()}, "['a']: got float32[], expected list"),
-    (Sized(f32(), 2), Sized(f32(), 3), "the carry itself: got Sized with the static data 3, expected 2"),
     (Static(f32(), 2), Static(f32(), 3), ".size: got 3, expected 2 (a static field)"),
     ({"cell": LINEAR}, {"cell": BLOCK}, "['cell']: got Block, expected Linear"),
     ([Wide(LINEAR, 2)], [Wide(LINEAR, 3)], "[0].width: got 3, expected 2 (a static field)"),

@@ -124,23 +124,6 @@ def test_ensemble_with_a_count_for_each_lane() -> None:
 # ---- dropout
 
 
-def random_bits(model: Block) -> bool:
-    """Whether a loop over the model draws random bits."""
-
-    def run(x: Array) -> Array:
-        step = lambda i, state, key: (state[0], state[0](state[1], key=key))
-        return lx.fori_loop(0, 3, step, (model, x), key=KEY)[1]
-
-    program = str(jax.make_jaxpr(run)(X))
-    return "random_bits" in program or "threefry2x32" in program
-
-
-def test_dropout_draws_nothing_where_it_has_nothing_to_do() -> None:
-    assert random_bits(Block(KEY, inference=False))
-    assert not random_bits(eqx.nn.inference_mode(Block(KEY, inference=False)))
-    assert not random_bits(Block(KEY, rate=0.0, inference=False))
-
-
 # ---- `eqx.nn.State` and `eqx.nn.BatchNorm`
 
 

@@ -1,6 +1,5 @@
 """`key=`: fresh randomness at each step, the same when a step is replayed, and of its own in each lane."""
 
-import functools as ft
 from typing import Any
 
 import jax
@@ -77,39 +76,3 @@ def test_lanes_draw_with_keys_of_their_own(kind):
     draws = [expected_draws(key, range(n)) for key, n in zip(keys, counts, strict=True)]
     wanted = np.stack([noisy_expected(0.7, lane)[1] for lane in draws])
     assert_close(jax.jit(jax.vmap(jax.grad(program), (None, 0, 0)))(0.7, keys, counts), wanted)
-
-
-@ft.cache
-def expected_of_split(make):
-    """The result and its derivative, where each step splits the key that it was given."""
-
-    @jax.jit
-    def draws(key):
-        def step(key, _):
-            key, this = jax.random.split(key)
-            return key, jax.random.normal(this)
-
-        return jax.lax.scan(step, key, length=5)[1]
-
-    return noisy_expected(0.7, np.asarray(draws(KEYS[make](5))))[:2]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_keys_in_the_carry(kind):
-    def program(w, key):
-        def body(i, carry):
-            key, h = carry
-            key, this = jax.random.split(key)
-            return key, jnp.tanh(w * h + jax.random.normal(this))
-
-        return lx.fori_loop(0, 5, body, (key, jnp.ones(())), kind=kind)
-
-    @jax.jit
-    def found(w, key):
-        return program(w, key), jax.grad(lambda w: program(w, key)[1])(w)
-
-    for make, of_seed in KEYS.items():
-        key = of_seed(5)
-        (last, value), slope = found(0.7, key)
-        assert jax.typeof(last) == jax.typeof(key)
-        assert_close((np.asarray(value), np.asarray(slope)), expected_of_split(make))

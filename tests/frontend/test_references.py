@@ -70,32 +70,12 @@ def rows_as_xs(m: Any, w: Any) -> Any:
     return c + (jax.freeze(rows) ** 2).sum() + ys.sum()
 
 
-def custom_rule_in_the_body(m: Any, w: Any) -> Any:
-    total = jax.new_ref(jnp.zeros(()))
-
-    @jax.custom_jvp
-    def steep(x: Any) -> Any:
-        return jnp.tanh(x)
-
-    @steep.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return steep(*primals), 5.0 * tangents[0]
-
-    def step(c: Any, x: Any) -> Any:
-        total[...] += steep(c * x)
-        return steep(c), None
-
-    m.scan(step, w, XS)
-    return jax.freeze(total)
-
-
 PROGRAMS = [
     add_to_closed_over,
     write_rows_of_closed_over,
     loop_in_a_loop,
     made_in_the_body,
     rows_as_xs,
-    custom_rule_in_the_body,
 ]
 
 
@@ -154,22 +134,6 @@ def test_lanes_at_another_axis_than_those_of_the_array(lanes: Any, shape: Any) -
         expected = [[alone(*lane) for lane in zip(of, counts, strict=True)] for of in np.moveaxis(starts, axis, 0)]
         for i, x in enumerate(got):
             np.testing.assert_allclose(x, [[lane[i] for lane in of] for of in expected], rtol=1e-12)
-
-
-def test_eagerly_and_twice() -> None:
-    """References that live outside of any program keep what a loop has written, call after call."""
-    total, rows = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.asarray(XS))
-
-    def step(c: Any, row: Any) -> Any:
-        row[...] += 1.0
-        total[...] += row[...]
-        return [c, {"row": row[...]}]
-
-    for calls in (1, 2):
-        _, ys = lx.scan(step, 0.0, rows)
-        np.testing.assert_allclose(rows[...], XS + calls)
-        np.testing.assert_allclose(ys["row"], XS + calls)
-        np.testing.assert_allclose(total[...], calls * XS.sum() + 4 * sum(range(calls + 1)))
 
 
 def test_rows_that_no_step_has_walked_stay_as_they_are() -> None:

@@ -38,12 +38,6 @@ def fori_loop(w: Array, x: Array, kind: Any, **options: Any) -> Array:
     return lx.fori_loop(0, 100, lambda i, z: f(w, x, z), jnp.zeros_like(x), kind=kind, **options)
 
 
-def momentum(w: Array, x: Array, kind: Any) -> Array:
-    """Both leaves of the carry are the fixed point."""
-    body = lambda i, c: (f(w, x, c[0] + 0.2 * (c[0] - c[1])), c[0])
-    return lx.fori_loop(0, 150, body, (jnp.zeros(3), jnp.ones(3)), kind=kind)[0]
-
-
 def newton(w: Array, x: Array, kind: Any) -> Array:
     def body(z: Any, _: Any = None) -> Array:
         slope = jnp.eye(3) - (1 - f(w, x, z) ** 2)[:, None] * w
@@ -74,8 +68,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Array], Callable[[Array, Array], lx.Kind
     # Reverse mode of `jax.lax.custom_root` with GMRES raises an error (jax#33872), as of optimistix's root_find two
     # of the four orders of second derivatives did (optimistix#151).
     "residual by lineax": (while_loop, lambda w, x: Implicit(GMRES, fixed_point=residual_of(w, x))),
-    "residual by a function": (while_loop, lambda w, x: Implicit(by_jax, fixed_point=residual_of(w, x))),
-    "momentum": (momentum, lambda w, x: Implicit()),
     "Newton": (newton, lambda w, x: Implicit()),
 }
 MODES: dict[str, Callable[[Any], Any]] = {

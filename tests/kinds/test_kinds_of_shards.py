@@ -62,21 +62,12 @@ SLOW = [pytest.mark.slow]
 PROGRAMS: list[Any] = [
     pytest.param(leapfrog, id="reversible"),
     pytest.param(lambda w, x: leapfrog(w, 0.4, rtol=1e-9) * x, id="reversible, shared start"),
-    pytest.param(lambda w, x: leapfrog(w, x, (5 * x).astype(int), checkpoints=1), id="lengths", marks=SLOW),
     pytest.param(taped, id="tape", marks=SLOW),
     pytest.param(lambda w, x: lx.fori_loop(0, 25, lambda i, z: contract(w, x, z), 0.0, kind=lx.Implicit()), id="fori"),
-    pytest.param(lambda w, x: x * until_small(w, 0.5), id="while, shared", marks=SLOW),
     pytest.param(until_small, id="while", marks=SLOW),
     pytest.param(by_residual, id="residual", marks=SLOW),
     pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.Hutchinson(), rtol=0.1, max_matvecs=20), id="rtol"),
     pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.XTrace(), num_matvecs=6), id="xtrace"),
-    pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.XTrace(), rtol=0.1, max_matvecs=8), id="xtol", marks=SLOW),
-    pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.HutchPlusPlus(), num_matvecs=6), id="hutch++", marks=SLOW),
-    pytest.param(
-        lambda w, x: estimate(w, x, lx.stochtrace.XNysTrace(positive_semidefinite=True), num_matvecs=3),
-        id="xnystrace",
-        marks=SLOW,
-    ),
 ]
 
 

@@ -80,8 +80,3 @@ def test_inside_another_loop_and_in_compact_lanes() -> None:
     found = jax.grad(lambda a: outer(a, OneMoreStep()))(A)
     by_python = lambda a: (first := a + wanted(while_loop)(a)) + wanted(while_loop)(first)
     assert_close(found, jax.grad(lambda a: by_python(a).sum())(A))
-
-
-def test_explain_shows_the_kind() -> None:
-    (loop,) = lx.explain(lambda a: fori_loop(a, OneMoreStep()).sum(), A).loops
-    assert loop.kind == OneMoreStep()

@@ -64,20 +64,6 @@ def test_memory_does_not_grow_with_the_steps() -> None:
     assert temporary(100_000, with_checkpoints(9)) <= temporary(100_000, Reversible) + 16 * carry
 
 
-def relative(found: Array, expected: Array) -> float:
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
-
-
-@pytest.mark.slow
-def test_accuracy() -> None:
-    start = jnp.linspace(0.1, 1.0, 12)
-    gradient = jax.jit(jax.grad(lambda q, make: flow(q, 10_000, 0.01, make)), static_argnums=1)
-    exact = gradient(start, lambda _: lx.Checkpointed())
-    assert relative(gradient(start, Reversible), exact) <= 1e-9
-    single = start.astype(jnp.float32)
-    assert relative(gradient(single, with_checkpoints(9, None)).astype(jnp.float64), exact) <= 1e-3
-
-
 class TestChecks:
     def test_a_function_that_is_no_inverse(self) -> None:
         wrong = lambda inverse: Reversible(lambda *args: jax.tree.map(lambda x: 1.01 * x, inverse(*args)))
@@ -114,12 +100,6 @@ class TestChecks:
         kind = Reversible(lambda i, c: (before := c[0] - c[1] / 9, c[1], c[2] - jnp.sin(before)))
         with pytest.raises(ValueError, match=r"returns carry\[1\] as it came, but the derivative of a step reads it"):
             jax.grad(lambda x: lx.fori_loop(0, 3, body, (x, x, x), kind=kind)[2])(0.5)
-
-    def test_without_throw_the_derivative_is_nan(self) -> None:
-        loop = lambda x: lx.fori_loop(
-            0, 3, lambda i, x: 2 * jnp.sin(x), x, kind=Reversible(lambda i, x: x / 2), throw=False
-        )
-        assert jnp.isnan(jax.grad(loop)(0.3))
 
     def test_a_lane_that_takes_no_step_is_not_checked(self) -> None:
         def loop(x: Array, n: Any) -> Array:

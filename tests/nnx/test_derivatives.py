@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import loopax as lx
-from tests.nnx.cells import COUNTS, KINDS, STEPS, Cell, X, apply, cell, fori_loop, python, same, scan, while_loop
+from tests.nnx.cells import COUNTS, KINDS, STEPS, X, apply, cell, fori_loop, python, same, scan, while_loop
 
 
 def loss_of(run: Any, model: Any, x: Any) -> Any:
@@ -52,35 +52,6 @@ def test_gradients(loop: Any, kind: Any) -> None:
     np.testing.assert_allclose(value, expected)
     same([nnx.state(gradient)], [state])
     same([model], [plain])
-
-
-def of_kernel(run: Any, kernel: Any) -> Any:
-    model = Cell()
-    model.linear.kernel[...] = kernel
-    return loss_of(run, model, X)
-
-
-KERNEL, DIRECTION = np.sin(np.arange(1.0, 10.0)).reshape(3, 3), np.cos(np.arange(9.0)).reshape(3, 3)
-
-
-def along(f: Any) -> Any:
-    """The derivative in one direction."""
-    return lambda kernel: jax.jvp(f, (kernel,), (DIRECTION,))[1]
-
-
-WAYS: dict[str, Any] = {
-    "forward over reverse": lambda f: along(jax.grad(f)),
-    "reverse over forward": lambda f: jax.grad(along(f)),
-    "reverse over reverse": lambda f: jax.grad(lambda kernel: (jax.grad(f)(kernel) * DIRECTION).sum()),
-}
-FAST = "forward over reverse"
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == FAST else [pytest.mark.slow]) for way in WAYS])
-def test_second_derivatives(way: str) -> None:
-    f = partial(of_kernel, lambda model, x: while_loop(STEPS, apply, (model, x)))
-    plain = along(jax.grad(partial(of_kernel, partial(python, STEPS))))
-    np.testing.assert_allclose(jax.jit(WAYS[way](f))(KERNEL), jax.jit(plain)(KERNEL), rtol=1e-9)
 
 
 def test_training_with_an_optimizer_in_the_carry() -> None:

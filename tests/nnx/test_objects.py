@@ -87,17 +87,6 @@ def test_what_the_body_leaves_alone_is_not_written() -> None:
     np.testing.assert_allclose(y, python(STEPS, model, X)[1])
 
 
-def test_info_and_run_time_checks() -> None:
-    goes_on = lambda c: c.count[...] < 7
-    for most, number in ((3, 3), (9, 7)):
-        counter = Counter()
-        out, info = lx.while_loop(goes_on, count, counter, max_steps=most, throw=False, info=True)
-        assert out is counter
-        assert (counter.count[...], info.num_steps, info.limit_reached) == (number, number, most == 3)
-    with pytest.raises(Exception, match="max_steps=2 stopped"):
-        lx.while_loop(goes_on, count, Counter(), max_steps=2)
-
-
 class Holder(nnx.Module):
     """Leaves that are not Variables, Variables that hold no array, and metadata."""
 
@@ -166,19 +155,6 @@ def test_a_function_that_closes_over_a_module_sees_its_present_values() -> None:
     assert lx.fori_loop(0, 2, step, jnp.float64(0)) == 2.0
     model[...] = jnp.float64(5)
     assert lx.fori_loop(0, 2, step, jnp.float64(0)) == 10.0
-
-
-def test_a_module_as_body_is_traced_as_it_is_now() -> None:
-    class Scale(nnx.Module):
-        by = 2.0
-
-        def __call__(self, _: Any, x: Any) -> Any:
-            return self.by * x
-
-    scale = Scale()
-    assert lx.fori_loop(0, 2, scale, 1.0) == 4.0
-    scale.by = 3.0
-    assert lx.fori_loop(0, 2, scale, 1.0) == 9.0
 
 
 def test_what_the_body_leaves_alone_is_a_constant_of_the_loop() -> None:

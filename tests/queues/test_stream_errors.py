@@ -43,23 +43,6 @@ def test_an_error_of_the_source_comes_after_the_results(prefetch, error):
         next(stream)
 
 
-def test_items_unlike_the_first():
-    """The results of those before it come first."""
-    alike = {"x": np.ones(2, np.float32), "n": 3, "name": "a"}
-    others: Any = {
-        r"item 2\['x'\] is float32\[3\], expected float32\[2\]": {**alike, "x": np.zeros(3, np.float32)},
-        r"item 2\['x'\] is int32\[2\], expected float32\[2\]": {**alike, "x": np.zeros(2, np.int32)},
-        r"item 2 has the structure PyTreeDef\({'x': \*}\), expected": {"x": alike["x"]},
-        r"item 2\['name'\] is 'b', expected 'a'": {**alike, "name": "b"},
-    }
-    f = lambda item: lx.fori_loop(0, item["n"], lambda i, x: 2 * x, item["x"], max_steps=9)
-    for words, other in others.items():
-        stream = lx.lanes_stream(f, [alike, alike, other, alike], num_lanes=2)
-        assert sorted(next(stream)[0] for _ in range(2)) == [0, 1]
-        with pytest.raises((TypeError, ValueError), match=words):
-            next(stream)
-
-
 def limited(n):
     return lx.fori_loop(0, n, lambda i, x: 2 * x, jnp.float32(1), max_steps=5)
 

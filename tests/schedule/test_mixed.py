@@ -26,14 +26,6 @@ def long_optimum():
     return Optimum(LONG, 44)
 
 
-def test_without_residuals_it_is_the_binomial_schedule():
-    """Where residuals do not fit. The optimum turns the last step round on the way: it need not store its carry."""
-    program = Optimum(60, 6, 1, 7)
-    for slots in range(1, 7):
-        for n in range(1, 61):
-            assert 0 <= evaluations(n, slots) - program.evaluations(n, slots) <= n
-
-
 @each_number_of_slots()
 def test_what_loops_do(slots):
     """At most two for each step, or 2.5 % more than the optimum and those behind the last carry stored forward."""
@@ -58,9 +50,3 @@ def test_a_thousand_steps_of_unknown_number(slots, most):
     cost = execute([*forward(history), *replay(history[-1], LONG, slots, records=True)], LONG)
     assert cost.evaluations == evaluations_from(history[-1], LONG, slots, records=True) <= 1.15 * most * LONG
     assert cost.most_stored <= slots
-
-
-def test_many_steps():
-    assert evaluations(10**6, 20, records=True) < evaluations(10**6, 20)
-    assert evaluations(0, 3, records=True) == 0
-    assert evaluations(10**5, 10**5, records=True) == 2 * 10**5

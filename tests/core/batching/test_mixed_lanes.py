@@ -395,19 +395,3 @@ def test_lanes_that_have_finished_keep_the_length_of_an_inner_pullback():
         return lx.fori_loop(0, m, lambda j, c: step(c), c, kind=lx.Checkpointed(1))
 
     same(lambda each: of_all_lanes(partial(lane, each), 0.7), run, masked_steps)
-
-
-def test_explain_says_what_steps_that_draw_again_store():
-    key = jax.random.key(3, impl="rbg")
-
-    def loop(kind, wrap):
-        step = wrap(lambda v: drawn_again((key, v))[1])
-        run = lambda v: lx.fori_loop(0, 4, lambda _, v: step(v), v, kind=kind).sum()
-        (found,) = lx.explain(run, jnp.ones(2)).loops
-        assert found.stored is not None
-        return found.stored.what, found.stored.size > 0, found.stored.evaluations
-
-    assert loop("bounded", jax.checkpoint) == loop("bounded", lambda f: f) == ("carries", True, 8)
-    assert loop("residuals", lambda f: f) == ("residuals", True, 4)
-    # Of each step its start, from which it draws again.
-    assert loop("residuals", jax.checkpoint) == ("carries", True, 8)

@@ -24,10 +24,6 @@ def checkpoint(log, _):
     return jax.checkpoint(lambda x: 2.0 * log(x))
 
 
-def filter_checkpoint(log, _):
-    return eqx.filter_checkpoint(lambda x: 2.0 * log(x))
-
-
 def custom_jvp(log, in_rule):
     double = jax.custom_jvp(lambda x: 2.0 * log(x))
     double.defjvp(lambda xs, dots: (2.0 * in_rule(xs[0]), 2.0 * dots[0]))
@@ -56,18 +52,6 @@ def filter_custom_vjp(log, in_rule):
         return in_rule(cts[0]) * operands[1], None
 
     return lambda x: double((x, np.float64(2.0)))[0]
-
-
-def filter_custom_jvp(log, in_rule):
-    @eqx.filter_custom_jvp
-    def double(x):
-        return 2.0 * log(x)
-
-    @double.def_jvp
-    def rule(xs, dots):
-        return 2.0 * in_rule(xs[0]), 2.0 * dots[0]
-
-    return double
 
 
 def custom_root(log, _):
@@ -102,15 +86,12 @@ def in_branch(log, in_rule):
     return lambda x: lax.cond(x > 0.0, double, lambda x: x, x)
 
 
-FUNCTIONS = [checkpoint, filter_checkpoint, custom_jvp, custom_vjp, filter_custom_vjp, filter_custom_jvp, custom_root]
+FUNCTIONS = [checkpoint, custom_jvp, custom_vjp, filter_custom_vjp, custom_root]
 FUNCTIONS += [custom_linear_solve, shard_map, in_jit, in_branch]
-IN_RULE = {
-    custom_jvp: CALLED,
-    filter_custom_jvp: CALLED,
-}  # what the rule for a gradient prints; others print cotangents
+IN_RULE = {custom_jvp: CALLED}  # what the rule for a gradient prints; others print cotangents
 IN_RULE |= dict.fromkeys([custom_vjp, filter_custom_vjp, custom_linear_solve, in_jit, in_branch], BACK)
 NO_FORWARD_MODE = (custom_vjp, filter_custom_vjp, in_jit, in_branch)
-PRINTS_ONCE = (custom_jvp, filter_custom_jvp)  # the rule computes the values
+PRINTS_ONCE = (custom_jvp,)  # the rule computes the values
 
 
 def loop_of(double, **options):
@@ -191,17 +172,3 @@ def test_forward_mode_and_second_derivatives(function):
     assert along(X, N) == (182.0, 182.0)
     squared = jax.jit(jax.hessian(lambda x, n: f(x * x, n)))
     assert squared(X, N).tolist() == np.diag([4.0, 16.0, 2.0]).tolist()
-
-
-def test_a_rule_that_refuses_derivatives():
-    """Is asked for none while there are none."""
-
-    def refuse(*_):
-        raise NotImplementedError("no derivative")
-
-    double = jax.custom_jvp(lambda x: 2.0 * x)
-    double.defjvp(refuse)
-    f = jax.vmap(loop_of(double))
-    assert f(X, N).tolist() == [2.0, 80.0, 100.0]
-    with pytest.raises(NotImplementedError, match="no derivative"):
-        jax.grad(lambda x: f(x, N).sum())(X)

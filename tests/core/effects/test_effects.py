@@ -63,19 +63,6 @@ def test_once_where_tangents_alone_are_batched(inner, lanes):
     assert np.allclose(jax.jit(jax.jacfwd(loop_of(log)))(x), jax.jit(jax.jacfwd(loop_of(silent)))(x))
 
 
-def test_in_the_condition_of_another_loop():
-    """In a batch, `jax.lax` evaluates the condition once more."""
-    log = Log()
-    for while_loop, times in ((jax.lax.while_loop, 3), (lx.while_loop, 2)):
-
-        def inner(x, while_loop=while_loop):
-            return while_loop(lambda c: log(c[0]) * c[1] > 0, lambda c: (c[0], c[1] - 1.0), (x, 1.0))[0]
-
-        f = lambda x, n, inner=inner: lx.fori_loop(0, n, lambda i, x: inner(x) + 1.0, x, max_steps=9)
-        starts, counts = np.array([1.0, 10.0, 20.0]), np.array([1, 2, 0])
-        assert log.of(jax.jit(jax.vmap(f)), starts, counts) == sorted([1.0, 10.0, 11.0] * times)
-
-
 # ---- effects inside of equations in which some operands are perturbed, and others not
 
 PARTLY = {

@@ -45,20 +45,6 @@ def test_in_each_loop(loop, lanes):
     assert f(X, N).tolist() == DOUBLED
 
 
-def test_in_branches():
-    """Of lanes that take them."""
-    log = Log()
-    call, keep = lambda x: doubled(log, x), lambda x: x
-    for options in ({}, {"lanes": "compact"}):
-        f = jax.jit(jax.vmap(lambda x, n, options=options: lx.cond(n > 1, call, keep, x, **options)))
-        assert log.of(f, X, N) == [1.0, 100.0]
-        assert f(X, N).tolist() == [2.0, 10.0, 200.0]
-    f = jax.jit(jax.vmap(lambda x, n: lx.switch(n, [keep, keep, keep, call], x)))
-    assert log.of(f, X, N) == [100.0]
-    in_loop = jax.jit(jax.vmap(lambda x, n: fori(lambda x: lx.cond(x > 1.5, call, lambda x: 2.0 * x, x), x, n)))
-    assert log.of(in_loop, X, N) == CALLED[1:]
-
-
 def test_other_batches():
     """Two `vmap`s, limits that leave rows without an active lane, no active lane, no lane, no batched operand."""
     log = Log()
@@ -99,17 +85,6 @@ def test_rows_in_which_no_lane_is_active(effect, lanes):
     last, ys = f(x, low, n)
     assert last.tolist() == [[2.0, 8.0], [12.0, 5.0]]
     assert ys.tolist() == [[[1.0, 0.0, 0.0, 0.0], [4.0, 2.0, 0.0, 0.0]], [[0.0, 6.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
-
-
-def test_through_a_queue():
-    log = Log()
-    item = lambda item: fori(lambda x: doubled(log, x), *item)
-    f = jax.jit(lambda *items: lx.lanes_map(item, items, num_lanes=2))
-    assert log.of(f, X, N) == CALLED
-    assert f(X, N).tolist() == DOUBLED
-    found = {}
-    assert log.of(lambda: found.update(lx.lanes_stream(item, zip(X, N, strict=True), num_lanes=2))) == CALLED
-    assert found == dict(enumerate(DOUBLED))
 
 
 def test_no_loop_goes_on_for_a_finished_lane():

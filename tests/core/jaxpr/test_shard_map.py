@@ -132,15 +132,6 @@ def test_compact_lanes_of_counts_that_differ_between_devices(loop):
     assert_close(jax.device_get(found), sines(STARTS, COUNTS)[1])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_collective_over_a_vmapped_axis(kind):
-    step = lambda h: jnp.sin(h) + lax.pmean(h, "i")
-    f = lambda h: lx.fori_loop(0, 3, lambda i, h: step(h), h, kind=kind)
-    expected = lambda h: step(step(step(h)))
-    lanes = lambda f: lambda h: (jax.vmap(f, axis_name="i")(h), jax.vmap(jax.grad(f), axis_name="i")(h))
-    assert_close(*jax.jit(lambda h: (lanes(f)(h), lanes(expected)(h)))(STARTS))
-
-
 def test_spmd_axis_name():
     f = lambda h, n: lx.fori_loop(0, n, lambda i, h: jnp.sin(h) * 1.1, h, max_steps=9)
     lanes = jax.jit(jax.vmap(jax.grad(f), spmd_axis_name="d"))

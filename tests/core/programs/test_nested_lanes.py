@@ -134,25 +134,6 @@ def test_iterations_are_those_of_the_report(counts, data):
     assert COUNTER.of(LOCKSTEP, *args)[0] == report.nested.iterations
 
 
-def test_the_outer_part_is_evaluated_as_often_as_the_report_says():
-    counter, counts = LaneCounter(), np.random.RandomState(0).geometric(0.3, (8, 6))
-
-    def f(x, counts):
-        def step(x, n):
-            x = lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
-            return x + counter(x), None
-
-        return lx.scan(step, x, counts, lanes="free", info=True)
-
-    program = jax.jit(jax.vmap(f))
-    _, info = program(np.ones(8), counts)
-    report = lx.lane_report(info, counts)
-    assert report.free is not None
-    assert report.nested is not None
-    assert counter.of(program, np.ones(8), counts)[0] == report.free.outer_evaluations
-    assert report.free.iterations < report.nested.iterations
-
-
 def test_a_lane_leaves_no_domain_while_it_waits():
     """Before, in and after the inner loop, values of other lanes at that time would be errors or not numbers."""
 
@@ -183,7 +164,6 @@ def inner_of(times):
 @pytest.mark.parametrize(
     ("body", "options", "message"),
     [
-        (inner_of(0), {}, r"body holds none\. .*The form it needs"),
         (inner_of(2), {}, r"body holds 2\. .*The form it needs"),
         (lambda x: jax.lax.cond(x > 1.0, inner_of(1), lambda x: x + 1.0, x), {}, r"outside of `cond`"),
         # A kind that stores every step needs bounds of both.
@@ -197,14 +177,3 @@ def inner_of(times):
 def test_other_forms_are_refused(body, options, message):
     with pytest.raises(ValueError, match=message):
         lx.while_loop(lambda x: x < 3.0, body, 0.0, lanes="free", **options)
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_no_steps_and_no_lanes(steps):
-    body = lambda x, _: (lx.fori_loop(0, 2, lambda _, x: x * 2.0, x), x)
-    f = lambda x: lx.scan(body, x, None, length=steps, lanes="free")
-    for lanes in (0, 1, 2):
-        x = jnp.ones(lanes)
-        carry, ys = jax.jit(jax.vmap(f))(x)
-        assert carry.tolist() == [4.0**steps] * lanes
-        assert ys.shape == (lanes, steps)
