@@ -8,30 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array, export
+from jax import export
 
 import loopax as lx
 from tests.support.limited_loops import EACH_LIMITED, raises
-from tests.support.problem import BOUND, XS, H, W, mixed, name_of, scan_step, while_body
+from tests.support.problem import LOOPS, XS, H, W, name_of
 
 STEPS = np.int32(7)
-
-# The loops of `support/problem.py`, each with throw=False: what else would be checked at run time cannot be exported.
-
-
-def while_loop(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
-    options: Any = {"max_steps": BOUND, "kind": kind, "throw": False}
-    return mixed(lx.while_loop(lambda c: c[1] < n, while_body(w, xs), (h, 0), **options)[0])
-
-
-def fori_loop(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
-    body = lambda i, h: while_body(w, xs)((h, i))[0]
-    return mixed(lx.fori_loop(0, n, body, h, max_steps=BOUND, kind=kind, throw=False))
-
-
-def scan(w: Array, h: Array, xs: Array, n: Any, kind: Any) -> Array:
-    (h, _), ys = lx.scan(scan_step(w), (h, 0), xs, length=n, kind=kind, throw=False)
-    return mixed((h, ys))
 
 
 def each(program: Any) -> Any:
@@ -43,7 +26,8 @@ def total_of_lanes(program: Any) -> Any:
     return lambda *arguments: each(program)(*arguments).sum()
 
 
-EACH_LOOP = pytest.mark.parametrize("loop", [while_loop, fori_loop, scan])
+# What would be checked at run time cannot be exported: each has throw=False.
+PROGRAMS = {name: partial(LOOPS[name][0], throw=False) for name in ("while", "fori", "scan")}
 
 
 def through_bytes(f: Any, *arguments: Any, vjp_order: int = 0) -> export.Exported:
@@ -62,22 +46,22 @@ def assert_same_after_a_round_trip(f: Any) -> None:
         assert_same(read.call(W, H, XS, steps), jitted(W, H, XS, steps))
 
 
-@EACH_LOOP
-def test_round_trip(loop: Any) -> None:
-    assert_same_after_a_round_trip(partial(loop, kind=lx.Auto()))
+@pytest.mark.parametrize("loop", PROGRAMS)
+def test_round_trip(loop: str) -> None:
+    assert_same_after_a_round_trip(PROGRAMS[loop](lx.Auto()))
 
 
-CASES = [(scan, lx.Bounded()), (scan, lx.Residuals()), (while_loop, lx.Auto()), (fori_loop, lx.Checkpointed(3))]
+CASES = [("scan", lx.Bounded()), ("scan", lx.Residuals()), ("while", lx.Auto()), ("fori", lx.Checkpointed(3))]
 
 
 @pytest.mark.parametrize(("loop", "kind"), CASES, ids=name_of)
-def test_round_trip_of_a_gradient(loop: Any, kind: Any) -> None:
-    assert_same_after_a_round_trip(jax.grad(partial(loop, kind=kind), (0, 1, 2)))
+def test_round_trip_of_a_gradient(loop: str, kind: Any) -> None:
+    assert_same_after_a_round_trip(jax.grad(PROGRAMS[loop](kind), (0, 1, 2)))
 
 
 def test_gradient_of_what_was_read() -> None:
     """Serialized with its derivative, a loop can be differentiated where its source is not known."""
-    f = partial(scan, kind=lx.Checkpointed(3))
+    f = PROGRAMS["scan"](lx.Checkpointed(3))
     read = through_bytes(f, W, H, XS, STEPS, vjp_order=1)
     both = jax.jit(lambda *arguments: tuple(jax.grad(g, (0, 1, 2))(*arguments) for g in (read.call, f)))
     assert_same(*both(W, H, XS, STEPS))
@@ -111,15 +95,15 @@ def assert_works_for_batches(f: Any, *counts: int) -> None:
 
 
 WHAT = [
-    pytest.param(loop, what, marks=pytest.mark.slow if loop == while_loop and what == "hessian of each lane" else ())
-    for loop in (while_loop, scan)
+    pytest.param(loop, what, marks=pytest.mark.slow if loop == "while" and what == "hessian of each lane" else ())
+    for loop in ("while", "scan")
     for what in LANES
 ]
 
 
 @pytest.mark.parametrize(("loop", "what"), WHAT, ids=name_of)
-def test_any_number_of_lanes(loop: Any, what: str) -> None:
-    assert_works_for_batches(LANES[what](partial(loop, kind=lx.Auto())), 1, 4)
+def test_any_number_of_lanes(loop: str, what: str) -> None:
+    assert_works_for_batches(LANES[what](PROGRAMS[loop](lx.Auto())), 1, 4)
 
 
 # ---- run-time checks
