@@ -49,6 +49,16 @@ EFFECTS = {
     "io_callback with a result": lambda log, x: io_callback(log.append_and_return, jax.typeof(x), x),
 }
 
+# (step, x, number of steps) -> what each loop makes of the step
+FORMS = {
+    "fori_loop": lambda step, x, n, **options: lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=4, **options),
+    "while_loop": lambda step, x, n, **options: lx.while_loop(
+        lambda c: c[1] < n, lambda c: (step(c[0]), c[1] + 1), (x, 0), max_steps=4, **options
+    )[0],
+    "scan": lambda step, x, n, **options: lx.scan(lambda x, _: (step(x), None), x, length=n, max_steps=4, **options)[0],
+    "rollout": lambda step, x, n, **options: lx.rollout(lambda x: (step(x), x), x, n, max_steps=4, **options)[0],
+}
+
 # (step, x) -> the step, once, in what a body may hold
 INNER = {
     "jit": lambda step, x: jax.jit(step)(x),

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
-from tests.core.effects.log import Log
+from tests.core.effects.log import FORMS, Log
 from tests.support.problem import KINDS, name_of
 from tests.support.versions import maps_custom_vjp
 
@@ -103,13 +103,6 @@ def sum_of(f):
 
 
 # Which loop it is, how lanes run and what the body calls meet in no rule: each function with a loop and lanes.
-FORMS = {
-    "fori_loop": lambda f, x, n, **options: lx.fori_loop(0, n, lambda i, x: f(x), x, max_steps=4, **options),
-    "while_loop": lambda f, x, n, **options: lx.while_loop(
-        lambda c: c[1] < n, lambda c: (f(c[0]), c[1] + 1), (x, 0), max_steps=4, **options
-    )[0],
-    "scan": lambda f, x, n, **options: lx.scan(lambda x, _: (f(x), None), x, length=n, max_steps=4, **options)[0],
-}
 TRIED = [(function, "fori_loop", ("lockstep", "compact")[i % 2]) for i, function in enumerate(FUNCTIONS)]
 TRIED += [(f, ("while_loop", "scan")[i % 2], ("sequential", "lockstep")[i // 2 % 2]) for i, f in enumerate(FUNCTIONS)]
 

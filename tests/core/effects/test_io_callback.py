@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import io_callback
 
 import loopax as lx
-from tests.core.effects.log import EFFECTS, Log
+from tests.core.effects.log import EFFECTS, FORMS, Log
 
 X, N = np.array([1.0, 10.0, 100.0]), np.array([2, 0, 3])
 CALLED = [1.0, 2.0, 100.0, 200.0, 400.0]
@@ -20,27 +20,14 @@ def doubled(log, x, **options):
     return 2.0 * io_callback(log.append_and_return, jax.ShapeDtypeStruct((), float), x, **options)
 
 
-def fori(step, x, n, **options):
-    return lx.fori_loop(0, n, lambda i, x: step(x), x, max_steps=4, **options)
-
-
-def while_(step, x, n, **options):
-    return lx.while_loop(lambda c: c[1] < n, lambda c: (step(c[0]), c[1] + 1), (x, 0), max_steps=4, **options)[0]
-
-
-def scan(step, x, n, **options):
-    return lx.scan(lambda x, _: (step(x), None), x, length=n, max_steps=4, **options)[0]
-
-
-def rollout(step, x, n, **options):
-    return lx.rollout(lambda x: (step(x), x), x, n, max_steps=4, **options)[0]
+fori = FORMS["fori_loop"]
 
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential", "auto"])
-@pytest.mark.parametrize("loop", [fori, while_, scan, rollout])
+@pytest.mark.parametrize("loop", FORMS)
 def test_in_each_loop(loop, lanes):
     log = Log()
-    f = jax.jit(jax.vmap(lambda x, n: loop(lambda x: doubled(log, x), x, n, lanes=lanes)))
+    f = jax.jit(jax.vmap(lambda x, n: FORMS[loop](lambda x: doubled(log, x), x, n, lanes=lanes)))
     assert log.of(f, X, N) == CALLED
     assert f(X, N).tolist() == DOUBLED
 
