@@ -93,6 +93,16 @@ def test_derivatives_at_the_edge_of_a_domain(edge: str, lanes: Any) -> None:
 # ---- batches of any size (`tests/core/test_compositions.py` has branches under every transformation)
 
 
+@pytest.mark.parametrize("lanes", [0, 1, 2, 33, 300])
+def test_any_number_of_lanes_in_compact_batches(lanes: int) -> None:
+    xs = jnp.linspace(-1.0, 1.0, lanes)
+    f = lambda x: lx.cond(x > 0.2, jnp.sqrt, lambda x: x - 1.0, x, lanes=lx.Compact(min_lanes=4))
+    assert_close(jax.jit(jax.vmap(f))(xs), jnp.where(xs > 0.2, jnp.sqrt(jnp.maximum(xs, 0.2)), xs - 1.0))
+    if lanes:
+        slopes = jnp.where(xs > 0.2, 0.5 / jnp.sqrt(jnp.maximum(xs, 0.2)), 1.0)
+        assert_close(jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(xs), slopes)
+
+
 # ---- what it costs
 
 
