@@ -10,6 +10,7 @@ from jax import Array
 
 import loopax as lx
 from loopax import Reversible
+from loopax.kinds import LastCarry
 from tests.support.compiled import temporary
 from tests.support.problem import H
 from tests.support.reference import assert_close
@@ -72,3 +73,25 @@ class TestChecks:
         body = lambda i, c: (c[0] / 3 + 1, (c[0] / 3 + 1) * 3 - 3 - c[0])
         kind = Reversible(lambda i, c: ((c[0] - 1) * 3, c[1] + (c[0] - 1) * 3 - (c[0] * 3 - 3) + 1e-17), rtol=1e-3)
         assert_close(jax.grad(lambda x: lx.fori_loop(0, 1, body, (x, 0 * x), kind=kind)[0])(jnp.ones(3).sum()), 1 / 3)
+
+
+def test_a_kind_of_ones_own_without_a_bound_stores_checkpoints() -> None:
+    class Taped(lx.Kind):
+        inverse = staticmethod(lambda c, row: (row, c[1] - 1))
+        record = staticmethod(lambda before, after: before[0])
+
+        def plan(self, loop: Any) -> Any:
+            return LastCarry()
+
+        def without_functions(self) -> lx.Kind:
+            return without
+
+    class Without(Taped):
+        inverse = record = None
+
+    without = Without()
+
+    def loop(x: Array, kind: lx.Kind) -> Array:
+        return lx.while_loop(lambda c: c[1] < 5, lambda c: (jnp.sin(3 * c[0]), c[1] + 1), (x, 0), kind=kind)[0]
+
+    assert_close(jax.grad(loop)(0.3, Taped()), jax.grad(loop)(0.3, lx.Checkpointed()))
