@@ -1,16 +1,20 @@
-"""`Compact`: finished lanes leave the batch, and values and derivatives stay those of each lane."""
+"""`Compact`: finished lanes leave the batch. All that is of each lane stays so; costs fall."""
 
 import functools as ft
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import loopax as lx
+from tests.core.batching.counting import LaneCounter
 from tests.core.batching.logistic import COMPACT, A, N, X, logistic, logistic_expected
+from tests.support.compiled import temporary
 from tests.support.reference import assert_close
 
 EACH_FORM = pytest.mark.parametrize("unknown", [False, True], ids=["groups", "stages"])
@@ -90,3 +94,202 @@ def test_any_sizes(lanes, shrink, min_lanes):
         counts = np.random.RandomState(seed).randint(0, 5, lanes)
         one_at_least = np.where(counts > 0, np.maximum(counts - 1, 1), 0)
         assert_close(found(counts), (wanted(counts), wanted(one_at_least)))
+
+
+# ---- costs
+
+
+@EACH_FORM
+def test_what_is_evaluated_is_what_the_report_says(unknown):
+    counter, counts = LaneCounter(), np.random.RandomState(0).geometric(0.1, 50)
+    compact = lx.Compact(2, 4)
+
+    def f(n):
+        step = lambda x: counter(x) + 1.0
+        if unknown:
+            return lx.while_loop(lambda x: x < n.astype(float), step, 0.0, lanes=compact)
+        return lx.fori_loop(0, n, lambda _, x: step(x), 0.0, lanes=compact)
+
+    report = lx.lane_report(counts, lanes=compact)
+    stretches = report.stages if unknown else report.groups
+    wanted = sum(len(s.active) for s in stretches), sum(s.lane_steps for s in stretches)
+    assert counter.of(jax.jit(jax.vmap(f)), counts) == wanted
+    assert wanted[1] < 0.6 * sum(s.lane_steps for s in report.lockstep)
+
+
+@EACH_FORM
+@pytest.mark.parametrize("inside", [True, False], ids=["vmap_of_grad", "grad_of_vmap"])
+def test_gradients_gain_as_values_do(unknown, inside):
+    counter, counts = LaneCounter(), np.random.RandomState(0).geometric(0.1, 50)
+    compact = lx.Compact(2, 4)
+
+    def f(x, n):
+        step = lambda x: jnp.sin(x) + counter(x)
+        if unknown:
+            body = lambda c: (step(c[0]), c[1] + 1)
+            return lx.while_loop(
+                lambda c: c[1] < n, body, (x, 0), max_steps=100, kind=lx.Checkpointed(), lanes=compact
+            )[0]
+        return lx.fori_loop(0, n, lambda _, x: step(x), x, max_steps=100, kind=lx.Checkpointed(), lanes=compact)
+
+    inner = jax.vmap(jax.grad(f))
+    outer = jax.grad(lambda x, n: jax.vmap(f)(x, n).sum())
+    _, found = counter.of(jax.jit(inner if inside else outer), np.ones(50), counts)
+    report = lx.lane_report(counts, lanes=compact)
+    stretches = report.stages if unknown and not inside else report.groups
+    steps = sum(s.lane_steps for s in stretches)
+    # Forward and two replays; a batch of gradients walks forward once more, in groups (its values may be in stages).
+    forward = sum(s.lane_steps for s in report.stages) if unknown else steps
+    assert found <= (forward + 3 * steps if inside else 3 * steps)
+
+
+def test_memory_of_a_gradient():
+    """Groups store what lockstep does, but the states of a block for one group only; stages a third more."""
+    y, n = np.ones((1024, 16)), np.arange(1024) % 100
+
+    def memory(lanes, unknown):
+        def f(y, n):
+            body = lambda c: (jnp.tanh(c[0]), c[1] + 1)
+            goes_on = lambda c: c[1] < n
+            kind = lx.Checkpointed()
+            if unknown:
+                return lx.while_loop(goes_on, body, (y, 0), max_steps=400, throw=False, kind=kind, lanes=lanes)[0].sum()
+            step = lambda _, y: jnp.tanh(y)
+            return lx.fori_loop(0, n, step, y, max_steps=400, throw=False, kind=kind, lanes=lanes).sum()
+
+        gradient = jax.grad(lambda y: jax.vmap(f)(y, n).sum())
+        return temporary(jax.jit(gradient).lower(y).compile())
+
+    assert memory("compact", unknown=False) < 0.75 * memory("lockstep", unknown=False)
+    assert memory("compact", unknown=True) < 1.35 * memory("lockstep", unknown=True)
+
+
+@EACH_FORM
+def test_auto_shares_its_memory_among_the_parts(unknown):
+    """So all of them together store no more than one loop would."""
+    f = logistic(COMPACT, lx.Auto(memory=7 * 8 * 6), unknown)
+    gradient = jax.jit(jax.grad(lambda x: jax.vmap(f)(A, x, N).sum()))
+    assert_close(gradient(X), logistic_expected(A, X, N)[1][1])
+    small = logistic(COMPACT, lx.Auto(memory=8), unknown)
+    with pytest.raises(ValueError, match=r"Auto\(memory=8\).*at least one carry"):
+        jax.make_jaxpr(jax.grad(lambda x: jax.vmap(small)(A, x, N).sum()))(X)
+
+
+def test_a_loop_that_is_not_batched_is_as_it_is_without():
+    f, g = logistic(COMPACT), logistic("lockstep")
+    same = [str(jax.make_jaxpr(jax.grad(h))(2.0, 0.3, 4)).replace(repr(COMPACT), repr(lx.Lockstep())) for h in (f, g)]
+    assert same[0] == same[1]
+
+
+# ---- effects
+
+
+@EACH_FORM
+def test_a_finished_lane_leaves_its_domain_in_nobodys_sight(unknown):
+    """sqrt(x - 0.5) after the end, and an error where the body is evaluated there."""
+    starts = np.array([1.5, 10.2, 0.2, 5.5, 1.9])
+
+    def f(x):
+        n = jnp.where(x > 1.0, jnp.ceil(x - 1.0), 0).astype(int)
+
+        def body(x):
+            x = eqx.error_if(x, x < 0.5, "evaluated after the end")
+            return x - 1.0 + 0.0 * jnp.sqrt(x - 0.5)
+
+        if unknown:
+            return lx.while_loop(lambda x: x > 1.0, body, x, max_steps=20, lanes=lx.Compact(2, 1))
+        return lx.fori_loop(0, n, lambda _, x: body(x), x, max_steps=20, lanes=lx.Compact(2, 1))
+
+    with jax.debug_nans(True):
+        both = eqx.filter_jit(lambda x: (jax.vmap(jax.grad(f))(x), jax.grad(lambda x: jax.vmap(f)(x).sum())(x)))
+        assert_close(both(starts), (np.ones(5), np.ones(5)))
+
+
+def test_info_and_limits_are_those_of_each_lane():
+    def f(n):
+        loop = lambda lanes: lx.while_loop(
+            lambda i: i < n, lambda i: i + 1, 0, max_steps=5, throw=False, info=True, lanes=lanes
+        )
+        return loop(COMPACT), loop("lockstep")
+
+    compact, lockstep = jax.jit(jax.vmap(f))(np.array([3, 9, 0, 5, 6]))
+    assert jax.tree.map(lambda x: x.tolist(), compact) == jax.tree.map(lambda x: x.tolist(), lockstep)
+    stopped = lambda n: lx.while_loop(lambda i: i < n, lambda i: i + 1, 0, max_steps=5, lanes=COMPACT)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="max_steps=5 stopped"):
+        jax.block_until_ready(eqx.filter_jit(jax.vmap(stopped))(np.array([3, 9, 0])))
+
+
+def test_collectives_over_the_lanes_of_a_second_vmap_are_refused():
+    f = lambda n: lx.fori_loop(0, n, lambda _, x: x + jax.lax.psum(x, "outer"), 0.0, lanes=COMPACT)
+    with pytest.raises(NotImplementedError, match="communicates over the mapped axis 'outer'"):
+        jax.vmap(jax.vmap(f), axis_name="outer")(N[:, None])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shrink": 1.5}, ValueError, "Compact(shrink=...): got 1.5, expected at least 2"),
+        ({"shrink": float("nan")}, ValueError, "expected at least 2"),
+        ({"shrink": "2"}, TypeError, "expected a number from 2 on"),
+        ({"shrink": True}, TypeError, "expected a number from 2 on"),
+        ({"min_lanes": 0}, ValueError, "Compact(min_lanes=...): got 0, expected at least 1"),
+        ({"min_lanes": 2.5}, TypeError, "expected an int, the number of lanes"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error) as raised:
+        lx.Compact(**options)
+    assert message in str(raised.value)
+
+
+# ---- in another program
+
+
+STARTS = jnp.array([1.0, 2.0, 0.1])
+
+
+def while_loop(s, x, lanes):
+    return lx.while_loop(
+        lambda s: jnp.abs(s) > 0.4, lambda s: 0.7 * s * jnp.cos(x), s, lanes=lanes, max_steps=8, throw=False
+    )
+
+
+def fori_loop(s, x, lanes):
+    return lx.fori_loop(0, (4 * jnp.abs(x)).astype(int), lambda i, s: 0.9 * s * jnp.cos(x), s, lanes=lanes)
+
+
+def branch(s, x, lanes):
+    return lx.cond(s > x, lambda s: jnp.sin(s) * x, lambda s: s * x * x, s, lanes=lanes)
+
+
+LOOPS = [while_loop, fori_loop, branch]
+AROUND = {
+    "checkpoint": jax.checkpoint,
+    "a policy": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
+    "scan": lambda f: lambda s, x: lax.scan(lambda s, _: (f(s, x), None), s, None, length=2)[0],
+    "cond": lambda f: lambda s, x: lax.cond(x > 100.0, lambda s, x: s, f, s, x),
+    "jit": jax.jit,
+}
+
+
+def value(loop, around, lanes):
+    """Of a loop whose body has the other loop, in another program. `s` and `x` have derivatives."""
+    once = AROUND[around](lambda s, x: loop(jnp.sin(2.0 * s) + 0.5, x, lanes))
+
+    def lane(t):
+        return lx.scan(lambda s, x: (once(s, x), None), t, jnp.array([0.5, 1.1]) * t)[0]
+
+    return jax.jit(lambda ts: jax.vmap(lane)(ts).sum())
+
+
+SLOW = [name for name in AROUND if name not in ("a policy", "cond")]
+
+
+@pytest.mark.parametrize("around", [pytest.param(a, marks=pytest.mark.slow) if a in SLOW else a for a in AROUND])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_derivatives_of_compact_lanes_in_another_program(loop, around):
+    got, expected = value(loop, around, "compact"), value(loop, around, "lockstep")
+    for derivative in (jax.grad, lambda f: lambda t: jax.jvp(jax.grad(f), (t,), (t,))):
+        np.testing.assert_allclose(
+            jax.tree.leaves(derivative(got)(STARTS)), jax.tree.leaves(derivative(expected)(STARTS)), rtol=1e-6
+        )

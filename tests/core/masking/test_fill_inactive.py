@@ -1,4 +1,4 @@
-"""The primitive that fills the operands of finished lanes: its values, derivatives and batches."""
+"""The primitives of finished lanes: what they are filled with, and which are active."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.masking import fill_inactive, filled_in_derivatives
+from loopax._src.core.masking import an_active, fill_inactive, filled_in_derivatives, over_lanes
 from loopax._src.jax_internals import jaxpr_as_fun
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
@@ -115,3 +115,25 @@ def test_the_transpose_of_a_batch_of_tangents():
     batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, np.array([2.0, 3.0]), np.array([2, 0]))
     (ct,) = jax.jit(jax.linear_transpose(batch, 0.0))(np.ones(2))
     assert_close(ct, 1.0)
+
+
+# ---- one of many lanes, and the largest
+
+
+@pytest.mark.parametrize("lanes", [1, 7, 1024, 1500])
+def test_an_active_lane_is_found(lanes):
+    find = jax.jit(an_active)
+    for place in {0, lanes // 2, lanes - 1}:
+        assert find(np.arange(lanes) == place) == place
+        assert find(np.arange(lanes) >= place) >= place
+    assert 0 <= find(np.zeros(lanes, bool)) < lanes
+
+
+@pytest.mark.parametrize("lanes", [1, 7, 1024, 1500])
+def test_the_largest_of_many_lanes(lanes):
+    largest, is_any = (jax.jit(lambda x, reduce=reduce: over_lanes(reduce, x)) for reduce in (jnp.max, jnp.any))
+    for place in {0, lanes // 2, lanes - 1}:
+        values = np.roll(np.arange(lanes), place + 1)
+        assert values[place] == largest(values) == lanes - 1
+        assert is_any(np.arange(lanes) == place)
+    assert not is_any(np.zeros(lanes, bool))
