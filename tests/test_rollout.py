@@ -111,11 +111,6 @@ def test_values(given: Any, every: int) -> None:
         assert_close(f(jnp.int32(length)), saved(rollout_of_lists(STATE, length, **given), every))
 
 
-@pytest.mark.parametrize("given", [pytest.param(CASES[i], id=name_of(CASES[i])) for i in (0, 1, 5, 10, 15)])
-def test_values_for_a_static_length(given: Any) -> None:
-    assert_close(of_loopax(STATE, ROWS, **given), rollout_of_lists(STATE, ROWS, **given))
-
-
 def weighed(result: Any, xp: Any = jnp) -> Any:
     """A scalar that depends on everything, and on each output in another way."""
     last, rows, _ = result

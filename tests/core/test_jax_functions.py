@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.op_by_op import op_by_op
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
@@ -72,10 +71,6 @@ def scalar(x):
     return (x * jnp.arange(1.0, 5.0)).sum()
 
 
-def step_of(name):
-    return lambda x: scalar(step(name)(x))
-
-
 def loop(name, **options):
     return lambda x, n: scalar(lx.fori_loop(0, n, lambda _, x: step(name)(x), x, max_steps=BOUND, **options))
 
@@ -111,14 +106,6 @@ CASES += [pytest.param(name, jax.value_and_grad, marks=pytest.mark.slow) for nam
 def test_first_derivatives(name, derivatives):
     both = [jax.vmap(derivatives(f)) for f in (loop(name), expected(name))]
     assert_close(*jax.jit(lambda *lanes: [f(*lanes) for f in both])(LANES, COUNTS))
-
-
-@pytest.mark.slow
-def test_equation_by_equation():
-    name = "every rule"
-    wanted = jax.jit(jax.value_and_grad(step_of(name)))(LANES[1])
-    assert_close(jax.value_and_grad(loop(name))(LANES[1], 1), wanted)
-    assert_close(op_by_op(jax.value_and_grad(loop(name)))(LANES[1], 1), wanted)
 
 
 def every_second_derivative(f):

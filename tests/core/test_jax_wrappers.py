@@ -93,28 +93,6 @@ def sines(x, w, steps):
     return x
 
 
-@cache
-def expected_of_sines():
-    return jax.jit(lambda: derivatives_of_weight(lambda w: sines(1.0, w, 3)))()
-
-
-def derivatives_of_weight(f):
-    w = jnp.float64(3.0)
-    return f(w), jax.grad(f)(w), jax.grad(jax.grad(f))(w), jax.vmap(jax.grad(f))(jnp.stack([w, -w]))
-
-
-@per_kind(AUTO, BOUNDED, slow=SLOTS)
-def test_closure_convert(kind):
-    def program(w):
-        loop = lambda x: lx.fori_loop(0, 3, lambda _, x: jnp.sin(w * x), x, kind=kind)
-        converted, closed_over = jax.closure_convert(loop, 1.0)
-        call = jax.custom_vjp(converted)
-        call.defvjp(lambda *args: (call(*args), args), lambda args, ct: jax.vjp(converted, *args)[1](ct))
-        return call(1.0, *closed_over)
-
-    assert_close(jax.jit(lambda: derivatives_of_weight(program))(), expected_of_sines())
-
-
 @per_kind(BOUNDED, slow=AUTO)
 def test_custom_vmap(kind):
     """A rule with a loop of its own, in the body of another loop too."""

@@ -191,12 +191,6 @@ def layers(scan: Any, policy: str, **options: Any) -> Callable[[Any, Any], Any]:
 WEIGHTS = 0.3 * jnp.sin(jnp.arange(4.0 * 8 * 8)).reshape(4, 8, 8)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "lax"], ids=str)
-def test_gradient_of_offloading_layers(kind: Any) -> None:
-    slope = lambda scan, **options: jax.jit(jax.grad(layers(scan, "offload", **options)))(WEIGHTS, jnp.ones(8))
-    np.testing.assert_allclose(slope(lx.scan, kind=kind), slope(lax.scan), rtol=1e-12)
-
-
 def test_offloaded_residuals_are_rows_on_the_host() -> None:
     def rows_on_host(scan: Any, **options: Any) -> list[Any]:
         slope = jax.make_jaxpr(jax.grad(layers(scan, "offload", **options)))(WEIGHTS, jnp.ones(8))

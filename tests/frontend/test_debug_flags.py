@@ -83,10 +83,9 @@ def expected(program: str) -> Any:
     return jax.jit(f)(*arguments)
 
 
-LONG = ["trace", "lanes_map", "no bound, grad of vmap"]
-LONG_WITHOUT_JIT = [*LONG, "free lanes", "hessian", "History, lanes", "other dtypes"]
+LONG_WITHOUT_JIT = ["trace", "hessian", "other dtypes"]
 CASES = [
-    pytest.param(name, jit, marks=pytest.mark.slow if name in (LONG if jit else LONG_WITHOUT_JIT) else ())
+    pytest.param(name, jit, marks=pytest.mark.slow if name in (["trace"] if jit else LONG_WITHOUT_JIT) else ())
     for name in PROGRAMS
     for jit in (True, False)
 ]

@@ -60,7 +60,6 @@ def test_number_that_the_body_changes_becomes_an_array(loop: Any) -> None:
 FUNCTIONS: dict[str, Callable[[Block], Callable[..., Any]]] = {
     "bound method": lambda block: block.step,
     "module": lambda block: Stepper(block=block),
-    "eqx.Partial": lambda block: eqx.Partial(Block.step, block),
     "jax Partial": lambda block: jax.tree_util.Partial(Block.step, block),
     "filter_jit": lambda block: eqx.filter_jit(block.step),
 }
@@ -92,7 +91,6 @@ def through(block: Block, x: Array, n: Any = 3) -> tuple[Block, Array]:
 
 DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "filter_hessian": lambda f: eqx.filter_hessian(lambda x: f(x).sum())(X),
-    "filter_vjp": lambda f: eqx.filter_vjp(f, X)[1](X),
     "filter_checkpoint": lambda f: eqx.filter_grad(lambda x: eqx.filter_checkpoint(f)(x).sum())(X),
     "filter_closure_convert": lambda f: eqx.filter_grad(lambda x: eqx.filter_closure_convert(f, X)(x).sum())(X),
 }

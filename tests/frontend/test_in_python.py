@@ -80,7 +80,6 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "reference": with_reference,
     "History": lambda x: lx.fori_loop(0, 5, lambda i, h: h.push(h[-1] + h[0]), lx.History(3, x * XS)).rows,
     "Buffer": lambda x: lx.fori_loop(0, 5, lambda i, b: b.append(x * i, when=i % 2 == 0), lx.Buffer(4, like=1.0)).rows,
-    "rollout": lambda x: lx.rollout(lambda s, key: (s * x, s + jax.random.normal(key)), x, 5, key=KEY),
     "rollout of a history": lambda x: lx.rollout(
         lambda s, row, history: (s, history[-1] + row * history[-2]),
         None,
@@ -174,9 +173,7 @@ def test_a_bound_stops_a_loop() -> None:
 
 
 BATCHED: dict[str, Callable[[Any], Any]] = {
-    "the same length": lambda x: lx.scan(lambda c, row: (c * x + row, c), x, XS),
     "lengths": lambda x: lx.fori_loop(0, x.astype(int), lambda i, c: c * x, x),
-    "conditions": lambda x: lx.while_loop(lambda c: c < 9, lambda c: c + x, x, info=True),
     "stop in reverse": lambda x: lx.scan(
         lambda c, row: (c + x * row, c), 0.0, XS, stop=lambda c, _: c > 5, info=True, reverse=True
     ),

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import loopax as lx
 from tests.support.limited_loops import (
@@ -146,15 +145,6 @@ def test_the_bound_of_an_inner_loop_is_checked_after_the_outer_one(outer: Any, e
         jax.block_until_ready(program(5))
     assert program(3) == expected
     assert_no_callback_in_a_loop(jax.make_jaxpr(outer)(jnp.int32(3)))
-
-
-def test_throw_is_for_its_own_loop_and_a_check_for_what_is_taken_only() -> None:
-    outer = lambda n: lx.fori_loop(0, n, lambda _, x: inner(x, n), 0.0, max_steps=2, throw=False)
-    with raises(RUN_TIME, "max_steps=3 stopped"):
-        jax.block_until_ready(jax.jit(outer)(5))
-    assert jax.jit(lambda n: nested_fori(n, lambda x, n: inner(x, n, throw=False)))(5) == 6.0
-    untaken = lambda x, n: lax.cond(n < 0, inner, lambda x, _: x, x, n)
-    assert jax.jit(lambda n: nested_fori(n, untaken))(5) == 0.0
 
 
 def test_a_lane_that_is_done_raises_no_error_of_its_inner_loop() -> None:

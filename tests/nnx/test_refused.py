@@ -41,18 +41,8 @@ REFUSED = {
         changed(lambda m: setattr(m, "extra", nnx.Variable(jnp.float64(0)))),
         r"\['model'\].extra: Variable is new in the result",
     ),
-    "deleted attribute": (
-        changed(lambda m: delattr(m.linear, "bias"), "other"),
-        r"\['other'\].linear.bias: Param is missing from the result",
-    ),
     "other mode": (changed(nnx.Module.eval), r"\['model'\].dropout.deterministic: got True, expected False"),
-    "metadata": (
-        changed(lambda m: m.count.set_metadata(note="new")),
-        r"\['model'\].count: got Variable \(note='new'\), expected Variable",
-    ),
-    "swapped": (lambda c: {"model": c["other"], "other": c["model"]}, r"\['model'\]: got another Cell"),
     "another type": (lambda c: {**c, "model": Counter()}, r"\['model'\]: got Counter, expected Cell"),
-    "no module": (lambda c: {**c, "model": 1.0}, r"\['model'\]"),
     "changed and replaced": (
         lambda c: {**c, "model": (c["model"](X), nnx.clone(c["model"]))[1]},
         r"\['model'\].count: changed, but the object is not returned",

@@ -1,9 +1,7 @@
 """Rows of NNX objects in `xs` and `ys`: layers, what they sow, and their metadata."""
 
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,19 +70,6 @@ def test_values_of_rows_that_change_their_containers() -> None:
     assert value["new"][0].tolist() == [1, 3, 0]
     with pytest.raises(TypeError, match=r"got bool.*, expected float64"):
         lx.scan(lambda c, row: (row.set_value(row[...] > 0), None), None, nnx.Variable(jnp.ones(3)))
-
-
-def test_new_values_of_rows_need_a_static_number_of_rows() -> None:
-    def run(length: Any, **options: Any) -> Any:
-        variable = nnx.Variable({})
-        f = lambda carry, row: (carry + 1, row.set_value({"a": carry}))
-        lx.scan(f, 0, variable, length, **options)
-        return variable["a"]
-
-    assert run(3).tolist() == [0, 1, 2]
-    assert jax.jit(partial(run, max_steps=4))(3).tolist() == [0, 1, 2, 0]
-    with pytest.raises(ValueError, match="no static capacity for NNX objects in xs"):
-        jax.jit(run)(3)
 
 
 def test_modules_in_ys() -> None:

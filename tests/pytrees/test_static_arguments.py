@@ -39,16 +39,12 @@ ANY = "choose one for all calls: results do not depend on it"
 NUMBERS = [
     Case("while_loop(max_steps", lambda n: while_loop(3, max_steps=n), "memory", BOUND + "`while_loop(lambda c: (c[0]"),
     Case("fori_loop(max_steps", lambda n: fori_loop(3, max_steps=n), "memory", BOUND + "`fori_loop(0, n, ..., max_"),
-    Case("scan(max_steps", lambda n: scan(3, max_steps=n), "memory", BOUND + "`scan(..., length=n, max_steps="),
-    Case("rollout(max_steps", lambda n: rollout(3, max_steps=n), "memory", BOUND + "`rollout(..., length=n, max_"),
     Case("rewrite_loops(max_steps", lambda n: rewritten(max_steps=n), "memory", BOUND + "`rewrite_loops(fn, max_"),
     Case("rollout(save_every", lambda n: rollout(3, save_every=n), "how many outputs", "when=i % m == 0"),
     Case("History(k", lambda n: lx.History(n, like=1.0), "the shape of the window", "look back by the number"),
     Case("Buffer(capacity", lambda n: lx.Buffer(n, like=1.0), "the shape of the rows", "`append(row, when=...)`"),
-    Case("Checkpointed(checkpoints", lx.Checkpointed, "how much memory a gradient uses", "give the most carries"),
     Case("Auto(memory", lx.Auto, "what a gradient stores", "give the most bytes"),
     Case("Compact(shrink", lx.Compact, "the sizes of the batches", ANY),
-    Case("Compact(min_lanes", lambda n: lx.Compact(min_lanes=n), "the sizes of the batches", ANY),
     Case("lanes_map(num_lanes", lanes_map, "the size of the batch", ANY),
 ]
 UNROLL = [

@@ -128,15 +128,6 @@ def test_a_step_is_traced_once_for_all_nan(module: Any) -> None:
     assert len(values) == 1
 
 
-CHANGES = [(0.0, -0.0), (1, True), (1, 1.0), ((1, 0.0), (1, -0.0)), (Settings(0), Settings(False))]
-
-
-@pytest.mark.parametrize(("old", "new"), CHANGES)
-def test_a_field_that_changes_is_refused(old: Any, new: Any) -> None:
-    with pytest.raises(TypeError, match=r"\.value: got .*, expected .* \(a static field\)"):
-        lx.fori_loop(0, 1, lambda _, c: Field(c.x, new), Field(0.0, old))
-
-
 @MODULES
 def test_branches_that_return_other_values_are_refused(module: Any) -> None:
     choose = lambda a, b: lx.cond(True, lambda x: module(x, a), lambda x: module(x, b), 1.0)

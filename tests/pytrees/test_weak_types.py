@@ -17,28 +17,20 @@ i32, i64, f16, f32, f64 = jnp.int32(1), jnp.int64(1), jnp.float16(1), jnp.float3
 bf16, c64 = jnp.bfloat16(1), jnp.complex64(1)
 CASES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "int + float": (0, lambda x: x + 1.5),
-    "int + uint8": (0, lambda x: x + jnp.uint8(1)),
-    "int + int64": (0, lambda x: x + i64),
     "int + bfloat16": (0, lambda x: x + bf16),
-    "int + complex": (0, lambda x: x + 1j),
     "int to bool": (0, lambda x: x + jnp.asarray(True)),
     "float": (1.0, lambda x: x * 2.0),
-    "float + int32": (1.0, lambda x: x + i32),
     "float + bfloat16": (1.0, lambda x: x + bf16),
     "float + float64": (1.0, lambda x: x + f64),
-    "float + complex64": (1.0, lambda x: x + c64),
-    "complex": (1j, lambda x: x * 2.0),
     "bool": (True, lambda x: x & jnp.asarray(False)),
     "int32": (i32, lambda x: x + 1),
     "float32": (f32, lambda x: x * 2.0),
     "float to itself": (1.0, lambda x: x),
     "weak array": (jnp.asarray(1.0), lambda x: x + f16),
     "weak array to float": (jnp.asarray(1), lambda x: 2.5),
-    "float64 to a Python number": (f64, lambda x: 2.0),
     "float to a Python number": (1.0, lambda x: 2.0),
     "swap of weak and strong": ((0, i64), lambda c: (c[1], c[0])),
     "numpy scalar": (np.float32(1), lambda x: x + 1.0),
-    "numpy array": (np.ones(2, np.float32), lambda x: x * 2.0),
     "numpy bool": (np.bool_(True), lambda x: ~x),
     "result in numpy": (f32, lambda x: np.float32(3)),
     "broadcast weak": (lax.full_like(jnp.asarray(1.0), 1.0, shape=(2,)), lambda x: x * 2.0),
@@ -105,11 +97,9 @@ def test_weak_types_are_promoted_as_often_as_it_takes(form: Any, jit: Any) -> No
 REFUSED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "int32 + float": (i32, lambda x: x + 1.5),
     "float32 to float64": (f32, lambda x: f64),
-    "float32 to a weak float64": (f32, lambda x: 2.0 * jnp.ones(())),
     "float16 to a Python number": (f16, lambda x: 2.0),
     "bool to int": (jnp.asarray(True), lambda x: 1),
     "int to bool": (0, lambda x: x > 1),
-    "numpy int to float": (np.int32(1), lambda x: x * 0.5),
 }
 
 

@@ -91,12 +91,6 @@ def test_gradients_outside_of_jit_on_explicit_axes(placed, is_set):
     assert_close(jax.device_get(actual), gradient_of_squares(1.1, STARTS, COUNTS))
 
 
-def test_without_jit():
-    for counts, number in ((COUNTS, 8), (jnp.asarray(COUNTS), 1)):
-        found = sharded(W, STARTS, COUNTS, counts=counts, mesh=devices(number))
-        assert_close(jax.device_get(found), mapped(W, STARTS, COUNTS)[0])
-
-
 def test_second_derivatives():
     x, n, weights = STARTS[:13], COUNTS[:13] % 5, np.arange(1.0, 14.0)
     lanes = lambda w: sharded(w, x, n, counts=n)

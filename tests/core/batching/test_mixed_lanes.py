@@ -47,26 +47,14 @@ def by_row(w, x, i, key, carried, row):
     return w * x * jax.random.uniform(row), carried
 
 
-def by_raw_bits(w, x, i, key, carried, row):
-    """The loop is given the bits of a key, and a number of its own to fold in."""
-    key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(row))
-    return w * x + jax.random.normal(jax.random.fold_in(key, i + 1)), carried
-
-
-STEPS = {f.__name__: f for f in (by_argument, by_carry, by_row, by_raw_bits)}
-
-
-def bits_or_key(step, key):
-    return jax.random.key_data(key) if step is by_raw_bits else key
+STEPS = {f.__name__: f for f in (by_argument, by_carry, by_row)}
 
 
 def of_loopax(step, scan=lx.scan, **options):
     def lane(w, key, rows, n):
-        given_key = bits_or_key(step, key)
-
         def body(c, given):
             i, row = given
-            return step(w, c[0], i, given_key, c[1], row), None
+            return step(w, c[0], i, key, c[1], row), None
 
         xs = jnp.arange(ROWS, dtype=jnp.int32), rows
         return scan(body, (0.5, key), xs, length=n, **options)[0][0]
@@ -120,7 +108,7 @@ def expected_derivatives(step, impl):
 
 
 # Each of them compiles five programs; those that take seconds are slow tests. Kinds and lanes meet in no rule here.
-FAST = [("by_argument", "unsafe_rbg"), ("by_carry", "rbg"), ("by_raw_bits", "unsafe_rbg"), ("by_row", "rbg")]
+FAST = [("by_argument", "unsafe_rbg"), ("by_carry", "rbg"), ("by_row", "rbg")]
 CASES = [
     pytest.param(step, impl, "auto", "lockstep", marks=() if (step, impl) in FAST else pytest.mark.slow)
     for step in STEPS
@@ -165,30 +153,6 @@ def test_lanes_of_other_keys_leave_their_batch():
 
 
 # ---- branches
-
-
-@pytest.mark.parametrize("lanes", [*LANES, "sequential"])
-def test_branches_that_draw(lanes):
-    def f(cond, w, key, flag):
-        return cond(flag, lambda x: x * jnp.sin(w) + jax.random.normal(key), lambda x: x * w, 1.5)
-
-    flags, lane_keys = np.array([False, True, True]), keys("rbg")
-
-    def total(cond):
-        function = jax.vmap(lambda w, key, flag: f(cond, w, key, flag), in_axes=(None, 0, 0))
-        values, pullback = jax.vjp(lambda w: function(w, lane_keys, flags), 0.7)
-        return function(0.7, lane_keys, flags), values, pullback(np.arange(1.0, 4.0))
-
-    def of_loopax(*args):
-        return lx.cond(*args, lanes=LANES.get(lanes, lanes))
-
-    got = jax.jit(lambda: total(of_loopax))()
-    if lanes == "sequential":  # each lane draws alone
-        alone = jnp.stack([f(lax.cond, 0.7, key, flag) for key, flag in zip(lane_keys, flags, strict=True)])
-        np.testing.assert_allclose(got[0], alone)
-        np.testing.assert_allclose(got[1], alone)
-    else:
-        jax.tree.map(np.testing.assert_allclose, got, jax.jit(lambda: total(lax.cond))())
 
 
 # ---- custom_vmap

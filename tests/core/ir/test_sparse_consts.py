@@ -22,10 +22,8 @@ def repeated(m: Any, v: Any, **options: Any) -> Any:
 
 LOOPS: dict[str, Any] = {
     "fori_loop": repeated,
-    "while_loop": lambda m, v: lx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(m @ c[1])), (0, v)),
     "scan": lambda m, v: lx.scan(lambda c, x: (jnp.sin(m @ c) * x, c), v, jnp.arange(1.0, 4.0)),
     "in the carry": lambda m, v: lx.fori_loop(0, 3, lambda i, c: (c[0], jnp.sin(c[0] @ c[1])), (m, v))[1],
-    "nested": lambda m, v: lx.fori_loop(0, 2, lambda i, c: repeated(m, c), v),
     "cond": lambda m, v: lx.cond(v[0] > 0, lambda v: jnp.sin(m @ v), lambda v: v, v),
     "lanes": lambda m, v: jax.vmap(lambda n: lx.fori_loop(0, n, lambda i, c: jnp.sin(m @ c), v))(jnp.arange(3)),
     "gradient": lambda m, v: jax.grad(lambda v: repeated(m, v, kind="checkpointed").sum())(v),
@@ -54,12 +52,6 @@ def test_derivatives(kind: str) -> None:
     assert_close(of_matrix, expected[0][tuple(BCOO.indices.T)])
     hvp = lambda g, first: jax.jvp(lambda v: jax.grad(g, 1)(first, v), (V,), (V,))[1]
     assert_close(hvp(of_parts, BCOO.data), hvp(f, DENSE))
-
-
-def test_lanes_outside() -> None:
-    f = lambda m, v, n: lx.fori_loop(0, n, lambda i, c: jnp.sin(m @ c), v, lanes=lx.Compact(min_lanes=1))
-    over = lambda g, m: jax.vmap(lambda n: g(m, V, n))(jnp.arange(4))
-    assert_close(over(sparse.sparsify(f), BCOO), over(f, DENSE))
 
 
 @pytest.mark.parametrize(
