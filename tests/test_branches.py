@@ -92,19 +92,6 @@ def test_derivatives_at_the_edge_of_a_domain(edge: str, lanes: Any) -> None:
         assert_close(got, wanted)
 
 
-# ---- batches of any size (`tests/core/test_compositions.py` has branches under every transformation)
-
-
-@pytest.mark.parametrize("lanes", [0, 1, 2, 33, 300])
-def test_any_number_of_lanes_in_compact_batches(lanes: int) -> None:
-    xs = jnp.linspace(-1.0, 1.0, lanes)
-    f = lambda x: lx.cond(x > 0.2, jnp.sqrt, lambda x: x - 1.0, x, lanes=lx.Compact(min_lanes=4))
-    assert_close(jax.jit(jax.vmap(f))(xs), jnp.where(xs > 0.2, jnp.sqrt(jnp.maximum(xs, 0.2)), xs - 1.0))
-    if lanes:
-        slopes = jnp.where(xs > 0.2, 0.5 / jnp.sqrt(jnp.maximum(xs, 0.2)), 1.0)
-        assert_close(jax.jit(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(xs), slopes)
-
-
 # ---- what it costs
 
 
@@ -121,6 +108,19 @@ def test_compact_batches_evaluate_the_lanes_that_take_the_branch(size: int) -> N
     jax.jit(jax.vmap(lambda p, x: lx.cond(p, counted, lambda x: x, x, lanes=lanes)))(taken, np.ones((24, 1)))
     jax.effects_barrier()
     assert len(batches) == taken.sum()  # JAX calls back for each lane; none of the places left over do
+
+
+def test_places_left_over_in_a_compact_batch_read_a_lane_that_takes_the_branch() -> None:
+    read: list[float] = []
+
+    def noted(x: Any) -> Any:
+        twice = lambda x: (read.extend(np.ravel(x)), 2 * x)[1]
+        return jax.pure_callback(twice, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+    xs = np.arange(7.0)
+    f = lambda x: lx.cond(x > 3, noted, lambda x: x, x, lanes=lx.Compact(min_lanes=2))
+    assert_close(jax.jit(jax.vmap(f))(xs), np.where(xs > 3, 2 * xs, xs))
+    assert set(read) == {4.0, 5.0, 6.0}
 
 
 def test_a_gradient_in_compact_batches_stores_nothing_of_the_branch() -> None:

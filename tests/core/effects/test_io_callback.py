@@ -32,6 +32,20 @@ def test_in_each_loop(loop, lanes):
     assert f(X, N).tolist() == DOUBLED
 
 
+def test_in_branches():
+    """Of lanes that take them."""
+    log = Log()
+    call, keep = lambda x: doubled(log, x), lambda x: x
+    for options in ({}, {"lanes": "compact"}):
+        f = jax.jit(jax.vmap(lambda x, n, options=options: lx.cond(n > 1, call, keep, x, **options)))
+        assert log.of(f, X, N) == [1.0, 100.0]
+        assert f(X, N).tolist() == [2.0, 10.0, 200.0]
+    f = jax.jit(jax.vmap(lambda x, n: lx.switch(n, [keep, keep, keep, call], x)))
+    assert log.of(f, X, N) == [100.0]
+    in_loop = jax.jit(jax.vmap(lambda x, n: fori(lambda x: lx.cond(x > 1.5, call, lambda x: 2.0 * x, x), x, n)))
+    assert log.of(in_loop, X, N) == CALLED[1:]
+
+
 def test_other_batches():
     """Two `vmap`s, limits that leave rows without an active lane, no active lane, no lane, no batched operand."""
     log = Log()
