@@ -137,23 +137,6 @@ def test_windows_outside_of_loops(storage: str) -> None:
     assert float(window[newest]) == 6.0
 
 
-def test_traced_indices(storage: str) -> None:
-    """Also where lanes read different rows of one window, and in gradients."""
-    window = lx.History(3, START).push(2 * START[0])
-    indices = np.array([-3, 2, 0, -1])
-    assert_close(jax.vmap(lambda i: window[i])(indices), np.asarray(window.rows)[indices])
-
-    def f(rows: Any) -> Any:
-        window = lx.History(3, rows).push(rows[0] * rows[1])
-        return jax.vmap(lambda i: jnp.sin(window[i]).sum())(indices) @ np.arange(4.0)
-
-    def of_arrays(rows: Any) -> Any:
-        rows = np.stack([rows[1], rows[2], rows[0] * rows[1]])
-        return np.sin(rows[indices]).sum(1) @ np.arange(4.0)
-
-    assert_close(jax.jit(jax.value_and_grad(f))(START), value_and_gradient(of_arrays, START))
-
-
 IN_PLACE = {
     "the oldest row is read": lambda window, x: window[0] * x,
     "both ends are read": lambda window, x: window[0] + jnp.sin(window[-1]) * x,

@@ -147,19 +147,3 @@ def test_costs_of_loops_in_steps():
     # A condition may end it long before its bound, which is a precaution.
     inner = lambda h: lx.while_loop(lambda h: h.sum() > 1, jnp.sin, h, max_steps=10_000)
     assert 10 * one <= cost(inner, STATE) <= 10 * (one + 64)
-
-
-def test_a_solver_with_an_inner_loop_and_a_buffer():
-    """What an inner loop stores for its bound is not worth it where it takes few steps."""
-
-    def body(i, c):
-        buffer, h = c
-        due = lambda b: (b.count < 100) & (b.count < i)
-        h = many_functions(h)
-        return lx.while_loop(due, lambda b: b.append(h * b.count.astype(float)), buffer, max_steps=100), h
-
-    def energy(h, n):
-        return lx.fori_loop(0, n, body, (lx.Buffer(100, like=h), h), max_steps=STEPS)[0].rows.sum()
-
-    found = plans(jax.make_jaxpr(jax.grad(energy))(STATE, 3).jaxpr)
-    assert not any(isinstance(plan, EveryResidual) for plan in found)

@@ -11,7 +11,6 @@ from jax import Array, lax
 
 import loopax as lx
 from loopax import kinds
-from loopax._src.insight.compare import with_kind
 from tests.support.problem import XS, H, W, scan_expected, scan_program
 from tests.support.reference import assert_close
 
@@ -159,14 +158,6 @@ def test_results_that_are_not_those_of_the_loop_are_refused(case: str) -> None:
         with pytest.raises(TypeError, match=message) as raised:
             run(Runs(change))
         assert str(raised.value).startswith("kind=Runs(change=")
-
-
-def test_compare_refuses_results_that_are_not_those_of_the_loop() -> None:
-    """It runs the loops of a program by another kind."""
-    slow = lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x)
-    kind = Runs(with_carry(lambda c: [c[0][None]]))
-    with pytest.raises(TypeError, match=r"carry\[0\] \(carry\): got float64\[1\], expected float64\[\]"):
-        with_kind(jax.make_jaxpr(slow)(1.0), kind)
 
 
 # ---- another derivative

@@ -87,15 +87,6 @@ class TestCosts:
 
         assert evaluations(gradient, None if is_static else jnp.int32(20)) == expected
 
-    def test_a_value_alone_costs_nothing_more(self) -> None:
-        def value(count: Callable[[], None]) -> Any:
-            def body(h: Array) -> Any:
-                return counting(count, h) + 1
-
-            return lx.while_loop(lambda h: h.sum() < 20, body, jnp.zeros(2), kind=Truncated(last=5))
-
-        assert evaluations(value) == 10
-
     @pytest.mark.parametrize("is_static", [True, False])
     def test_memory_is_that_of_the_last_steps(self, is_static: bool) -> None:
         def temporary(rows: int) -> int:

@@ -177,9 +177,6 @@ def test_lanes_spread_along_an_explicit_axis(kind, lanes):
 # Of a start, with as many steps as it asks for. A square root leaves its domain in a lane that goes on.
 OWN_STEPS = {
     "while": lambda x, **options: lx.while_loop(lambda c: c < 2.0, lambda c: jnp.sqrt(c) * 0.3 + c, x, **options),
-    "while, several leaves": lambda x, **options: lx.while_loop(
-        lambda c: c[0] < 2.0, lambda c: (c[0] * 1.3, c[1] + jnp.sqrt(2.0 - c[0]), c[2]), (x, jnp.ones(3), x), **options
-    ),
     "fori": lambda x, **options: lx.fori_loop(0, (x * 4).astype(int), lambda i, c: jnp.sin(c * x), x, **options),
     "scan": lambda x, **options: lx.scan(
         lambda c, r: (c * r * x, c), x, jnp.linspace(0.5, 1.5, 9), (x * 4).astype(int), reverse=True, **options

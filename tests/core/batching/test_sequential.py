@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.problem import BOUND, LOOPS, H
+from tests.support.problem import BOUND, LOOPS
 from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
 
@@ -68,16 +68,3 @@ def test_progress(recorder):
     jax.block_until_ready(jax.jit(run)(COUNTS))
     assert {parts for _, _, parts, _ in recorder.begun} == {LANES}
     assert len(recorder.ended) == LANES
-
-
-def test_carries_and_keys():
-    """A batch of keys, and integers, bools and weights that all share."""
-
-    def lane(key, n):
-        body = lambda i, c: (c[0] + jax.random.uniform(jax.random.fold_in(key, i)), ~c[1], c[2])
-        return lx.fori_loop(0, n, body, (0.0, jnp.array(True), H), lanes="sequential")
-
-    keys = jax.random.split(jax.random.key(1), LANES)
-    found = jax.jit(jax.vmap(lane))(keys, COUNTS)
-    each = [lane(key, n) for key, n in zip(keys, COUNTS, strict=True)]
-    assert_close(found, jax.tree.map(lambda *xs: np.stack(xs), *each))
