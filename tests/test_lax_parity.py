@@ -40,19 +40,6 @@ MIXED = {"a": jnp.arange(4), "b": (jnp.arange(8.0).reshape(4, 2), np.arange(4, d
 # ---- calls as they stand in programs
 
 
-def functions_that_change_containers(m: Any) -> Any:
-    """Each is given containers of its own."""
-    step = lambda c, x: ({"a": c.pop("a") + x.pop("b"), **c}, (x, c))
-    scanned = m.scan(step, {"a": ROWS[0], "b": 2}, {"b": ROWS, "c": ROWS})
-    val = m.while_loop(lambda c: c.pop("a") < 5, lambda c: {"a": c.pop("a") + 1, "b": c.popitem()[1]}, {"a": 1, "b": 2})
-    return scanned, val, m.cond(True, lambda c: c.pop("a"), lambda c: c.pop("a"), {"a": 1})
-
-
-def nested_scans(m: Any) -> Any:
-    inner = lambda c, x: m.scan(lambda c, x: (c + x, c * x), c, x)
-    return m.scan(inner, 0.0, ROWS)
-
-
 def fori_in_scan(m: Any) -> Any:
     return m.scan(lambda c, n: (m.fori_loop(0, n, lambda i, x: x + i, c), c), 0, jnp.arange(5))
 
@@ -114,8 +101,6 @@ CALLS: dict[str, Any] = {
     "partial with a keyword": lambda m: m.scan(partial(lambda c, x, k: (c + k * x, c), k=3.0), 0.0, ROWS[0]),
     "jitted": lambda m: m.scan(jax.jit(Doubling().step), 1.0, ROWS),
     "checkpointed": lambda m: m.scan(jax.checkpoint(Doubling().step), 1.0, ROWS),
-    "functions that change what they are given": functions_that_change_containers,
-    "nested scans": nested_scans,
     "fori_loop in scan": fori_in_scan,
 }
 
@@ -146,13 +131,6 @@ EAGER += ["scan with rows and an array as length", "scan of length 0", "scan of 
 )
 def test_call_outside_of_jit(call: str) -> None:
     same(CALLS[call](lx), all_calls("lax")[call])
-
-
-def test_calls_without_x64() -> None:
-    names = ["while_loop", "fori_loop", "fori_loop to int32", "fori_loop in scan", "scan by position"]
-    with jax.enable_x64(False):
-        same(*(jax.jit(lambda module=module: [CALLS[name](module) for name in names])() for module in (lx, lax)))
-        same(*(CALLS["scan by position"](module) for module in (lx, lax)))
 
 
 # ---- under transformations

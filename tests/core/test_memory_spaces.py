@@ -80,12 +80,6 @@ def appended(to: Moves, x: Any, n: Any, **options: Any) -> Any:
     return dev(h).sum() + dev(buffer.rows).sum() + dev(history.rows).sum()
 
 
-def rolled_out(to: Moves, x: Any, n: Any, **options: Any) -> Any:
-    step = lambda h: (to.host(jnp.sin(to.dev(h)) * x), to.host(to.dev(h) * 2))
-    out = lx.rollout(step, to.host(x), n, max_steps=4, save_every=2, **options)
-    return to.dev(out.state).sum() + to.dev(out.outputs).sum()
-
-
 def truncated(to: Moves, x: Any, n: Any, **_: Any) -> Any:
     step = lambda _, h: to.host(jnp.sin(to.dev(h)) * x)
     last = lx.fori_loop(0, n, step, to.host(x), max_steps=5, kind=lx.Truncated(last=2))
@@ -140,7 +134,7 @@ def test_branches(lanes: Any) -> None:
     _same(branched, slopes_of_lanes, lanes=lanes)
 
 
-@pytest.mark.parametrize("program", [appended, rolled_out, truncated, reversed_, converged])
+@pytest.mark.parametrize("program", [appended, truncated, reversed_, converged])
 def test_other_loops_and_kinds(program: Any) -> None:
     _same(program, slopes)
 

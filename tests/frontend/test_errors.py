@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.limited_loops import EACH_LOOP, RUN_TIME, SUM, fori_loop, raises, rows_up_to, scan, while_loop
+from tests.support.limited_loops import RUN_TIME, SUM, fori_loop, raises, rows_up_to, scan, while_loop
 from tests.support.reference import assert_close
 
 KINDS_TO_CHOOSE = ["'auto'", "'lax'", "'checkpointed'", "'bounded'", "'residuals'"]
@@ -52,11 +52,6 @@ def test_what_is_nearly_a_kind_or_lanes() -> None:
     for options, advice in NEARLY:
         with raises(ValueError, advice):
             fori_loop(3, **options)
-
-
-@EACH_LOOP
-def test_max_steps_may_be_a_numpy_integer(loop: Any) -> None:
-    assert loop(3, max_steps=np.int64(3), info=True)[1].num_steps == 3
 
 
 BUDGETS = [(lx.Checkpointed, "checkpoints", "number of stored carries"), (lx.Auto, "memory", "number of bytes")]

@@ -120,19 +120,6 @@ def test_a_check_that_can_fail_cannot_be_exported(loop: Any) -> None:
     assert [bool(read.call(jnp.int32(n))) for n in (3, 4)] == [False, True]
 
 
-def last_of_three(n: Any) -> Any:
-    return lx.fori_loop(0, jnp.minimum(n, 4), lambda i, b: b.append(i), lx.Buffer(3, like=n))[-1]
-
-
-def test_a_buffer_or_a_traced_index_of_a_history() -> None:
-    with raises(NotImplementedError, "jax.export", "loopax.Buffer.append at ", "EQX_ON_ERROR=nan"):
-        export.export(jax.jit(last_of_three))(STEPS)
-    with raises(NotImplementedError, "jax.export", "loopax.History[index] at ", "a static index"):
-        export.export(jax.jit(lambda i: lx.History(3, like=0.0)[i]))(STEPS)
-    window = through_bytes(lambda x: lx.History(3, like=0.0).push(x)[-1], 2.0)
-    assert window.call(2.0) == 2.0
-
-
 def over_rows(xs: Any) -> Any:
     return lx.fori_loop(0, xs.shape[0], lambda i, c: jnp.sin(c + xs[i]), xs.dtype.type(0))
 

@@ -99,14 +99,6 @@ class TestCosts:
 
         assert temporary(10_000) <= temporary(100) + 64
 
-    def test_rows_before_the_last_steps_are_not_copied(self) -> None:
-        def loss(xs: Array) -> Array:
-            body = lambda h, x: ((h := jnp.tanh(h + x)), h)
-            return (lx.scan(body, jnp.zeros(64), xs, kind=Truncated(last=5))[1] ** 2).sum()
-
-        xs = jnp.ones((1000, 64))
-        assert temporary_bytes(jax.jit(jax.grad(loss)).lower(xs).compile()) <= 0.2 * xs.nbytes
-
 
 @pytest.mark.parametrize("kind", [lx.Truncated(last=2, kind="checkpointed"), lx.Implicit()])
 def test_a_gradient_of_a_batch_whose_body_calls_a_custom_vjp(kind: lx.Kind) -> None:

@@ -90,23 +90,6 @@ def test_a_module_for_each_lane() -> None:
     assert models.count[...].tolist() == COUNTS.tolist()
 
 
-def nested(model: Any, n: Any, x: Any, **options: Any) -> Any:
-    inner = lambda m: lambda _, c: lx.fori_loop(0, m, lambda _, c: apply(c), c, max_steps=2)
-    (model, x), _ = lx.scan(lambda c, m: (inner(m)(0, c), None), (model, x), np.array([2, 1, 0, 2]), n, **options)
-    return model.count[...], x
-
-
-@pytest.mark.parametrize("lanes", ["lockstep", "compact", "free"])
-def test_nested_loops(lanes: Any) -> None:
-    model = cell()
-    run = lambda model, n, x: nested(lx.local(model), n, x, lanes=lanes)
-    counts, y = nnx.jit(nnx.vmap(run, in_axes=(None, 0, 0)))(model, COUNTS, XS)
-    expected = [python(sum([2, 1, 0, 2][: int(n)]), cell(), x) for n, x in zip(COUNTS, XS, strict=True)]
-    np.testing.assert_allclose(y, np.stack([y for _, y in expected]))
-    assert counts.tolist() == [3, 0, 5, 2]
-    unchanged(model, cell)
-
-
 def test_items_of_lanes_map() -> None:
     layers = stack()
     run = lambda layer: lx.fori_loop(0, 2, lambda _, c: apply(c), (layer, X))

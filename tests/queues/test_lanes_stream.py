@@ -241,15 +241,3 @@ def test_an_error_of_the_source_is_not_lost_by_suspending():
         time.sleep(0.2)
     with pytest.raises(StopIteration):
         next(stream)
-
-
-def test_progress_of_a_resumed_stream_counts_unfinished_items(capsys):
-    stream = lx.lanes_stream(collatz, items(100), num_lanes=4)
-    first = list(it.islice(stream, 10))
-    suspended = stream.suspend()
-    rest = items(100)[suspended.fetched :]
-    progress = lx.Progress(every=0.001)
-    list(lx.lanes_stream(collatz, rest, num_lanes=4, resume=suspended, progress=progress))
-    last = capsys.readouterr().err.splitlines()[-1]
-    finished = int(last.split(": ")[1].split(" items")[0])
-    assert finished == 100 - len(first) - len(suspended.results)

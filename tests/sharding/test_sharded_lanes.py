@@ -1,7 +1,6 @@
 """`sharded_lanes`: lanes spread over eight virtual devices, each with a loop of its own."""
 
 import threading
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -76,19 +75,6 @@ def test_values_and_gradients(number, counts, lanes, axis_type):
     y = jax.jit(f)(W, x, n)
     assert number % 8 or y.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("d")), 1)
     assert_close(jax.device_get(y), wanted)
-
-
-@pytest.mark.parametrize(("placed", "is_set"), [(False, False), (False, True), (True, True)])
-def test_gradients_outside_of_jit_on_explicit_axes(placed, is_set):
-    """As `jax.make_mesh` makes them."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
-    total = jax.jit(lambda w, x, n: (sharded(w, x, n, n, mesh=mesh) ** 2).sum())
-    x, n = jnp.asarray(STARTS), jnp.asarray(COUNTS)
-    if placed:
-        x, n = jax.device_put((x, n), NamedSharding(mesh, PartitionSpec("d")))
-    with jax.set_mesh(mesh) if is_set else nullcontext():
-        actual = jax.grad(total, (0, 1))(1.1, x, n)
-    assert_close(jax.device_get(actual), gradient_of_squares(1.1, STARTS, COUNTS))
 
 
 def test_second_derivatives():
@@ -215,13 +201,6 @@ def test_another_axis_of_the_mesh(axis_type):
     w = jax.device_put(w, NamedSharding(mesh, PartitionSpec("model" if axis_type == AxisType.Auto else None)))
     actual = jax.jit(jax.grad(total(ours, counts=COUNTS), (0, 1)))(w, x)
     assert_close(jax.device_get(actual), jax.device_get(wanted))
-
-
-def test_within_a_shard_map_over_the_same_axis():
-    mesh, spec = devices(), PartitionSpec("d")
-    both = jax.shard_map(lambda x, n: sharded(W, x, n, mesh=mesh), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
-    with pytest.raises(ValueError, match="that leaves it no such axis"):
-        jax.jit(both)(STARTS, COUNTS)
 
 
 # ---- arguments that are wrong: it says so before anything runs
