@@ -9,7 +9,7 @@ import pytest
 import loopax as lx
 from loopax import Implicit, Reversible, Truncated, kinds
 from tests.kinds.reversible import Reversible as WithInverse
-from tests.kinds.test_own_derivatives import OneMoreStep
+from tests.kinds.test_own_kinds import OneMoreStep
 from tests.support.problem import XS, H
 
 WRONG: Any = 3
