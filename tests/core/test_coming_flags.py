@@ -167,9 +167,6 @@ def test_bodies_that_mark_what_varies(f: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
 
 
-# ---- a scan of `jax.lax` is an equation that holds an object, and changes arrays in place. It has no derivatives yet.
-
-
 # ---- backward rules that log
 
 

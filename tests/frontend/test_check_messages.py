@@ -82,9 +82,6 @@ def test_lines_are_no_part_of_the_program() -> None:
     assert first == second
 
 
-# ---- of which call
-
-
 # ---- where in a batch
 
 

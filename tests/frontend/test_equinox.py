@@ -119,9 +119,6 @@ def test_ensemble_with_a_count_for_each_lane() -> None:
         assert_close(jax.tree.map(lambda g, i=i: g[i], grad), alone(block, n))
 
 
-# ---- dropout
-
-
 # ---- `eqx.nn.State` and `eqx.nn.BatchNorm`
 
 

@@ -166,9 +166,6 @@ def test_a_bound_stops_a_loop() -> None:
             lx.fori_loop(0, 3, lambda i, c: c * float(c), 3.0, max_steps=2)
 
 
-# ---- progress
-
-
 # ---- batches
 
 

@@ -264,9 +264,6 @@ class TestFailures:
         assert_close(found, jnp.array([2.0, 1 / 0.9, jnp.nan]), CLOSE)
 
 
-# ---- how exactly a loop has to have converged, and a system to be solved
-
-
 # ---- Newton's method for a stiff system: an implicit Euler step of z' = -S z - z**3, for eigenvalues of S up to 1e6
 
 Q = jnp.linalg.qr(jnp.asarray(np.random.RandomState(0).randn(4, 4)))[0]

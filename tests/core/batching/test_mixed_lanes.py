@@ -152,9 +152,6 @@ def test_lanes_of_other_keys_leave_their_batch():
     assert any(eqn.primitive.name == "compact_vmap" for eqn in batch.jaxpr.eqns)
 
 
-# ---- branches
-
-
 # ---- custom_vmap
 
 
