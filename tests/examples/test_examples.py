@@ -59,23 +59,3 @@ def test_ragged_equals_python(example, model, batch):
     frames, label, length, key = batch.frames[0], batch.labels[0], int(batch.lengths[0]), jax.random.key(3)
     ours = loss_and_gradient(model, frames, jnp.int32(length), label, key, example.ragged_scan)
     assert_nearly(ours, loss_and_gradient(model, frames, length, label, key, python_scan), TOLERANCE)
-
-
-def test_rows_beyond_an_utterance_do_not_matter(example, loss_and_gradient, model, batch):
-    own = np.arange(batch.frames.shape[1]) < batch.lengths[:, None]
-    assert not own.all()
-    spoilt = example.Utterances(np.where(own[..., None], batch.frames, np.nan), batch.lengths, batch.labels)
-    key = jax.random.key(4)
-    ours = loss_and_gradient(model, spoilt, key, example.ragged_scan)
-    assert_nearly(ours, loss_and_gradient(model, batch, key, example.ragged_scan), TOLERANCE)
-
-
-def test_data(example):
-    train, test = example.load()
-    assert (len(train), len(test)) == (270, 370)
-    assert train.frames.shape[1:] == test.frames.shape[1:] == (29, 12)
-    assert set(train.labels) == set(test.labels) == set(range(9))
-    own = np.arange(29) < train.lengths[:, None]
-    np.testing.assert_allclose(train.frames[own].mean(axis=0), 0, atol=1e-5)
-    np.testing.assert_allclose(train.frames[own].std(axis=0), 1, atol=1e-5)
-    assert (train.frames[~own] == 0).all()

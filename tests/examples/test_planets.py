@@ -21,20 +21,6 @@ def example():
     return load_example("planets")
 
 
-def test_a_step_back_undoes_a_step(example):
-    q, v, _ = example.problem()
-    for found, start in zip(example.back(*example.leapfrog(q, v)), (q, v), strict=True):
-        assert jnp.abs(found - start).max() <= 1e-13
-
-
-def test_the_trajectory_is_that_of_a_python_loop(example):
-    q, v, observed = example.problem()
-    step = jax.jit(example.leapfrog)
-    for _ in range(example.EVERY):
-        q, v = step(q, v)
-    assert jnp.abs(observed[0] - q).max() <= 6 * example.NOISE
-
-
 def test_gradients_are_those_of_another_kind(example):
     q, v, observed = example.problem()
     gradient = lambda kind: jax.jit(jax.grad(lambda v, n: example.misfit(v, q, observed, n, kind)))(1.001 * v, 3000)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from tests.support.reference import assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -68,19 +67,3 @@ def test_a_transition_of_nuts():
         return state.position.sum()
 
     check_gradients(moved, np.array([0.7, 1.3, 2.0]))
-
-
-@jax.numpy_dtype_promotion("standard")
-@jax.numpy_rank_promotion("allow")
-def test_implicit_differentiation_stays():
-    """A root search of Optimistix keeps its derivative by the implicit function theorem."""
-    optimistix = pytest.importorskip("optimistix")
-
-    def root(a):
-        solver = optimistix.Newton(rtol=1e-10, atol=1e-10)
-        return optimistix.root_find(lambda x, _: x * jnp.exp(x) - a, solver, jnp.ones(())).value
-
-    points = jnp.array([0.7, 1.3])
-    rewritten = lx.rewrite_loops(root)
-    of_lanes = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f)))(points)
-    assert_close(of_lanes(rewritten), of_lanes(root))

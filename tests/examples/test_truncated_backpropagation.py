@@ -56,12 +56,6 @@ def test_gradients_of_windows_are_those_of_a_python_loop(example, window):
     assert_close(found, expected)
 
 
-def test_a_window_of_all_steps_is_the_whole_gradient(example):
-    network, series = a_forecaster(example), some_series(example)
-    gradient = lambda kind: jax.jit(jax.grad(lambda n: example.loss(n, series, kind)))(network)
-    assert_close(gradient(lx.Truncated(window=STEPS)), gradient(lx.Residuals()))
-
-
 def test_updates_lower_the_loss(example):
     values, held_out = example.load()
     batches, test = example.stretches(values, 40, 100), example.side_by_side(held_out, 256)
