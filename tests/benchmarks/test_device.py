@@ -1,4 +1,4 @@
-"""Which device JAX takes, under which flags of XLA, and the page and the file of what was measured on it."""
+"""`python -m benchmarks --device`: its flags of XLA, its page and file; every table is measured, or has failed."""
 
 import json
 import subprocess
@@ -6,48 +6,16 @@ import sys
 
 import pytest
 
-from benchmarks.short import device, device_page
+from benchmarks.short import device, device_jobs, device_page, device_worker, programs
 from benchmarks.short.device import ALL, DEFAULT, LOOPS_AS_GRAPHS, Seen, environment, flags_of_user
+from benchmarks.short.device_jobs import Job, JobFailedError
+from benchmarks.short.device_worker import TABLES
+from benchmarks.short.measure import QUICK
 from benchmarks.short.options import main
+from tests.support.example_files import precision_of_a_user
 
 CPU = Seen("cpu", "8 x cpu", "A Processor", "A Processor (2 logical cores)", "cpu", "", {"jax": "1", "jaxlib": "2"})
 GPU = CPU._replace(platform="gpu", devices="2 x NVIDIA H100", kind="NVIDIA H100", runtime="cuda 12090", driver="570.1")
-
-
-def test_what_a_process_sees():
-    seen = device.look("cpu")
-    assert (seen.platform, seen.devices, seen.says) == ("cpu", "8 x cpu", "")  # as many as these tests ask for
-    assert seen.processor.startswith(seen.kind)
-    assert {"loopax", "jax", "jaxlib", "equinox"} <= set(seen.versions)
-
-
-def test_a_process_that_finds_no_device_says_why(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "banana")
-    seen = device.look("gpu")
-    assert seen.platform == ""
-    assert "banana" in seen.says
-    assert "JAX sees: no device" in device.problem("gpu", seen)
-
-
-def test_without_a_gpu_it_says_what_is_there_and_what_to_do(monkeypatch):
-    assert device.problem("gpu", GPU) == device.problem("cpu", CPU) == ""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(device, "_nvidia_smi", lambda _: "NVIDIA H100, 570.1")
-    said = device.problem("gpu", CPU)
-    there = ["JAX sees: 8 x cpu (platform cpu)", "versions: jax 1, jaxlib 2", "nvidia-smi: NVIDIA H100, 570.1"]
-    to_do = ['pip install "jax[cuda13]"', '"jax[cuda12]"', "python -m benchmarks --device cpu"]
-    for words in ("platform 'gpu', which was asked for", *there, "JAX_PLATFORMS: cpu", *to_do):
-        assert words in said
-
-
-def test_the_command_ends_with_2_before_anything_is_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(device, "look", lambda _: CPU)
-    assert main(["--device", "gpu", "--to", str(tmp_path)]) == 2
-    assert "JAX sees: 8 x cpu" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- flags
 
 
 def test_flags_of_the_user_stay_but_for_those_that_are_compared(monkeypatch):
@@ -74,9 +42,6 @@ def test_xla_takes_these_flags_and_refuses_others(monkeypatch, value):
     assert (done.returncode == 0) == (value == "+WHILE"), done.stderr[-500:]
 
 
-# ---- the page
-
-
 def row(library, milliseconds, ratio, **others):
     values = {"temporary_mib": 0.5, "compile_seconds": 0.25, "steps_per_second": None, "note": ""}
     return {"library": library, "milliseconds": milliseconds, "ratio": ratio} | values | others
@@ -89,19 +54,8 @@ def record(title, flags, *rows):
 LOOPS = [row("loopax", 2.0, 1.0, steps_per_second=1e4), row("Equinox", 8.0, 4.0), row("lax", None, None, note="A | B")]
 
 
-def report(*records, failed=()):
-    return device_page.empty(GPU, "device") | {"records": list(records), "failed": list(failed)}
-
-
-def test_the_page_says_on_what_it_was_measured():
-    lines = device_page.page(report()).splitlines()
-    assert lines[0] == "# NVIDIA H100"
-    assert "Written by `python -m benchmarks --device gpu`." in lines
-    assert "| device | 2 x NVIDIA H100; A Processor (2 logical cores) |" in lines
-    assert "| driver | 570.1 |" in lines
-    assert "| runtime | cuda 12090 |" in lines
-    (flags,) = [line for line in lines if line.startswith("| flags of XLA")]
-    assert all(flag in flags for flags_ in ALL for flag in flags_.xla)
+def report(*records):
+    return device_page.empty(GPU, "device") | {"records": list(records)}
 
 
 def test_the_column_that_decides_stands_second():
@@ -121,59 +75,6 @@ def test_the_column_that_decides_stands_second():
     assert headers == ["program", "x first row", "ms", "temporary MiB", "compile s"]
 
 
-def test_flags_are_compared_program_by_program():
-    graphs = record("One loop", LOOPS_AS_GRAPHS, row("loopax", 1.0, 1.0), row("new", 1.0, 1.0))
-    page = device_page.page(report(record("One loop", DEFAULT, *LOOPS), graphs, record("Other", DEFAULT, *LOOPS)))
-    table = page[page.index("## What flags change") : page.index("## One loop")].splitlines()
-    assert [line for line in table if line.startswith("|")] == [
-        "| program | +WHILE | table |",
-        "| --- | --- | --- |",
-        "| loopax | 0.50 | One loop |",
-        "| Equinox |  | One loop |",
-    ]
-
-
-def test_what_was_not_measured_is_said():
-    failed = [{"title": "One loop", "flags": "+WHILE", "why": "it took longer than 240 s"}]
-    page = device_page.page(report(failed=failed))
-    assert "| One loop | it took longer than 240 s | +WHILE |" in page[page.index("## Not measured") :]
-    tiny = device_page.page(device_page.empty(GPU, "quick"))
-    assert tiny.splitlines()[0] == "# NVIDIA H100, tiny sizes: these are no measurements"
-
-
-# ---- the file
-
-
-FAILURE = {"title": "One loop", "flags": "default", "why": "memory"}
-
-
-def test_files_are_named_after_the_device():
-    for kind, sizes, name in (
-        ("NVIDIA H100 80GB HBM3", "device", "results-nvidia-h100-80gb-hbm3"),
-        ("Intel(R) Xeon(R) Processor", "device", "results-intel-r-xeon-r-processor"),
-        ("NVIDIA A100-SXM4-40GB", "quick", "results-nvidia-a100-sxm4-40gb-quick"),
-    ):
-        assert device_page.stem(GPU._replace(kind=kind), sizes) == name
-    assert list(device_page.empty(CPU, "device")["flags"]) == ["default"]  # a CPU has no flags of GPUs
-
-
-def test_a_record_replaces_the_older_one_in_its_place():
-    first, second, new = (record(title, DEFAULT, *LOOPS[:n]) for title, n in [("A", 1), ("B", 1), ("A", 2)])
-    found = device_page.with_record(report(first, second), new)
-    assert found["records"] == [new, second]
-    assert device_page.has(found, "B", "default")
-    assert not device_page.has(found, "B", "+WHILE")
-
-
-def test_a_table_is_measured_or_has_failed():
-    measured = record("One loop", DEFAULT, *LOOPS)
-    failed = device_page.with_failure(report(measured), FAILURE)
-    assert (failed["records"], failed["failed"]) == ([], [FAILURE])
-    assert device_page.with_failure(failed, FAILURE)["failed"] == [FAILURE]
-    again = device_page.with_record(failed, measured)
-    assert (again["records"], again["failed"]) == ([measured], [])
-
-
 @pytest.mark.parametrize("change", [{}, {"driver": "571"}, {"versions": {"jax": "9"}}])
 def test_records_of_the_same_device_and_versions_are_kept(tmp_path, change):
     path, measured = tmp_path / "results.json", record("One loop", DEFAULT, *LOOPS)
@@ -183,3 +84,67 @@ def test_records_of_the_same_device_and_versions_are_kept(tmp_path, change):
     assert path.with_suffix(".md").read_text() == "page"
     assert json.loads(path.read_text())["device"] == GPU._asdict()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["results.json", "results.md"]
+
+
+RECORD = {"title": "One loop", "about": "forward, 9 steps", "rows": LOOPS}
+PRINT = f"import json; print('noise'); print(json.dumps({RECORD!r}))"
+
+
+def job(title="One loop", program=PRINT, flags=DEFAULT):
+    return Job(title, flags, 20, ("-c", program))
+
+
+def test_a_job_that_fails_or_hangs_says_how_it_ended(monkeypatch):
+    with pytest.raises(JobFailedError, match=r"exit code 1: .*MemoryError: 80 GiB"):
+        device_jobs.measured(job(program="raise MemoryError('80 GiB')"), "cpu")
+    with pytest.raises(JobFailedError, match="exit code -6"):
+        device_jobs.measured(job(program="import os; os.abort()"), "cpu")
+    monkeypatch.setattr(device_jobs, "MOST_SECONDS", 0.2)
+    with pytest.raises(JobFailedError, match=r"longer than 0\.2 s"):
+        device_jobs.measured(job(program="import time; time.sleep(60)"), "cpu")
+
+
+def test_what_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(device, "look", lambda _: CPU)
+    monkeypatch.setattr(device_jobs, "jobs", lambda *_: [job("Broken", "raise MemoryError('80 GiB')"), job()])
+    assert main(["--device", "cpu", "--to", str(tmp_path)]) == 1
+    report = json.loads((tmp_path / "results-a-processor.json").read_text())
+    assert [record["title"] for record in report["records"]] == ["One loop"]
+    assert [(failure["title"], "80 GiB" in failure["why"]) for failure in report["failed"]] == [("Broken", True)]
+    shown = capsys.readouterr().out
+    assert "Failed, and left out: exit code 1" in shown
+    assert "[2/2] One loop, flags: default." in shown
+
+
+def test_one_table_in_processes_of_its_own(tmp_path):
+    """All that is between the command and the files, with tiny sizes."""
+    command = [sys.executable, "-m", "benchmarks", "--device", "cpu", "--quick", "--to", str(tmp_path)]
+    command += ["--only", "Condition every k steps: two flops, a"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,) = tmp_path.glob("results-*-quick.md")
+    report = json.loads(page.with_suffix(".json").read_text())
+    titles = [record["title"] for record in report["records"]]
+    assert titles == [table.title for table in TABLES if "every k steps: two flops, a" in table.title]
+    assert all(row["note"] == "" for record in report["records"] for row in record["rows"])
+    assert all(f"## {title}" in page.read_text() for title in titles)
+
+
+# ---- the tables: with tiny sizes all programs run, and compute the same
+
+
+OF_BENCH = [table for table in TABLES if table.build in programs.programs()]  # tested in test_short.py
+SMALL = ["One loop of two flops", "Condition every k steps: two flops, a batch"]
+OTHERS = [table.title for table in TABLES if table not in OF_BENCH and table.title not in SMALL]
+
+
+@pytest.mark.parametrize("title", [*SMALL, *(pytest.param(title, marks=pytest.mark.slow) for title in OTHERS)])
+def test_all_programs_compute_the_same(title):
+    with precision_of_a_user():
+        record = device_worker.measured(title, QUICK)
+    assert record["title"] == title
+    first, *_ = record["rows"]
+    assert first["library"].startswith("loopax")
+    assert first["ratio"] == 1.0
+    assert [(row["library"], row["note"]) for row in record["rows"] if row["note"]] == []
+    assert all(row["milliseconds"] > 0 and row["temporary_mib"] is not None for row in record["rows"])

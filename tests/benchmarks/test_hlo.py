@@ -46,10 +46,6 @@ def test_what_is_computed_counts(change):
     assert normalised(ONE.replace(*change)) != normalised(ONE)
 
 
-def test_effects_count():
-    assert normalised("\n".join(line for line in LINES if "%print" not in line)) != normalised(ONE)
-
-
 def test_a_seeded_change_of_one_constant_in_a_compiled_loop_is_seen():
     def text(constant):
         f = lambda x: lx.fori_loop(0, 5, lambda i, c: jnp.sin(c) * constant, x)

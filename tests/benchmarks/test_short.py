@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -65,18 +64,6 @@ def test_failures_and_other_results_are_rows():
     assert rows["broken"].milliseconds is None
 
 
-def test_ratios_are_to_the_first_contender_or_there_are_none():
-    broken, *others = sorted(contenders(), key=lambda contender: contender.library != "broken")
-    rows = measure(Program("sines", [broken, *others], (jnp.ones(3),)), rounds=1)
-    assert [row.ratio for row in rows] == [None] * len(rows)
-    functions = [Contender("sine", jnp.sin, (jnp.ones(3),)), Contender("cosine", jnp.cos, (jnp.ones(2),))]
-    rows = measure(Program("both", functions, is_one=False), rounds=1)  # of arguments of their own
-    assert [(row.note, row.milliseconds is not None) for row in rows] == [("", True)] * 2
-    headers, lines = beside_peers.columns(rows)
-    assert headers == ["library", "ms", "x loopax", "temporary MiB", "compile s"]
-    assert all(len(line) == len(headers) for line in lines)
-
-
 def one_program(monkeypatch, functions):
     monkeypatch.setattr(
         beside_peers, "programs", lambda: [lambda _: Program("sines", functions, (jnp.ones(3),), steps=3)]
@@ -102,11 +89,3 @@ def test_loopax_that_fails_is_the_exit_code(monkeypatch, capsys):
     one_program(monkeypatch, [Contender("loopax", broken.function), fine])
     assert main(["--short"]) == 1
     assert "no such thing" in capsys.readouterr().out
-
-
-def test_what_cannot_be_written(monkeypatch, tmp_path, capsys):
-    assert main(["--short", "--json", str(tmp_path / "none" / "x.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["--short", "--figure", str(tmp_path / "x.png")]) == 2
-    assert "pip install loopax[matplotlib]" in capsys.readouterr().err
