@@ -118,26 +118,6 @@ def test_nnx_objects_are_updated_in_place(here: Any) -> None:
     np.testing.assert_equal(state_of(again), state_of(objects))
 
 
-@pytest.mark.slow
-def test_nnx_rngs_and_conditions_that_change_objects(here: Any) -> None:
-    rngs, expected = nnx.Rngs(7), nnx.Rngs(7)
-    draw = lambda rngs, _: (rngs, rngs.normal())
-    _, ys = durable.scan(draw, rngs, length=8, **here)
-    assert_close(read_rows(ys), lx.scan(draw, expected, length=8)[1])
-    assert rngs.default.count[...] == expected.default.count[...] == 8
-
-    def counted(model: Any) -> Any:
-        model.count[...] += 1
-        return model
-
-    model = Cell()
-    for name, start, end in (("while", 0, 11), ("none", 20, 21)):
-        model.count[...] = start
-        goes_on = lambda model: counted(model).count[...] < 10
-        assert durable.while_loop(goes_on, counted, model, **here | {"directory": here["directory"] / name}) is model
-        assert model.count[...] == end
-
-
 def test_objects_of_a_run_that_failed_are_as_they_were(here: Any) -> None:
     def body(_: Any, model: Any) -> Any:
         model.count[...] += 1

@@ -41,21 +41,10 @@ def run(directory: Path, steps: Steps | None = None, **options: Any) -> Any:
     return carry, read_rows(ys)
 
 
-@pytest.fixture(scope="module")
-def forward(tmp_path_factory: Any) -> Any:
-    """A whole run, and one that has stopped; what the whole one gives; whether rows are written from the last on."""
-    return store(tmp_path_factory.mktemp("forward"), False)
-
-
-@pytest.fixture(scope="module", params=["forward", pytest.param("reverse", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["forward", "reverse"])
 def stored(request: Any, tmp_path_factory: Any) -> Any:
-    """The same in both directions."""
-    if request.param == "forward":
-        return request.getfixturevalue("forward")
-    return store(tmp_path_factory.mktemp("reverse"), True)
-
-
-def store(path: Path, reverse: bool) -> Any:
+    """A whole run, and one that has stopped; what the whole one gives; whether rows are written from the last on."""
+    path, reverse = tmp_path_factory.mktemp("runs"), request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "PIECE_BYTES", 64)
         patch.setattr(disk, "_FEW_ROWS", 1)
@@ -88,12 +77,12 @@ def test_no_damage_to_outputs_is_read(damage: Callable[[Path], None], stored: An
     assert bool(gone) == (damage is Path.unlink)
 
 
-def test_the_error_names_file_and_rows_and_says_what_to_do(forward: Any, tmp_path: Any) -> None:
-    path, (_, expected), _ = forward
+def test_the_error_names_file_and_rows_and_says_what_to_do(stored: Any, tmp_path: Any) -> None:
+    path, (_, expected), _ = stored
     shutil.copytree(path / "whole", tmp_path / "run")
-    flip(tmp_path / "run" / "outputs" / "0001" / "c" / "3" / "0")
-    y = durable.outputs(tmp_path / "run")["['y']"]
     where = tmp_path / "run" / "outputs" / "0001" / "c" / "3" / "0"
+    flip(where)
+    y = durable.outputs(tmp_path / "run")["['y']"]
     for index in (13, -35, slice(10, 20), (slice(None), 0), np.array([2, 14]), np.arange(LENGTH) == 12, ..., (14, 1)):
         with pytest.raises(RuntimeError) as error:
             y[index]
@@ -161,8 +150,8 @@ def test_what_no_save_has_is_written_again_whatever_it_is(stored: Any, tmp_path:
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=lambda f: f.__name__)
-def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], forward: Any, tmp_path: Any) -> None:
-    path, _, reverse = forward
+def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], stored: Any, tmp_path: Any) -> None:
+    path, _, reverse = stored
     for i, name in enumerate((".loopax.json", "0001/zarr.json")):
         directory = tmp_path / str(i)
         shutil.copytree(path / "stopped", directory)
@@ -176,14 +165,14 @@ def test_damaged_descriptions_stop_a_run(damage: Callable[[Path], None], forward
         assert saves(directory) == saves(path / "stopped")
 
 
-def test_rows_of_a_save_are_known_however_often_the_run_has_gone_on_since(forward: Any, tmp_path: Any) -> None:
+def test_rows_of_a_save_are_known_however_often_the_run_has_gone_on_since(stored: Any, tmp_path: Any) -> None:
     """What is known of rows is kept for each save: those after it may turn out to be damaged."""
-    path, expected, _ = forward
+    path, expected, reverse = stored
     shutil.copytree(path / "stopped", tmp_path / "run")
     *_, before, last = saves(path / "stopped")
-    stopped(lambda: run(tmp_path / "run", Steps(33), keep=9))
+    stopped(lambda: run(tmp_path / "run", Steps(33), reverse=reverse, keep=9))
     for step in saves(tmp_path / "run"):
         if step >= last:
             shutil.rmtree(tmp_path / "run" / "saves" / str(step) / "state")
     with pytest.warns(durable.DamagedSaveWarning, match=f"from step {before} instead"):
-        same_bits(run(tmp_path / "run", keep=9, **SELDOM), expected)
+        same_bits(run(tmp_path / "run", reverse=reverse, keep=9, **SELDOM), expected)

@@ -75,18 +75,6 @@ def lanes_of(x: Any, **how: Any) -> Any:
     return jax.vmap(partial(fori_of, max_steps=4, **how))(x, LANES)
 
 
-def showing(x: Any, show: Callable[[Any], Any]) -> Any:
-    def body(_: Any, x: Any) -> Any:
-        show(x)
-        return jnp.sin(x)
-
-    return jax.vmap(lambda x, n: lx.fori_loop(0, n, body, x, max_steps=4))(x, LANES)
-
-
-def lax_scan_of(x: Any, **how: Any) -> Any:
-    return jax.lax.scan(lambda c, y: (c + y, c), x, jnp.stack([x, x]), **how)
-
-
 def with_a_buffer(x: Any, read: Any = 2.0) -> Any:
     """Rows that are appended in a loop, and read there."""
     start = lx.Buffer(4, like=x).append(x)
@@ -127,26 +115,20 @@ checked = lambda text: lambda x: eqx.error_if(x, x[0] > 3, text)
 SAME: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "a name": (lambda x: jnp.sin(x) * 2.0, renamed),
     "a place and a comment": (of_code(HELP + MOVED), of_code(f"# a comment\n\n{MOVED}\n\n{HELP}")),
-    "an order of equations": (
+    "jit and an order of equations": (
         of_code("def work(x):\n  a = jnp.sin(x)\n  b = jnp.cos(x)\n  return a, b"),
-        of_code("def work(x):\n  b = jnp.cos(x)\n  a = jnp.sin(x)\n  return a, b"),
+        jax.jit(of_code("def work(x):\n  b = jnp.cos(x)\n  a = jnp.sin(x)\n  return a, b"), donate_argnums=0),
     ),
-    "jit": (renamed, jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2.0, donate_argnums=0)),
     "checkpoint": (renamed, jax.checkpoint(renamed)),
     "what is shown": (renamed, shown),
-    "what lanes show": (lambda x: showing(x, lambda _: None), lambda x: showing(x, lambda x: jax.debug.print("{}", x))),
-    "a Python number": (renamed, lambda x: jnp.sin(x) * np.float64(2.0)),
     "a scalar closed over": (renamed, lambda x: jnp.sin(x) * TWO),
     "a device": (renamed, lambda x: jax.device_put(jax.lax.optimization_barrier((x, renamed(x)))[1])),
-    "how a loop is differentiated": (while_of, lambda x: while_of(x, kind="bounded")),
-    "steps in an iteration": (fori_of, lambda x: fori_of(x, unroll=2)),
-    "steps in an iteration of lax": (lax_scan_of, lambda x: lax_scan_of(x, unroll=2)),
+    "how a loop is differentiated, and a check": (while_of, lambda x: while_of(x, kind="bounded", throw=False)),
+    "steps in an iteration, and progress": (fori_of, lambda x: fori_of(x, unroll=2, progress=progress)),
     "how lanes are differentiated": (
         lambda x: lanes_of(x, lanes="compact"),
         lambda x: lanes_of(x, lanes="compact", kind="bounded"),
     ),
-    "progress": (fori_of, lambda x: fori_of(x, progress=progress)),
-    "a check": (while_of, lambda x: while_of(x, throw=False)),
     "the message of a check": (checked("one"), checked("another")),
     "the functions of a rule": (ruled(2.0, 1.0), ruled(2.0, 1.0)),
 }
@@ -163,31 +145,24 @@ OTHER: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "an operation": (jnp.sin, jnp.cos),
     "a number": (lambda x: x * 2.0, lambda x: x * 2.0000000000000004),
     "a sign of zero": (lambda x: x + 0.0, lambda x: x + -0.0),
-    "a type": (lambda x: x, lambda x: x.astype(jnp.float32).astype(float)),
     "an order": (lambda x: x - TABLE, lambda x: TABLE - x),
     "a result": (lambda x: (x, x + 1), lambda x: (x + 1, x)),
-    "an axis": (lambda x: jnp.outer(x, x).sum(0), lambda x: jnp.outer(x, x).sum(1)),
     "a number in jit": (jax.jit(lambda x: x * 2.0), jax.jit(lambda x: x * 3.0)),
     "a bound": (while_of, lambda x: while_of(x, max_steps=8)),
-    "a condition": (while_of, lambda x: lx.while_loop(lambda x: x[0] < 5, lambda x: x + 1.0, x, max_steps=9)),
     "a body": (fori_of, cosine_of),
     "a number of steps": (fori_of, lambda x: fori_of(x, 4)),
-    "the direction of lax": (lax_scan_of, lambda x: lax_scan_of(x, reverse=True)),
     "a branch": (
         lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
         lambda x: jax.lax.cond(x[0] > 0, jnp.cos, jnp.sin, x),
     ),
-    "a gradient": (jax.grad(lambda x: while_of(x).sum()), while_of),
     "a body in a gradient": (
         jax.grad(lambda x: fori_of(x, kind="checkpointed").sum()),
         jax.grad(lambda x: cosine_of(x, kind="checkpointed").sum()),
     ),
-    "lanes": (lambda x: jax.vmap(lambda n: fori_of(x, n, max_steps=4))(LANES), lambda x: lanes_of(x[:, None])),
     "compact lanes": (
         lambda x: lanes_of(x, lanes="compact"),
         lambda x: jax.vmap(partial(cosine_of, max_steps=4, lanes="compact"))(x, LANES),
     ),
-    "a searched side": (lambda x: jnp.searchsorted(TABLE, x), lambda x: jnp.searchsorted(TABLE, x, side="right")),
     "a buffer's rows": (with_a_buffer, lambda x: with_a_buffer(x, 3.0)),
     "when a reference is read": (partial(with_a_reference, first=True), partial(with_a_reference, first=False)),
     "how often something happens": (
@@ -234,9 +209,6 @@ class Work:
     def __call__(self, x: Any) -> Any:
         return x * 2.0
 
-    def method(self, x: Any) -> Any:
-        return x * 3.0
-
     def applied(self, x: Any, how: Any) -> Any:
         return how(x)
 
@@ -255,20 +227,14 @@ def test_functions_with_the_same_code_are_the_same() -> None:
     same = [
         (of_code(plain), of_code(f"# a line above\n\n{plain}\nOTHER = 3\n")),
         (closing_over(1.0, helper), closing_over(2.0, helper)),  # a number of a file, say
-        (Work(1).method, Work(2).method),
-        (partial(scaled, scale=(1, np.float32(2))), partial(scaled, scale=(1, np.float32(2)))),
-        (partial(scaled, scale=Work(1)), partial(scaled, scale=Work(2))),
+        (partial(scaled, scale=(1, Work(1))), partial(scaled, scale=(1, Work(2)))),
     ]
     for one, other in same:
         assert code(one) == code(other) != ""
     other = [
         (of_code(plain), of_code(plain.replace("1.0", "1.5"))),  # what it calls
-        (of_code("def work(x): return x.sin()"), of_code("def work(x): return x.cos()")),
         (closing_over(1.0, helper), closing_over(1.0, calls_a_helper)),
-        (Work(1), Work(1).method),
-        (partial(helper), partial(calls_a_helper)),
         (partial(scaled, scale=np.arange(3.0)), partial(scaled, scale=np.arange(3.0) + 1)),
-        (of_code("def work(x, a=1): return x * a"), of_code("def work(x, a=2): return x * a")),
         (of_code("def work(x, *, a='b'): return x"), of_code("def work(x, *, a='c'): return x")),
         (partial(Work(1).applied, how=helper), partial(Work(1).applied, how=calls_a_helper)),
         (lambda x: [y - 1 for y in x], lambda x: [y + 1 for y in x]),
@@ -387,7 +353,7 @@ def test_other_formats_are_refused_by_name(tmp_path: Any) -> None:
         versions = f"loopax {found['loopax']} and JAX {found['jax']} in format {found['format']}, and this is loopax"
         with pytest.raises(RuntimeError, match=f"was stored by {versions}.* Go on with the versions that have stored"):
             run(resume="anyway")
-    for garbage in ("", "{", "[]", "3", '{"format": 3}', "\0\xff", json.dumps({**stored, "more": 1})):
+    for garbage in ("{", "[]", '{"format": 3}', "\0\xff", json.dumps({**stored, "more": 1})):
         path.write_text(garbage)
         with pytest.raises(RuntimeError, match="is no description of a run that loopax has written"):
             run(resume="anyway")
@@ -433,7 +399,7 @@ def test_the_program_is_the_same_in_another_process(tmp_path: Any) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "run.npy"), expected)
 
 
-@pytest.mark.parametrize("name", ["jit", "cond", "rule", "scan", "lax", "checkpoint"])
+@pytest.mark.parametrize("name", ["jit", "cond", "rule", "scan"])
 def test_values_that_inner_functions_close_over_count(name: str) -> None:
     """Wherever JAX keeps them, but only those that are used."""
 
@@ -447,8 +413,6 @@ def test_values_that_inner_functions_close_over_count(name: str) -> None:
             "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x + array, lambda x: x, x),
             "rule": rule,
             "scan": lambda x: lx.scan(lambda c, _: (c + array, None), x, length=2)[0],
-            "lax": lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + table, x),
-            "checkpoint": jax.checkpoint(lambda x: x * array),
         }
         return [x.tolist() for x in map(np.asarray, written(inner[name]).arrays.values())]
 

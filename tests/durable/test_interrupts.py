@@ -102,18 +102,6 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Any, monkeypatch: Any) -> No
     assert saves(tmp_path / "run") == []
 
 
-@pytest.mark.usefixtures("handlers")
-def test_handlers_are_given_back_after_errors_too(tmp_path: Any) -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def fail(_: Any) -> None:
-        assert signal.getsignal(signal.SIGINT) != before  # handlers are those of the run
-        raise ValueError("at step")
-
-    with pytest.raises(Exception, match="at step"):
-        run(tmp_path, fail)  # type: ignore[arg-type]
-
-
 def test_what_is_ignored_stays_ignored(tmp_path: Any) -> None:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -6,121 +6,121 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from hashlib import sha256
 
+import jax
+import numpy as np
 import pytest
 
-from tests.durable import stream_victim, victim
+import loopax as lx
+from loopax import durable
+from tests.hosts.processes import Processes
 
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("LOOPAX_KILLS", "2"))
-LONG = "LOOPAX_KILLS" in os.environ
-STEPS = 9000 if LONG else 900
+STEPS = 9000 if "LOOPAX_KILLS" in os.environ else 900
 EVERY = STEPS // 10
-ROOT = Path(__file__).parents[2]
 
 
-def started(module, *arguments):
-    """A process that is optimized, on one device."""
-    return subprocess.Popen(
-        [sys.executable, "-m", f"tests.durable.{module}", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(path):
+    """A run that marks each step that it takes."""
+    arguments = [path / "run", STEPS, EVERY, path / "marks"]
+    return Processes("tests.hosts.programs:durable_of_all_devices", 1, 1, arguments)
 
 
-def start(directory, marks):
-    return started("victim", directory, marks, 0.001, STEPS, EVERY)
+def marked(path):
+    """The steps that have been taken, in order, by all processes."""
+    return np.fromfile(path / "marks", np.int64).tolist() if (path / "marks").exists() else []
 
 
-def wait_for(condition, process):
-    while not condition() and process.poll() is None:
-        time.sleep(0.002)
-
-
-def steps_of(marks):
-    """How many steps have been taken, 8 bytes for each."""
-    return marks.stat().st_size // 8 if marks.exists() else 0
-
-
-def saves_in(directory):
-    return len(os.listdir(directory / "saves")) if (directory / "saves").exists() else 0
+def saves_in(path):
+    return len(os.listdir(path / "run" / "saves")) if (path / "run" / "saves").exists() else 0
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     path = tmp_path_factory.mktemp("uninterrupted")
-    process = start(path / "run", path / "marks")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert victim.marked(path / "marks") == list(range(STEPS))
-    return out.strip()
+    with started(path) as process:
+        found = process.found()
+    assert marked(path) == list(range(STEPS))
+    return found
 
 
 @pytest.mark.parametrize("number", range(KILLS))
 def test_killed_runs_resume_to_the_same_bits(number, uninterrupted, tmp_path):
     """Every other one is killed while a save is written."""
     choose = random.Random(number)
-    directory, marks = tmp_path / "run", tmp_path / "marks"
-    process = start(directory, marks)
-    if number % 2:
-        moment = choose.randrange(1, 9)
-        wait_for(lambda: steps_of(marks) > moment * EVERY * 0.7, process)
-        before = saves_in(directory)
-        wait_for(lambda: saves_in(directory) > before, process)
-        time.sleep(choose.uniform(0, 0.03))
-    else:
-        moment = choose.randrange(1, STEPS - 1)
-        wait_for(lambda: steps_of(marks) > moment, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    taken = victim.marked(marks)
-    assert process.returncode == -signal.SIGKILL or len(taken) == STEPS
+    with started(tmp_path) as process:
+        if number % 2:
+            moment = choose.randrange(1, 9)
+            process.wait_until(lambda: len(marked(tmp_path)) > moment * EVERY * 0.7)
+            before = saves_in(tmp_path)
+            process.wait_until(lambda: saves_in(tmp_path) > before)
+            time.sleep(choose.uniform(0, 0.03))
+        else:
+            moment = choose.randrange(1, STEPS - 1)
+            process.wait_until(lambda: len(marked(tmp_path)) > moment)
+        process.kill()
+        (killed,) = process.wait()
+    taken = marked(tmp_path)
+    assert killed.returncode == -signal.SIGKILL or len(taken) == STEPS
     assert taken == list(range(len(taken)))
 
-    process = start(directory, marks)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.strip() == uninterrupted
-    again = victim.marked(marks)[len(taken) :]
+    with started(tmp_path) as process:
+        assert process.found() == uninterrupted
+    again = marked(tmp_path)[len(taken) :]
     first = again[0] if again else STEPS
     assert again == list(range(first, STEPS))
     assert len(taken) - EVERY <= first <= len(taken)
 
 
-def start_stream(path):
-    return started("stream_victim", path / "run", path / "marks")
+# ---- a stream of items from a slow source, saved ten times a second
+
+ITEMS = 3000
 
 
-def kill_stream(path, fetched, seconds):
-    """Kill it so long after so many items have been fetched, those that it skips included."""
-    marks = path / "marks"
-    marks.unlink(missing_ok=True)
-    process = start_stream(path)
-    wait_for(lambda: marks.exists() and marks.stat().st_size >= fetched, process)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode in (-signal.SIGKILL, 0)
+def stream(directory, marks):
+    """The hash of all rows, in the order of the items. An item takes as many steps as it says; each leaves a mark."""
+
+    def chaotic(item):
+        x = jax.random.uniform(jax.random.key(item["seed"]), (3,))
+        last = lx.fori_loop(0, item["steps"], lambda _, x: 3.9 * x * (1 - x), x, max_steps=200)
+        return {"last": last, "steps": item["steps"]}
+
+    def items():
+        for i in range(ITEMS):
+            time.sleep(0.0003)
+            with open(marks, "a") as file:
+                file.write("x")
+            yield {"seed": np.uint32(i), "steps": np.int32(1 + i * 37 % 190)}
+
+    options = {"num_lanes": 16, "checkpoint_every": 0.1, "chunk_steps": 100}
+    found = durable.lanes_stream(chaotic, items(), directory=directory, **options)
+    order = np.argsort(found.items)
+    assert np.asarray(found.items)[order].tolist() == list(range(ITEMS))
+    parts = [found.items, found.results["last"], found.results["steps"]]
+    return sha256(b"".join(np.asarray(rows)[order].tobytes() for rows in parts)).hexdigest()
 
 
 def test_a_stream_that_is_killed_again_and_again_has_each_item_once_and_the_same_bits(tmp_path):
-    """One run, which is further at each kill."""
+    """One run, which is further at each kill: so long after so many items, those that it skips included."""
     outputs, choose = [], random.Random(5)
     for kills in (0, KILLS):
-        path = tmp_path / f"{kills} kills"
-        path.mkdir()
+        run, marks = tmp_path / f"{kills} kills", tmp_path / f"marks {kills}"
+        begin = lambda run=run, marks=marks: Processes(f"{__name__}:stream", 1, 1, [run, marks])
         for killed in range(kills):
-            kill_stream(path, stream_victim.ITEMS * (killed + choose.random()) / kills, choose.uniform(0, 0.1))
-        out, err = start_stream(path).communicate(timeout=120)
-        said = [line for line in err.splitlines() if "Metadata file does not exist" not in line]  # of a save cut short
-        assert not said, err
-        outputs.append(out.strip())
+            fetched = ITEMS * (killed + choose.random()) / kills
+            marks.unlink(missing_ok=True)
+            with begin() as process:
+                process.wait_until(lambda n=fetched, marks=marks: marks.exists() and marks.stat().st_size >= n)
+                time.sleep(choose.uniform(0, 0.1))
+                process.kill()
+                assert process.wait()[0].returncode in (-signal.SIGKILL, 0)
+        with begin() as process:
+            outputs += process.found()
+            said = process.wait()[0].output.splitlines()
+        shortened = "Metadata file does not exist"  # of a save cut short
+        assert [line for line in said if not line.startswith("found ") and shortened not in line] == []
     assert outputs[0] == outputs[1] != ""

@@ -69,17 +69,6 @@ def test_whole_arrays_of_any_dtype(stored: Any) -> None:
     assert (ys["none"].shape, ys["none"][2:4].shape) == ((13, 0), (2, 0))
 
 
-def test_iterating_reads_a_piece_at_a_time(stored: Any, monkeypatch: Any) -> None:
-    _, ys, xs = stored
-    monkeypatch.setattr(disk, "PIECE_BYTES", 4 * 48)
-    read = []
-    plain = disk.Rows.__getitem__
-    monkeypatch.setattr(disk.Rows, "__getitem__", lambda self, index: (read.append(index), plain(self, index))[1])
-    rows = list(ys["x"])
-    np.testing.assert_array_equal(rows, xs["x"])
-    assert len(read) == 4
-
-
 def test_outputs_of_a_directory(stored: Any, tmp_path: Any) -> None:
     path, ys, xs = stored
     found = durable.outputs(str(path))

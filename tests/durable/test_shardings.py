@@ -86,18 +86,3 @@ def test_a_run_goes_on_on_other_devices(then: str, one: Any, of_eight: Any, tmp_
     carry, ys = run(x, tmp_path / "run", 9, **SELDOM)
     assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
     assert_close((carry, ys), one, 1e-12)
-
-
-@pytest.mark.slow
-def test_values_that_are_closed_over_or_scanned_are_spread(tmp_path: Any) -> None:
-    """And the carry is not, or less."""
-    w = jax.device_put(jnp.eye(8) * 0.5, NamedSharding(EIGHT, P("a")))
-    xs = jax.device_put(jnp.ones((12, 8)), NamedSharding(EIGHT, P(None, "a")))
-    body = lambda c, x: (jnp.tanh(w @ c + x), c.sum())
-    expected = jax.lax.scan(body, jnp.ones(8), xs)
-    for name, init in (("one", jnp.ones(8)), ("spread", jax.device_put(jnp.ones(8), NamedSharding(EIGHT, P("a"))))):
-        options: dict[str, Any] = {"directory": tmp_path / name, "chunk_steps": 2, "checkpoint_every": 4}
-        durable.scan(body, init, xs, 6, **options)
-        for _ in range(2):
-            carry, ys = durable.scan(body, init, xs, **options)
-            assert_close((carry, read_rows(ys)), expected, 1e-12)

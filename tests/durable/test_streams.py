@@ -155,42 +155,18 @@ def test_what_is_damaged_is_computed_again_from_the_save_before(what: str, tmp_p
         assert as_ints(run(tmp_path, numbers(60))) == ANSWERS
 
 
-WRONG: Any = [
-    ({"checkpoint_every": 10}, TypeError, r"durable.lanes_stream\(checkpoint_every=...\): got 10, expected"),
-    ({"checkpoint_every": -1.0}, ValueError, "a positive number of seconds"),
-    ({"num_lanes": 0}, ValueError, r"durable.lanes_stream\(num_lanes=...\): got 0"),
-    ({"f": 3}, TypeError, "f of durable.lanes_stream"),
-    ({"items": 3}, TypeError, r"durable.lanes_stream\(items=...\): got a int"),
-    ({"items": []}, ValueError, "there is no item"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), WRONG)
-def test_options_are_checked(options: Any, error: Any, message: str, tmp_path: Any) -> None:
-    given: Any = {"f": collatz, "items": numbers(3), "directory": tmp_path, **options}
-    with pytest.raises(error, match=message):
-        durable.lanes_stream(given.pop("f"), given.pop("items"), **given)
-
-
 def test_another_program_or_other_lanes_are_refused(tmp_path: Any) -> None:
     run(tmp_path, numbers(5))
     with pytest.raises(ValueError, match="lanes: stored 4, now 5"):
         run(tmp_path, numbers(5), num_lanes=5)
     with pytest.raises(ValueError, match="is one of another program"):
         run(tmp_path, numbers(5), lambda n: jax.tree.map(lambda x: x + 1, collatz(n)))
+    with pytest.raises(TypeError, match=r"durable.lanes_stream\(checkpoint_every=...\): got 10, expected"):
+        run(tmp_path, numbers(5), checkpoint_every=10)
     with pytest.raises(ValueError, match="state of other types"):
         run(tmp_path, numbers(5), limited)
     with pytest.warns(durable.AnotherProgramWarning):
         run(tmp_path, numbers(9), lambda n: jax.tree.map(lambda x: x + 1, collatz(n)), resume="anyway")
-
-
-def test_progress_counts_from_where_the_call_goes_on(tmp_path: Any, capsys: Any) -> None:
-    with pytest.raises(StopError):
-        run(tmp_path, stopping_at(numbers(60), 30, StopError()), progress=True)
-    assert "durable.lanes_stream: last seen after" in capsys.readouterr().err
-    run(tmp_path, numbers(60), progress=True)
-    shown = capsys.readouterr().err
-    assert int(shown.split("durable.lanes_stream: ")[-1].split(" items")[0]) in range(30, 61)
 
 
 def test_readers_see_which_rows_are_written(tmp_path: Any) -> None:

@@ -1,6 +1,6 @@
 """Programs that several processes run together, and one process alone for comparison."""
 
-import json
+import time
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import loopax as lx
+from loopax import durable
 
 LANES = 10  # which 4 and 8 devices do not divide
-FEATURES = 8
+FEATURES, SIZE = 8, 1 << 15
 
 
 def mesh_of(devices: Any) -> Mesh:
@@ -66,6 +67,44 @@ def shards(tree: Any) -> dict[str, list[Any]]:
     }
 
 
-def show() -> None:
-    """What each process does: one line with its shards."""
-    print("shards: " + json.dumps(shards(results(jax.devices()))))
+def of_all_devices() -> dict[str, list[Any]]:
+    """What each process finds."""
+    return shards(results(jax.devices()))
+
+
+# ---- durable runs
+
+
+def durable_results(devices: Any, directory: str, steps: int, every: int, marks: str = "") -> dict[str, Any]:
+    """A chaotic map of a carry that is spread over all devices, a count that is not, and outputs on disk.
+
+    Each step takes a millisecond and writes its number into the file `marks`, where there is one.
+    """
+    spread = NamedSharding(mesh_of(devices), PartitionSpec("d"))
+    values = np.linspace(0.1, 0.9, SIZE)
+    start = jax.make_array_from_callback((SIZE,), spread, lambda index: values[index])
+
+    def mark(number: Any) -> Any:
+        with open(marks, "ab") as file:
+            file.write(np.int64(number).tobytes())
+        time.sleep(0.001)
+        return np.asarray(number)
+
+    def step(carry: Any, _: Any, key: Any) -> tuple[Any, Any]:
+        x, number = carry
+        if marks:
+            number = jax.pure_callback(mark, jax.ShapeDtypeStruct((), jnp.int64), number)
+        for _ in range(4):
+            x = 3.9 * x * (1 - x)
+        x = jnp.clip(x + 1e-3 * jax.random.uniform(key), 0.01, 0.99)
+        return (x, number + 1), {"number": number, "some": x[:8]}
+
+    carry, ys = durable.scan(
+        step, (start, jnp.int64(0)), length=steps, key=jax.random.key(3), directory=directory, checkpoint_every=every
+    )
+    return {"carry": carry, "rows": {name: jnp.asarray(np.asarray(rows)) for name, rows in ys.items()}}
+
+
+def durable_of_all_devices(directory: str, steps: str, every: str, *marks: str) -> dict[str, list[Any]]:
+    """What each process finds."""
+    return shards(durable_results(jax.devices(), directory, int(steps), int(every), *marks))

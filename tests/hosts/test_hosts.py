@@ -1,35 +1,43 @@
-"""The same on several processes as in one: `jax.distributed` on the loopback interface."""
-
-import json
+"""Several processes as one: `jax.distributed` on the loopback interface, and a durable run of which one dies."""
 
 import jax
 import numpy as np
 import pytest
 
-from tests.hosts.processes import run
-from tests.hosts.programs import results, shards
+from loopax import durable
+from tests.hosts.processes import Processes
+from tests.hosts.programs import durable_results, results, shards
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def pair(request):
-    """The shards of all processes, and those of one process with as many devices."""
-    found = run("tests.hosts.programs:show", request.param)
-    assert [result.returncode for result in found] == [0] * request.param, found
-    lines = [line for result in found for line in result.output.splitlines() if line.startswith("shards: ")]
-    return [json.loads(line.removeprefix("shards: ")) for line in lines], jax.devices()[: 2 * request.param]
-
-
-def test_the_bits_are_those_of_one_process(pair):
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_bits_are_those_of_one_process(num_processes):
     """All but the sum over devices, which processes may add up in another order."""
-    several, devices = pair
-    alone = shards(results(devices))
+    with Processes("tests.hosts.programs:of_all_devices", num_processes) as processes:
+        several = processes.found()
+    alone = shards(results(jax.devices()[: 2 * num_processes]))
     found = {name: sorted(shard for process in several for shard in process[name]) for name in alone}
-    assert all(len(shards) == len(devices) for shards in found.values())
+    assert all(len(shards) == 2 * num_processes for shards in found.values())
     (summed,), (wanted,) = ({bits for _, bits in group.pop("['lanes']['weight']")} for group in (found, alone))
     assert found == alone
-    assert value(summed) == pytest.approx(value(wanted), rel=1e-14)
+    value, expected = (float(np.frombuffer(bytes.fromhex(bits))[0]) for bits in (summed, wanted))
+    assert value == pytest.approx(expected, rel=1e-14)
 
 
-def value(bits):
-    """A float64 from its bits, as `shards` writes them."""
-    return float(np.frombuffer(bytes.fromhex(bits))[0])
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_resumes_with_other_processes_to_the_bits_of_one(tmp_path):
+    """Two processes of two devices, of which one is killed; then four. None hangs."""
+    program, steps, every = "tests.hosts.programs:durable_of_all_devices", 1500, 100
+    arguments = [tmp_path / "run", steps, every]
+    with Processes(program, 2, args=arguments, heartbeat=4) as processes:
+        processes.wait_until(lambda: durable.steps_saved(tmp_path / "run") >= every)
+        processes.kill(1)
+        ended = processes.wait(timeout=60)
+    assert all(result.returncode != 0 for result in ended)
+    assert 0 < durable.steps_saved(tmp_path / "run") < steps
+
+    with Processes(program, 4, args=arguments) as processes:
+        several = processes.found()
+    alone = shards(durable_results(jax.devices(), str(tmp_path / "alone"), steps, every))
+    for name, wanted in alone.items():
+        found = {(place, bits) for process in several for place, bits in process[name]}
+        assert found == {(place, bits) for place, bits in wanted}
