@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from functools import partial
 
 import jax
@@ -128,20 +127,14 @@ BAD = [
     ((lambda x: lax.fori_loop(0, 3, lambda i, x: x + 1, x), 1.0), {}, ValueError, "no loop of loopax.*rewrite_loops"),
     ((program,), {}, TypeError, r"compare\(program, \.\.\.\): the arguments do not fit"),
     ((program, *ARGS), {"kinds": "auto"}, TypeError, r"expected several: `kinds=\['auto'\]`"),
-    ((program, *ARGS), {"kinds": ["banana"]}, ValueError, "is not a kind of loop"),
-    ((program, *ARGS), {"rounds": 0}, ValueError, r"compare\(rounds=\.\.\.\)"),
     ((program, jax.ShapeDtypeStruct((3,), jnp.float64), ARGS[1]), {}, TypeError, "x is a type without values"),
-    ((lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0), jnp.int32(3)), {}, TypeError, "no floating-point array"),
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
-def test_bad_input(args, options, error, message):
-    with pytest.raises(error, match=message):
-        lx.compare(*args, **options)
-
-
-# ---- programs are called in turn, and as often as is asked for
+def test_bad_input():
+    for args, options, error, message in BAD:
+        with pytest.raises(error, match=message):
+            lx.compare(*args, **options)
 
 
 def test_calls_are_in_turn():
@@ -149,9 +142,3 @@ def test_calls_are_in_turn():
         called = []
         times = interleaved([partial(called.append, "a"), partial(called.append, "b")], 2, warm=warm)
         assert ("".join(called), len(times)) == (order, 2)
-
-
-def test_slow_programs_are_called_in_three_rounds():
-    called = []
-    (milliseconds,) = interleaved([lambda: called.append(time.sleep(1e-3))], 5, seconds=1e-3)
-    assert (len(called), milliseconds >= 1.0) == (3, True)

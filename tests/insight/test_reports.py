@@ -1,0 +1,224 @@
+"""Lane reports and pictures of schedules: what a batch computes for nothing, and what really runs."""
+
+import re
+import tracemalloc
+from functools import partial
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from benchmarks.counter import Counter
+from docs import schedule_figure
+from loopax import schedule
+from loopax._src.core.ir.kind import LoopFacts, StepFacts
+from loopax._src.core.ir.plan import BlocksThenResiduals, saving_of
+from loopax._src.insight.schedule_picture import actions_of
+from loopax._src.schedule.binomial import evaluations, evaluations_from
+from loopax._src.schedule.online import online
+from tests.support.schedule_machine import execute
+
+
+def halvings(x):
+    return lx.while_loop(lambda x: x >= 1.0, lambda x: x / 2.0, x, info=True)
+
+
+def test_report_of_a_batch():
+    _, info = jax.vmap(halvings)(jnp.array([0.5, 1.0, 3.0, 200.0]))
+    report = lx.lane_report(info, lanes=lx.Compact(2, 1))
+    assert report.steps.tolist() == [0, 1, 2, 8]
+    assert report.useful == 11
+    assert report.share(report.lockstep) == 11 / 32
+    assert [(s.lanes, s.active.tolist()) for s in report.stages] == [(4, [3]), (2, [2]), (1, [1] * 6)]
+    table = str(report).split("\n")
+    assert table[0] == "4 lanes, 11 steps: mean 2.75, most 8"
+    assert table[2].split() == ["lockstep", "8", "32", "34%"]
+    assert table[4].split() == ["compact,", "steps", "not", "known", "8", "12", "92%"]
+    _, info = jax.vmap(jax.vmap(halvings))(jnp.ones((2, 3)))
+    assert lx.lane_report(info).steps.tolist() == [1] * 6  # all axes are axes of lanes
+
+
+def test_report_of_nested_loops():
+    report = lx.lane_report(jnp.array([3, 2]), np.array([[3, 0, 1], [1, 4, 99]]))
+    assert report.nested is not None
+    assert report.free is not None
+    assert (report.nested.iterations, report.free.iterations) == (8, 5)
+    assert report.nested == lx.lane_report([3, 2], [[3, 0, 1], [1, 4, -1]]).nested  # a step that was not taken
+    without = lx.lane_report([2], [[0, 0]]).free
+    assert without is not None
+    assert without.iterations == 2  # one for each outer step without an inner one
+    assert [line.split() for line in str(report).split("\n")[-2:]] == [["lockstep", "8", "3"], ["free", "5", "4"]]
+
+
+def test_runs_of_iterations():
+    (stretch,) = lx.lane_report([4, 0, 1, 4]).lockstep
+    assert (stretch.lengths.tolist(), stretch.active_in_run.tolist()) == ([1, 3], [3, 2])
+    assert stretch.active.tolist() == [3, 2, 2, 2]
+    for steps in ([], [0], [0, 0, 0], [7]):
+        report = lx.lane_report(np.array(steps, int))
+        assert report.share(report.lockstep) == 1.0
+        assert str(report)
+        report.plot()
+
+
+def test_plot_draws_what_is_computed_and_what_is_useful():
+    report = lx.lane_report(jnp.array([1, 2, 8, 3]), lanes=lx.Compact(2, 1))
+    axes = report.plot(report.groups)
+    computed, useful = (patch.get_data() for patch in axes.patches)
+    assert (computed.values * np.diff(computed.edges)).sum() == sum(s.lane_steps for s in report.groups)
+    assert (useful.values * np.diff(useful.edges)).sum() == 14
+    assert axes.get_title() == f"{report.share(report.groups):.0%} useful"
+
+
+BAD = [
+    (jnp.ones(3), None, TypeError, "expected a `LoopInfo` or an array of numbers of steps"),
+    (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
+    (halvings(jnp.ones(())), None, TypeError, "lane_report(info=...): got a tuple that holds a `LoopInfo`"),
+    (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
+    (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
+    (np.array([[2, 1], [0, -1]]), None, ValueError, "info[1, 1] is -1, expected 0 or more steps"),
+    ([1, 2], [[1, -9], [-1, 2]], ValueError, "lane_report(inner=...): inner[1, 0] is -1, expected 0 or more steps"),
+]
+
+
+def test_bad_arguments():
+    for info, inner, error, message in BAD:
+        with pytest.raises(error, match=re.escape(message)):
+            lx.lane_report(info, inner)
+    with pytest.raises(TypeError, match="outside of `jit`"):
+        jax.jit(lambda n: lx.lane_report(n).useful)(jnp.arange(3))
+
+
+@pytest.mark.parametrize("steps", [[10**8, 1, 5], [10**12] * 40])
+def test_memory_does_not_depend_on_the_numbers_of_steps(steps):
+    tracemalloc.start()
+    report = lx.lane_report(steps)
+    text = str(report)
+    report.plot()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 2**20  # most of it for the picture
+    assert [s.iterations for s in report.lockstep] == [max(steps)]
+    assert [s.lane_steps for s in report.sequential] == [sum(steps)]
+    assert report.share(report.lockstep) == sum(steps) / (len(steps) * max(steps))
+    assert str(max(steps)) in text
+
+
+@pytest.mark.parametrize(("lanes", "waits"), [(6, True), (32, False)])
+def test_a_choice_without_an_effect_is_said(lanes, waits):
+    """By the report, and by `explain`."""
+    body = lambda x: jnp.sin(x) * x / 2
+    loop = lambda x: lx.while_loop(lambda x: x[0] > 1.0, body, x, lanes="compact")
+    explained = str(lx.explain(lambda xs: jax.vmap(loop)(xs).sum(), jnp.ones((lanes, 100))))
+    assert (f"Compact(), {lanes} lanes until the slowest is done" in explained) == waits
+    stages = str(lx.lane_report(np.arange(lanes))).split("not known")[1].splitlines()[0]
+    assert ("as in lockstep" in stages) == waits
+
+
+CHECKPOINTS = [None, 1, 3, 8, pytest.param(20, marks=pytest.mark.slow)]
+EACH_BUDGET = pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+EACH_LENGTH = pytest.mark.parametrize("length_known", [True, False])
+LARGE = 10**6  # bytes of a carry
+
+
+@pytest.mark.parametrize("residuals", [True, False])
+@EACH_LENGTH
+@EACH_BUDGET
+def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, residuals):
+    step = StepFacts(LARGE, LARGE if residuals else 10**6 * LARGE, 10.0 * LARGE)
+    for n in [*range(40), 400, 1000]:
+        kind = lx.Checkpointed(checkpoints)
+        bound = n if length_known else None
+        plan = kind.plan(LoopFacts(bound, length_known, False, length_known, True, 1.0, lambda: step))
+        picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
+        if plan.stores_residuals:
+            assert picture.evaluations == picture.forward == n
+        else:
+            in_two = isinstance(plan, BlocksThenResiduals)
+            taken = plan if in_two else saving_of(plan, bound, LARGE, length_known, has_inverse=False)
+            assert tuple(actions_of(taken, n, picture.records)) == picture.actions
+            assert checkpoints is None or picture.room <= checkpoints
+
+
+@pytest.mark.parametrize("residuals", [pytest.param(False, marks=pytest.mark.slow), True])
+@EACH_LENGTH
+@EACH_BUDGET
+def test_counts_are_those_of_the_actions(checkpoints, length_known, residuals):
+    """The machine also checks each action."""
+    for n in [*range(25), 150]:
+        picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
+        cost = execute(picture.actions, n)
+        assert cost.evaluations == picture.evaluations == picture.forward + picture.replays + picture.derivatives
+        assert cost.most_stored == picture.most_stored <= picture.room
+        drawn = schedule_figure.lines(picture.actions)
+        counts = [picture.forward, picture.replays, n]
+        assert [len(drawn[kind]) for kind in ("forward", "replay", "derivative")] == counts
+        assert [begin for begin, _ in drawn["forward"]] == [(i, i) for i in range(n)]
+        assert [begin[1] for begin, _ in drawn["derivative"]] == list(range(n, 0, -1))
+
+
+def test_counts_are_those_of_the_schedules():
+    assert schedule.picture(1000, 10).evaluations == evaluations(1000, 10) == 4640
+    *_, stored = islice(online(10), 1000)
+    unknown = schedule.picture(1000, 10, length_known=False)
+    assert unknown.evaluations == evaluations_from(stored, 1000, 10)
+    assert schedule.picture(1000, 64).name == "two levels, 36 blocks of 28 steps"
+    assert schedule.picture(1000, 1000).evaluations == 2000
+
+
+def loop_of(counter, checkpoints, length_known, n, x):
+    """A carry of 16 KiB, for which blocks are as long as for larger ones."""
+    kind, body = lx.Checkpointed(checkpoints), lambda i, c: (c[0] * 0.9 * counter(c[1]), c[1] * 0.9)
+    init = (np.full(2048, 0.5), x)
+    if length_known:
+        return lx.fori_loop(0, n, body, init, kind=kind)[0].sum()
+    step = lambda c: (c[0] + 1, *body(0, c[1:]))
+    return lx.while_loop(lambda c: c[0] < n, step, (0, *init), kind=kind)[1].sum()
+
+
+@EACH_LENGTH
+@pytest.mark.parametrize("checkpoints", [None, 4])
+def test_a_loop_evaluates_its_body_as_often(checkpoints, length_known):
+    counter = Counter()
+    for n in (6, 30):  # XLA makes one evaluation of the two of a single step
+        gradient = jax.jit(jax.grad(partial(loop_of, counter, checkpoints, length_known, n)))
+        assert counter.of(gradient, 1.0) == schedule.picture(n, checkpoints, length_known=length_known).evaluations
+
+
+def test_many_steps_are_counted_without_listing_them():
+    for length_known in (True, False):
+        picture = schedule.picture(10**5, 10, length_known=length_known)
+        assert 9 < picture.evaluations / picture.num_steps < 10
+        assert "too large" in str(picture)
+
+
+TEXT = r"""
+4 |    / \
+3 |   /-+-\
+2 |  /       \
+1 | /       +-\
+0 |/-------+---\
+   / forward   + evaluated again   \ derivative   - the carry before this step is stored
+5 steps; binomial, known length, at most 2 carries
+13 evaluations of the body (2.6 for each step): 5 forward, 3 again, 5 for derivatives
+room for 2 carries, at most 2 in use
+"""
+
+
+def test_text():
+    assert str(schedule.picture(5, 2)) == TEXT.strip("\n")
+    assert str(schedule.picture(0)).startswith("0 steps; every carry\n0 evaluations of the body: 0 forward")
+    assert str(schedule.picture(100)).split("\n")[0] == "100 steps; two levels, 10 blocks of 10 steps"
+
+
+def test_bad_arguments_of_a_picture():
+    for arguments, error, message in (
+        ((-1,), ValueError, "picture(num_steps=...): got -1, expected at least 0"),
+        ((5, 0), ValueError, "picture(checkpoints=...): got 0, expected at least 1, the number of stored carries"),
+        ((jax.numpy.int32(5),), TypeError, "picture(num_steps=...): got int32[], expected a Python int"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            schedule.picture(*arguments)
