@@ -69,32 +69,59 @@ def newton(a):
     return lax.while_loop(lambda s: s.error > 1e-10, body, Newton(jnp.ones(()), jnp.ones(()))).x
 
 
-PROGRAMS = {f.__name__: f for f in (bfgs, conjugate_gradients, gmres, adaptive_steps, newton)}
-LARGE = ["bfgs", "gmres", "adaptive_steps"]  # the largest programs: derivatives of searches inside searches
+FALLING_SPHERE = """
+<mujoco>
+  <option timestep="0.002" solver="CG" iterations="8" ls_iterations="8"/>
+  <worldbody>
+    <geom type="plane" size="5 5 .1"/>
+    <body pos="0 0 .095"><freejoint/><geom type="sphere" size=".1" mass="1"/></body>
+  </worldbody>
+</mujoco>
+"""
+
+
+def step_of_mjx(velocity):
+    """With the CG solver and eight iterations: a sphere that touches the ground."""
+    mujoco, mjx = pytest.importorskip("mujoco"), pytest.importorskip("mujoco.mjx")
+    model = mjx.put_model(mujoco.MjModel.from_xml_string(FALLING_SPHERE))
+    start = mjx.make_data(model)
+    moving = start.replace(qvel=start.qvel.at[2].set(velocity).at[0].set(0.3 * velocity))
+    return (mjx.step(model, moving).qvel ** 2).sum()
+
+
+def transition_of_nuts(scale):
+    """From BlackJAX, with respect to the target's scale: the tree of doublings is as deep as each lane needs."""
+    blackjax = pytest.importorskip("blackjax")
+    log_density = lambda x: -0.5 * jnp.sum(scale * x**2) - 0.1 * jnp.sum(x**4)
+    kernel = blackjax.nuts(log_density, step_size=0.3, inverse_mass_matrix=jnp.ones(2), max_num_doublings=4)
+    return kernel.step(jax.random.key(1), kernel.init(jnp.array([0.5, -0.3])))[0].position.sum()
+
+
+LARGE = [bfgs, gmres, adaptive_steps, step_of_mjx, transition_of_nuts]  # derivatives of searches inside searches
+PROGRAMS = [conjugate_gradients, newton, *(pytest.param(f, marks=pytest.mark.slow) for f in LARGE)]
 POINTS = np.array([0.9, 1.7, 2.5])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in PROGRAMS]
-)
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
 @jax.numpy_dtype_promotion("standard")
-def test_gradients_of_loops_that_had_none(name):
-    f = PROGRAMS[name]
-    rewritten = lx.rewrite_loops(f)
+@jax.numpy_rank_promotion("allow")
+def test_gradients_of_loops_that_had_none(f):
+    rewritten, points = lx.rewrite_loops(f), -POINTS if f is step_of_mjx else POINTS
     forward = jax.jit(lambda a: jax.jvp(f, (a,), (1.0,)))
-    values, slopes = np.asarray([forward(a) for a in POINTS]).T
+    values, slopes = np.asarray([forward(a) for a in points]).T
     both = jax.value_and_grad(rewritten)
-    in_lanes, gradients = jax.jit(jax.vmap(both))(POINTS)
+    in_lanes, gradients = jax.jit(jax.vmap(both))(points)
     assert_close(in_lanes, values)
-    np.testing.assert_allclose(gradients, slopes, rtol=1e-7, atol=1e-9)
-    if name != "bfgs":
-        value, gradient = jax.jit(both)(POINTS[1])
+    tolerances = {"rtol": 1e-6 if f in (step_of_mjx, transition_of_nuts) else 1e-7, "atol": 1e-9}
+    np.testing.assert_allclose(gradients, slopes, **tolerances)
+    if f in (conjugate_gradients, newton, gmres, adaptive_steps):
+        value, gradient = jax.jit(both)(points[1])
         assert_close(value, values[1])
-        np.testing.assert_allclose(gradient, slopes[1], rtol=1e-7, atol=1e-9)
-        forwards = jax.jit(jax.vmap(jax.jacfwd(rewritten)))(POINTS)
-        np.testing.assert_allclose(forwards, slopes, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(gradient, slopes[1], **tolerances)
+        forwards = jax.jit(jax.vmap(jax.jacfwd(rewritten)))(points)
+        np.testing.assert_allclose(forwards, slopes, **tolerances)
     with pytest.raises(ValueError, match="Reverse-mode"):
-        jax.eval_shape(jax.grad(f), POINTS[1])
+        jax.eval_shape(jax.grad(f), points[1])
 
 
 WITH_RULES = {

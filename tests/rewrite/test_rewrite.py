@@ -1,4 +1,4 @@
-"""`rewrite_loops`: the loops of other people's functions run on loopax, wherever they stand."""
+"""`rewrite_loops`: the loops and branches of other people's functions run on loopax, wherever they stand."""
 
 from typing import Any
 
@@ -43,7 +43,6 @@ SLOPES, CURVATURES = np.array([derivatives(x) for x in X]).T
 
 # The loop somewhere inside a function of one number.
 INSIDE = {
-    "nested_jit": jax.jit(jax.jit(halve)),
     "donated": jax.jit(lambda x: jax.jit(lambda x, y: halve(x) + 0.0 * y, donate_argnums=1)(x, x + 1.0)),
     "cond": lambda x: lax.cond(x > 0.0, halve, lambda x: x, x),
     "switch": lambda x: lax.switch(1, [lambda x: x, halve, jnp.sin], x),
@@ -215,13 +214,6 @@ def test_scans_on_request():
     assert_close(new, old)
 
 
-def test_values_that_are_closed_over():
-    def loss(w):
-        return lx.rewrite_loops(lambda x: lax.while_loop(lambda c: c > 1.0, lambda c: w * c, x))(8.0)
-
-    assert_close(jax.grad(loss)(0.5), jax.grad(lambda w: w**3 * 8.0)(0.5))
-
-
 def test_a_function_without_loops_is_the_same_program():
     f = lambda x: jax.jit(jnp.sin)(x) + lax.scan(lambda c, _: (c * x, c), x, None, 3)[0]
     assert str(jax.make_jaxpr(lx.rewrite_loops(f))(X[0])) == str(jax.make_jaxpr(f)(X[0]))
@@ -248,15 +240,6 @@ def test_effects_happen_as_often(capfd):
     jax.block_until_ready(jax.grad(lx.rewrite_loops(prints))(2.0))
     jax.effects_barrier()
     assert capfd.readouterr().out.splitlines() == ["at 2.0", "at 1.0"]
-
-
-def test_refused():
-    with pytest.raises(TypeError, match="fn of rewrite_loops"):
-        lx.rewrite_loops(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="lanes='free'"):
-        lx.rewrite_loops(halve, lanes="free")
-    with pytest.raises(ValueError, match="kind"):
-        lx.rewrite_loops(halve, kind="nothing")  # pyright: ignore[reportArgumentType]
 
 
 def test_weak_types_and_keys_are_those_of_the_function():
@@ -318,10 +301,93 @@ def test_an_inverse_of_a_fori_loop_gets_the_carry_without_the_index() -> None:
     assert_close(found, jax.grad(loss)(0.7, 9))
 
 
-def test_what_is_no_kind() -> None:
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match="fn of rewrite_loops"):
+        lx.rewrite_loops(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="lanes='free'"):
+        lx.rewrite_loops(halve, lanes="free")
     pattern = r"rewrite_loops\(kind=\.\.\.\), which returned 'fast' for lax\.while_loop at \S*test_rewrite\.py"
     with pytest.raises(ValueError, match=pattern):
         lx.rewrite_loops(of_others, kind=lambda loop: "fast")(0.7)  # pyright: ignore[reportArgumentType]
     kind: Any = lx.Bounded  # a class is no function that chooses
     with pytest.raises(ValueError, match=r"kind=Bounded is a class, and an object is expected: write kind=lx\.Bounded"):
         lx.rewrite_loops(of_others, kind=kind)
+
+
+POINTS = np.array([-2.0, 0.0, 0.5, 3.0])
+
+
+def root_or_zero(x):
+    """With an infinite derivative in the branch that lanes up to zero do not take."""
+    return lax.cond(x > 0, jnp.sqrt, lambda x: 0.0 * x, x)
+
+
+def of_three(x):
+    """A switch, whose index is clamped."""
+    return lax.switch(jnp.floor(x).astype(int), [jnp.cos, lambda x: x * x, jnp.sqrt], x)
+
+
+def in_a_loop(x):
+    """A branch in a loop in a branch."""
+    body = lambda _, y: lax.cond(y > 1, lambda y: 0.5 * y, lambda y: 1.5 * y * x, y)
+    return lax.cond(x > 0, lambda x: lax.fori_loop(0, 3, body, x), jnp.sin, x)
+
+
+def nested(x):
+    """In a call and a `jax.checkpoint`."""
+    return jax.checkpoint(jax.jit(root_or_zero))(x) + of_three(x)
+
+
+LANES = ["lockstep", lx.Compact(shrink=2, min_lanes=1)]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("function", [root_or_zero, of_three, in_a_loop, nested])
+def test_values_and_gradients_are_those_of_each_lane(function, lanes) -> None:
+    rewritten = lx.rewrite_loops(function, conds=True, scans=True, lanes=lanes)
+    both = jax.value_and_grad(rewritten)
+    wanted = [jax.value_and_grad(function)(x) for x in POINTS]
+    assert_close(jax.jit(jax.vmap(both))(POINTS), jax.tree.map(lambda *rows: jnp.stack(rows), *wanted))
+    assert_close(both(POINTS[3]), wanted[3])
+    names = str(jax.make_jaxpr(rewritten)(POINTS[0]))
+    assert "cond[" not in names
+
+
+def test_a_branch_that_no_lane_takes_is_not_run() -> None:
+    """Where that is asked for: nothing is exchanged otherwise."""
+    calls = []
+    costly = lambda x: jax.pure_callback(lambda x: calls.append(1) or x, x, x, vmap_method="expand_dims")
+    function = lambda x: lax.cond(x > 9, costly, lambda x: x + 1, x)
+    assert_close(jax.vmap(lx.rewrite_loops(function, conds=True))(POINTS), POINTS + 1)
+    assert calls == []
+    jax.block_until_ready(jax.vmap(lx.rewrite_loops(function))(POINTS))
+    assert calls
+
+
+def test_a_choice_of_platform_stays() -> None:
+    def function(x):
+        return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    rewritten = lx.rewrite_loops(function, conds=True)
+    assert str(jax.make_jaxpr(rewritten)(POINTS[0])) == str(jax.make_jaxpr(function)(POINTS[0]))
+    assert_close(rewritten(POINTS), np.sin(POINTS))
+
+
+def test_mutable_arrays_and_prints(capfd) -> None:
+    def function(x):
+        ref = jax.new_ref(jnp.zeros(2))
+
+        def first():
+            ref[0] = x
+            jax.debug.print("first {}", x)
+
+        def second():
+            ref[1] = x
+            jax.debug.print("second {}", x)
+
+        lax.cond(x > 0, first, second)
+        return ref[...]
+
+    assert_close(jax.jit(lx.rewrite_loops(function, conds=True))(3.0), jnp.array([3.0, 0.0]))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "first 3.0\n"
