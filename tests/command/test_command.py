@@ -1,13 +1,26 @@
-"""The command itself: `--help` imports next to nothing, a subcommand no peer before it runs; its tables."""
+"""The command: `--help` imports next to nothing, a subcommand no peer before it runs; its tables, demo, calibration."""
 
 import io
+import json
+import re
 import subprocess
 import sys
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from loopax.__main__ import main
+import loopax
+import loopax as lx
+from loopax.__main__ import SUBCOMMANDS, main
+from loopax._command import calibrate as probes
+from loopax._command import demo as volley
 from loopax._command.table import show_table
+from loopax._src import configuration
+from loopax._src.core.jaxpr.settings import DEFAULT_MEMORY, Costs, costs
+from tests.support.example_files import precision_of_a_user
 
 IMPORTED = """
 import sys
@@ -23,22 +36,27 @@ NOT_FOR_HELP = {"jax", "equinox", "numpy", "scipy"}
 PEERS = {"flax", "optax", "diffrax", "lineax", "matplotlib", "rich", "orbax", "tqdm", "benchmarks", "blackjax"}
 
 
-def imported(*arguments):
+def shown_and_imported(*arguments):
     command = [sys.executable, "-c", IMPORTED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    shown, _, modules = done.stdout.strip().rpartition("\n")
+    return shown, set(modules.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
-def test_help_imports_next_to_nothing(arguments):
-    found = imported(*arguments)
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--help"], SUBCOMMANDS), (["--version"], [f"loopax {loopax.__version__}"])]
+)
+def test_help_imports_next_to_nothing(arguments, words):
+    shown, found = shown_and_imported(*arguments)
+    assert all(word in shown for word in words)
     assert {name for name in found if name.partition(".")[0] in NOT_FOR_HELP | PEERS} == set()
     assert len(found) < 120  # argparse and what it needs; JAX alone is several hundred
 
 
-@pytest.mark.parametrize("name", ["doctor", "demo", "calibrate"])
+@pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_help_of_a_subcommand_imports_no_peer(name):
-    found = imported(name, "--help")
+    shown, found = shown_and_imported(name, "--help")
+    assert f"python -m loopax {name}" in shown
     assert {module for module in found if module.partition(".")[0] in PEERS} == set()
     assert "loopax._src.public" not in found  # which takes as long as JAX: what is public is imported when it is used
 
@@ -92,3 +110,181 @@ def test_bench_says_where_it_has_gone(capsys):
         main(["bench", "--device", "gpu"])
     assert ended.value.code == 2
     assert "`python -m benchmarks --short`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demo(capsys, caplog):
+    with precision_of_a_user(), jax.log_compiles(True):
+        assert main(["demo"]) == 0
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]
+    assert len(compiled) <= 8  # which is most of its time
+    shown = capsys.readouterr()
+    assert "fitted 0.00400, true 0.00400" in shown.out
+    by_grad, by_difference = map(float, re.findall(r"(-[\d.]+) m, say", shown.out))
+    assert by_grad == pytest.approx(by_difference, rel=1e-4)
+    assert "64 lanes" in shown.out
+    assert float(re.findall(r"worst miss is ([\d.]+) cm", shown.out)[0]) <= 100 * volley.CLOSE + 0.5
+    assert f"fit: {volley.DESCENTS} steps" in shown.err
+
+
+def test_a_shot_in_python():
+    """Step by step, as the loop says; without air it is a parabola."""
+    shot, steps = volley.fly(volley.DRAG, (0.0, 0.0, 20.0 * np.cos(0.7), 20.0 * np.sin(0.7))), 0
+    while shot[1] > 0 or shot[3] > 0:
+        shot, steps = volley.fly(volley.DRAG, shot), steps + 1
+    x, y, right, up = shot
+    distance, info = jax.jit(volley.shoot)(volley.DRAG, 0.7, 20.0)
+    assert distance == pytest.approx(float(x - y * right / up))
+    assert info.num_steps == steps
+    assert volley.shoot(0.0, 0.7, 20.0)[0] == pytest.approx(20.0**2 * np.sin(1.4) / volley.GRAVITY, rel=1e-2)
+
+
+START = jnp.linspace(0.1, 0.9, 64)
+
+
+@pytest.fixture(autouse=True)
+def _constants_of_loopax():
+    yield
+    lx.configure(calibration=None)
+
+
+@pytest.fixture
+def small_probes(monkeypatch):
+    """Programs of a few operations, measured once."""
+    few = [probes.Probe((name,), 2.0, jnp.sin, (START,), 1e3) for name in Costs._fields]
+    monkeypatch.setattr(probes, "probes", lambda: few)
+    monkeypatch.setattr(probes, "ROUNDS", 1)
+
+
+def written(tmp_path, **changes):
+    path = tmp_path / "costs.json"
+    configuration.write(path, Costs()._replace(**changes), "a machine")
+    return path
+
+
+def energy(h):
+    """Many functions of a state, of which residuals are stored or not."""
+    return lx.fori_loop(0, 50, lambda _, h: jnp.tanh(h) * jnp.exp(-h * h) + 0.1 * h, h).sum()
+
+
+def stored():
+    """What `Auto` takes, and stores."""
+    found = lx.explain(energy, START).loops[0].stored
+    assert found is not None
+    return found
+
+
+def test_every_constant_has_one_probe_that_scales_it():
+    names = [name for probe in probes.probes() for name in probe.constants]
+    assert sorted(names) == sorted(Costs._fields)
+    found = [probes.Probed(probe.constants, 1.0, 2.0) for probe in probes.probes()]
+    assert probes.scaled(found) == pytest.approx([2 * value for value in Costs()])
+
+
+@pytest.mark.slow  # the probes themselves: some seconds
+def test_probes_measure_this_machine():
+    found = probes.measured()
+    assert all(0 < probed.nanoseconds < 1e6 for probed in found)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_command_writes_a_file(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    assert main(["calibrate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(
+        name in printed for name in (*Costs._fields, str(path), "lx.configure(calibration=...)", "LOOPAX_CALIBRATION")
+    )
+    lx.configure(calibration=path)
+    assert costs() != Costs()
+    assert all(value > 0 for value in costs())
+    lx.configure(calibration=None)
+    assert costs() == Costs()
+    assert main(["calibrate", str(tmp_path / "nowhere" / "costs.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_choices_follow_the_calibration(tmp_path):
+    names = []
+    for changes in ({"function": 1e3}, {"cached_byte": 1e3}, {"function": 1e3}):
+        lx.configure(calibration=written(tmp_path, **changes))
+        names.append(stored().kind)
+    assert names == ["Residuals()", "Bounded()", "Residuals()"]
+
+
+def test_compiled_programs_are_traced_once_for_each_setting(tmp_path):
+    traced = []
+
+    @jax.jit
+    def program(h):
+        traced.append(1)
+        return h + 1
+
+    for file in (None, written(tmp_path, call=7.0), None):
+        lx.configure(calibration=file)
+        program(START)
+    assert len(traced) == 2
+
+
+def test_memory_is_that_of_the_program_or_of_the_block():
+    whole = stored()
+    with lx.configure(memory=8 * START.nbytes):
+        fewer = stored()
+        with lx.configure(calibration=None):
+            assert stored() == fewer
+    assert stored() == whole
+    assert whole.carries > 8 >= fewer.carries
+    lx.configure(memory=8 * START.nbytes)
+    try:
+        assert stored() == fewer
+    finally:
+        lx.configure(memory=DEFAULT_MEMORY)
+
+
+def test_memory_that_is_none():
+    memory: Any
+    for memory, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"configure\(memory=...\)"):
+            lx.configure(memory=memory)
+    assert stored().carries > 8
+
+
+def broken(product):
+    return json.dumps({"nanoseconds": Costs()._asdict() | {"product": product}})
+
+
+BROKEN = [
+    ("no json", "is not a calibration: it holds no nanoseconds"),
+    ('{"nanoseconds": 3}', "is not a calibration: it holds no nanoseconds"),
+    ('{"nanoseconds": {"product": 1}}', r"of other operations. Got \['product'\], expected \['cached_byte'"),
+    *((broken(x), f"Got {{'product': {x!r}}}, expected positive numbers") for x in (-1.0, "1", float("inf"))),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BROKEN)
+def test_other_files_are_refused(tmp_path, text, words):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words) as found:
+        lx.configure(calibration=path)
+    assert str(path) in str(found.value)
+    assert "python -m loopax calibrate FILE" in str(found.value)
+    assert costs() == Costs()
+
+
+def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOOPAX_CALIBRATION", str(written(tmp_path, call=7.0)))
+    configuration.use_environment()
+    assert costs().call == 7.0
+    monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
+    with pytest.raises(FileNotFoundError) as found:
+        configuration.use_environment()
+    assert "LOOPAX_CALIBRATION" in found.value.__notes__[0]
+
+
+@pytest.mark.slow  # a process of its own
+def test_environment_is_read_with_the_first_name(tmp_path):
+    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.settings import costs; print(costs().call)"
+    environment = {"LOOPAX_CALIBRATION": str(written(tmp_path, call=7.0)), "PATH": ""}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "7.0"
