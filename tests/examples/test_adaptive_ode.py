@@ -7,18 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.example_files import load_example
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
 
 STIFFNESS = jnp.array([1.0, 4.0, 12.0])
 TIMES = jnp.array([0.0, 0.05, 0.1, 0.15, 2.0, 5.5, 6.0])  # several in a step, and steps without any
 START = jnp.array([2.0, 0.0])
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load_example("adaptive_ode")
 
 
 def loss_and_solution(solver, stiffness, y):
@@ -32,15 +25,9 @@ def in_lanes(solver):
     return jax.jit(jax.vmap(of_lane, (0, None)))(STIFFNESS, START)
 
 
-@pytest.fixture(scope="module")
-def ours(example):
-    return in_lanes(example.with_loopax)
-
-
-@jax.numpy_dtype_promotion("standard")
-@jax.numpy_rank_promotion("allow")
 @pytest.mark.filterwarnings("ignore")
-def test_equal_to_diffrax(example, ours):
+def test_equal_to_diffrax_in_each_kind_and_with_compact_lanes(example):
+    ours = in_lanes(example.with_loopax)
     pytest.importorskip("diffrax")
     theirs = in_lanes(partial(example.with_diffrax, max_steps=256))
     assert ours[0][1].num_steps.tolist() == theirs[0][1].num_steps.tolist()
@@ -48,9 +35,7 @@ def test_equal_to_diffrax(example, ours):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
 
-
-@pytest.mark.parametrize("options", [{"kind": "bounded", "max_steps": 256}, {"max_steps": None, "lanes": "compact"}])
-def test_other_kinds_and_lanes(example, ours, options):
-    found = in_lanes(partial(example.with_loopax, **options))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(ours), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9)
+    for options in ({"kind": "bounded", "max_steps": 256}, {"max_steps": None, "lanes": "compact"}):
+        found = in_lanes(partial(example.with_loopax, **options))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(ours), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9)

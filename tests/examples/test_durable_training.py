@@ -2,16 +2,13 @@
 
 import pytest
 
-from tests.support.example_files import load_example
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("sklearn")
 
 
-def test_a_killed_run_ends_with_the_same_bits(tmp_path, capsys):
+def test_a_killed_run_ends_with_the_same_bits(example, tmp_path, capsys):
     """`main` compares. The width is that of the process that it starts."""
-    example = load_example("durable_training")
     vars(example).update(UPDATES=600, CHECKPOINT_EVERY=60, WIDTH=256, FIGURE=tmp_path / "figure.png")
     example.main()
     printed = capsys.readouterr().out

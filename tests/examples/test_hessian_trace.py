@@ -1,29 +1,25 @@
 """The example computes what it says: products with the Hessian, its trace and their derivatives are the dense ones."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.flatten_util import ravel_pytree
-from jax.test_util import check_grads
 
-from tests.support.example_files import assert_nearly, load_example
+from tests.support.example_files import assert_nearly
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("sklearn")
 
 TOLERANCE = 1e-5  # the example is in float32
 
 
-@pytest.fixture(scope="module")
-def example():
+@pytest.fixture
+def example(example):
     """With a smaller network, which learns for a shorter time."""
-    module = load_example("hessian_trace")
     small = {"HIDDEN": 4, "EPOCH": 5, "EPOCHS": 6, "LOOKS": (0, 2, 6), "NETWORKS": 2, "STRENGTHS": (0.0, 1e-2)}
-    vars(module).update(small, BUDGETS=(24, 96), REPEATS=8)
-    return module
+    vars(example).update(small, BUDGETS=(24, 96), REPEATS=8)
+    return example
 
 
 @pytest.fixture
@@ -61,18 +57,6 @@ def test_gauss_newton(example, model, digits):
     assert_nearly(matrix, expected, TOLERANCE)
     values = jnp.linalg.eigvalsh(matrix)
     assert values[0] > -1e-5 * values[-1]
-
-
-@pytest.mark.parametrize("name", ["Hessian", "Gauss-Newton"])
-def test_gradient_of_the_penalty_is_that_of_its_value(example, model, digits, name):
-    """The probes are the same in both."""
-    with jax.enable_x64(True):
-        model, digits = (
-            jax.tree.map(lambda x: x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-            for tree in (model, digits)
-        )
-        options = {"digits": digits, "key": jax.random.key(3), "strength": 0.1, "curvature": example.PENALTIES[name]}
-        check_grads(jax.jit(partial(example.penalized_loss, **options)), (model,), order=1, modes=("fwd", "rev"))
 
 
 def test_estimates_are_as_exact_as_asked_for_and_a_penalty_makes_the_trace_smaller(example):

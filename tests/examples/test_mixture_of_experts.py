@@ -1,4 +1,4 @@
-"""The mixture of experts of the examples: its ways, gradient and second loss, what it counts, and what it learns."""
+"""The mixture of experts of the examples: losses and gradients of its ways, and what it counts."""
 
 from functools import partial
 
@@ -6,14 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support.example_files import load_example
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_precision")]
-
-
-@pytest.fixture
-def example():
-    return load_example("mixture_of_experts")
+pytestmark = pytest.mark.slow
 
 
 def some(example, number):
@@ -22,15 +15,10 @@ def some(example, number):
     return example.Digits(digits.images[:number].astype(np.float64), digits.labels[:number])
 
 
-def model_of(example, number):
-    """Whose experts are chosen for some images each."""
-    return example.Mixture(jax.random.key(1), number)
-
-
 @pytest.mark.parametrize("number", [1, 4])
 def test_losses_and_gradients_are_those_of_all_experts(example, number):
     with jax.enable_x64(True):
-        digits, model = some(example, 100), model_of(example, number)
+        digits, model = some(example, 100), example.Mixture(jax.random.key(1), number)
         by_all, *others = [
             jax.jit(jax.value_and_grad(partial(example.loss, way=way)))(model, digits)
             for way in (example.by_einsum, example.by_switch, example.by_lax)
@@ -62,9 +50,3 @@ def test_an_expert_is_evaluated_in_batches_of_its_own_images(example, monkeypatc
     jax.effects_barrier()
     assert sum(sizes) == example.evaluations(np.bincount(routes, minlength=example.EXPERTS))
     assert sum(sizes) < 200 + example.EXPERTS * example.GATHERED
-
-
-def test_a_few_updates_lower_the_loss(example):
-    digits, _ = example.load()
-    _, losses = example.train(digits, example.by_switch, updates=15)
-    assert np.mean(losses[-3:]) < 0.7 * losses[0]

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from loopax import stochtrace
-from tests.support.example_files import load_example, precision_of_a_user
 from tests.support.reference import assert_close
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
 
 pytest.importorskip("sklearn")  # it has the data
 
@@ -19,11 +18,10 @@ POINT = jnp.array([0.3, -1.2, 0.5])
 
 
 @pytest.fixture
-def example():
+def example(example):
     """In three dimensions."""
-    module = load_example("normalising_flow")
-    vars(module).update(DIMENSIONS=3, HIDDEN=8)
-    return module
+    vars(example).update(DIMENSIONS=3, HIDDEN=8)
+    return example
 
 
 @pytest.fixture
@@ -74,33 +72,11 @@ def test_values_and_gradients_are_those_of_a_python_loop(example, weights, num_m
     assert_close(with_gradients(ours), with_gradients(theirs), 1e-10)
 
 
-def test_each_point_takes_the_products_that_it_needs(example, weights):
-    """As many as alone; another tolerance is no other program."""
-    xs = jax.random.normal(jax.random.key(3), (64, example.DIMENSIONS))
-    errors, keys = {}, jax.random.split(KEY, len(xs))
-
-    @jax.jit
-    def alone(x, key, atol):
-        trace = partial(example.estimated, atol=atol, max_matvecs=example.MOST_PRODUCTS, batch=16)
-        return example.log_density(weights, x, key, trace)
-
-    for atol in (0.5, 0.1):
-        found = example.within(weights, xs, KEY, atol)
-        errors[atol] = found.value - example.exactly(weights, xs, KEY).value
-        assert len(set(found.products.tolist())) > 10
-        for lane in (0, 1, 2):
-            assert_close(alone(xs[lane], keys[lane], atol), jax.tree.map(lambda x, lane=lane: x[lane], found), 1e-10)
-        assert jnp.sqrt((errors[atol] ** 2).mean()) < example.ERROR * atol
-    assert jnp.abs(errors[0.1]).mean() < jnp.abs(errors[0.5]).mean()
-    assert example.within._cache_size() == 1
-
-
-def test_training_with_estimates_is_as_good_and_is_drawn(capsys, tmp_path):
+def test_training_with_estimates_is_as_good_and_is_drawn(example, capsys, tmp_path):
     """A short training in four dimensions: with exact traces and with estimates from one product."""
-    example = load_example("normalising_flow")
     vars(example).update(DIMENSIONS=4, HIDDEN=32, UPDATES=150, UPDATES_PER_TEST=50)
     traces = {"exact": example.exact, "estimated": partial(example.estimated, num_matvecs=1)}
-    with precision_of_a_user():
+    with jax.enable_x64(False):
         data = example.load()
         programs = {name: example.compile_gradient(trace) for name, trace in traces.items()}
         found = {name: example.train(program, data) for name, program in programs.items()}

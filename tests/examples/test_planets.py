@@ -1,24 +1,12 @@
-"""The planets of the examples: the step and its inverse, gradients against another kind, and a short fit."""
+"""The planets of the examples: gradients against another kind, and a short fit."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from tests.support.example_files import load_example, precision_of_a_user
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_the_example():
-    with precision_of_a_user(), jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load_example("planets")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
 
 
 def test_gradients_are_those_of_another_kind(example):

@@ -1,4 +1,4 @@
-"""The forecaster of the examples: its gradients against a Python loop, what they store, and a few updates."""
+"""The forecaster of the examples: its gradients against a Python loop, and what they store."""
 
 import itertools
 
@@ -9,23 +9,11 @@ from jax import lax
 
 import loopax as lx
 from tests.support.compiled import temporary
-from tests.support.example_files import load_example, precision_of_a_user
 from tests.support.reference import assert_close
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
 
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _precision_of_the_example():
-    with precision_of_a_user(), jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load_example("truncated_backpropagation")
 
 
 def some_series(example, steps=STEPS):
@@ -54,14 +42,6 @@ def test_gradients_of_windows_are_those_of_a_python_loop(example, window):
     found = jax.jit(jax.value_and_grad(lambda n: example.loss(n, series, lx.Truncated(window=window))))(network)
     expected = jax.value_and_grad(lambda n: by_python(example, n, series, window))(network)
     assert_close(found, expected)
-
-
-def test_updates_lower_the_loss(example):
-    values, held_out = example.load()
-    batches, test = example.stretches(values, 40, 100), example.side_by_side(held_out, 256)
-    training = example.train(example.compiled(lx.Truncated(window=20), batches[0]), batches, test)
-    assert len(training.losses) == len(batches) // example.EVERY
-    assert training.losses[-1] < 0.9 * training.losses[0]
 
 
 def test_memory_falls_with_the_window(example):
