@@ -158,6 +158,10 @@ def test_every_deal_has_all_lanes(counts, devices):
     assert sorted(strange.lanes.tolist()) == list(range(6))
 
 
+def test_lanes_with_the_most_work_are_dealt_first():
+    assert by_work(jnp.array([5, 4, 2, 1]), 2).lanes.tolist() == [0, 3, 1, 2]  # 5 + 1 and 4 + 2
+
+
 def test_arguments_of_all_kinds():
     """Pytrees, axes of their own, shared arguments, static leaves, keys, an Equinox module, and two results."""
     model = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
