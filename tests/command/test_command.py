@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import loopax
 import loopax as lx
@@ -59,9 +60,6 @@ def test_help_of_a_subcommand_imports_no_peer(name):
     assert f"python -m loopax {name}" in shown
     assert {module for module in found if module.partition(".")[0] in PEERS} == set()
     assert "loopax._src.public" not in found  # which takes as long as JAX: what is public is imported when it is used
-
-
-# ---- tables: plain text, or rich on a terminal that has it
 
 
 ROWS = [["jax", "0.10", "ok"], ["numpy", "12", "FAILS: no"]]
@@ -241,6 +239,15 @@ def test_memory_is_that_of_the_program_or_of_the_block():
         lx.configure(memory=DEFAULT_MEMORY)
 
 
+def test_a_program_that_was_traced_before_follows_the_settings():
+    program = jaxpr_as_fun(jax.make_jaxpr(energy)(START))
+    gradient = lambda: str(jax.make_jaxpr(jax.grad(lambda h: program(h)[0]))(START))
+    before = gradient()
+    with lx.configure(memory=8 * START.nbytes):
+        assert gradient() != before
+    assert gradient() == before
+
+
 def test_memory_that_is_none():
     memory: Any
     for memory, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
@@ -253,15 +260,15 @@ def broken(product):
     return json.dumps({"nanoseconds": Costs()._asdict() | {"product": product}})
 
 
-BROKEN = [
-    ("no json", "is not a calibration: it holds no nanoseconds"),
-    ('{"nanoseconds": 3}', "is not a calibration: it holds no nanoseconds"),
-    ('{"nanoseconds": {"product": 1}}', r"of other operations. Got \['product'\], expected \['cached_byte'"),
-    *((broken(x), f"Got {{'product': {x!r}}}, expected positive numbers") for x in (-1.0, "1", float("inf"))),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), BROKEN)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no json", "is not a calibration: it holds no nanoseconds"),
+        ('{"nanoseconds": 3}', "is not a calibration: it holds no nanoseconds"),
+        ('{"nanoseconds": {"product": 1}}', r"of other operations. Got \['product'\], expected \['cached_byte'"),
+        *((broken(x), f"Got {{'product': {x!r}}}, expected positive numbers") for x in (-1.0, "1", float("inf"))),
+    ],
+)
 def test_other_files_are_refused(tmp_path, text, words):
     path = tmp_path / "costs.json"
     path.write_text(text)

@@ -145,13 +145,6 @@ def test_lanes_over_cores(quick, capsys):
     assert "lanes over cores" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_cores_are_measured_in_a_process_with_as_many_devices():
-    found = cores.gains(2)
-    assert [gain.lanes for gain in found] == ["lockstep", "sequential"]
-    assert all(gain.alone > 0 and gain.together > 0 for gain in found)
-
-
 def test_a_broken_transformation_is_reported(quick, capsys):
     kept = [check for check in selftest._derivatives() if check.name in ("jvp", "jax.linearize")]
     quick.setattr(selftest, "checks", lambda: kept)
@@ -215,9 +208,6 @@ def test_settings_say_what_is_unusual(monkeypatch):
     assert found["devices"].value.startswith("8 x cpu")
     assert [setting.value for setting in settings() if setting.name == "XLA_FLAGS"] == ["--one=1", "--two=2"]
     assert found["compilation cache"].value == "off"
-
-
-# ---- versions, and whether they are in the ranges that loopax's own package names
 
 
 ROOT = Path(__file__).parents[2]
