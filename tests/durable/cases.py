@@ -1,8 +1,5 @@
 """What the tests of durable loops share: comparison to the bit, runs that stop, and processes of their own."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
 
 # One save takes as long as all else that a short run does. Options of runs of which only the end is looked at:
 SELDOM: dict[str, Any] = {"checkpoint_every": 1000}
@@ -77,10 +71,3 @@ def stopped(run: Callable[[], Any]) -> None:
 def saves(directory: Path) -> list[int]:
     """The steps of the saves in a directory, in order."""
     return sorted(int(path.name) for path in (directory / "saves").iterdir() if path.name.isdigit())
-
-
-def python(code: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, to its end."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

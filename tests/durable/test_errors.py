@@ -1,7 +1,8 @@
 """What a durable loop refuses, and what it says then."""
 
-import json
 import os
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from tests.durable.cases import python, same_bits, saves
+from tests.durable.cases import same_bits, saves
+from tests.hosts.processes import Processes
 
 X = jnp.arange(3.0)
 double = lambda _, x: x * 2.0
@@ -20,9 +22,6 @@ double = lambda _, x: x * 2.0
 
 def run(directory: Any, **options: Any) -> Any:
     return durable.fori_loop(0, 4, double, X, directory=directory, **options)
-
-
-# ---- arguments
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -55,9 +54,6 @@ def test_limits_and_lengths_that_are_no_integers(tmp_path: Any) -> None:
         durable.scan(lambda c, x: (c, x), 0, X, number, directory=tmp_path)
 
 
-# ---- transformations
-
-
 def test_transformations_are_refused(tmp_path: Any) -> None:
     while_loop = lambda x: durable.while_loop(lambda x: x[0] < 0, lambda x: x, x, directory=tmp_path)
     fori = lambda x: run(tmp_path) + x
@@ -79,9 +75,6 @@ def test_transformations_are_refused(tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what cannot be saved
-
-
 def test_leaves_that_cannot_be_saved_are_named(tmp_path: Any) -> None:
     from flax import nnx
 
@@ -93,9 +86,6 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Any) -> None:
         durable.scan(lambda c, x: (c, {"y": x.astype(jnp.uint4)}), 0, X, directory=tmp_path)
     with pytest.raises(TypeError, match="returns NNX objects as outputs"):
         durable.scan(lambda c, _: (c, nnx.Variable(c)), X, length=3, directory=tmp_path)
-
-
-# ---- the directory
 
 
 def test_directories_that_cannot_be_written(tmp_path: Any, monkeypatch: Any) -> None:
@@ -154,30 +144,6 @@ def test_without_orbax(tmp_path: Any, monkeypatch: Any) -> None:
         run(tmp_path)
 
 
-# ---- writing that fails
-
-
-FULL = """
-import json, resource, signal, sys, tests.conftest
-import jax, jax.numpy as jnp
-from loopax import durable
-from tests.durable.test_errors import run_with_outputs, run_large
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-said = {}
-for name, run in (("state", run_large), ("outputs", run_with_outputs)):
-    directory = f"{sys.argv[1]}/{name}"
-    run(directory, 4)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
-    try:
-        run(directory, 12)
-    except durable.SaveError as error:
-        said[name] = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-print(json.dumps(said))
-"""
-
-
 SAVED: dict[str, Any] = {"checkpoint_every": 4, "chunk_steps": 1}
 
 
@@ -193,11 +159,25 @@ def run_with_outputs(directory: Any, length: int) -> Any:
     return durable.scan(f, 0.0, length=length, directory=directory, **SAVED)
 
 
+def on_a_full_disk(directory: str) -> dict[str, str]:
+    """What is said in a process in which no file may be larger than 60 kB, after the first save."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said: dict[str, str] = {}
+    for name, run in (("state", run_large), ("outputs", run_with_outputs)):
+        run(f"{directory}/{name}", 4)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        try:
+            run(f"{directory}/{name}", 12)
+        except durable.SaveError as error:
+            said[name] = str(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return said
+
+
 @pytest.mark.slow
 def test_writing_that_fails_stops_the_run_and_leaves_its_last_save(tmp_path: Any) -> None:
-    done = python(FULL, tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    with Processes("tests.durable.test_errors:on_a_full_disk", 1, 1, [tmp_path]) as process:
+        (said,) = process.found()
     assert "durable.fori_loop: saving to " in said["state"]
     assert "The last good save is that of step 4. Make room" in said["state"]
     assert "writing outputs of a durable scan failed" in said["outputs"]

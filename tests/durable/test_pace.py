@@ -1,20 +1,25 @@
-"""When states are saved: a kill loses no more work than `checkpoint_every`, whenever it comes."""
+"""When states are saved: a kill loses no more work than `checkpoint_every`, and Ctrl-C and SIGTERM lose none."""
 
+import os
+import signal
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loopax import durable
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
-from loopax._src.durable import saves
-from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every
-from loopax._src.durable.saves import SavedState
+from loopax._src.durable import saves as storing
+from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every, watching
+from loopax._src.durable.saves import SavedState, Saves
+from tests.durable.cases import same_bits, saves
 
 
 class Simulation:
@@ -75,12 +80,12 @@ class Simulation:
         pace = SavePace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
-        keeper = saves.Keeper(fake, pace, None)
+        keeper = storing.Keeper(fake, pace, None)
         run = runs.DurableRun(chunk, lambda steps: [steps], self.total, keeper, None, None, pace, stops=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paces, "time", self)
             patch.setattr(runs, "time", self)
-            patch.setattr(saves, "time", self)
+            patch.setattr(storing, "time", self)
             runs.advance(run, SavedState(0, True, []), Interrupts(), lambda _: None)
         assert sum(self.chunks) == self.total
 
@@ -129,8 +134,83 @@ def test_saves_are_not_more_than_needed() -> None:
     assert checkpoint_every("f", timedelta(minutes=2)) == Every(120.0, False)
 
 
-def test_chunks_take_a_fifth_of_a_second() -> None:
-    simulation = Simulation(Every(100.0, False), [1e-4], [0.2], 100_000)
-    simulation.go()
-    assert simulation.chunks[:5] == [1, 8, 64, 512, 1999]
-    assert len(simulation.chunks) < 100_000 * 1e-4 / 0.2 + 10
+X = jnp.arange(3.0)
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """They are the same afterwards. Ctrl-C is heeded also where a shell has told the tests to ignore it.
+
+    Steps take no time here: where several chunks are started at once, no step follows the first look at signals.
+    """
+    monkeypatch.setattr(paces, "_MOST_IN_A_ROW", 1)
+    first = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    signal.signal(signal.SIGINT, first)
+
+
+def run(directory: Any, signal_at: int | None = None, number: int = signal.SIGINT) -> Any:
+    """With a signal to this process from within a step."""
+
+    def send(i: Any) -> None:
+        if int(i) == signal_at:
+            os.kill(os.getpid(), number)
+
+    def body(i: Any, x: Any) -> Any:
+        jax.debug.callback(send, i)
+        return jnp.sin(x) * 1.5 + 0.1 * i.astype(float)
+
+    result = durable.fori_loop(0, 20, body, X, directory=directory, chunk_steps=2)
+    jax.effects_barrier()
+    return result
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interrupt_saves(number: int, kind: Any, tmp_path: Any) -> None:
+    with pytest.raises(kind, match=r"interrupted after \d+ steps, which are saved in .*run. The same call") as error:
+        run(tmp_path / "run", 7, number)
+    (last,) = saves(tmp_path / "run")
+    assert 7 < last <= 12  # the signal may be seen a chunk later
+    assert f"after {last} steps" in str(error.value)
+    assert number == signal.SIGINT or error.value.code == 143  # pyright: ignore[reportAttributeAccessIssue]
+    same_bits(run(tmp_path / "run"), run(tmp_path / "whole"))
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_interrupt_after_the_run_is_not_lost() -> None:
+    seen = []
+
+    def signalled() -> None:
+        with watching():
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.append("remembered")
+
+    with pytest.raises(KeyboardInterrupt):
+        signalled()
+    assert seen == ["remembered"]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_interrupt_does_not_wait(tmp_path: Any, monkeypatch: Any) -> None:
+    def interrupted_again(self: Any, state: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "start", interrupted_again)
+        with pytest.raises(KeyboardInterrupt) as error:
+            run(tmp_path / "run", 7)
+    assert "saved in" not in str(error.value)
+    assert saves(tmp_path / "run") == []
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_is_ignored_stays_ignored(tmp_path: Any) -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run(tmp_path, 7)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)

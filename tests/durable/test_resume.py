@@ -1,5 +1,6 @@
-"""Runs that stop and go on: the bits of a run that was never interrupted."""
+"""Runs that stop and go on, also on other devices: the bits of a run that was never interrupted."""
 
+import shutil
 from functools import partial
 from typing import Any
 
@@ -7,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import NamedSharding, P
 
 from loopax import durable
 from loopax._src.durable.options import Directory
 from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
+from tests.support.compiled import compilations
+from tests.support.reference import assert_close
 
 X = jnp.array([1.0, -0.5, 2.0])
 XS = jnp.asarray(np.random.RandomState(0).randn(20, 3))
@@ -142,3 +146,77 @@ def test_steps_are_counted_in_64_bits(beyond: int, tmp_path: Any) -> None:
     early = [jax.random.key_data(jax.random.fold_in(key, (beyond + k) % 2**31)).tolist() for k in range(6)]
     same = [k.tolist() == e for k, e in zip(keys, early, strict=True)]
     assert same == [beyond + k < 2**31 for k in range(6)]
+
+
+WHOLE = np.arange(32.0).reshape(8, 4) / 7
+
+
+def mesh(*shape: int) -> Any:
+    types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(
+        shape, ("a", "b")[: len(shape)], axis_types=types, devices=jax.devices()[: int(np.prod(shape))]
+    )
+
+
+EIGHT, FOUR_BY_TWO, ONE = mesh(8), mesh(4, 2), mesh(1)
+
+
+def spread(where: Any, *axes: str) -> Any:
+    return jax.device_put(WHOLE, NamedSharding(where, P(*axes)))
+
+
+def spread_step(c: Any, _: Any) -> Any:
+    x, n = c["x"], c["n"]
+    x = jnp.sin(x) * 1.5 + 0.1 * n.astype(float)
+    return {"x": x, "n": n + 1, "whole": c["whole"] + x.sum()}, x[0]
+
+
+def run_spread(x: Any, directory: Any, length: int = 9, n: Any = 0, **options: Any) -> Any:
+    init = {"x": x, "n": n, "whole": 0.0}
+    options = {"chunk_steps": 2, "checkpoint_every": 4, **options}
+    carry, ys = durable.scan(spread_step, init, length=length, directory=directory, **options)
+    return carry, read_rows(ys)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: Any) -> Any:
+    """The whole run_spread on one device."""
+    return run_spread(jnp.asarray(WHOLE), tmp_path_factory.mktemp("one"), **SELDOM)
+
+
+@pytest.fixture(scope="module")
+def of_eight(tmp_path_factory: Any) -> Any:
+    """A run_spread on eight devices that is not at its end."""
+    path = tmp_path_factory.mktemp("eight") / "run_spread"
+    run_spread(spread(EIGHT, "a"), path, 5, **SELDOM)
+    return path
+
+
+def test_a_carry_keeps_its_sharding(one: Any, tmp_path: Any) -> None:
+    """Mixed with scalars that are on one device; one program serves all chunks."""
+    x = spread(FOUR_BY_TWO, "a", "b")
+    numbers = []
+    for length in (3, 9):
+        with compilations() as compiled:
+            carry, ys = run_spread(x, tmp_path / str(length), length)
+        numbers.append(len(compiled))
+    assert numbers[1] <= numbers[0]
+    assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
+    assert not x.is_deleted()
+    assert_close((carry, ys), one, 1e-12)
+
+
+PLACES = {
+    "eight": lambda: spread(EIGHT, "a"),
+    "four by two": lambda: spread(FOUR_BY_TWO, "b", "a"),
+    "another device": lambda: jax.device_put(WHOLE, jax.devices()[3]),
+}
+
+
+@pytest.mark.parametrize("then", PLACES)
+def test_a_run_goes_on_on_other_devices(then: str, one: Any, of_eight: Any, tmp_path: Any) -> None:
+    shutil.copytree(of_eight, tmp_path / "run_spread")
+    x = PLACES[then]()
+    carry, ys = run_spread(x, tmp_path / "run_spread", 9, **SELDOM)
+    assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
+    assert_close((carry, ys), one, 1e-12)

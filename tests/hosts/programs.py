@@ -72,9 +72,6 @@ def of_all_devices() -> dict[str, list[Any]]:
     return shards(results(jax.devices()))
 
 
-# ---- durable runs
-
-
 def durable_results(devices: Any, directory: str, steps: int, every: int, marks: str = "") -> dict[str, Any]:
     """A chaotic map of a carry that is spread over all devices, a count that is not, and outputs on disk.
 
