@@ -217,9 +217,6 @@ def test_groups_of_lanes_add_up(clock_of, log):
     assert lines[-1].startswith("loop: 300 steps")
 
 
-# ---- loops that do not end
-
-
 def test_a_loop_that_is_gone_is_closed_and_comes_back(clock_of, log):
     time, displays = clock_of
     number = begin(displays)
