@@ -76,7 +76,7 @@ bench: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python docs/check.py
-	$(BIN)/python $(PYTEST) tests/project/test_docs.py tests/project/test_documented_errors.py
+	$(BIN)/python $(PYTEST) tests/project/test_docs.py
 
 # The map of the code in docs/how-it-works.md, from the imports.
 map: $(VENV)/.installed

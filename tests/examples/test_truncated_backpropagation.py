@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from tests.support.compiled import temporary
+from tests.support.compiled import temporary_of
 from tests.support.reference import assert_close
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
@@ -49,7 +49,7 @@ def test_memory_falls_with_the_window(example):
     network, series = a_forecaster(example), some_series(example, 1000)
 
     def stored(kind):
-        return temporary(jax.jit(jax.grad(lambda n: example.loss(n, series, kind))).lower(network).compile())
+        return temporary_of(jax.grad(lambda n: example.loss(n, series, kind)), network)
 
     by_window = [stored(lx.Truncated(window=w)) for w in (1000, 200, 50, 20)]
     assert by_window == sorted(by_window, reverse=True)

@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
+from tests.support.compiled import temporary_of
 
 YES, NO, WRONG, DOES_NOT_ARISE, UNCHECKED = "yes", "no", "wrong", "\N{EN DASH}", "unchecked"
 
@@ -58,17 +59,6 @@ def peer(module: str) -> Any:
     return brainstate() if module == "brainstate" else importlib.import_module(module)
 
 
-# The loops.
-
-
-def _loopax(goes_on: Any, body: Any, init: Any, bound: int | None, **options: Any) -> Any:
-    return lx.while_loop(goes_on, body, init, max_steps=bound, **options)
-
-
-def _lax(goes_on: Any, body: Any, init: Any, bound: int | None) -> Any:
-    return lax.while_loop(goes_on, body, init)
-
-
 def _masked(goes_on: Any, body: Any, init: Any, bound: int | None) -> Any:
     """As it is written by hand."""
 
@@ -79,34 +69,27 @@ def _masked(goes_on: Any, body: Any, init: Any, bound: int | None) -> Any:
     return lax.scan(step, init, None, bound)[0]
 
 
-def _nnx(goes_on: Any, body: Any, init: Any, bound: int | None) -> Any:
-    return peer("flax.nnx").while_loop(goes_on, body, init)
-
-
 def _equinox(kind: Any, goes_on: Any, body: Any, init: Any, bound: int | None, **options: Any) -> Any:
     if kind == "checkpointed" and bound is None:
         options.setdefault("checkpoints", 4)
     return eqxi.while_loop(goes_on, body, init, max_steps=bound, kind=kind, **options)
 
 
-def _brainstate(goes_on: Any, body: Any, init: Any, bound: int | None) -> Any:
-    return brainstate().transform.while_loop(goes_on, body, init)
+def _of_brainstate(name: str, *args: Any, **options: Any) -> Any:
+    return getattr(brainstate().transform, name)(*args, **options)
 
 
-def _brainstate_bounded(goes_on: Any, body: Any, init: Any, bound: Any) -> Any:
-    return brainstate().transform.bounded_while_loop(goes_on, body, init, max_steps=bound)
-
-
+# Each takes (condition, body, first carry, bound).
 WHILE_LOOPS: dict[str, Callable[..., Any]] = {
-    "loopax": _loopax,
-    "jax.lax": _lax,
+    "loopax": lambda *loop_of, **options: lx.while_loop(*loop_of[:3], max_steps=loop_of[3], **options),
+    "jax.lax": lambda *loop_of: lax.while_loop(*loop_of[:3]),
     MASKED: _masked,
-    "Flax NNX": _nnx,
+    "Flax NNX": lambda *loop_of: peer("flax.nnx").while_loop(*loop_of[:3]),
     "Equinox lax": partial(_equinox, "lax"),
     "Equinox checkpointed": partial(_equinox, "checkpointed"),
     "Equinox bounded": partial(_equinox, "bounded"),
-    "brainstate": _brainstate,
-    "brainstate bounded": _brainstate_bounded,
+    "brainstate": lambda *loop_of: _of_brainstate("while_loop", *loop_of[:3]),
+    "brainstate bounded": lambda *loop_of: _of_brainstate("bounded_while_loop", *loop_of[:3], max_steps=loop_of[3]),
 }
 
 
@@ -114,17 +97,13 @@ def _equinox_scan(f: Any, init: Any, xs: Any, length: Any, **options: Any) -> An
     return eqxi.scan(f, init, jnp.zeros(length) if xs is None else xs, length, kind="checkpointed", **options)
 
 
-def _brainstate_scan(name: str, *args: Any) -> Any:
-    return getattr(brainstate().transform, name)(*args)
-
-
 SCANS: dict[str, Callable[..., Any]] = {
     "loopax scan": lx.scan,
     "jax.lax scan": lax.scan,
     "Flax NNX scan": lambda f, init, xs, length: peer("flax.nnx").scan(f, length=length)(init, xs),
     "Equinox checkpointed scan": _equinox_scan,
-    "brainstate scan": partial(_brainstate_scan, "scan"),
-    "brainstate checkpointed scan": partial(_brainstate_scan, "checkpointed_scan"),
+    "brainstate scan": partial(_of_brainstate, "scan"),
+    "brainstate checkpointed scan": partial(_of_brainstate, "checkpointed_scan"),
 }
 
 FORI_LOOPS: dict[str, Callable[..., Any]] = {
@@ -135,20 +114,14 @@ FORI_LOOPS: dict[str, Callable[..., Any]] = {
 
 
 # What they take, for those that have no argument for something. One that gets a new argument may have learnt it.
+NNX_SCAN = "f length reverse unroll _split_transpose in_axes out_axes transform_metadata graph graph_updates"
+EQUINOX_WHILE = "cond_fun body_fun init_val max_steps buffers kind checkpoints base"
 ARGUMENTS = {
     "jax.lax scan": ("jax.lax", "scan", "f init xs length reverse unroll _split_transpose"),
-    "Flax NNX scan": (
-        "flax.nnx",
-        "scan",
-        "f length reverse unroll _split_transpose in_axes out_axes transform_metadata graph graph_updates",
-    ),
+    "Flax NNX scan": ("flax.nnx", "scan", NNX_SCAN),
     "Flax NNX": ("flax.nnx", "while_loop", "cond_fun body_fun init_val graph graph_updates"),
     "jax.lax": ("jax.lax", "while_loop", "cond_fun body_fun init_val"),
-    "Equinox lax": (
-        "equinox.internal",
-        "while_loop",
-        "cond_fun body_fun init_val max_steps buffers kind checkpoints base",
-    ),
+    "Equinox lax": ("equinox.internal", "while_loop", EQUINOX_WHILE),
     "Equinox checkpointed scan": ("equinox.internal", "scan", "f init xs length buffers kind checkpoints"),
     "brainstate bounded": ("brainstate", "bounded_while_loop", "cond_fun body_fun init_val max_steps base"),
     "brainstate scan": ("brainstate", "scan", "f init xs length reverse unroll pbar"),
@@ -165,9 +138,6 @@ def has_no_argument(row: str) -> str:
     new = inspect.signature(function).parameters.keys() ^ set(arguments.split())
     assert not new, f"{module}, {name} has other arguments ({new}): can it do now what docs/comparison.md denies?"
     return NO
-
-
-# Programs.
 
 
 def works(program: Callable[[], Any], expected: Any, rtol: float = 1e-6) -> str:
@@ -219,15 +189,7 @@ def has_gradient(row: str) -> bool:
     return derivative("reverse", row) == YES
 
 
-# Memory of a gradient.
-
 UNITS, STEPS = 64, 256
-
-
-def temporary(f: Callable[..., Any], *args: Any) -> int:
-    """Bytes that a compiled program takes besides its arguments and results."""
-    stats: Any = jax.jit(f).lower(*args).compile().memory_analysis()
-    return stats.temp_size_in_bytes
 
 
 def carries(row: str, **options: Any) -> float:
@@ -242,7 +204,7 @@ def carries(row: str, **options: Any) -> float:
         return WHILE_LOOPS[row](lambda carry: carry[1] < STEPS, body, init, STEPS, **options)[0].sum()
 
     x = jnp.ones(UNITS)
-    return temporary(jax.grad(by_scan if row.endswith(SCAN) else by_while), x) / x.nbytes
+    return temporary_of(jax.grad(by_scan if row.endswith(SCAN) else by_while), x) / x.nbytes
 
 
 def with_checkpoints(row: str, count: int) -> dict[str, Any]:
@@ -263,8 +225,6 @@ def fewer(row: str) -> str:
     options = {"kind": lx.Checkpointed()} if row == "loopax" else {}
     return YES if carries(row, **options) < STEPS / 2 else NO
 
-
-# Lengths that are known only at run time.
 
 ROWS = np.arange(1.0, 6.0)
 
@@ -298,9 +258,6 @@ def gradient_of_length(row: str) -> str:
 def lanes_of_length(row: str) -> str:
     program = lambda: jax.jit(jax.vmap(after(row)))(jnp.full(2, 0.7), jnp.array([2, 4]))
     return works(program, [expected_after(row, 0.7, n) for n in (2, 4)])
-
-
-# A batch.
 
 
 def roots(row: str) -> Callable[[Any], Any]:
@@ -372,9 +329,6 @@ def leave(row: str) -> str:
     return NO if tally.lane_steps == 16 * 16 else YES
 
 
-# Models.
-
-
 def equinox_model(row: str) -> str:
     mlp = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
 
@@ -417,8 +371,6 @@ def state(row: str) -> str:
     return works(program, 3.0)
 
 
-# Weights.
-
 WEIGHTS, LANES = jnp.eye(32), 8
 
 
@@ -426,37 +378,33 @@ def apply(weights: Array, x: Array) -> Array:
     return jnp.tanh(weights @ x)
 
 
-def with_weights(row: str, closed_over: bool = False) -> Callable[..., Array]:
-    """Steps of a layer whose weights are in the carry, or next to the loop."""
+def with_weights(row: str) -> Callable[..., Array]:
+    """Steps of a layer whose weights are in the carry."""
 
     def by_scan(weights: Array, x: Array, _: Array) -> Array:
         step = lambda carry, _: ((carry[0], apply(*carry)), None)
         return SCANS[row](step, (weights, x), None, 64)[0][1]
 
     def by_while(weights: Array, x: Array, n: Array) -> Array:
-        carried = (jnp.zeros(()), x, jnp.zeros_like(n)) if closed_over else (weights, x, jnp.zeros_like(n))
-        body = lambda carry: (carry[0], apply(weights if closed_over else carry[0], carry[1]), carry[2] + 1)
+        body = lambda carry: (carry[0], apply(*carry[:2]), carry[2] + 1)
         options = {"kind": lx.Checkpointed()} if row == "loopax" else {}
-        return WHILE_LOOPS[row](lambda carry: carry[2] < n, body, carried, 64, **options)[1]
+        return WHILE_LOOPS[row](lambda carry: carry[2] < n, body, (weights, x, jnp.zeros_like(n)), 64, **options)[1]
 
     return by_scan if row.endswith(SCAN) else by_while
 
 
-def stored_once(row: str, closed_over: bool = False) -> str:
+def stored_once(row: str) -> str:
     if not has_gradient(row):
         return DOES_NOT_ARISE
-    gradient = jax.grad(lambda *args: with_weights(row, closed_over)(*args).sum())
+    gradient = jax.grad(lambda *args: with_weights(row)(*args).sum())
     # A few copies are those that a program works on: the weights, their cotangent, a sum.
-    return YES if temporary(gradient, WEIGHTS, jnp.ones(32), jnp.array(60)) < 8 * WEIGHTS.nbytes else NO
+    return YES if temporary_of(gradient, WEIGHTS, jnp.ones(32), jnp.array(60)) < 8 * WEIGHTS.nbytes else NO
 
 
-def shared(row: str, closed_over: bool = False) -> str:
-    batch = jax.vmap(with_weights(row, closed_over), (None, 0, 0))
-    bytes_of_batch = temporary(batch, WEIGHTS, jnp.ones((LANES, 32)), jnp.arange(LANES))
+def shared(row: str) -> str:
+    batch = jax.vmap(with_weights(row), (None, 0, 0))
+    bytes_of_batch = temporary_of(batch, WEIGHTS, jnp.ones((LANES, 32)), jnp.arange(LANES))
     return YES if bytes_of_batch < LANES * WEIGHTS.nbytes else NO
-
-
-# Devices.
 
 
 def over_devices(of: Callable[[Any], Any], row: str) -> str:
@@ -473,3 +421,125 @@ def over_devices(of: Callable[[Any], Any], row: str) -> str:
 
     checked = word(check_vma=True)
     return checked if checked == YES else {YES: UNCHECKED}.get(word(check_vma=False), NO)
+
+
+def runge_kutta(a: Any) -> Any:
+    """One unit of time of y' = -a y in four steps, in a loop that ends by a condition."""
+
+    def step(carry: Any) -> Any:
+        t, y = carry
+        k1 = -a * y
+        k2 = -a * (y + k1 / 8)
+        k3 = -a * (y + k2 / 8)
+        k4 = -a * (y + k3 / 4)
+        return t + 0.25, y + (k1 + 2 * k2 + 2 * k3 + k4) / 24
+
+    return lx.while_loop(lambda carry: carry[0] < 1.0, step, (jnp.zeros(()), jnp.ones(())))[1]
+
+
+def solution(adjoint: str, a: Any, max_steps: int | None = 64, **options: Any) -> Any:
+    diffrax = peer("diffrax")
+    name = adjoint.replace(" ", "")
+    name = name if name == "ForwardMode" else f"{name}Adjoint"
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, a: -a * y),
+        diffrax.Tsit5(),
+        t0=0.0,
+        t1=1.0,
+        dt0=0.25,
+        y0=jnp.ones(()),
+        args=a,
+        max_steps=max_steps,
+        adjoint=getattr(diffrax, name)(),
+        **options,
+    )
+
+
+def decay(row: str, **options: Any) -> Callable[[Any], Any]:
+    if row == "loopax":
+        return runge_kutta
+    return lambda a: solution(row.removeprefix("Diffrax "), a, **options).ys[0]
+
+
+def of_decay(mode: str, row: str) -> str:
+    """Derivatives of exp(-a)."""
+    sign = -1.0 if mode in {"reverse", "forward"} else 1.0
+    return works(lambda: jax.jit(MODES[mode](decay(row)))(jnp.asarray(0.7)), sign * np.exp(-0.7), rtol=1e-3)
+
+
+def optimistix_solution(adjoint: str, a: Any, max_steps: int = 64, **options: Any) -> Any:
+    optimistix = peer("optimistix")
+    return optimistix.fixed_point(
+        lambda x, a: jnp.cos(a * x),
+        optimistix.FixedPointIteration(rtol=1e-10, atol=1e-10),
+        jnp.ones(()),
+        a,
+        adjoint=getattr(optimistix, f"{adjoint.replace(' ', '')}Adjoint")(),
+        max_steps=max_steps,
+        **options,
+    )
+
+
+def fixed_point(row: str, **options: Any) -> Callable[[Any], Any]:
+    if not row.startswith("loopax"):
+        return lambda a: optimistix_solution(row.removeprefix("optimistix "), a, **options).value
+    implicit = row == "loopax Implicit"
+    kind = lx.Implicit(fixed_point=lambda carry: carry[0]) if implicit else lx.Checkpointed()
+
+    def by_loopax(a: Any) -> Any:
+        body = lambda carry: (jnp.cos(a * carry[0]), jnp.abs(jnp.cos(a * carry[0]) - carry[0]))
+        init = (jnp.ones(()), jnp.ones(()))
+        return lx.while_loop(lambda carry: carry[1] > 1e-10, body, init, max_steps=64, kind=kind)[0]
+
+    return by_loopax
+
+
+def of_fixed_point(mode: str, row: str) -> str:
+    """Derivatives of x = cos(a x), against those of Newton's method on x - cos(a x), unrolled."""
+
+    def newton(a: Any) -> Any:
+        x = jnp.asarray(0.8)
+        for _ in range(6):
+            x = x - (x - jnp.cos(a * x)) / (1 + a * jnp.sin(a * x))
+        return x
+
+    a = jnp.asarray(0.7)
+    return works(lambda: jax.jit(MODES[mode](fixed_point(row)))(a), MODES[mode](newton)(a), rtol=1e-4)
+
+
+def to_100(row: str, **options: Any) -> Any:
+    return WHILE_LOOPS[row](lambda x: x < 100, lambda x: x + 1, jnp.zeros((), int), 10, **options)
+
+
+def raises(program: Callable[[], Any], message: str) -> str:
+    try:
+        program()
+    except RuntimeError as error:
+        if message not in str(error):
+            raise
+        return YES
+    return NO
+
+
+def error_at_bound(row: str) -> str:
+    if row == "Diffrax":
+        return raises(lambda: decay("Diffrax Direct", max_steps=2)(0.7), "maximum number of solver steps")
+    if row == "optimistix":
+        return raises(lambda: fixed_point("optimistix Implicit", max_steps=2)(0.7), "maximum number of")
+    found = raises(lambda: to_100(row), "max_steps=10 stopped a loop")
+    assert found == YES or to_100(row) == 10
+    return found
+
+
+def flag_at_bound(row: str) -> str:
+    if row == "loopax":
+        result, info = to_100(row, throw=False, info=True)
+        return YES if result == 10 and info.limit_reached else NO
+    if row == "Diffrax":
+        results = peer("diffrax").RESULTS
+        return YES if solution("Direct", 0.7, max_steps=2, throw=False).result == results.max_steps_reached else NO
+    if row == "optimistix":
+        results = peer("optimistix").RESULTS
+        found = optimistix_solution("Implicit", 0.7, max_steps=2, throw=False).result
+        return YES if found == results.nonlinear_max_steps_reached else NO
+    return has_no_argument(row)

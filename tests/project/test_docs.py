@@ -1,4 +1,4 @@
-"""The code of the README and of the pages runs as written, and prints what they show."""
+"""The code of the README and of the pages runs as written, and prints or raises what they show."""
 
 import ast
 import importlib.util
@@ -15,14 +15,14 @@ import pytest
 
 import loopax
 import loopax.schedule
-from tests.support.pages import PAGES, ROOT, Block, blocks, default_settings
+from tests.support.example_files import precision_of_a_user
+from tests.support.pages import PAGES, ROOT, Block, blocks
 
 # Pages show what the locked version of JAX gives. Another one may differentiate `tanh` by other equations, with
 # residuals of other sizes: there, only the words of a program's output are compared.
 ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read_text()
 
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
-
 
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
@@ -55,7 +55,7 @@ def with_programs() -> list[Any]:
 def test_page(page):
     """One after another, as somebody types them."""
     names = {"__name__": page.stem}
-    with default_settings():
+    with precision_of_a_user():
         for block in python(page):
             printed = block.run(page, names)
             if block.output is not None:
@@ -70,18 +70,6 @@ def tokens(text: str) -> list:
 
 def token(word: str):
     return pytest.approx(float(word), rel=1e-3, abs=1e-6) if re.fullmatch(r"[-+]?\d+\..*", word) else word
-
-
-def test_the_first_example_of_the_readme():
-    """What its comments say."""
-    readme = ROOT / "README.md"
-    names = {}
-    with default_settings():
-        python(readme)[0].run(readme, names)
-        of_lanes = jax.jit(jax.vmap(jax.value_and_grad(names["newton"])))
-        roots, slopes = of_lanes(names["targets"])
-    assert roots.tolist() == pytest.approx([2**0.5, 3.0, 1000.0], rel=1e-5)
-    assert slopes.tolist() == pytest.approx([0.5 / 2**0.5, 1 / 6, 1 / 2000], rel=1e-3)
 
 
 def functions(page: Path, *chosen: str) -> dict[str, Any]:
@@ -108,7 +96,7 @@ def test_a_square_root_is_right_for_every_number_that_a_reader_writes(page: str,
     """In float32, and with both derivatives; the second of the last two numbers is beyond float32."""
     x = np.concatenate([np.arange(1, 1001), np.logspace(-18, 15, 331), [1e-30, 1e30]]).astype(np.float32)
     exact = x.astype(float)
-    with default_settings():
+    with precision_of_a_user():
         root = functions(ROOT / page, name, "far", "newton")[name]
         found = [np.asarray(jax.jit(jax.vmap(f))(x)) for f in (root, jax.grad(root), jax.hessian(root))]
     np.testing.assert_allclose(found[0], exact**0.5, rtol=1e-4)
@@ -152,3 +140,40 @@ def test_every_public_name_is_in_the_reference():
     for module in (loopax, loopax.durable, loopax.schedule, loopax.stochtrace):
         names = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
         assert {f"{module.__name__}.{name}" for name in names} <= shown
+
+
+# ---- the page of errors: its programs raise what it says, and messages begin as its headings do
+
+BEFORE, *PROGRAMS = python(ERRORS)  # what all programs begin with, and one below each heading
+HEADINGS = re.findall(r"^### `+(\w+): (.*?)`+$", ERRORS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "program"),
+    [(*heading, program) for heading, program in zip(HEADINGS, PROGRAMS, strict=True)],
+    ids=[beginning[:40] for _, beginning in HEADINGS],
+)
+def test_error(name: str, beginning: str, program: Block):
+    """The class of an exception, and the beginning of its message, with … for what differs."""
+    names = {"__name__": "errors"}
+    with precision_of_a_user():
+        BEFORE.run(ERRORS, names)
+        with pytest.raises(Exception) as raised:  # noqa: PT011, the page says which
+            program.run(ERRORS, names)
+    assert raised.type.__name__ == name
+    assert re.search(rf"(^|Error: ){re.escape(beginning).replace('…', '.*?')}", str(raised.value))
+
+
+def test_what_an_error_looks_like_under_jit():
+    """Line by line, but for the place."""
+    (program,) = [block for block in blocks(ERRORS) if block.language == "py"]
+    names: dict[str, Any] = {"__name__": "errors"}
+    with precision_of_a_user():
+        BEFORE.run(ERRORS, names)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as raised:
+            program.run(ERRORS, names)
+    assert program.output is not None
+    line = program.line + 2
+    shown = program.output.replace('/home/me/solver.py", line 31', f'{ERRORS}", line {line}')
+    shown = shown.replace("solver.py:31", f"docs/errors.md:{line}")
+    assert str(raised.value).splitlines() == shown.splitlines()

@@ -31,6 +31,11 @@ def temporary(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def temporary_of(function: Any, *arguments: Any) -> int:
+    """That of a function which is compiled for these arguments."""
+    return temporary(jax.jit(function).lower(*arguments).compile())
+
+
 def collectives(text: str) -> list[str]:
     """All collective operations in a program, by name."""
     return re.findall(rf"^\s.*? = .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", text, flags=re.MULTILINE)

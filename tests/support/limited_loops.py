@@ -39,10 +39,6 @@ def raises(error: Any, *parts: str) -> Any:
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
 
 
-def count_callbacks(f: Any, *arguments: Any) -> int:
-    return jax.jit(f).lower(*arguments).as_text().count("callback")
-
-
 def loop_bodies(jaxpr: Any) -> list[Any]:
     """The bodies of the loops of a program that are not inside another loop."""
     found = []

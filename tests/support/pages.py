@@ -4,12 +4,10 @@ import io
 import re
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,18 +40,7 @@ def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     found = list(FENCE.finditer(text))
     for this, following in zip_longest(found, found[1:]):
-        is_output = following is not None and following["language"] == "text" and _touch(text, this, following)
-        output = following["code"] if following is not None and is_output else None
+        is_right_behind = following is not None and not text[this.end() : following.start()].strip()
+        output = following["code"] if following and is_right_behind and following["language"] == "text" else None
         line = text.count("\n", 0, this.start("code"))
         yield Block(this["language"], this["title"], textwrap.dedent(this["code"]), line, output)
-
-
-def _touch(text: str, this: re.Match[str], following: re.Match[str]) -> bool:
-    return not text[this.end() : following.start()].strip()
-
-
-@contextmanager
-def default_settings() -> Iterator[None]:
-    """Those of JAX, which somebody who types the code has."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

@@ -52,10 +52,3 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.result_type(a) == jnp.result_type(e)
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=tolerance, atol=tolerance)
-
-
-def for_each_lane(function: Callable[..., Any], in_axes: tuple[int | None, ...], *args: Any) -> Any:
-    """`jax.vmap` as a Python loop."""
-    size = next(len(a) for a, axis in zip(args, in_axes, strict=True) if axis is not None)
-    lanes = [[a if axis is None else a[i] for a, axis in zip(args, in_axes, strict=True)] for i in range(size)]
-    return jax.tree.map(lambda *values: jnp.stack(values), *[function(*lane) for lane in lanes])

@@ -5,10 +5,8 @@ import functools as ft
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "loopax"
-SOURCE = PACKAGE / "_src"
+SOURCE = Path(__file__).parents[2] / "loopax" / "_src"
 FILES = sorted(SOURCE.rglob("*.py"))
-FOLDERS = {file.parent for file in FILES}
 
 
 def imported(file: Path) -> Iterator[Path]:
