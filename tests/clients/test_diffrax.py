@@ -8,6 +8,8 @@ import optimistix as optx
 import pytest
 from scipy.integrate import solve_ivp
 
+from tests.clients.gradients import check_gradient
+
 START = jnp.array([1.0, 0.2])
 PRECISE = diffrax.PIDController(rtol=1e-9, atol=1e-9)
 COARSE = diffrax.PIDController(rtol=1e-6, atol=1e-6)
@@ -21,30 +23,29 @@ def falling(t, y, a):
     return jnp.stack([y[1], -a[0] - a[1] * y[1]])
 
 
+def solved(field, end, start, a, solver=None, **options):
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(field), solver or diffrax.Tsit5(), 0.0, end, 0.1, start, args=a, **options
+    )
+
+
 def adaptive(a):
     saved = diffrax.SaveAt(ts=jnp.linspace(0.2, 1.0, 3))
     options = {"stepsize_controller": PRECISE, "saveat": saved, "max_steps": 256}
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(van_der_pol), diffrax.Tsit5(), 0.0, 1.0, 0.1, START, args=a, **options
-    )
-    return (solution.ys**2).sum()
+    return (solved(van_der_pol, 1.0, START, a, **options).ys ** 2).sum()
 
 
 def implicit(a):
     """Steps that are solved for, by Newton's method."""
     options = {"stepsize_controller": COARSE, "max_steps": 4096}
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(van_der_pol), diffrax.Kvaerno3(), 0.0, 0.2, 0.1, START, args=a, **options
-    )
-    return (solution.ys**2).sum()
+    return (solved(van_der_pol, 0.2, START, a, diffrax.Kvaerno3(), **options).ys ** 2).sum()
 
 
 def event(a):
     """When a ball reaches the ground, and how fast."""
     ground = diffrax.Event(lambda t, y, args, **_: y[0], optx.Newton(1e-10, 1e-10))
     options = {"event": ground, "stepsize_controller": PRECISE, "max_steps": 256}
-    start = jnp.array([1.0, 0.5])
-    solution = diffrax.diffeqsolve(diffrax.ODETerm(falling), diffrax.Tsit5(), 0.0, 10.0, 0.1, start, args=a, **options)
+    solution = solved(falling, 10.0, jnp.array([1.0, 0.5]), a, **options)
     return solution.ts[-1] + solution.ys[-1, 1]
 
 
@@ -75,5 +76,5 @@ CASES = [(adaptive, (1.1, 0.7)), (implicit, (20.0, 0.7)), (event, (9.8, 0.1)), (
 
 
 @pytest.mark.parametrize(("solve", "at"), CASES)
-def test_gradient(check, solve, at):
-    check(solve, jnp.array(at))
+def test_gradient(solve, at):
+    check_gradient(solve, jnp.array(at))

@@ -7,6 +7,7 @@ from jaxley.channels import HH
 
 import loopax as lx
 from tests.clients.conftest import SIZE
+from tests.clients.gradients import check_gradient
 
 STEP = 0.025  # milliseconds
 
@@ -22,9 +23,9 @@ def cable():
 
 
 @pytest.mark.parametrize("kind", ["auto", "checkpointed"] if SIZE == "whole" else ["auto"])
-def test_voltages(check, cable, kind):
+def test_voltages(cable, kind):
     def voltages(conductance):
         found = jx.integrate(cable, params=[{"HH_gNa": conductance}], delta_t=STEP)
         return (found[:, ::10] ** 2).mean()
 
-    check(lx.rewrite_loops(voltages, kind=kind, scans=True), jnp.array([0.12]), original=voltages, step=1e-6)
+    check_gradient(lx.rewrite_loops(voltages, kind=kind, scans=True), jnp.array([0.12]), original=voltages, step=1e-6)

@@ -8,6 +8,7 @@ import optax
 from jax import lax
 
 import loopax as lx
+from tests.clients.gradients import check_gradient
 
 STIFFNESS = 5.0
 
@@ -46,14 +47,14 @@ def line_searches(stiffness, scan=lax.scan):
     return point.sum()
 
 
-def test_gradient_descent_of_jaxopt(check):
-    check(lx.rewrite_loops(descent, max_steps=30), STIFFNESS, original=descent)
+def test_gradient_descent_of_jaxopt():
+    check_gradient(lx.rewrite_loops(descent, max_steps=30), STIFFNESS, original=descent)
 
 
-def test_lbfgs_of_jaxopt(check):
-    check(lx.rewrite_loops(quasi_newton, max_steps=30), STIFFNESS, original=quasi_newton, step=1e-6)
+def test_lbfgs_of_jaxopt():
+    check_gradient(lx.rewrite_loops(quasi_newton, max_steps=30), STIFFNESS, original=quasi_newton, step=1e-6)
 
 
-def test_line_searches_of_optax(check):
+def test_line_searches_of_optax():
     ours = partial(line_searches, scan=lx.scan)
-    check(lx.rewrite_loops(ours, max_steps=30), STIFFNESS, original=line_searches)
+    check_gradient(lx.rewrite_loops(ours, max_steps=30), STIFFNESS, original=line_searches)

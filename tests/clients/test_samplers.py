@@ -7,6 +7,7 @@ from jax import lax
 from numpyro.infer.hmc import hmc
 
 import loopax as lx
+from tests.clients.gradients import check_gradient
 
 START = jnp.array([0.3, -0.2, 0.5])
 SCALE = 0.3
@@ -33,9 +34,9 @@ def two_steps_of_numpyro(scale):
     return jnp.sin(state.z).sum()
 
 
-def test_blackjax(check):
-    check(lx.rewrite_loops(two_steps_of_blackjax, max_steps=16), SCALE, original=two_steps_of_blackjax)
+def test_blackjax():
+    check_gradient(lx.rewrite_loops(two_steps_of_blackjax, max_steps=16), SCALE, original=two_steps_of_blackjax)
 
 
-def test_numpyro(check):
-    check(lx.rewrite_loops(two_steps_of_numpyro, max_steps=16), SCALE, original=two_steps_of_numpyro)
+def test_numpyro():
+    check_gradient(lx.rewrite_loops(two_steps_of_numpyro, max_steps=16), SCALE, original=two_steps_of_numpyro)

@@ -9,6 +9,7 @@ from torax.examples import basic_config
 
 import loopax as lx
 from tests.clients.conftest import SIZE
+from tests.clients.gradients import check_gradient
 
 # The gradient of all sources compiles for more than a minute on a machine that does nothing else.
 FEW_SOURCES: dict[str, Any] = {"ei_exchange": {}, "generic_heat": {}, "generic_current": {}}
@@ -37,6 +38,6 @@ def simulation():
     return temperatures
 
 
-def test_fixed_time_step(check):
+def test_fixed_time_step():
     temperatures = simulation()
-    check(lx.rewrite_loops(temperatures), 1.3, original=temperatures, step=1e-4)
+    check_gradient(lx.rewrite_loops(temperatures), 1.3, original=temperatures, step=1e-4)

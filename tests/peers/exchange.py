@@ -7,7 +7,6 @@ import functools as ft
 import inspect
 import re
 import sys
-import time
 import tomllib
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -23,8 +22,9 @@ import pytest
 
 import loopax as lx
 
-EXCLUDED = Path(__file__).parent / "excluded.toml"
-QUICK = Path(__file__).parent / "quick.toml"
+# The excluded tests of each file, and those that `--some quick` runs.
+RULES: dict[str, Sequence[dict[str, Any]]] = tomllib.loads((Path(__file__).parent / "excluded.toml").read_text())
+QUICK: dict[str, Sequence[str]] = tomllib.loads((Path(__file__).parent / "quick.toml").read_text())
 RULE = pytest.StashKey[dict[str, Any]]()
 
 # How a loop looks in a peer's tests, where it is more than the name. What Diffrax's tests call has loops within.
@@ -33,10 +33,6 @@ LOOPS = {
     "flax": r"\bnnx\.(while_loop|fori_loop|scan)\b",
     "diffrax": "",
 }
-
-# What makes a test of Diffrax one of many or one to choose (`choose.py`): how its source looks.
-REACHES = {"gradient": r"grad|jvp|vjp|jacfwd|jacrev", "event": r"[eE]vent", "batch": r"vmap"}
-
 
 # ---- loopax's loops with a peer's arguments
 
@@ -107,7 +103,7 @@ def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
 
 def pytest_addoption(parser: Any) -> None:
     """Which of a peer's tests run."""
-    parser.addoption("--some", choices=["quick", "candidates"], help="those that `quick.toml` lists, or may list")
+    parser.addoption("--some", choices=["quick"], help="those that `quick.toml` lists")
 
 
 def pytest_configure(config: Any) -> None:
@@ -146,49 +142,17 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def _is_chosen(config: Any, item: Any) -> bool:
-    some = config.getoption("--some")
-    if some is None or config.rootpath.name != "diffrax":
-        return True
-    return bool(reached(item)) if some == "candidates" else item.name in quick().get(item.path.stem, ())
-
-
-def reached(item: Any) -> list[str]:
-    """What a test of Diffrax reaches, of a gradient, an event and a batch."""
-    return [name for name, pattern in REACHES.items() if re.search(pattern, _source(item))]
-
-
-@ft.cache
-def quick() -> dict[str, Sequence[str]]:
-    """The chosen tests of each file."""
-    return tomllib.loads(QUICK.read_text())
+    is_one_of_all = config.getoption("--some") is None or config.rootpath.name != "diffrax"
+    return is_one_of_all or item.name in QUICK.get(item.path.stem, ())
 
 
 def _source(item: Any) -> str:
     return inspect.getsource(inspect.unwrap(item.function))
 
 
-@ft.cache
-def rules() -> dict[str, Sequence[dict[str, Any]]]:
-    """The excluded tests of each file."""
-    return tomllib.loads(EXCLUDED.read_text())
-
-
 def find_rule(file: str, test: str) -> dict[str, Any] | None:
     """Why a test is excluded, if it is."""
-    return next((rule for rule in rules().get(file, ()) if any(fnmatchcase(test, p) for p in rule["tests"])), None)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
-    """Note for `choose.py` what a test takes, in seconds of processors, which a busy machine does not change."""
-    start = time.process_time()
-    try:
-        return (yield)
-    finally:
-        item.user_properties += [
-            ("seconds", f"{time.process_time() - start:.1f}"),
-            ("reaches", " ".join(reached(item))),
-        ]
+    return next((rule for rule in RULES.get(file, ()) if any(fnmatchcase(test, p) for p in rule["tests"])), None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,8 +12,7 @@ from flax import nnx
 from flax.nnx.transforms import iteration
 
 import loopax as lx
-from tests.peers.choose import NUMBER, Case, chosen
-from tests.peers.exchange import equinox_scan, equinox_while_loop, jax_with_loopax, quick, rules
+from tests.peers.exchange import QUICK, RULES, equinox_while_loop, jax_with_loopax
 from tests.peers.nnx_scan import nnx_scan
 from tests.peers.run import PEERS, available, run
 from tests.support.reference import assert_close
@@ -31,26 +30,16 @@ def test_peer(peer: str) -> None:
 
 
 def test_every_exclusion_has_a_reason() -> None:
-    assert {f"{file}.py" for file in rules()} <= {Path(file).name for files in PEERS.values() for file in files}
-    for rule in [rule for excluded in rules().values() for rule in excluded]:
+    assert {f"{file}.py" for file in RULES} <= {Path(file).name for files in PEERS.values() for file in files}
+    for rule in [rule for excluded in RULES.values() for rule in excluded]:
         assert rule.keys() <= {"tests", "reason", "skip", "from_line"}
         assert rule["tests"]
         assert rule["reason"]
 
 
 def test_the_quick_tests_are_of_files_that_are_run() -> None:
-    assert {f"{file}.py" for file in quick()} <= {Path(file).name for file in PEERS["diffrax"]}
-    assert sum(map(len, quick().values())) == NUMBER
-
-
-def test_what_is_chosen() -> None:
-    """Gradients first, each function before a second case of another; none that compiles nothing or takes too long."""
-    case = lambda name, reaches, seconds: Case("test_file", name, reaches, seconds)
-    slow, fast = case("test_a[2]", "gradient", 9.0), case("test_a[1]", "gradient", 8.0)
-    others = [case("test_b", "event", 1.0), case("test_c", "batch", 0.0), case("test_d", "gradient", 1000.0)]
-    assert chosen([slow, fast, *others]) == [fast, slow, others[0]]
-    many = [case(f"test_{i}", "event", 1.0 + i) for i in range(NUMBER)]
-    assert chosen([slow, fast, *many]) == sorted([fast, *many[:-1]])
+    assert {f"{file}.py" for file in QUICK} <= {Path(file).name for file in PEERS["diffrax"]}
+    assert sum(map(len, QUICK.values())) == 40
 
 
 @pytest.mark.slow
@@ -64,18 +53,6 @@ def test_while_loop_for_equinox(options: dict) -> None:
     actual, wanted = (
         jax.jit(jax.value_and_grad(partial(loss, run)))(1.0) for run in (equinox_while_loop, eqxi.while_loop)
     )
-    assert_close(actual, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
-def test_scan_for_equinox(checkpoints) -> None:
-    def loss(run, xs):
-        carry, ys = run(lambda c, x: (jnp.sin(c + x), c), 0.0, xs, kind="checkpointed", checkpoints=checkpoints)
-        return carry + (ys**2).sum()
-
-    xs = jnp.arange(5.0)
-    actual, wanted = (jax.jit(jax.value_and_grad(partial(loss, run)))(xs) for run in (equinox_scan, eqxi.scan))
     assert_close(actual, wanted)
 
 
@@ -140,12 +117,3 @@ def test_scan_of_nnx_itself_on_that_of_loopax(monkeypatch) -> None:
     assert_close(actual, wanted)
     assert names == names_too == ("layers", "in", "out")
     assert traces == [("in", "out")] * 2  # JAX's, and loopax's: a second call is not traced
-
-
-def test_jax_with_other_loops_is_otherwise_jax() -> None:
-    changed = jax_with_loopax()
-    assert changed.lax.scan is lx.scan
-    assert changed.lax.cond is lx.cond
-    assert changed.lax.map is jax.lax.map
-    assert changed.numpy is jnp
-    assert jax.lax.scan is not lx.scan
