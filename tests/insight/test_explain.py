@@ -230,9 +230,6 @@ def test_where_there_is_nothing_to_differentiate():
     assert "stores at least one carry" in only(found).problem
 
 
-# ---- branches
-
-
 def chosen(p, w, x, **options):
     return lx.cond(p > 0, lambda w, x: jnp.tanh(w @ x), lambda w, x: x, w, x, **options)
 
@@ -308,9 +305,6 @@ def test_bad_input():
     for args, options, error, message in BAD:
         with pytest.raises(error, match=message):
             lx.explain(*args, **options)
-
-
-# ---- kinds that run loops in a way of their own: what they store, and whose derivative it is
 
 
 W = 0.3 * jnp.eye(3)

@@ -10,6 +10,7 @@ import pytest
 from jax import Array, lax
 
 import loopax as lx
+from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax.insight import LoopExplanation
 from tests.support.reference import assert_close
 
@@ -67,15 +68,9 @@ def test_loops_are_found_wherever_they_stand(wrapper):
 
 
 def loops_left(closed):
-    """Names of `lax` loops in a program that are not inside one of loopax."""
-    found = []
-    for eqn in closed.jaxpr.eqns if hasattr(closed, "jaxpr") else closed.eqns:
-        if eqn.primitive.name == "while":
-            found.append(eqn.primitive.name)
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                found += loops_left(inner) if hasattr(inner, "eqns") or hasattr(inner, "jaxpr") else []
-    return found
+    """The `lax` loops in a program, also inside of others."""
+    found = [eqn for eqn in closed.eqns if eqn.primitive.name == "while"]
+    return found + [loop for eqn in closed.eqns for inner in inner_jaxprs(eqn) for loop in loops_left(inner)]
 
 
 @pytest.mark.parametrize(
