@@ -112,7 +112,7 @@ def test_gradients_of_loops_that_had_none(f):
     both = jax.value_and_grad(rewritten)
     in_lanes, gradients = jax.jit(jax.vmap(both))(points)
     assert_close(in_lanes, values)
-    tolerances = {"rtol": 1e-6 if f in (step_of_mjx, transition_of_nuts) else 1e-7, "atol": 1e-9}
+    tolerances: Any = {"rtol": 1e-6 if f in (step_of_mjx, transition_of_nuts) else 1e-7, "atol": 1e-9}
     np.testing.assert_allclose(gradients, slopes, **tolerances)
     if f in (conjugate_gradients, newton, gmres, adaptive_steps):
         value, gradient = jax.jit(both)(points[1])
