@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from loopax import durable
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
-from loopax._src.durable import saves as storing
 from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every, watching
 from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import same_bits, saves
@@ -80,13 +79,13 @@ class Simulation:
         pace = SavePace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
-        keeper = storing.Keeper(fake, pace, None)
-        run = runs.DurableRun(chunk, lambda steps: [steps], self.total, keeper, None, None, pace, stops=False)
+        keeper = saves.Keeper(fake, pace, None)
+        job: Any = SimpleNamespace(start=lambda steps: [steps], total=self.total, rows=None, stops=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paces, "time", self)
             patch.setattr(runs, "time", self)
-            patch.setattr(storing, "time", self)
-            runs.advance(run, SavedState(0, True, []), Interrupts(), lambda _: None)
+            patch.setattr(saves, "time", self)
+            runs.DurableRun(job, chunk, keeper, None).advance(SavedState(0, True, []), Interrupts(), lambda _: None)
         assert sum(self.chunks) == self.total
 
 

@@ -1,7 +1,7 @@
 """The compiled part of a durable loop: from the arrays of a carry to the same some steps on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -9,35 +9,76 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from loopax._src.core.jaxpr.util import num_bytes, split_list
-from loopax._src.frontend.trace import strongly_typed
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list
+from loopax._src.frontend.checks import settle
+from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.options import Options
+from loopax._src.frontend.run import run
+from loopax._src.frontend.steps import Call, always
+from loopax._src.frontend.trace import FirstCondition, Step, strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
 from loopax._src.nnx.functional import Changes, freeze, roots, take_back, thaw_numbered
 from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, match_carry, pack
+from loopax._src.pytrees.static import Called
 
 CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
 MOST_ROWS = 1 << 16  # of outputs in a chunk
 
 
-class StepsTaken(NamedTuple):
-    """What a chunk of steps gives."""
+class RowPlan(NamedTuple):
+    """Which rows of outputs belong to which steps of a scan."""
 
-    carry: Any
-    ys: Any  # rows of outputs, those that there were not are zero
-    num_steps: Any  # int32
-    goes_on: Any  # bool: False where a condition has ended the loop
+    capacity: int
+    first: int  # the row of the first step
+    reverse: bool
+
+    @property
+    def direction(self) -> int:
+        """From the row of a step to that of the next."""
+        return -1 if self.reverse else 1
+
+    def of_step(self, steps: int) -> int:
+        """The row of the step that comes after so many."""
+        return self.first + self.direction * steps
+
+    def taken(self, steps: int, some: int) -> tuple[int, int]:
+        """The rows of some steps that come after so many, from and to."""
+        low = self.of_step(steps + some - 1 if self.reverse else steps)
+        return low, low + some
 
 
-# (carry, start, most steps, rows of ys) -> Walked; `start` is what else the loop hands to its steps, arrays. Without
-# outputs there are no rows (None), and a chunk may take any number of steps.
-TakeSteps = Callable[[Any, Sequence[Any], Any, int | None], StepsTaken]
+@dataclass(frozen=True)
+class Job:
+    """What is to be run: the arguments of a loop, understood."""
+
+    options: Options
+    where: str  # the user's function in error messages
+    called: Called  # this one, first of the user's functions
+    call: Call  # of a step
+    start: Callable[[int], list[Any]]  # what a step is handed that comes after so many
+    init: Any
+    total: int | None  # steps at most
+    cut: bool = False  # `max_steps` makes them fewer
+    stops: bool = False  # `call` says whether to go on
+    condition: FirstCondition | None = None  # whether to take the first step
+    unroll: int = 1
+    rows: RowPlan | None = None
+    settings: dict[str, str] = field(default_factory=dict)  # what else makes it another program
+    arrays: dict[str, Any] = field(default_factory=dict)  # known by name among what the chunk closes over
+
+    @property
+    def step(self) -> Step:
+        """A step, as loops trace it."""
+        return Step(self.call, self.where, self.called, self.options.key_spec, own=(self.call,))
 
 
 @dataclass(frozen=True)
 class TracedChunk:
     """A chunk for one number of rows of outputs."""
 
-    closed: ClosedJaxpr  # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on)
+    # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on), where `start` is what else the loop hands to its
+    # steps. Rows of `ys` that there were not are zero; `goes_on` is False where a condition has ended the loop.
+    closed: ClosedJaxpr
     init: Any  # the first carry, frozen, with the types that it has in the loop
     arrays: list[jax.Array]  # of it
     spec: Spec
@@ -56,9 +97,13 @@ class CompiledChunk:
     rows: int  # of outputs: the most steps that it may take, where there are outputs
 
 
-def trace(where: str, take_steps: TakeSteps, init: Any, start: Sequence[Any], rows: int | None) -> TracedChunk:
-    """Trace a chunk, from promoted leaves where the body's result asks for it."""
-    init = freeze(init)
+def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
+    """Trace a chunk for so many rows of outputs, from promoted leaves where the body's result asks for it.
+
+    Without outputs there are no rows (None), and a chunk may take any number of steps.
+    """
+    init, where = freeze(job.init), job.where
+    options = replace(job.options, progress=None, throw=True)
     while True:
         arrays, spec = pack(init)
         found: dict[str, Any] = {}
@@ -67,9 +112,13 @@ def trace(where: str, take_steps: TakeSteps, init: Any, start: Sequence[Any], ro
             arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
             given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
             carry, objects = thaw_numbered(given)
-            walked = take_steps(carry, start, most, rows)
-            carry, found["changes"] = take_back(where, given, objects, walked.carry)
-            if roots(ys := freeze(walked.ys)):
+            bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
+            extent = Extent(0, most, bound, fixed=False, capacity=rows, unroll=job.unroll)
+            done = run(job.step, options, extent, start, carry, goes_on=always if job.stops else None)
+            goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
+            carry, ys, *numbers = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
+            carry, found["changes"] = take_back(where, given, objects, done.hand_over(carry))
+            if roots(ys):
                 raise TypeError(
                     f"{where} returns NNX objects as outputs, and outputs go to disk as arrays. Return what they hold "
                     "instead, `variable[...]` or `nnx.to_pure_dict(nnx.state(module))`."
@@ -77,7 +126,7 @@ def trace(where: str, take_steps: TakeSteps, init: Any, start: Sequence[Any], ro
             arrays, found["y_spec"] = pack(ys)
             carry = match_carry(where, init, spec, carry)
             found["carry_avals"] = list(map(jax.typeof, carry))
-            return [*map(strongly_typed, carry), *map(strongly_typed, arrays), walked.num_steps, walked.goes_on]
+            return [*map(strongly_typed, carry), *map(strongly_typed, arrays), *numbers]
 
         try:
             most = jax.ShapeDtypeStruct((), jnp.int32)
@@ -107,12 +156,12 @@ def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> Compi
     )
     compiled = function.lower(*closed_over, *first, *start, np.int32(0)).compile()
 
-    def run(arrays: Sequence[Any], start: Sequence[Any], most: int) -> Any:
+    def run_compiled(arrays: Sequence[Any], start: Sequence[Any], most: int) -> Any:
         out = compiled(*closed_over, *arrays, *start, np.int32(most))
         carry, ys, (num_steps, goes_on) = split_list(out, [num_carry, num_ys])
         return carry, ys, num_steps, goes_on
 
-    return CompiledChunk(run, traced, first, rows)
+    return CompiledChunk(run_compiled, traced, first, rows)
 
 
 def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.Array]:
@@ -140,25 +189,3 @@ def row_types(spec: Spec) -> list[tuple[tuple[int, ...], Any, Any]]:
     """Of each array of outputs: the shape and dtype of a row, and the implementation of PRNG keys."""
     leaves = [leaf for leaf in spec.leaves if isinstance(leaf, Dynamic)]
     return [(leaf.aval.shape[1:], leaf.aval.dtype, leaf.key_impl) for leaf in leaves]
-
-
-class RowPlan(NamedTuple):
-    """Which rows of outputs belong to which steps of a scan."""
-
-    capacity: int
-    first: int  # the row of the first step
-    reverse: bool
-
-    @property
-    def direction(self) -> int:
-        """From the row of a step to that of the next."""
-        return -1 if self.reverse else 1
-
-    def of_step(self, steps: int) -> int:
-        """The row of the step that comes after so many."""
-        return self.first + self.direction * steps
-
-    def taken(self, steps: int, some: int) -> tuple[int, int]:
-        """The rows of some steps that come after so many, from and to."""
-        low = self.of_step(steps + some - 1 if self.reverse else steps)
-        return low, low + some

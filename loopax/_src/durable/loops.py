@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.rows import read
-from loopax._src.durable.chunk import RowPlan
+from loopax._src.durable.chunk import Job, RowPlan
 from loopax._src.durable.options import DurableOptions, loop_options
-from loopax._src.durable.run import EPOCH, Job, run_job, step_key_data
+from loopax._src.durable.run import EPOCH, run_job, step_key_data
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits
 from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step

@@ -140,7 +140,7 @@ class Keeper:
 
     def __init__(self, saves: Saves, pace: SavePace, flush: Callable[[], None] | None) -> None:
         """`flush` waits until all rows are on disk."""
-        self._saves, self._pace, self._flush = saves, pace, flush
+        self._saves, self.pace, self._flush = saves, pace, flush
 
     def save(self, state: SavedState) -> None:
         """Begin to save a state, if it is not the newest one that is saved."""
@@ -149,19 +149,19 @@ class Keeper:
         if self._flush is not None:
             self._flush()
         self._saves.start(state)
-        self._pace.saving(state.steps)
+        self.pace.saving(state.steps)
 
     def look(self) -> None:
         """Whether what is being saved is on disk."""
         if not self._saves.in_progress():
-            self._pace.saved()
+            self.pace.saved()
 
     def settle(self) -> None:
         """Wait until what has been saved is on disk."""
         begun = time.monotonic()
         self._saves.finish()
-        self._pace.saved()
-        self._pace.idle += time.monotonic() - begun
+        self.pace.saved()
+        self.pace.idle += time.monotonic() - begun
 
     def interrupted(self, interrupts: Interrupts, what: str) -> BaseException:
         """What the interrupt raises, once a state is saved after so much."""
