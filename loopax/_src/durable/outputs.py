@@ -275,15 +275,21 @@ def steps_saved(directory: Any) -> int:
     return max(ocp().utils.checkpoint_steps(saves), default=0) if saves.is_dir() else 0
 
 
-@dataclass(frozen=True)
 class Outputs:
-    """The arrays of a run, one for each of `spec`."""
+    """The arrays of a run, one for each of `spec`, to which the first process writes.
 
-    where: str
-    root: Path
-    spec: Spec
-    plan: RowPlan
-    fill: Mapping[int, int] = field(default_factory=dict)  # what rows hold that are not written, by array, if not zero
+    Rows come in order, up or down; a few megabytes wait and are written together.
+    """
+
+    def __init__(
+        self, where: str, root: Path, spec: Spec, plan: RowPlan, fill: Mapping[int, int] | None = None
+    ) -> None:
+        """`fill`: what rows hold that are not written, by array, if not zero."""
+        self.where, self.root, self.spec, self.plan, self.fill = where, root, spec, plan, fill or {}
+        self.writes = False  # whether this process does: from `open` on
+        self._waiting: list[tuple[int, list[np.ndarray]]] = []
+        self._writing: list[Any] = []
+        self._begun = time.monotonic()
 
     def refuse_gone(self) -> None:
         """Raise where those of a run that has begun are gone, or what describes them is damaged."""
@@ -301,9 +307,14 @@ class Outputs:
         good = self.plan.taken(0, steps)
         on_first(lambda: [rows.check(*good) for rows in rows_of(self.root).values()])
 
-    def open(self, steps: int) -> None:
+    def open(self, steps: int, room: int | None = None) -> None:
         """Get ready to write after the rows of so many steps: to new arrays, if there are none."""
-        on_first(lambda: self._go_on(self.plan.taken(0, steps)) if steps else self._make())
+        good = self.plan.taken(0, steps)
+        on_first(lambda: self._go_on(good, room or self.plan.capacity) if steps else self._make())
+        self.writes = jax.process_index() == 0 and bool(self.spec.avals)
+        if self.writes:
+            self._known = self._written = tuple(_described(self.root)["written"])
+            self._attach()
 
     def rows(self) -> Any:
         """The pytree of arrays on disk."""
@@ -332,48 +343,34 @@ class Outputs:
         self.root.mkdir(exist_ok=True)
         _describe(self.root, arrays, (0, 0))
 
-    def _go_on(self, good: tuple[int, int]) -> None:
+    def _go_on(self, good: tuple[int, int], room: int) -> None:
         _describe(self.root, _described(self.root)["arrays"], good)
         for rows in rows_of(self.root).values():
             rows.keep_only(*good)
-        make_room(self.root, self.plan.capacity)
+        self._make_room(room)
 
-
-def make_room(root: Path, rows: int) -> None:
-    """Give the arrays of a run so many rows. The description, by which they are read, comes last."""
-    found = _described(root)
-    for i, one in enumerate(found["arrays"]):
-        metadata, shape = one["metadata"], [rows, *one["metadata"]["shape"][1:]]
-        rest = {name: value for name, value in metadata.items() if name != "shape"}
-        try:
-            _open(_path(root, i), rest).resize(exclusive_max=shape).result()
-        except ValueError as error:
-            raise damaged(_path(root, i) / _METADATA, f"cannot be read ({error})") from error
-        one["metadata"] = {**metadata, "shape": shape}
-    _describe(root, found["arrays"], tuple(found["written"]))
-
-
-class Writer:
-    """Writes the rows of a run, which come in order, up or down; a few megabytes wait and are written together."""
-
-    def __init__(self, root: Path) -> None:
-        """Write to the arrays that stand there."""
-        self._root = root
-        self._waiting: list[tuple[int, list[np.ndarray]]] = []
-        self._writing: list[Any] = []
-        self._begun = time.monotonic()
-        self._known = self._written = tuple(_described(root)["written"])
-        self._attach()
+    def _make_room(self, rows: int) -> None:
+        """Give the arrays so many rows. The description, by which they are read, comes last."""
+        found = _described(self.root)
+        for i, one in enumerate(found["arrays"]):
+            metadata, shape = one["metadata"], [rows, *one["metadata"]["shape"][1:]]
+            rest = {name: value for name, value in metadata.items() if name != "shape"}
+            try:
+                _open(_path(self.root, i), rest).resize(exclusive_max=shape).result()
+            except ValueError as error:
+                raise damaged(_path(self.root, i) / _METADATA, f"cannot be read ({error})") from error
+            one["metadata"] = {**metadata, "shape": shape}
+        _describe(self.root, found["arrays"], tuple(found["written"]))
 
     def _attach(self) -> None:
-        arrays = list(rows_of(self._root).values())
+        arrays = list(rows_of(self.root).values())
         self._room = len(arrays[0])
         self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in arrays]
 
     def resize(self, rows: int) -> None:
         """Make room for so many rows, or let go of the room behind them."""
         self.flush()
-        make_room(self._root, rows)
+        self._make_room(rows)
         self._attach()
 
     def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
@@ -395,7 +392,7 @@ class Writer:
         if self._written != self._known:
             self._known = self._written
             with _clear_errors():
-                _describe(self._root, _described(self._root)["arrays"], self._written)
+                _describe(self.root, _described(self.root)["arrays"], self._written)
 
     def _finish(self) -> None:
         """Wait for what is being written."""

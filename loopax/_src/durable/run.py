@@ -14,7 +14,7 @@ from loopax._src.durable.chunk import CompiledChunk, Job, compile_chunk, placed,
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
-from loopax._src.durable.outputs import Outputs, Writer
+from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import Interrupts, SavePace, shown, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.frontend.options import Options, limit_message
@@ -35,7 +35,7 @@ class DurableRun:
     job: Job
     chunk: CompiledChunk
     keeper: Keeper
-    writer: Writer | None
+    outputs: Outputs | None
 
     def advance(self, state: SavedState, interrupts: Interrupts, show: Callable[[int], None]) -> SavedState:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
@@ -97,10 +97,10 @@ class DurableRun:
             pause = min(2 * pause, _POLL_SECONDS)
         taken = (count - 1) * most + int(num_steps)
         pace.took(taken, time.monotonic() - begun)
-        if self.writer is not None and job.rows is not None and taken:
-            pieces = [np.asarray(y)[:taken] for y in ys]
-            pieces = [(piece[::-1] if job.rows.reverse else piece).copy() for piece in pieces]
-            self.writer.write(job.rows.taken(state.steps, taken)[0], pieces)
+        if self.outputs is not None and self.outputs.writes and taken:
+            plan, pieces = self.outputs.plan, [np.asarray(y)[:taken] for y in ys]
+            pieces = [(piece[::-1] if plan.reverse else piece).copy() for piece in pieces]
+            self.outputs.write(plan.taken(state.steps, taken)[0], pieces)
         return SavedState(state.steps + taken, bool(goes_on), arrays)
 
 
@@ -170,10 +170,9 @@ def _go_on(job: Job, checked: Checked, chunk: CompiledChunk, outputs: Outputs | 
             )
         if outputs:
             outputs.open(state.steps)
-        has_rows = bool(chunk.traced.y_spec.avals)
-        writer = Writer(directory.outputs) if has_rows and jax.process_index() == 0 else None
         pace = SavePace(checked.every, checked.chunk_steps, job.unroll)
-        run = DurableRun(job, chunk, Keeper(saves, pace, writer.flush if writer else None), writer)
+        flush = outputs.flush if outputs and outputs.writes else None
+        run = DurableRun(job, chunk, Keeper(saves, pace, flush), outputs)
         reporter = job.options.reporter(job.called.functions[0])
         with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
             return run.advance(state, interrupts, show)

@@ -19,7 +19,7 @@ from loopax._src.durable.chunk import RowPlan
 from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, check, locked, refuse_transformations
-from loopax._src.durable.outputs import Outputs, Rows, Writer
+from loopax._src.durable.outputs import Outputs, Rows
 from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
 from loopax._src.durable.step_hash import write
@@ -192,10 +192,11 @@ class _StreamRun:
         types = {path: aval.str_short() for path, aval in [*item, *results]}
         described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
         settle_program(_NAME, checked.directory, described, checked.anyway)
-        self._root = checked.directory.outputs
+        plan = RowPlan(_FIRST_ROOM, 0, reverse=False)
+        spec = _with_rows_of(made.results)
+        self._outputs = Outputs(_NAME, checked.directory.outputs, spec, plan, {_ITEMS: _NO_ITEM})
         self._pace = SavePace(checked.every, None, 1)
         self._saves = Saves(_NAME, checked.directory, checked.keep)
-        self._writer: Writer | None = None
         self._rows = 0  # that are written, or are being written
 
     def to_the_end(self, ahead: int) -> StreamOutputs:
@@ -209,27 +210,21 @@ class _StreamRun:
             self._shown.end(self._lanes, finished=False)
             self._lanes.close()
             self._saves.close()
-            if self._writer is not None:
-                self._writer.resize(self._rows)
-        found = self._outputs().rows()
+            if self._outputs.writes:
+                self._outputs.resize(self._rows)
+        found = self._outputs.rows()
         return StreamOutputs(found["items"], found["failed"], found["results"])
-
-    def _outputs(self, room: int = 0) -> Outputs:
-        """The arrays, with room for so many rows."""
-        spec = _with_rows_of(self._lanes.program.made.results)
-        return Outputs(_NAME, self._root, spec, RowPlan(room, 0, reverse=False), {_ITEMS: _NO_ITEM})
 
     def _go_on(self, ahead: int) -> None:
         """The lanes of the newest save, and the items that come after."""
         like = list(map(jnp.asarray, _packed(0, 0, self._lanes)))
         if self._saves.newest_step:
-            self._outputs().refuse_gone()
-        state = self._saves.newest(like, lambda state: self._outputs().check(_counts(state.arrays)[0]))
+            self._outputs.refuse_gone()
+        state = self._saves.newest(like, lambda state: self._outputs.check(_counts(state.arrays)[0]))
         self._rows, begun = (0, 0) if state is None else _counts(state.arrays)
         self._before = 0 if state is None else state.steps
-        self._outputs(max(2 * self._rows, _FIRST_ROOM)).open(self._rows)
-        self._writer = Writer(self._root)
-        self._keeper = Keeper(self._saves, self._pace, self._writer.flush)
+        self._outputs.open(self._rows, max(2 * self._rows, _FIRST_ROOM))
+        self._keeper = Keeper(self._saves, self._pace, self._outputs.flush)
         if state is not None:
             _, indices, *rest = map(np.asarray, state.arrays)
             num_inputs = len(self._lanes.items.spec.avals)
@@ -276,9 +271,9 @@ class _StreamRun:
         if self._throw and any(failed):
             at = failed.index(True)
             raise eqx.EquinoxRuntimeError(self._lanes.message(finished.indices[at], finished.errors[at]))
-        if finished.indices and self._writer is not None:
+        if finished.indices:
             own = [np.asarray(failed, bool), np.asarray(finished.indices, np.int64)]
-            self._writer.write(self._rows, [*own, *finished.arrays])
+            self._outputs.write(self._rows, [*own, *finished.arrays])
             self._rows += len(failed)
         self._shown.update(self._lanes)
         return True
