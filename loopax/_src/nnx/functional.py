@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import Mask, either, select
@@ -49,17 +49,12 @@ def is_object(x: Any) -> bool:
     return nnx is not None and (type(x) in nnx.graphlib.GRAPH_REGISTRY or isinstance(x, nnx.Variable))
 
 
-def is_frozen(x: Any) -> bool:
-    """Whether this was an object."""
-    return isinstance(x, Frozen)
-
-
 def roots(tree: Any) -> dict[str, Any]:
     """The NNX objects that stand in a pytree, frozen or not, by where they stand."""
     if "flax.nnx" not in sys.modules:
         return {}
-    leaves, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_frozen(x) or is_object(x))
-    return {keystr(path): leaf for path, leaf in leaves if is_frozen(leaf) or is_object(leaf)}
+    is_root = lambda x: isinstance(x, Frozen) or is_object(x)  # noqa: E731
+    return {keystr(path): x for path, x in tree_leaves_with_path(tree, is_leaf=is_root) if is_root(x)}
 
 
 def freeze(tree: Any) -> Any:
@@ -89,17 +84,11 @@ def freeze_numbered(tree: Any) -> tuple[Any, list[Any]]:
     def frozen(x: Any) -> Any:
         if not is_object(x):
             return x
-        graph, paths, leaves = flatten(x, numbers)
-        return Frozen(graph, paths, tuple(map(value, leaves)))
+        graph, state = nnx.flatten(x, ref_index=numbers, graph=True)
+        return Frozen(graph, state.paths, tuple(map(value, state.leaves)))
 
     tree = jax.tree.map(frozen, tree, is_leaf=is_object)
     return tree, sorted(numbers, key=lambda found: numbers[found])
-
-
-def flatten(root: Any, numbers: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """The graph definition of an object, the paths to its leaves, and these; `numbers` counts objects met so far."""
-    graph, state = sys.modules["flax.nnx"].flatten(root, ref_index=numbers, graph=True)
-    return graph, state.paths, state.leaves
 
 
 def thaw(tree: Any) -> Any:
@@ -115,12 +104,12 @@ def thaw_numbered(tree: Any) -> tuple[Any, list[Any]]:
     objects = nnx.graphlib.IndexMap()
 
     def thawed(x: Any) -> Any:
-        if not is_frozen(x):
+        if not isinstance(x, Frozen):
             return x
         values = jax.tree.map(lambda value: value, list(x.values))  # a Variable may hold a container, and change it
         return nnx.unflatten(x.graph, values, index_ref=objects)
 
-    tree = jax.tree.map(thawed, tree, is_leaf=is_frozen)
+    tree = jax.tree.map(thawed, tree, is_leaf=lambda x: isinstance(x, Frozen))
     return tree, [objects[number] for number in sorted(objects)]
 
 
@@ -244,36 +233,37 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_row
     if of_rows:
         returned = _with_stacked_axis(returned, old)
         new = roots(returned)
-    before, after = ({root: x.graph for root, x in frozen.items()} for frozen in (old, new))
-    if not same_value(list(before.values()), list(after.values())):
-        raise TypeError(_structure_message(where, differences(before, after)))
+    before = places(old)
+    if not same_value([x.graph for x in old.values()], [x.graph for x in new.values()]):
+        _refuse_structure(where, differences(before, places(new)) or ["  attributes that NNX keeps for itself"])
 
     # Which roots the body replaced by objects of its own, and a line for each part that is replaced, or moved.
     known = set(map(id, objects))
     is_new = [id(x) not in known for x in new_objects]
-    replaced = {root: is_new[graph.nodes[0].index] for root, graph in before.items()}
-    wrong = []
-    for name, place in places(before).items():
-        if (number := place.number) is None:
-            continue
-        root = next(root for root in before if is_at_or_below(name, root))
-        if is_new[number] != replaced[root] or not (is_new[number] or objects[number] is new_objects[number]):
-            kind = type(new_objects[number]).__name__
-            wrong.append(f"  {shown(name)}: got another {kind}, expected the one that was given")
-    if wrong:
-        raise TypeError(_structure_message(where, wrong))
+    first = {root: x.graph.nodes[0].index for root, x in old.items()}  # the number of the object itself
+    replaced = {root: is_new[number] for root, number in first.items()}
+    _refuse_structure(
+        where,
+        [
+            f"  {name or _ROOT}: got another {type(new_objects[i]).__name__}, expected the one that was given"
+            for name, place in before.items()
+            if (i := place.number) is not None
+            and (is_new[i] != replaced[place.root] or not (is_new[i] or objects[i] is new_objects[i]))
+        ],
+    )
 
     # Nobody would see a change to an object that the body then replaced.
-    left = freeze([objects[graph.nodes[0].index] for graph in before.values()])
-    lost = [
-        f"  {shown(root + name_of(path))}: changed, but the object is not returned"
-        for (root, start), end in zip(old.items(), left, strict=True)
-        if replaced[root]
-        for path, a, b in zip(start.paths, start.values, end.values, strict=False)
-        if _differ(a, b)
-    ]
-    if lost:
-        raise TypeError(_structure_message(where, lost))
+    left = freeze([objects[number] for number in first.values()])
+    _refuse_structure(
+        where,
+        [
+            f"  {root + name_of(path) or _ROOT}: changed, but the object is not returned"
+            for (root, start), end in zip(old.items(), left, strict=True)
+            if replaced[root]
+            for path, a, b in zip(start.paths, start.values, end.values, strict=False)
+            if _differ(a, b)
+        ],
+    )
     written = tuple(tuple(map(_differ, old[root].values, new[root].values)) for root in old)
     return returned, Changes(tuple(replaced.values()), written)
 
@@ -307,14 +297,11 @@ def _with_stacked_axis(rows: Any, given: Mapping[str, Frozen]) -> Any:
         return replace(row, metadata=stack.metadata) if fits else row
 
     def named(x: Any) -> Any:
-        if not is_frozen(x):
+        if not isinstance(x, Frozen) or len((stack := next(stacks).graph).nodes) != len(x.graph.nodes):
             return x
-        stack, graph = next(stacks).graph, x.graph
-        if len(stack.nodes) != len(graph.nodes):
-            return x
-        return replace(x, graph=replace(graph, nodes=[*map(node_named, stack.nodes, graph.nodes)]))
+        return replace(x, graph=replace(x.graph, nodes=[*map(node_named, stack.nodes, x.graph.nodes)]))
 
-    return jax.tree.map(named, rows, is_leaf=is_frozen)
+    return jax.tree.map(named, rows, is_leaf=lambda x: isinstance(x, Frozen))
 
 
 def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
@@ -332,11 +319,7 @@ def refuse_lost_changes(where: str, init: Any, changes: Changes, xs: Any, row_ch
     if not (any(map(any, changes.written)) and any(map(any, row_changes.written))):
         return
     in_carry, in_xs = (
-        {
-            id(leaf): shown(root + name_of(path))
-            for root, path, leaf, _ in _written(roots(tree), done)
-            if is_object(leaf)
-        }
+        {id(x): root + name_of(path) or _ROOT for root, path, x, _ in _written(roots(tree), done) if is_object(x)}
         for tree, done in ((init, changes), (xs, row_changes))
     )
     if twice := in_carry.keys() & in_xs.keys():
@@ -351,19 +334,20 @@ def _written(objects: Mapping[str, Any], changes: Changes) -> Iterator[tuple[str
     """What the body changes of the caller's objects: the root, the path, the leaf and the number of the leaf."""
     numbers = sys.modules["flax.nnx"].graphlib.RefMap()
     for (root, x), replaced, written in zip(objects.items(), changes.replaced, changes.written, strict=True):
-        _, paths, leaves = flatten(x, numbers)
-        for number, (path, leaf, is_written) in enumerate(zip(paths, leaves, written, strict=True)):
+        _, state = sys.modules["flax.nnx"].flatten(x, ref_index=numbers, graph=True)
+        for number, (path, leaf, is_written) in enumerate(zip(state.paths, state.leaves, written, strict=True)):
             if is_written and not replaced:
                 yield root, path, leaf, number
 
 
-def _structure_message(where: str, lines: list[str]) -> str:
-    return (
-        f"{where} must keep the structure and the references of the NNX objects that it is given. "
-        "It does not, at:\n" + ("\n".join(lines) or "  attributes that NNX keeps for itself") + "\n"
-        "Change the values of Variables in place (`variable[...] = value`) instead of putting others in their place, "
-        "add and remove attributes before the loop, and return what is new at each step as a row of `ys`."
-    )
+def _refuse_structure(where: str, lines: list[str]) -> None:
+    if lines:
+        raise TypeError(
+            f"{where} must keep the structure and the references of the NNX objects that it is given. "
+            "It does not, at:\n" + "\n".join(lines) + "\n"
+            "Change the values of Variables in place (`variable[...] = value`) instead of putting others in their "
+            "place, add and remove attributes before the loop, and return what is new at each step as a row of `ys`."
+        )
 
 
 def hand_over(where: str, init: Any, last: Any, changes: Changes) -> Any:
@@ -380,15 +364,12 @@ def hand_over(where: str, init: Any, last: Any, changes: Changes) -> Any:
             else:
                 _set(objects[root], path, value)
     choices = iter(zip(objects.values(), changes.replaced, strict=True))
-
-    def chosen(leaf: Any) -> Any:
-        if not is_object(leaf):
-            return leaf
-        old, replaced = next(choices)
-        return leaf if replaced else old
-
     leaves, treedef = jax.tree.flatten(thaw(last), is_leaf=is_object)
-    return treedef.unflatten(map(chosen, leaves))
+    for i, leaf in enumerate(leaves):
+        if is_object(leaf):
+            old, replaced = next(choices)
+            leaves[i] = leaf if replaced else old
+    return treedef.unflatten(leaves)
 
 
 def _set(node: Any, path: Sequence[Any], value: Any) -> Any:
@@ -433,72 +414,63 @@ def clear_errors(where: str, when: str = "in the body of the loop") -> Iterator[
 class Place(NamedTuple):
     """What stands at a place: an object, an attribute that is no array, an array, or an object met before."""
 
+    root: str
     content: Any  # equal where nothing has changed
     text: str
     number: int | None = None  # of an object
 
 
 _DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
+_ROOT = "the object itself"  # the name of an object with nothing around it, which is empty
 
 
-def places(graphs: Mapping[str, Any]) -> dict[str, Place]:
-    """All places of graph definitions that count their objects together, by name."""
+def places(objects: Mapping[str, Frozen]) -> dict[str, Place]:
+    """All places of objects that are numbered together, by name."""
     graphlib = sys.modules["flax.nnx.graphlib"]
     found: dict[str, Place] = {}
     first: dict[int, str] = {}  # where an object is met first
 
-    def visit(name: str, nodes: Any, attributes: Any) -> None:
+    def visit(root: str, name: str, nodes: Any, attributes: Any) -> None:
         """Enter the next node, and what it holds, in the order in which NNX writes a graph definition."""
         node = next(nodes)
         if isinstance(node, graphlib.NodeRef):
             place = first[node.index]
-            found[name] = Place(("again", place), f"the object at {shown(place)}", node.index)
+            found[name] = Place(root, ("again", place), f"the object at {place or _ROOT}", node.index)
             return
+        content, text = node.type, node.type.__name__  # a module or a container
         if isinstance(node, graphlib.VariableDef):
             metadata = dict(node.metadata)
             own = ", ".join(f"{key}={value!r}" for key, value in metadata.items() if key not in _DEFAULTS)
-            found[name] = Place((node.type, metadata), node.type.__name__ + f" ({own})" * bool(own), node.index)
-        else:  # a module or a container
-            found[name] = Place(node.type, node.type.__name__, node.index)
+            content, text = (node.type, metadata), text + f" ({own})" * bool(own)
+        found[name] = Place(root, content, text, node.index)
         if node.index is not None:
             first[node.index] = name
         for _ in range(getattr(node, "num_attributes", 0)):
             key, content = next(attributes)
             place = name + name_of((key,))
             if isinstance(content, graphlib.NodeAttr):
-                visit(place, nodes, attributes)
+                visit(root, place, nodes, attributes)
             elif isinstance(content, graphlib.Static):
-                found[place] = Place(content, repr(content.value))
+                found[place] = Place(root, content, repr(content.value))
             else:
-                found[place] = Place("array", "an array")
+                found[place] = Place(root, "array", "an array")
 
-    for root, graph in graphs.items():
-        visit(root, iter(graph.nodes), iter(graph.attributes))
+    for root, x in objects.items():
+        visit(root, root, iter(x.graph.nodes), iter(x.graph.attributes))
     return found
 
 
-def shown(name: str) -> str:
-    """The name of a place in a message; that of an object with nothing around it is empty."""
-    return name or "the object itself"
-
-
-def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """One line for each place that differs between graph definitions; nothing on what is below such a place."""
-    before, after = places(expected), places(got)
+def differences(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[str]:
+    """One line for each place that differs; nothing on what is below such a place."""
     lines: dict[str, str] = {}
-    for name in [*before, *(name for name in after if name not in before)]:
-        if "._pytree__" in name or any(is_at_or_below(name, other) for other in lines):
+    for name in {**before, **after}:
+        if "._pytree__" in name or any(name.startswith((other + ".", other + "[")) for other in lines):
             continue
         old, new = before.get(name), after.get(name)
         if new is None and old is not None:
-            lines[name] = f"  {shown(name)}: {old.text} is missing from the result"
+            lines[name] = f"  {name or _ROOT}: {old.text} is missing from the result"
         elif old is None and new is not None:
-            lines[name] = f"  {shown(name)}: {new.text} is new in the result"
+            lines[name] = f"  {name or _ROOT}: {new.text} is new in the result"
         elif old is not None and new is not None and not same_value(old.content, new.content):
-            lines[name] = f"  {shown(name)}: got {new.text}, expected {old.text}"
+            lines[name] = f"  {name or _ROOT}: got {new.text}, expected {old.text}"
     return list(lines.values())
-
-
-def is_at_or_below(name: str, other: str) -> bool:
-    """Whether a place belongs to another."""
-    return name.startswith(other) and name[len(other) :][:1] in ("", ".", "[")
