@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from loopax._version import __version__
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = import_module(f"loopax._command.{name}")
             subparser.description = module.__doc__
             if name == "calibrate":
-                module.add_arguments(subparser)
+                subparser.add_argument("file", type=Path, metavar="FILE", help="the file to write, such as loopax.json")
             subparser.set_defaults(run=module.run)
     if given[:1] == ["bench"]:
         parser.error("benchmarks stand in the repository: in a clone, `python -m benchmarks --short`")

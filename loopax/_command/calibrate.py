@@ -6,8 +6,8 @@ loopax uses the file after `lx.configure(calibration=FILE)`, or if the environme
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,11 +21,9 @@ from loopax._src.core.jaxpr.settings import Costs
 from loopax._src.insight.compare import compiled, interleaved
 
 # What the constants of `Costs` are scaled by: small programs, each of which spends its time on one kind of operation.
-#
 # A probe of one operation does not measure what it costs in a program, where it stands among others. The constants
 # were fitted on whole programs. On another machine, a constant is taken to differ as much as the time of its probe
 # does.
-
 
 ROUNDS = 7
 MIB = 2**20
@@ -52,12 +50,14 @@ class Probed(NamedTuple):
 def probes() -> list[Probe]:
     """All constants of `Costs` are named once."""
     numbers, image, kernel = _random(4096), _random(2, 32, 32, 8), _random(3, 3, 8, 8)
+    axes = ("NHWC", "HWIO", "NHWC")
+    convolution = partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=axes)
     return [
         _rows(("cached_byte", "computed_byte"), 0.2, row=16 * 1024, in_all=8 * MIB),
         _rows(("memory_byte",), 0.75, row=64 * 1024, in_all=48 * MIB),
         _rows(("new_byte",), 0.72, row=128 * 1024, in_all=128 * MIB),
         _repeated("product", 0.018, jnp.matmul, 2 * 32 * 128**2, 400, _random(32, 128), _random(128, 128)),
-        _repeated("convolution", 0.053, _convolution, 2 * image.size * 3 * 3 * 8, 20, image, kernel),
+        _repeated("convolution", 0.053, convolution, 2 * image.size * 3 * 3 * 8, 20, image, kernel),
         _repeated("elementwise", 0.018, lambda y: y + 0.01 * y * (1 - y) * (y - 0.3), 6 * numbers.size, 4000, numbers),
         _repeated("function", 0.8, lambda y: jnp.exp(-jnp.tanh(y)), 2 * numbers.size, 1000, numbers),
         _repeated("slow_function", 5.5, lambda y: jnp.sin(y) + 0.1, numbers.size, 500, numbers),
@@ -100,10 +100,6 @@ def _repeated(
     return Probe((constant,), reference, program, arguments, steps * count)
 
 
-def _convolution(image: Array, kernel: Array) -> Array:
-    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
 def _calls(y: Array) -> Array:
     """Eight reductions in a row, with an operation between any two."""
     for _ in range(8):
@@ -121,14 +117,6 @@ def _rows(constants: tuple[str, ...], reference: float, *, row: int, in_all: int
     return Probe(constants, reference, program, (_random(row // 4),), in_all)
 
 
-HEADERS = ["operation", "ns", "times as slow as expected"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to write it."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write, such as loopax.json")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write; the exit code is 2 where the file cannot be written, else 0."""
     if not arguments.file.parent.is_dir():
@@ -136,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     found = measured()
     rows = [[", ".join(p.constants), f"{p.nanoseconds:.3g}", f"{p.times:.2f}"] for p in found]
-    show_table(f"Operations on {machine()}", HEADERS, rows, numeric=HEADERS[1:])
+    headers = ["operation", "ns", "times as slow as expected"]
+    show_table(f"Operations on {machine()}", headers, rows, numeric=headers[1:])
     configuration.write(arguments.file, scaled(found), machine())
     print(f"Wrote {arguments.file}. Give it to lx.configure(calibration=...), or name it in {configuration.VARIABLE}.")
     return 0

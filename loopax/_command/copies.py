@@ -16,9 +16,6 @@ import jax.numpy as jnp
 import loopax as lx
 from loopax._command.table import in_words
 
-# Read compiled programs: which whole arrays are written again in every step of a loop.
-
-
 # What writes a whole array where a loop in place would write a row.
 _WHOLE = {"copy", "copy-start", "select", "broadcast", "concatenate", "pad", "add", "convert", "transpose", "reverse"}
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{$", re.MULTILINE)
@@ -109,23 +106,17 @@ def judge(program: CopyTest, gradient: bool) -> Verdict:
     """Compile a program, or its gradient, and look for copies; one that does not compile is reported."""
     name = f"{program.name}, {'gradient' if gradient else 'forward'}"
     function = jax.grad(program.function, 1) if gradient else program.function
-    try:
-        arrays, copies = _compiled(function)
-    except Exception as error:  # noqa: BLE001 - what is looked for here
-        return Verdict(name, 0.0, [], program.known, in_words(error))
-    return Verdict(name, arrays, copies, program.known)
-
-
-def _compiled(function: Callable[..., Any]) -> tuple[float, list[str]]:
-    """How many arrays of all rows the temporary memory holds, from both capacities, and what is copied in a step."""
-    temporary, copies = [], []
+    temporary, copies, row = [], [], jnp.ones(WIDTH)
     for capacity in CAPACITIES:
-        compiled = jax.jit(partial(function, capacity)).lower(jnp.ones(WIDTH), jnp.int32(50)).compile()
+        try:
+            compiled = jax.jit(partial(function, capacity)).lower(row, jnp.int32(50)).compile()
+        except Exception as error:  # noqa: BLE001 - what is looked for here
+            return Verdict(name, 0.0, [], program.known, in_words(error))
         analysis = compiled.memory_analysis()
         temporary.append(analysis.temp_size_in_bytes if analysis else 0)
         copies = copied_in_steps(compiled.as_text() or "", capacity * WIDTH)
-    row = jnp.ones(WIDTH).nbytes
-    return (temporary[1] - temporary[0]) / (row * (CAPACITIES[1] - CAPACITIES[0])), copies
+    arrays = (temporary[1] - temporary[0]) / (row.nbytes * (CAPACITIES[1] - CAPACITIES[0]))
+    return Verdict(name, arrays, copies, program.known)
 
 
 def programs() -> list[CopyTest]:

@@ -68,20 +68,13 @@ def settings() -> list[Setting]:
     return found
 
 
-# Whether LAPACK's threads get in the way of XLA's: then small factorizations take milliseconds.
-
+# Whether LAPACK's threads get in the way of XLA's: then small factorizations take milliseconds. How does a triangular
+# solve of LAPACK fare that uses several threads, right behind work of XLA's own threads?
 
 FEW, MANY = 16, 32  # columns that OpenBLAS solves for on one thread, and on all of them
 MOST = 2.0  # milliseconds that the second may take longer; the arithmetic takes a hundredth of it
 ROUNDS = 24
 NAME = "LAPACK's threads"
-
-
-def lapack_threads() -> Setting:
-    """How a triangular solve of LAPACK fares that uses several threads, right behind work of XLA's own threads."""
-    if jax.default_backend() != "cpu":
-        return Setting(NAME, "not used")
-    return judged(*(_milliseconds(columns) for columns in (FEW, MANY)))
 
 
 def judged(few: float, many: float) -> Setting:
@@ -123,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     show_table("Versions", ["package", "version", "supported", "extra", ""], rows)
     failed = [package.name for package in packages if package.fails]
     # Settings cannot fail, but that JAX finds no device, which is an error of its own.
-    found = [*settings(), lapack_threads()]
+    is_cpu = jax.default_backend() == "cpu"
+    found = [*settings(), judged(*map(_milliseconds, (FEW, MANY))) if is_cpu else Setting(NAME, "not used")]
     show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
     results = _each("self-test", selftest.run, selftest.checks())
     rows = [[r.name, f"FAILS: {r.error}" if r.error else "ok"] for r in results]

@@ -6,15 +6,13 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from loopax._version import __version__
-
-# The machine in words.
 
 
 def machine() -> str:
@@ -88,10 +86,8 @@ def in_range(version: str, wanted: str) -> bool:
         match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", part)
         if match is None:
             raise ValueError(f"the range {part!r} of a requirement is none of {', '.join(_COMPARISONS)} and a version")
-        ours, limit = _release(version), _release(match[2])
-        length = max(len(ours), len(limit))
-        padded = [numbers + (0,) * (length - len(numbers)) for numbers in (ours, limit)]
-        if not _COMPARISONS[match[1]](*padded):
+        pairs = list(zip_longest(_release(version), _release(match[2]), fillvalue=0))
+        if not _COMPARISONS[match[1]](tuple(ours for ours, _ in pairs), tuple(limit for _, limit in pairs)):
             return False
     return True
 

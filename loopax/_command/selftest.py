@@ -61,22 +61,29 @@ def loop(x: Any, n: Any, kind: Any = "auto", bound: int | None = BOUND, lanes: A
 
 def checks() -> list[SelfTest]:
     """All of them, in the order in which they are shown."""
-    raising = SelfTest("run-time check raises", _check_raises)
-    return [*_loops(), *_derivatives(), *_batches(), *_branches(), *_compositions(), raising]
 
-
-def _loops() -> list[SelfTest]:
     def condition(x: Any) -> Any:
         return lx.while_loop(lambda c: c[1] < STEPS, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0), max_steps=BOUND)[0]
 
     def rows(x: Any, n: Any) -> Any:
         return lx.scan(lambda x, _: (jnp.sin(x), x), x, jnp.zeros(BOUND), length=n)[1]
 
+    def nested(x: Any, n: Any) -> Any:
+        return lx.fori_loop(0, n, lambda i, x: loop(x, i), x, max_steps=BOUND)
+
     states = [in_python(X, i)[0] for i in range(STEPS)] + [0.0] * (BOUND - STEPS)
+    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
+    slopes = [in_python(x, n * (n - 1) // 2)[1] for x, n in zip(STARTS, COUNTS, strict=True)]
     return [
         SelfTest("jit, traced length", lambda: (jax.jit(loop)(X, STEPS), VALUE)),
         SelfTest("while_loop", lambda: (jax.jit(condition)(X), VALUE)),
         SelfTest("scan, rows and traced length", lambda: (jax.jit(rows)(X, STEPS), states)),
+        *_derivatives(),
+        *_batches(),
+        *_branches(),
+        SelfTest("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(starts, counts), slopes)),
+        SelfTest(f"shard_map of vmap of grad, devices: {len(jax.devices())}", _sharded),
+        SelfTest("run-time check raises", _check_raises),
     ]
 
 
@@ -150,18 +157,6 @@ def _branches() -> list[SelfTest]:
         ]
 
     return [*of_lanes("lockstep", "grad of vmap"), *of_lanes(lx.Compact(min_lanes=1), "grad of vmap, compact lanes")]
-
-
-def _compositions() -> list[SelfTest]:
-    def nested(x: Any, n: Any) -> Any:
-        return lx.fori_loop(0, n, lambda i, x: loop(x, i), x, max_steps=BOUND)
-
-    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
-    slopes = [in_python(x, n * (n - 1) // 2)[1] for x, n in zip(STARTS, COUNTS, strict=True)]
-    return [
-        SelfTest("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(starts, counts), slopes)),
-        SelfTest(f"shard_map of vmap of grad, devices: {len(jax.devices())}", _sharded),
-    ]
 
 
 def _sharded() -> tuple[Any, Any]:

@@ -12,10 +12,20 @@ def show_table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str] = ()
 ) -> None:
     """Print a table to stdout; the columns with headers in `numeric` are right-aligned."""
-    if sys.stdout.isatty() and is_installed("rich"):
-        _with_rich(title, headers, rows, numeric)
-    else:
+    if not (sys.stdout.isatty() and is_installed("rich")):
         print(as_text(title, headers, rows, numeric) + "\n", flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for header in headers:
+        table.add_column(header, justify="right" if header in numeric else "left")
+    for row in rows:
+        styles = ["green" if cell == "ok" else "bold red" if cell.startswith(BAD) else "" for cell in row]
+        table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
+    Console().print(table)
 
 
 def as_text(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str] = ()) -> str:
@@ -29,20 +39,6 @@ def as_text(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], n
         return "  ".join(cell.rjust(w) if header in numeric else cell.ljust(w) for header, cell, w in columns).rstrip()
 
     return "\n".join([title, "", *map(text, lines)])
-
-
-def _with_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for header in headers:
-        table.add_column(header, justify="right" if header in numeric else "left")
-    for row in rows:
-        styles = ["green" if cell == "ok" else "bold red" if cell.startswith(BAD) else "" for cell in row]
-        table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
-    Console().print(table)
 
 
 def in_words(error: Exception) -> str:
