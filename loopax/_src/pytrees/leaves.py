@@ -20,8 +20,8 @@ from loopax._src.jax_internals import (
     is_on_host,
     mapped_aval,
     memory_space,
+    of_weak_type,
     spec_of,
-    to_weak,
     vary_like,
 )
 
@@ -60,10 +60,9 @@ def differences(old: Any, new: Any, path: KeyPath = (), *, root: str = "the carr
     if type(old) is not type(new):
         yield f"{name}: got {_node_text(new)}, expected {_node_text(old)}"
         return
-    olds, news = _children(old), _children(new)
-    structures = _one_level(old), _one_level(new)
-    if not same_structure(*structures):
-        (_, a), (_, b) = (structure.node_data() for structure in structures)
+    (olds, old_structure), (news, new_structure) = _one_level(old), _one_level(new)
+    if not same_structure(old_structure, new_structure):
+        (_, a), (_, b) = old_structure.node_data(), new_structure.node_data()
         data_line = f"{name}: got {type(new).__name__} with the static data {b!r}, expected {a!r}"
         if any(isinstance(key, FlattenedIndexKey) for key in olds):  # children without names
             yield data_line
@@ -133,13 +132,10 @@ def same_structure(a: Any, b: Any) -> bool:
     )
 
 
-def _children(node: Any) -> dict[Any, Any]:
-    return {path[0]: child for path, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]}
-
-
-def _one_level(node: Any) -> Any:
-    """The structure of a node whose children count as leaves."""
-    return jax.tree.structure(node, is_leaf=lambda x: x is not node)
+def _one_level(node: Any) -> tuple[dict[Any, Any], Any]:
+    """The children of a node by their keys, and its structure, in which they count as leaves."""
+    children, structure = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return {path[0]: child for path, child in children}, structure
 
 
 def _node_text(node: Any) -> str:
@@ -278,10 +274,7 @@ def pack(tree: Any) -> tuple[list[jax.Array], Spec]:
 
 def restore_weak(arrays: Sequence[jax.Array], avals: Sequence[AbstractValue]) -> list[jax.Array]:
     """Give results the weak types that the body's results had, and no others."""
-    return [
-        to_weak(x) if getattr(a, "weak_type", False) else convert(x, x.dtype)
-        for x, a in zip(arrays, avals, strict=True)
-    ]
+    return list(map(of_weak_type, arrays, avals))
 
 
 class CarryMismatchError(Exception):

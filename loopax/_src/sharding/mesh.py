@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from loopax._src.jax_internals import keep_bits
-from loopax._src.pytrees.leaves import describe
 
 
 @dataclass(frozen=True)
@@ -108,18 +107,6 @@ def _without(axis: str, entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
     return None if entry == axis else entry
-
-
-def check_mesh(mesh: Any, axis: Any) -> None:
-    """Refuse what is not a mesh, or has no such axis."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"sharded_lanes(mesh=...): got {describe(mesh)}, expected a `jax.sharding.Mesh`. Make one with "
-            '`jax.make_mesh((jax.device_count(),), ("lanes",))`.'
-        )
-    if axis not in mesh.axis_names:
-        names = ", ".join(f"{name!r} ({size} devices)" for name, size in mesh.shape.items())
-        raise ValueError(f"sharded_lanes(axis=...): got {axis!r}, expected an axis of the mesh. It has {names}.")
 
 
 def _lanes(x: Any, order: Any, axis: int) -> Any:

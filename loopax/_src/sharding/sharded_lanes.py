@@ -16,8 +16,9 @@ from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw, thaw_numbered
 from loopax._src.pytrees.leaves import describe, pack
 from loopax._src.sharding.in_axes import Arguments, lane_arguments, move_lanes
-from loopax._src.sharding.mesh import Devices, check_mesh
+from loopax._src.sharding.mesh import Devices
 
+_WHERE = "f of sharded_lanes"
 NO_ROOM = float("inf")
 MOST_WORK = 1e30  # of one lane: sums of it stay below the largest float32
 
@@ -49,7 +50,7 @@ def assign_lanes(lanes: int, counts: Any, devices: int) -> Assignment | None:
         return None
     if counts is None:
         # The first lanes go to the first device, and so on; the last lane also fills what is left.
-        places = np.arange(_width(lanes, devices) * devices, dtype=np.int32)
+        places = np.arange(-(-lanes // devices) * devices, dtype=np.int32)
         return Assignment(np.minimum(places, lanes - 1), places[:lanes])
     if not isinstance(counts, np.ndarray):
         return by_work(counts, devices)
@@ -63,7 +64,8 @@ def by_work(counts: Any, devices: int) -> Assignment:
     The lane with the most work first, each to the device with the least work among those that have room (Graham 1969).
     Places that are left hold the lane with the least work once more. Any counts give a deal, if perhaps no good one.
     """
-    lanes, width = len(counts), _width(len(counts), devices)
+    lanes = len(counts)
+    width = -(-lanes // devices)  # of each device
     work = jnp.clip(jnp.nan_to_num(lax.stop_gradient(counts).astype(jnp.float32)), 0.0, MOST_WORK)
     numbers = jnp.arange(width * devices, dtype=jnp.int32)
     lane_of = jnp.where(numbers < lanes, numbers, jnp.argmin(work).astype(jnp.int32))
@@ -80,14 +82,6 @@ def by_work(counts: Any, devices: int) -> Assignment:
     start = jnp.zeros(devices, jnp.float32), jnp.zeros(devices, jnp.int32), jnp.zeros_like(order)
     *_, places = lax.fori_loop(0, len(order), give, start)
     return Assignment(jnp.zeros_like(order).at[places].set(lane_of), places[:lanes])
-
-
-def _width(lanes: int, devices: int) -> int:
-    """How many lanes each device has."""
-    return -(-lanes // devices)
-
-
-_WHERE = "f of sharded_lanes"
 
 
 @api_boundary
@@ -161,7 +155,14 @@ def sharded_lanes(
 
     """
     check_callable(_WHERE, f)
-    check_mesh(mesh, axis)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"sharded_lanes(mesh=...): got {describe(mesh)}, expected a `jax.sharding.Mesh`. Make one with "
+            '`jax.make_mesh((jax.device_count(),), ("lanes",))`.'
+        )
+    if axis not in mesh.axis_names:
+        names = ", ".join(f"{name!r} ({size} devices)" for name, size in mesh.shape.items())
+        raise ValueError(f"sharded_lanes(axis=...): got {axis!r}, expected an axis of the mesh. It has {names}.")
 
     @api_boundary
     def lanes(*args: Any, counts: Any = None) -> Any:
