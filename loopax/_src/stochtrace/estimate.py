@@ -46,11 +46,27 @@ def _budget(
             "at a standard error of at most atol + rtol |value|."
         )
     most = _most_matvecs(estimator, operator, num_matvecs, max_matvecs)
-    least = estimator.products_per_sample
+    least, name = estimator.products_per_sample, type(estimator).__name__
     capacity = most // least
-    limit = jnp.int32(capacity)
+    limit = jnp.int32(capacity)  # of samples
     if num_matvecs is not None:
-        limit, checks = _limit(estimator, num_matvecs, most)
+        is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
+        known, number = known_int(num_matvecs), jnp.asarray(num_matvecs)
+        if known is not None and not least <= known <= most:
+            raise ValueError(
+                f"estimate_trace(num_matvecs={known}): {name} needs at least {least}, and max_matvecs is {most}."
+            )
+        if known is not None:
+            limit = jnp.int32(known // least)
+        else:
+            wrong = (number < least) | (number > most)
+            problem = (
+                f"num_matvecs{AMOUNT} is less than {least}, which {name} needs, or more than max_matvecs, which is "
+                f"{most}."
+            )
+            most_of_dtype = int(jnp.iinfo(number.dtype).max)
+            limit = jnp.clip(number, least, min(most, most_of_dtype)).astype(jnp.int32) // least
+            checks = [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, number)]
     batch = positive_int("estimate_trace(batch=...)", batch, "products", _BATCH)
     minimum = -(-LEAST_FOR_TOLERANCE // least)
     return Budget(capacity, min(batch, capacity), minimum, Stop(limit, tolerance)), checks
@@ -102,25 +118,6 @@ def _most_matvecs(estimator: Estimator, operator: Operator, num_matvecs: Any, ma
             "vectors give the trace exactly."
         )
     return number
-
-
-def _limit(estimator: Estimator, num_matvecs: Any, most: int) -> tuple[Any, list[Check]]:
-    """The number of samples, where it is asked for."""
-    is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-    name, least, known = type(estimator).__name__, estimator.products_per_sample, known_int(num_matvecs)
-    if known is not None:
-        if not least <= known <= most:
-            raise ValueError(
-                f"estimate_trace(num_matvecs={known}): {name} needs at least {least}, and max_matvecs is {most}."
-            )
-        return jnp.int32(known // least), []
-    number = jnp.asarray(num_matvecs)
-    wrong = (number < least) | (number > most)
-    problem = (
-        f"num_matvecs{AMOUNT} is less than {least}, which {name} needs, or more than max_matvecs, which is {most}."
-    )
-    limit = jnp.clip(number, least, min(most, int(jnp.iinfo(number.dtype).max))).astype(jnp.int32) // least
-    return limit, [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, number)]
 
 
 class TraceEstimate(NamedTuple):

@@ -67,9 +67,10 @@ def variance_of_mean(moments: list[Moments], num_samples: Int[Array, ""]) -> Flo
 
 
 def estimate_of(
-    moments: list[Moments], num_samples: Int[Array, ""], variance: Float[Array, ""], rounding: Any = 0.0
+    moments: list[Moments], num_samples: Int[Array, ""], variance: Any = None, rounding: Any = 0.0
 ) -> Estimate:
-    """The mean of samples, which has this variance, and a standard error of rounding; a number's own is added."""
+    """The mean of samples (independent ones, or with this variance), and its error; `rounding` is a standard error."""
+    variance = variance_of_mean(moments, num_samples) if variance is None else variance
     means, count = [part.mean for part in moments], num_samples.astype(moments[0].mean.dtype)
     value = means[0] if len(means) == 1 else jax.lax.complex(*means)
     own = float(jnp.finfo(count.dtype).eps) ** 2 * jnp.stack([mean**2 for mean in means]).sum()

@@ -33,24 +33,18 @@ def inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     return _inverse_or(lambda values, least: 1 / _at_least(values, LEAST * least), matrix)
 
 
-@inverse.defjvp
-def _inverse_jvp(primals, tangents):
-    (matrix,), (rate,) = primals, tangents
-    known = pseudo_inverse(matrix)
-    return inverse(matrix), -product(known, rate, known)
-
-
 @jax.custom_jvp
 def pseudo_inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The inverse on the directions whose singular values are above the rounding error of the largest."""
     return _inverse_or(lambda values, least: jnp.where(values > least, 1 / _at_least(values, least), 0), matrix)
 
 
-@pseudo_inverse.defjvp
-def _pseudo_inverse_jvp(primals, tangents):
-    (matrix,), (rate,) = primals, tangents
-    known = pseudo_inverse(matrix)
-    return known, -product(known, rate, known)
+def _rate_of_inverse(rate: Array, known: Array) -> Array:
+    return -product(known, rate, known)
+
+
+pseudo_inverse.defjvps(lambda rate, known, _: _rate_of_inverse(rate, known))
+inverse.defjvps(lambda rate, _, matrix: _rate_of_inverse(rate, pseudo_inverse(matrix)))
 
 
 def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:

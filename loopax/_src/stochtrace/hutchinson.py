@@ -10,17 +10,7 @@ from jaxtyping import Array, Inexact, Int
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import fori_loop
-from loopax._src.stochtrace.estimator import (
-    Budget,
-    Estimate,
-    Estimator,
-    Moments,
-    Stop,
-    estimate_of,
-    or_one,
-    parts,
-    variance_of_mean,
-)
+from loopax._src.stochtrace.estimator import Budget, Estimate, Estimator, Moments, Stop, estimate_of, or_one, parts
 from loopax._src.stochtrace.operators import Along, Parameters, Products, draw, with_derivative
 
 # Fewer equal samples from signs say nothing about what has not been seen. A polynomial of degree two in signs that is
@@ -82,14 +72,14 @@ class Hutchinson(Estimator):
                 return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
 
             zeros = parts(jnp.zeros((), products.dtype))
-            return budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, _estimate)
+            return budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
 
         def derivative(others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
             key, _ = others
             return _rates(*out, lambda start: along(lambda parameters: samples_of(parameters, key, start)), budget)
 
         moments, count = with_derivative(sample, derivative)(products.parameters, (key, budget.stop))
-        estimate = _estimate(moments, count)
+        estimate = estimate_of(moments, count)
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
         if not are_signs:
             return estimate
@@ -98,10 +88,6 @@ class Hutchinson(Estimator):
         are_equal = moments[0].squares <= count.astype(rounding.dtype) * rounding**2
         says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)
         return estimate._replace(std_error=jnp.where(says_nothing, jnp.inf, estimate.std_error))
-
-
-def _estimate(moments: list[Moments], count: Int[Array, ""]) -> Estimate:
-    return estimate_of(moments, count, variance_of_mean(moments, count))
 
 
 def _rates(moments: list[Moments], count: Any, batch_along: Callable[[Any], Any], budget: Budget) -> list[Moments]:

@@ -48,17 +48,9 @@ class Sketch(NamedTuple):
     images: Rows | None = None  # A q
     others: tuple[Rows, Rows] | None = None  # further probes g, and A g
 
-
-class Counted(NamedTuple):
-    """A sketch, and how many of its rows there are."""
-
-    sketch: Sketch
-    num_rows: Int[Array, ""]
-
-    @property
-    def is_counted(self) -> Bool[Array, " m"]:
-        """Which rows there are."""
-        return jnp.arange(self.sketch.probes.shape[0], dtype=jnp.int32) < self.num_rows
+    def is_counted(self, num_rows: Int[Array, ""]) -> Bool[Array, " m"]:
+        """Which rows there are, of which there are so many."""
+        return jnp.arange(self.probes.shape[0], dtype=jnp.int32) < num_rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class SketchEstimator(Estimator):
     rounding_per_sample: ClassVar[float] = 0.0  # what each sample adds to `ROUNDING`
 
     @abstractmethod
-    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
+    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
         """An estimate of the trace from each row; and, where rows share a basis, from each row i without row j."""
 
     def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
@@ -128,7 +120,7 @@ class SketchEstimator(Estimator):
 
             rates = products_of(sketch.probes)
             coordinates = product(sketch.basis.conj(), rates.T)
-            known = pseudo_inverse(filled(sketch.coordinates, Counted(sketch, count).is_counted))
+            known = pseudo_inverse(filled(sketch.coordinates, sketch.is_counted(count)))
             basis = product(known.T, rates - product(coordinates.T, sketch.basis))
             images = None if sketch.images is None else products_of(sketch.basis, basis)
             others = sketch.others and (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0]))
@@ -138,17 +130,17 @@ class SketchEstimator(Estimator):
 
     def estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
         """The mean of the samples, and its error."""
-        counted = Counted(sketch, num_rows)
+        is_counted = sketch.is_counted(num_rows)
         with jax.default_matmul_precision(FULL):
-            samples, without = self.samples(counted)
-        moments = [Moments.of(part, counted.is_counted) for part in parts(samples)]
+            samples, without = self.samples(sketch, num_rows)
+        moments = [Moments.of(part, is_counted) for part in parts(samples)]
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
-            variance = _variance_with_shared_rows(samples, without, counted.is_counted, variance)
+            variance = _variance_with_shared_rows(samples, without, is_counted, variance)
         # Rounding errors are those of n numbers of the size of the Frobenius norm, whose square is the mean of |A w|^2.
         dtype = sketch.probes.real.dtype
         count = num_rows.astype(dtype)
-        squared_norm = abs2(jnp.where(counted.is_counted[None], sketch.coordinates, 0)).sum() / count
+        squared_norm = abs2(jnp.where(is_counted[None], sketch.coordinates, 0)).sum() / count
         number = sketch.probes.shape[1] ** 0.5 + ROUNDING + self.rounding_per_sample * count
         rounding = float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
         return estimate_of(moments, num_rows, variance, rounding)
@@ -257,9 +249,9 @@ class HutchPlusPlus(SketchEstimator):
     products_per_sample: ClassVar[int] = 3
     has_others: ClassVar[bool] = True
 
-    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], None]:
+    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], None]:
         """See `SketchEstimator.samples`."""
-        sketch = counted.sketch
+        del num_rows
         assert sketch.images is not None
         assert sketch.others is not None
         others, of_others = sketch.others

@@ -1,7 +1,7 @@
 """XTrace: every probe serves the basis of all others, and is the sample of what they miss."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, static_bool
 from loopax._src.stochtrace.factorizations import inverse, inverse_root
 from loopax._src.stochtrace.operators import Operator, Probes
-from loopax._src.stochtrace.sketch import Counted, SketchEstimator, Square, abs2, at_least_rounding, dots, filled
+from loopax._src.stochtrace.sketch import Sketch, SketchEstimator, abs2, at_least_rounding, dots, filled
 
 _DECLARED = Why("whether the estimate is one", "declare it: nothing else depends on it")
 
@@ -67,13 +67,12 @@ class XNysTrace(SketchEstimator):
                 "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
             )
 
-    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `SketchEstimator.samples`."""
-        sketch, is_counted = counted.sketch, counted.is_counted
         gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
         gram = (gram + gram.conj().T) / 2
         sign = jnp.sign(jnp.trace(gram).real)
-        known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), is_counted))
+        known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), sketch.is_counted(num_rows)))
         root = known + rounding
         # A = Q F F^H Q^H on the span of the probes
         factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
@@ -82,7 +81,7 @@ class XNysTrace(SketchEstimator):
         lost = factor @ root.conj().T  # what goes with each probe
         seen = sketch.basis.conj() @ sketch.probes.T
         rest = abs2(dots(lost, seen))
-        outside, outside_both = self._outside(counted)
+        outside, outside_both = self._outside(sketch, num_rows)
         samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
         # Without j too, a plane goes, from which the part of j is taken.
         along, products = root @ root.conj().T, lost.conj().T @ lost
@@ -91,16 +90,16 @@ class XNysTrace(SketchEstimator):
         without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
         return sign * samples, sign * without
 
-    def _outside(self, counted: Counted) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
+    def _outside(self, sketch: Sketch, num_rows: Any) -> tuple[Float[Array, " m"], Float[Array, "m m"]]:
         """How much longer the part of a probe i outside of the span of the others is on average; without j too."""
-        probes = counted.sketch.probes
+        probes = sketch.probes
         if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             ones = jnp.ones_like(probes[:, 0].real)
             return ones, jnp.ones_like(ones[:, None] * ones[None])
-        inverted = inverse(filled(probes.conj() @ probes.T, counted.is_counted))
+        inverted = inverse(filled(probes.conj() @ probes.T, sketch.is_counted(num_rows)))
         own = jnp.diag(inverted).real  # one over its squared length
         without = own[:, None] - abs2(inverted) / own[None]
-        dimensions = (probes.shape[1] - counted.num_rows + 1).astype(own.dtype)
+        dimensions = (probes.shape[1] - num_rows + 1).astype(own.dtype)
         return dimensions * own, (dimensions + 1) * without
 
 
@@ -136,31 +135,24 @@ class XTrace(SketchEstimator):
 
     products_per_sample: ClassVar[int] = 2
 
-    def samples(self, counted: Counted) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `SketchEstimator.samples`."""
-        sketch = counted.sketch
         assert sketch.images is not None
         projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q
         seen = sketch.basis.conj() @ sketch.probes.T  # Q^H w, a column for each w
         through = sketch.images.conj() @ sketch.probes.T  # (A Q)^H w
-        inverted = inverse(filled(sketch.coordinates, counted.is_counted)).conj().T
+        inverted = inverse(filled(sketch.coordinates, sketch.is_counted(num_rows))).conj().T
         # The direction that goes with a probe: Q times a column.
         lost = inverted / jnp.linalg.norm(inverted, axis=0, keepdims=True).astype(inverted.dtype)
         left = seen - lost * dots(lost, seen)[None]
         basis_part = jnp.trace(projected) - dots(lost, projected @ lost)
         rest = dots(seen, lost) * dots(lost, sketch.coordinates)
         rest += dots(left, projected @ left) - dots(through, left)
-        samples = basis_part + self._scale(counted, dots(left, left), 0) * rest
-        return samples, self._without(counted, projected, seen, through, lost)
+        samples = basis_part + self._scale(sketch.probes, num_rows, dots(left, left)) * rest
 
-    def _without(
-        self, counted: Counted, projected: Square, seen: Square, through: Square, lost: Square
-    ) -> Inexact[Array, "m m"]:
-        """The sample i on a basis without j either.
-
-        Two directions are lost, which span a plane, and `first` and `second` are the coefficients there of what the
-        probe i has in it: the formulas of `samples`, with the plane in place of a line.
-        """
+        # The sample i on a basis without j either. Two directions are lost, which span a plane, and `first` and
+        # `second` are the coefficients there of what the probe i has in it: the formulas above, with the plane in place
+        # of a line.
         along, seen_along = lost.conj().T @ lost, lost.conj().T @ seen
         products = lost.conj().T @ projected @ lost
         own, other = jnp.diag(seen_along)[:, None], seen_along.T
@@ -168,22 +160,21 @@ class XTrace(SketchEstimator):
         first, second = scale * (own - along * other), scale * (other - along.conj() * own)
         ahead, behind = lost.conj().T @ projected @ seen, seen.conj().T @ projected @ lost - through.conj().T @ lost
         of_own, of_other = jnp.diag(products)[:, None], jnp.diag(products)[None]
-        basis_part = jnp.trace(projected) - scale * (of_own + of_other - along * products.T - along.conj() * products)
+        without = jnp.trace(projected) - scale * (of_own + of_other - along * products.T - along.conj() * products)
         rest = (dots(seen, projected @ seen) - dots(through, seen))[:, None]
-        rest += first.conj() * (dots(lost, counted.sketch.coordinates) - jnp.diag(ahead))[:, None]
+        rest += first.conj() * (dots(lost, sketch.coordinates) - jnp.diag(ahead))[:, None]
         rest -= second.conj() * ahead.T + first * jnp.diag(behind)[:, None] + second * behind
         rest += first.conj() * (first * of_own + second * products) + second.conj() * (
             first * products.T + second * of_other
         )
         inside = dots(seen, seen)[:, None] - first.conj() * own - second.conj() * other
-        return basis_part + self._scale(counted, inside.T, 1).T * rest
+        return samples, without + self._scale(sketch.probes, num_rows - 1, inside.T).T * rest
 
-    def _scale(self, counted: Counted, inside: Inexact[Array, "*k m"], others: int) -> Inexact[Array, "*k m"]:
-        """How much longer the part of a probe outside of the others' basis is on average; `others` are left out too."""
-        probes = counted.sketch.probes
+    def _scale(self, probes: Array, num_rows: Any, inside: Inexact[Array, "*k m"]) -> Inexact[Array, "*k m"]:
+        """How much longer the part of a probe outside of the others' basis is on average, of so many in all."""
         if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             return jnp.ones_like(inside)
         lengths = dots(probes.T, probes.T)
         outside = (lengths if inside.ndim == 1 else lengths[None]) - inside
-        dimensions = probes.shape[1] - counted.num_rows + 1 + others
+        dimensions = probes.shape[1] - num_rows + 1
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
