@@ -137,10 +137,12 @@ def test_a_directory_in_use(tmp_path: Any) -> None:
 
 def test_without_orbax(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"orbax.checkpoint cannot be imported. Install it: .*loopax\[durable\]"):
+    with pytest.raises(
+        ImportError, match=r"orbax.checkpoint, which cannot be imported. Install it: .*loopax\[durable\]"
+    ):
         run(tmp_path)
     monkeypatch.setitem(sys.modules, "tensorstore", None)
-    with pytest.raises(ImportError, match="tensorstore cannot be imported"):
+    with pytest.raises(ImportError, match="tensorstore, which cannot be imported"):
         run(tmp_path)
 
 

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 
 import loopax as lx
 from loopax import durable
-from loopax._src.durable.step_hash import Written, fingerprint, write
+from loopax._src.durable.step_hash import Written, fingerprint
 from loopax._src.frontend.checks import collecting
 from tests.durable.cases import same_bits
 from tests.hosts.processes import Processes
@@ -36,7 +36,7 @@ def written(function: Callable[..., Any], *arguments: Any) -> Written:
             return function(*arguments)
 
     closed = jax.make_jaxpr(unchecked)(*(arguments or (X,)))
-    return write(closed, [f"input {i}" for i in range(len(closed.in_avals))], {}, [])
+    return Written(closed, [f"input {i}" for i in range(len(closed.in_avals))], {}, [])
 
 
 def of_code(source: str) -> Any:

@@ -23,6 +23,7 @@ from loopax._src.pytrees.static import Called
 
 CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps
 MOST_ROWS = 1 << 16  # of outputs in a chunk
+EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
 
 
 class RowPlan(NamedTuple):
@@ -55,7 +56,7 @@ class Job:
     where: str  # the user's function in error messages
     called: Called  # this one, first of the user's functions
     call: Call  # of a step
-    start: Callable[[int], list[Any]]  # what a step is handed that comes after so many
+    place: Callable[[int], Any]  # the number, the index or the row of a step that comes after so many
     init: Any
     total: int | None  # steps at most
     cut: bool = False  # `max_steps` makes them fewer
@@ -71,6 +72,19 @@ class Job:
         """A step, as loops trace it."""
         return Step(self.call, self.where, self.called, self.options.key_spec, own=(self.call,))
 
+    def start(self, steps: int) -> list[Any]:
+        """What a step is handed that comes after so many: its place, and the data of a key for keys of steps, if any.
+
+        After each 2**31 steps there is another key: keys are folded with 32 bits.
+        """
+        options, place = self.options, self.place(steps)
+        if options.key_data is None or steps < EPOCH:
+            return [place, *options.extras]
+        key, impl = options.key_data, options.key_impl
+        key = key if impl is None else jax.random.wrap_key_data(key, impl=impl)
+        key = jax.random.fold_in(jax.random.fold_in(key, 2**32 - 1), steps // EPOCH)
+        return [place, key if impl is None else jax.random.key_data(key)]
+
 
 @dataclass(frozen=True)
 class TracedChunk:
@@ -85,16 +99,6 @@ class TracedChunk:
     y_spec: Spec
     changes: Changes  # what the body does to NNX objects
     carry_avals: list[Any]  # of what the body returns, with weak types
-
-
-@dataclass(frozen=True)
-class CompiledChunk:
-    """A compiled chunk."""
-
-    run: Callable[..., tuple[list[jax.Array], list[jax.Array], Any, Any]]  # (arrays, start, most), uses up the arrays
-    traced: TracedChunk
-    first: list[jax.Array]  # the arrays of the first carry, placed on devices; they may be used up
-    rows: int  # of outputs: the most steps that it may take, where there are outputs
 
 
 def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
@@ -142,26 +146,33 @@ def rows_of_a_chunk(traced: TracedChunk, unroll: int) -> int:
     return max(rows - rows % unroll, unroll)
 
 
-def compile_chunk(traced: TracedChunk, start: Sequence[Any], rows: int) -> CompiledChunk:
-    """Compile; the carry keeps its sharding, so that one program takes every chunk."""
-    opened, closed_over = open_constants(traced.closed)
-    first = placed(traced.arrays, closed_over)
-    num_consts, num_carry, num_ys = len(closed_over), len(first), len(traced.y_spec.avals)
-    shardings = [x.sharding for x in first]
-    whole = _replicated(first) if jax.process_count() > 1 else None  # each process has all rows then
-    function = jax.jit(
-        jaxpr_as_fun(opened),
-        donate_argnums=range(num_consts, num_consts + num_carry),
-        out_shardings=[*shardings, *[whole] * num_ys, whole, whole] if _replicated(first) else None,
-    )
-    compiled = function.lower(*closed_over, *first, *start, np.int32(0)).compile()
+class CompiledChunk:
+    """A compiled chunk."""
 
-    def run_compiled(arrays: Sequence[Any], start: Sequence[Any], most: int) -> Any:
-        out = compiled(*closed_over, *arrays, *start, np.int32(most))
-        carry, ys, (num_steps, goes_on) = split_list(out, [num_carry, num_ys])
+    def __init__(self, traced: TracedChunk, start: Sequence[Any], rows: int) -> None:
+        """Compile; `rows` of outputs are the most steps that it may take, where there are outputs.
+
+        The carry keeps its sharding, so that one program takes every chunk. `first` are the arrays of the first carry,
+        placed on devices; they may be used up.
+        """
+        self.traced, self.rows = traced, rows
+        opened, self._closed_over = open_constants(traced.closed)
+        self.first = placed(traced.arrays, self._closed_over)
+        num_consts, self._sizes = len(self._closed_over), [len(self.first), len(traced.y_spec.avals)]
+        shardings = [x.sharding for x in self.first]
+        whole = _replicated(self.first) if jax.process_count() > 1 else None  # each process has all rows then
+        function = jax.jit(
+            jaxpr_as_fun(opened),
+            donate_argnums=range(num_consts, num_consts + len(self.first)),
+            out_shardings=[*shardings, *[whole] * self._sizes[1], whole, whole] if _replicated(self.first) else None,
+        )
+        self._compiled = function.lower(*self._closed_over, *self.first, *start, np.int32(0)).compile()
+
+    def run(self, arrays: Sequence[Any], start: Sequence[Any], most: int) -> tuple[list[Any], list[Any], Any, Any]:
+        """The arrays some steps on, which use up those given, rows of outputs, the number of steps, and `goes_on`."""
+        out = self._compiled(*self._closed_over, *arrays, *start, np.int32(most))
+        carry, ys, (num_steps, goes_on) = split_list(out, self._sizes)
         return carry, ys, num_steps, goes_on
-
-    return CompiledChunk(run_compiled, traced, first, rows)
 
 
 def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.Array]:

@@ -14,10 +14,10 @@ from loopax._src.durable.chunk import TracedChunk, row_types
 from loopax._src.durable.options import AnotherProgramWarning, Directory, on_first, write_whole
 from loopax._src.durable.options import tensorstore as import_tensorstore
 from loopax._src.durable.saves import checksums
-from loopax._src.durable.step_hash import Written, type_of, write
+from loopax._src.durable.step_hash import Written
 from loopax._src.frontend.trace import Traced
 from loopax._src.jax_internals import dce
-from loopax._src.pytrees.leaves import Spec, to_array
+from loopax._src.pytrees.leaves import Spec, to_array, type_in_words
 from loopax._version import __version__
 
 FORMAT = 3
@@ -72,7 +72,7 @@ def describe(
     values = dict(xs) | ({} if key_data is None else {"key": key_data})
     values |= {f"first {path}": x for (path, _), x in zip(carry, first, strict=True)}
     settings = settings | {
-        f"a row of {name}": type_of(jax.typeof(x).update(shape=x.shape[1:])) for name, x in xs.items()
+        f"a row of {name}": type_in_words(jax.typeof(x).update(shape=x.shape[1:])) for name, x in xs.items()
     }
 
     # Before: (row, *closed over, *start, [goes on], *carry, *flags) -> ([goes on], *carry, *flags, *y)
@@ -83,7 +83,7 @@ def describe(
     last = [*goes_on, *(path for path, _ in carry), *(f"flag {i}" for i in range(num_flags))]
     used = [True] * (len(goes_on) + len(carry)) + [False] * num_flags + [True] * num_ys
     inputs = ["row", *[None] * len(given), *(f"start {i}" for i in range(num_start)), *last]
-    written = write(dce(body, used, True)[0], inputs, {id(x): name for name, x in xs.items()}, given)
+    written = Written(dce(body, used, True)[0], inputs, {id(x): name for name, x in xs.items()}, given)
     return stored_program_of(loop, settings, types, values, written)
 
 

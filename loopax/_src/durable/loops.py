@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from loopax._src.core.lowering.rows import read
-from loopax._src.durable.chunk import Job, RowPlan
+from loopax._src.durable.chunk import EPOCH, Job, RowPlan
 from loopax._src.durable.options import DurableOptions, loop_options
-from loopax._src.durable.run import EPOCH, run_job, step_key_data
+from loopax._src.durable.run import run_job
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits
-from loopax._src.frontend.steps import Call, fori_step, scan_rows, scan_step, while_step
+from loopax._src.frontend.steps import fori_step, scan_rows, scan_step, while_step
 from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import LoopInfo, pack
@@ -146,7 +146,7 @@ def while_loop(
         "body_fun of durable.while_loop",
         Called(options.name, (body_fun, cond_fun), ("carry",), _EXTRAS),
         lambda row, extras, val, _: call(extras[0] + row, extras, val, None),
-        lambda steps: [np.int32(steps % EPOCH), *step_key_data(options, steps)],
+        lambda steps: np.int32(steps % EPOCH),
         init_val,
         options.max_steps,
         stops=True,
@@ -241,7 +241,7 @@ def fori_loop(
         "body_fun of durable.fori_loop",
         Called(options.name, (body_fun,), ("i", "carry"), _EXTRAS),
         fori_step(options, body_fun, is_weak),
-        lambda steps: [np.asarray(int(first) + steps, first.dtype), *step_key_data(options, steps)],
+        lambda steps: np.asarray(int(first) + steps, first.dtype),
         init_val,
         total,
         cut=total < length,
@@ -347,13 +347,26 @@ def scan(
     total = None if extent.capacity is None and length is None else high - low
     rows = RowPlan(extent.capacity or 0, high - 1 if extent.reverse else low, extent.reverse)
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
-    arrays, call = _reading(words, xs, rows, call)
+    arrays, spec = pack(freeze(xs))
+    row_spec = spec.rows()
+    arrays = [x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype) for x in arrays]  # the body is traced anyway
+
+    def reading(row: Any, extras: Sequence[Any], carry: Any, _: Any) -> tuple[Any, Any, Any]:
+        """A step that reads its row in the arrays: the row of a chunk's first step is among the extras."""
+        place = extras[0] + rows.direction * row
+        given = row_spec.unpack([read(x, place) for x in arrays])
+        x, objects = thaw_numbered(given)
+        results = call(place, extras, carry, x)
+        if objects:
+            refuse_changes(words.where, given, objects, x)
+        return results
+
     job = Job(
         options,
         words.where,
         Called(words.name, (f,) if stop is None else (f, stop), ("carry", "x"), _EXTRAS),
-        call,
-        lambda steps: [np.int32(rows.of_step(steps)), *step_key_data(options, 0)],
+        reading,
+        lambda steps: np.int32(rows.of_step(steps)),
         init,
         total,
         cut=extent.over_limit is True,
@@ -365,21 +378,3 @@ def scan(
     )
     carry, ys, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
     return options.with_info((carry, ys), loop_info)
-
-
-def _reading(words: arguments.Words, xs: Any, rows: RowPlan, call: Call) -> tuple[list[Any], Call]:
-    """The arrays of xs, and a step that reads its row in them: the row of a chunk's first step is among the extras."""
-    arrays, spec = pack(freeze(xs))
-    row_spec = spec.rows()
-    arrays = [x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype) for x in arrays]  # the body is traced anyway
-
-    def reading(row: Any, extras: Sequence[Any], carry: Any, _: Any) -> tuple[Any, Any, Any]:
-        place = extras[0] + rows.direction * row
-        given = row_spec.unpack([read(x, place) for x in arrays])
-        x, objects = thaw_numbered(given)
-        results = call(place, extras, carry, x)
-        if objects:
-            refuse_changes(words.where, given, objects, x)
-        return results
-
-    return arrays, reading

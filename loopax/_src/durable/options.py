@@ -1,12 +1,12 @@
 """What makes a loop durable: its arguments, and the errors for what they may not be."""
 
 import errno
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Required
@@ -19,6 +19,7 @@ from jax.tree_util import tree_leaves
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.pace import Every, checkpoint_every
+from loopax._src.extras import optional
 from loopax._src.frontend.options import CommonOptions, Options, options
 from loopax._src.jax_internals import is_tracing
 from loopax._src.kinds import Lax
@@ -78,24 +79,6 @@ class Directory:
         self.outputs = root / "outputs"  # an array in Zarr's format for each leaf of a scan's outputs
 
 
-def open_directory(where: str, path: Any) -> Directory:
-    """The directory, made if it is not there; an error where it cannot be written to."""
-    root = whole_path(where, path)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise type(error)(
-            error.errno,
-            f"{where}(directory=...) cannot be written to: {error.strerror}. Give a directory in which this "
-            "process may make files",
-            str(root),
-        ) from error
-    return Directory(root)
-
-
 def whole_path(where: str, path: Any) -> Path:
     """From the root of the file system on; an error where a link on the way leads nowhere."""
     if not isinstance(path, str | os.PathLike):
@@ -150,26 +133,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 # Orbax, and TensorStore on which it depends: imported when the first durable loop runs.
-
-
-def ocp() -> Any:
-    """The module `orbax.checkpoint`."""
-    return _imported("orbax.checkpoint")
-
-
-def tensorstore() -> Any:
-    """The module `tensorstore`."""
-    return _imported("tensorstore")
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"loopax.durable saves with Orbax, and {name} cannot be imported. Install it: "
-            "`pip install loopax[durable]`."
-        ) from error
+ocp = partial(optional, "orbax.checkpoint", "durable", "loopax.durable")
+tensorstore = partial(optional, "tensorstore", "durable", "loopax.durable")
 
 
 class SaveError(OSError):
@@ -218,7 +183,7 @@ class Checked:
 
 
 def check(name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_steps: Any) -> Checked:
-    """Understand them. The directory is made last."""
+    """Understand them. The directory is made last, if it is not there; an error where it cannot be written to."""
     every = checkpoint_every(name, every)
     keep = an_int(f"{name}(keep=...)", keep, ", the number of saves")
     if keep < 1:
@@ -228,7 +193,20 @@ def check(name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_s
     if chunk_steps is not None:
         what = ", the steps of a compiled chunk"
         chunk_steps = int_within(f"{name}(chunk_steps=...)", chunk_steps, 1, MOST_STEPS, what)
-    return Checked(open_directory(name, directory), every, keep, resume == "anyway", chunk_steps)
+    root = whole_path(name, directory)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{name}(directory=...) cannot be written to: {error.strerror}. Give a directory in which this process may "
+            "make files",
+            str(root),
+        ) from error
+    return Checked(Directory(root), every, keep, resume == "anyway", chunk_steps)
 
 
 def loop_options(

@@ -24,20 +24,11 @@ class Interrupts:
     def stop(self, message: str) -> BaseException:
         """What ends the run: what the signal would have raised, or how a process ends that was told to."""
         number, self.received = self.received, None
-        return KeyboardInterrupt(message) if number == signal.SIGINT else Terminated(message)
-
-
-class Terminated(SystemExit):
-    """The process was told to end (SIGTERM): it exits with 143, as one that the signal kills."""
-
-    def __init__(self, message: str) -> None:
-        """Exit status 143."""
-        super().__init__(128 + signal.SIGTERM)
-        self.message = message
-
-    def __str__(self) -> str:
-        """What happened."""
-        return self.message
+        if number == signal.SIGINT:
+            return KeyboardInterrupt(message)
+        error = SystemExit(message)
+        error.code = 128 + signal.SIGTERM  # the process exits as one that the signal kills
+        return error
 
 
 @contextmanager

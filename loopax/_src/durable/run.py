@@ -6,24 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.durable.chunk import CompiledChunk, Job, compile_chunk, placed, rows_of_a_chunk, trace
+from loopax._src.durable.chunk import EPOCH, CompiledChunk, Job, placed, rows_of_a_chunk, trace
 from loopax._src.durable.identity import describe, refuse_unsavable, types_of
 from loopax._src.durable.identity import settle as settle_program
 from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import Interrupts, SavePace, shown, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
-from loopax._src.frontend.options import Options, limit_message
+from loopax._src.frontend.options import limit_message
 from loopax._src.frontend.steps import always, first_condition
 from loopax._src.frontend.trace import trace_step
 from loopax._src.nnx.functional import hand_over
 from loopax._src.pytrees.leaves import LoopInfo, restore_weak
 
-EPOCH = MOST_STEPS + 1  # steps that have keys of one stream
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 1e-4
 
@@ -107,19 +105,6 @@ class DurableRun:
 # A durable loop from its arguments to its results.
 
 
-def step_key_data(options: Options, steps: int) -> list[Any]:
-    """The data of the key from which keys of steps are made, after so many; none without a key.
-
-    After each 2**31 steps there is another one: keys are folded with 32 bits.
-    """
-    if options.key_data is None or steps < EPOCH:
-        return options.extras
-    key, impl = options.key_data, options.key_impl
-    key = key if impl is None else jax.random.wrap_key_data(key, impl=impl)
-    key = jax.random.fold_in(jax.random.fold_in(key, 2**32 - 1), steps // EPOCH)
-    return [key if impl is None else jax.random.key_data(key)]
-
-
 def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
     """The carry, the rows of outputs and the numbers of a loop; `durability` is what `check` takes."""
     options, name = job.options, job.options.name
@@ -136,7 +121,7 @@ def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
         if job.rows and one.y_spec.avals:
             rows = min(rows_of_a_chunk(one, job.unroll), max(job.rows.capacity, 1))
         traced = trace(job, start, rows) if job.rows else one
-        chunk = compile_chunk(traced, start, MOST_STEPS if rows is None else rows)
+        chunk = CompiledChunk(traced, start, MOST_STEPS if rows is None else rows)
         step = trace_step(job.step, start, one.init, always if job.stops else None)
         described = describe(name, step, one, chunk.first, job.arrays, options.key_data, job.settings)
         settle_program(name, checked.directory, described, checked.anyway)

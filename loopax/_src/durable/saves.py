@@ -188,20 +188,15 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
     """Two sums of what each word and where it stands are mixed to; sums of weighted words would miss some swaps."""
     sums = []
     for words in map(_words, arrays):
-        mixed = _mix(words ^ _mix(_positions(words.shape)))
+        # Where each element stands, counted from 1.
+        positions, stride = jnp.ones(words.shape, jnp.uint32), 1
+        for axis in reversed(range(words.ndim)):
+            positions += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+            stride *= words.shape[axis]
+        mixed = _mix(words ^ _mix(positions))
         again = _mix(mixed ^ jnp.uint32(_SEED))
         sums.append(jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in (mixed, again)]))
     return sums
-
-
-def _positions(shape: Sequence[int]) -> jax.Array:
-    """Where each element stands, counted from 1."""
-    positions = jnp.ones(shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        positions += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= shape[axis]
-    return positions
 
 
 def _mix(x: jax.Array) -> jax.Array:

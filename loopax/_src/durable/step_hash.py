@@ -27,6 +27,7 @@ from loopax._src.jax_internals import (
     meaningful_params,
     only_shows,
 )
+from loopax._src.pytrees.leaves import type_in_words
 
 # The Python functions that a program calls while it runs, or in rules for derivatives, and what tells two apart.
 #
@@ -50,11 +51,14 @@ def fingerprint(callback: Any) -> dict[str, str]:
     # Libraries are looked through: what counts is the user's.
     users = [one for one in parts if isinstance(one, FunctionType) and not _is_of_a_library(one)]
     lines = [line for function in users for line in _code(function.__code__)]
+    # Values that are given for good, as far as they can be compared between processes.
     for one in parts:
+        given: dict[Any, Any] = {}
         if isinstance(one, functools.partial) and not _is_of_a_library(one.func):
-            lines += _given({**dict(enumerate(one.args)), **one.keywords})
+            given = {**dict(enumerate(one.args)), **one.keywords}
         elif isinstance(one, FunctionType) and not _is_of_a_library(one):
-            lines += _given({**dict(enumerate(one.__defaults__ or ())), **(one.__kwdefaults__ or {})})
+            given = {**dict(enumerate(one.__defaults__ or ())), **(one.__kwdefaults__ or {})}
+        lines += [f"{name}: {text}" for name, value in given.items() if (text := _text_of_value(value)) is not None]
     named = users[0] if users else callback
     name = getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or type(named).__qualname__
     module = getattr(named, "__module__", None) or type(named).__module__
@@ -107,11 +111,6 @@ def _code(code: CodeType) -> Iterator[str]:
             yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
-def _given(values: Mapping[Any, Any]) -> list[str]:
-    """The values that are given to a function for good, as far as they can be compared between processes."""
-    return [f"{name}: {text}" for name, value in values.items() if (text := _text_of_value(value)) is not None]
-
-
 def _text_of_value(value: Any) -> str | None:
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return f"{value.dtype}{value.shape} {sha256(value.tobytes()).hexdigest()}"
@@ -139,18 +138,27 @@ class _Constant:
 
 
 class Written:
-    """The hash of a program, and what it leaves out, by the names that stand in it: arrays and functions of Python."""
+    """The hash of a program, and what it leaves out, by the names that stand in it: arrays and functions of Python.
 
-    def __init__(self, named: Mapping[int, str]) -> None:
-        """Nothing is written yet."""
-        self.hash = ""
+    Each value is the hash of the operation that computes it, of its parameters and of the hashes of its operands. So
+    names of variables, the order of independent operations, and operations that nobody uses have no part in it.
+    """
+
+    def __init__(
+        self, closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int, str], given: Sequence[Any]
+    ) -> None:
+        """Write a program down, from the names of its inputs and, by `id`, of arrays that it closes over.
+
+        An input without a name is one of `given`, in order, which the program closes over.
+        """
         self.arrays: dict[str, Any] = {}
         self.functions: dict[str, dict[str, str]] = {}
-        self._named, self._names = named, {}
+        self._named, self._names, arrays = named, {}, map(_Constant, given)
+        self.hash = self.program(closed, [next(arrays) if name is None else name for name in inputs])
 
     def program(self, program: ClosedJaxpr, inputs: Sequence[Any] | None = None) -> str:
         """The hash of what it computes and does."""
-        inputs = inputs or [f"input {i} {type_of(x.aval)}" for i, x in enumerate(program.invars)]
+        inputs = inputs or [f"input {i} {_type_of(x.aval)}" for i, x in enumerate(program.invars)]
         happened: list[str] = []
         results = self._results(program, inputs, happened)
         return hash_of(*map(self._text, results), "does", *happened)
@@ -174,7 +182,7 @@ class Written:
                 if _acts(eqn):  # the second time is not the first: a reference, say, holds something else by then
                     word = hash_of(word, str(len(happened)))
                     happened.append(word)
-                results = [f"{word} {i} {type_of(out.aval)}" for i, out in enumerate(eqn.outvars)]
+                results = [f"{word} {i} {_type_of(out.aval)}" for i, out in enumerate(eqn.outvars)]
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in program.outvars]
 
@@ -207,7 +215,7 @@ class Written:
         if isinstance(value, type) and issubclass(value, np.generic):
             return str(np.dtype(value))
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return self._array(value) if hasattr(value, "__array__") else type_of(value)
+            return self._array(value) if hasattr(value, "__array__") else _type_of(value)
         is_function = callable(value) and not isinstance(value, type | ContextDecorator)
         if is_function or hasattr(value, "call_wrapped"):
             return self._function(value, kind)
@@ -216,7 +224,7 @@ class Written:
     def _array(self, array: Any) -> str:
         """The name of something closed over; it is in the arrays from then on."""
         if id(array) not in self._names:
-            found = f"closed-over value {sum(k not in self._named for k in self._names)}, {type_of(jax.typeof(array))}"
+            found = f"closed-over value {sum(k not in self._named for k in self._names)}, {_type_of(jax.typeof(array))}"
             self._names[id(array)] = self._named.get(id(array), found)
             self.arrays[self._names[id(array)]] = array
         return self._names[id(array)]
@@ -230,19 +238,6 @@ class Written:
         name = name or f"{kind} {sum(name.startswith(kind) for name in functions)}"
         functions[name] = found
         return name
-
-
-def write(closed: ClosedJaxpr, inputs: Sequence[str | None], named: Mapping[int, str], given: Sequence[Any]) -> Written:
-    """Write a program down, from the names of its inputs and, by `id`, of arrays that it closes over.
-
-    An input without a name is one of `given`, in order, which the program closes over. Each value is the hash of the
-    operation that computes it, of its parameters and of the hashes of its operands. So names of variables, the order of
-    independent operations, and operations that nobody uses have no part in it.
-    """
-    arrays = map(_Constant, given)
-    written = Written(named)
-    written.hash = written.program(closed, [next(arrays) if name is None else name for name in inputs])
-    return written
 
 
 def _needed(jaxpr: ClosedJaxpr) -> list[Any]:
@@ -268,6 +263,5 @@ def _constant(value: Any, aval: Any) -> Any:
     return f"{np.asarray(value).item()!r}:{aval.dtype}"
 
 
-def type_of(aval: Any) -> str:
-    """Without what is weak, and where it is."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
+def _type_of(aval: Any) -> str:
+    return type_in_words(aval) if hasattr(aval, "shape") else str(aval)

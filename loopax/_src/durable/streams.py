@@ -22,7 +22,7 @@ from loopax._src.durable.options import Checked, check, locked, refuse_transform
 from loopax._src.durable.outputs import Outputs, Rows
 from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import Keeper, SavedState, Saves
-from loopax._src.durable.step_hash import write
+from loopax._src.durable.step_hash import Written
 from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
@@ -156,26 +156,16 @@ def lanes_stream(
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
     with locked(_NAME, checked.directory):
-        run = _StreamRun(f, iter(items), num_lanes, chunk_steps, throw, checked, Shown(_NAME, progress, f, items))
-        return run.to_the_end(prefetch * num_lanes)
+        lanes, shown = WorkingLanes(f, num_lanes, ChunkPace(chunk_steps), _NAME), Shown(_NAME, progress, f, items)
+        return _StreamRun(lanes, iter(items), throw, checked, shown).to_the_end(prefetch * num_lanes)
 
 
 class _StreamRun:
     """A run in a directory of its own."""
 
-    def __init__(
-        self,
-        f: Callable[[Any], Any],
-        items: Iterator[Any],
-        num_lanes: int,
-        chunk_steps: int | None,
-        throw: bool,
-        checked: Checked,
-        shown: Shown,
-    ) -> None:
+    def __init__(self, lanes: WorkingLanes, items: Iterator[Any], throw: bool, checked: Checked, shown: Shown) -> None:
         """The first item says what all are like."""
-        self._throw, self._shown = throw, shown
-        self._lanes = lanes = WorkingLanes(f, num_lanes, ChunkPace(chunk_steps), _NAME)
+        self._lanes, self._throw, self._shown = lanes, throw, shown
         first = list(islice(items, 1))
         if not first:
             raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
@@ -188,9 +178,9 @@ class _StreamRun:
         refuse_unsavable(_NAME, [*item, *results, *states])
         # Whether the run that is stored, if there is one, is the one that is asked for.
         given = [*made.shared, *lanes.function_arrays]
-        written = write(made.program, [*[None] * len(given), *(path for path, _ in item)], {}, given)
+        written = Written(made.program, [*[None] * len(given), *(path for path, _ in item)], {}, given)
         types = {path: aval.str_short() for path, aval in [*item, *results]}
-        described = stored_program_of(_NAME, {"lanes": str(num_lanes)}, types, {}, written)
+        described = stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, {}, written)
         settle_program(_NAME, checked.directory, described, checked.anyway)
         plan = RowPlan(_FIRST_ROOM, 0, reverse=False)
         spec = _with_rows_of(made.results)
