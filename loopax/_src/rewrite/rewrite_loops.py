@@ -65,31 +65,39 @@ class Exchange:
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
     def _exchanges(self, eqn: Any) -> bool:
-        return is_while(eqn) or (self.scans and is_scan(eqn)) or self._exchanges_branches(eqn)
-
-    def _exchanges_branches(self, eqn: Any) -> bool:
-        return self.conds and is_cond(eqn) and not chooses_platform(eqn)
+        is_choice = is_cond(eqn) and not chooses_platform(eqn)
+        return is_while(eqn) or (self.scans and is_scan(eqn)) or (self.conds and is_choice)
 
     def _concerns_inside(self, eqn: Any) -> bool:
         return not is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if self._exchanges_branches(eqn):
-            return self._branches(branches(eqn), operands)
+        if self._exchanges(eqn) and is_cond(eqn):
+            index, *operands = operands
+            functions = [lambda *xs, program=program: self.evaluate(program, xs) for program in branches(eqn)]
+            if len(functions) == 2:  # the first branch of a `lax.cond` is the one for False
+                return cond(index, *functions[::-1], *operands, lanes=self.lanes)
+            return switch(index, functions, *operands, lanes=self.lanes)
         if self._exchanges(eqn):
             options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
-            if is_scan(eqn):
-                return self._scan(Scan.of(eqn), operands, options)
-            return self._while(While.of(eqn), operands, options)
+            if is_while(eqn):
+                return self._while(While.of(eqn), operands, options)
+            loop = Scan.of(eqn)
+            consts, init, xs = loop.groups(operands)
+
+            def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
+                return carry, y
+
+            carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
+            return [*carry, *ys]
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
         if call := open_call(eqn):
             return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
-        return bind_again(map_programs(eqn, self._exchanged), operands)
-
-    def _exchanged(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """Trace a jaxpr again with its loops exchanged."""
-        return jax.make_jaxpr(lambda *operands: self.evaluate(closed, operands))(*closed.in_avals)
+        # Programs are traced again with their loops exchanged.
+        exchanged = lambda closed: jax.make_jaxpr(lambda *xs: self.evaluate(closed, xs))(*closed.in_avals)  # noqa: E731
+        return bind_again(map_programs(eqn, exchanged), operands)
 
     def _while(self, loop: While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
         cond_consts, body_consts, init = loop.groups(operands)
@@ -102,11 +110,34 @@ class Exchange:
 
         counter = _counter(loop)
         if counter is not None:
-            dtype = loop.body.in_avals[loop.num_consts + counter[0]].dtype
-            return _counted(counter, dtype, step, init, self._run(fori_loop, options))
-        if loop.cond.out_avals[0].shape:
-            return _while_any(goes_on, step, init, self._run(while_loop, options))
-        return self._run(while_loop, options)(goes_on, step, init)
+            # A `fori_loop`; the index ends at the upper limit, or where it started beyond it.
+            index, upper = counter
+            lower_value, upper_value = init[index], init[upper]
+            dtype = loop.body.in_avals[loop.num_consts + index].dtype
+
+            def joined(i: Any, rest: Sequence[Any]) -> list[Any]:
+                others = iter(rest)
+                return [i if p == index else upper_value if p == upper else next(others) for p in range(len(init))]
+
+            def others(carry: Sequence[Any]) -> list[Any]:
+                return [x for p, x in enumerate(carry) if p not in counter]
+
+            def counted(i: Any, rest: Sequence[Any]) -> list[Any]:
+                return others(step(joined(i.astype(dtype), rest)))
+
+            rest = self._run(fori_loop, options)(lower_value, upper_value, counted, others(init))
+            return joined(jnp.maximum(lower_value, upper_value), rest)
+        run = self._run(while_loop, options)
+        if not loop.cond.out_avals[0].shape:
+            return run(goes_on, step, init)
+
+        # A loop over all lanes of a `jax.vmap` inside the function, as JAX has it: each has its own condition.
+        def of_lanes(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+            active, carry = state
+            new = [pick(active, a, b) for a, b in zip(step(carry), carry, strict=True)]
+            return goes_on(new), new
+
+        return run(lambda state: jnp.any(state[0]), of_lanes, (goes_on(init), init))[1]
 
     def _run(self, loop: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """The loop with its options; a bound that stops it is an error of `rewrite_loops`."""
@@ -120,40 +151,6 @@ class Exchange:
 
         return run
 
-    def _branches(self, programs: Sequence[ClosedJaxpr], operands: list[Any]) -> Sequence[Any]:
-        """A `lax.cond`, whose first branch is the one for False, or a `lax.switch`."""
-        index, *operands = operands
-        functions = [partial(_called, self.evaluate, program) for program in programs]
-        if len(functions) == 2:
-            is_false, is_true = functions
-            return cond(index, is_true, is_false, *operands, lanes=self.lanes)
-        return switch(index, functions, *operands, lanes=self.lanes)
-
-    def _scan(self, loop: Scan, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
-        consts, init, xs = loop.groups(operands)
-
-        def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
-            return carry, y
-
-        carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
-        return [*carry, *ys]
-
-
-def _called(evaluate: Callable[..., list[Any]], program: ClosedJaxpr, *operands: Any) -> list[Any]:
-    return evaluate(program, operands)
-
-
-def _while_any(goes_on: Callable[..., Any], step: Callable[..., Any], init: Sequence[Any], run: Any) -> list[Any]:
-    """A loop over all lanes of a `jax.vmap` inside the function, as JAX has it: each has its own condition."""
-
-    def body(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
-        active, carry = state
-        new = [pick(active, a, b) for a, b in zip(step(carry), carry, strict=True)]
-        return goes_on(new), new
-
-    return run(lambda state: jnp.any(state[0]), body, (goes_on(init), init))[1]
-
 
 def _counter(loop: While) -> tuple[int, int] | None:
     """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
@@ -165,46 +162,20 @@ def _counter(loop: While) -> tuple[int, int] | None:
     if cond.out_avals[0].shape or len(cond.eqns) != 1 or not is_less_than(cond.eqns[0]):
         return None
     (eqn,), carry = cond.eqns, cond.invars[loop.num_cond_consts :]
-    places = [next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars]
-    index, upper = places
+    index, upper = (next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars)
     if index is None or upper is None or cond.outvars[0] is not eqn.outvars[0]:
         return None
     inputs, outputs = body.invars[loop.num_consts :], body.outvars
-    is_limit = forwarded_from(body, outputs[upper]) is inputs[upper]
-    counts = is_limit and _is_next(body, inputs[index], outputs[index])
-    return (index, upper) if counts else None
-
-
-def _is_next(body: ClosedJaxpr, old: Any, new: Any) -> bool:
-    """Whether the body counts from one to the other."""
+    if forwarded_from(body, outputs[upper]) is not inputs[upper]:
+        return None
+    # The equation that makes the next index must add one to the last.
+    old = inputs[index]
     for eqn in body.eqns:
-        if any(out is new for out in eqn.outvars):
+        if any(out is outputs[index] for out in eqn.outvars):
             is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
             one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
-            return is_addition(eqn) and is_integer and eqn.invars[0] is old and one
-    return False
-
-
-def _counted(
-    counter: tuple[int, int],
-    dtype: Any,
-    step: Callable[[Sequence[Any]], list[Any]],
-    init: Sequence[Any],
-    run: Callable[..., Any],
-) -> list[Any]:
-    """Run the loop as a `fori_loop`; the index ends at the upper limit, or where it started beyond it."""
-    index, upper = counter
-    lower_value, upper_value = init[index], init[upper]
-
-    def joined(i: Any, rest: Sequence[Any]) -> list[Any]:
-        others = iter(rest)
-        return [i if p == index else upper_value if p == upper else next(others) for p in range(len(init))]
-
-    def others(carry: Sequence[Any]) -> list[Any]:
-        return [x for p, x in enumerate(carry) if p not in counter]
-
-    rest = run(lower_value, upper_value, lambda i, rest: others(step(joined(i.astype(dtype), rest))), others(init))
-    return joined(jnp.maximum(lower_value, upper_value), rest)
+            return (index, upper) if is_addition(eqn) and is_integer and eqn.invars[0] is old and one else None
+    return None
 
 
 _SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
