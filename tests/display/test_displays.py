@@ -159,14 +159,15 @@ def test_tqdm(clock_of, request, stream):
 def test_style(monkeypatch, log):
     for style, tqdm, live, kind in (
         ("auto", True, True, render.Bar),
-        ("auto", False, True, render.TextLine),
-        ("auto", True, False, render.Log),
-        ("text", True, True, render.TextLine),
+        ("auto", False, True, render.Text),
+        ("auto", True, False, render.Text),
+        ("text", True, True, render.Text),
         ("tqdm", True, False, render.Bar),
     ):
         write_to(monkeypatch, Terminal() if live else io.StringIO())
         monkeypatch.setattr(render, "has_tqdm", lambda tqdm=tqdm: tqdm)
-        assert type(render.drawing(style, 0)) is kind
+        drawing = render.drawing(style, 0)
+        assert (type(drawing), drawing.stays) == (kind, not live)
     monkeypatch.setattr(render, "has_tqdm", lambda: True)
     shell = type("ZMQInteractiveShell", (), {})
     notebook = type("Module", (), {"get_ipython": staticmethod(shell)})

@@ -24,6 +24,7 @@ BEHIND, GONE = 3, 100
 class Run:
     """One run of a loop."""
 
+    display: "Display"
     total: int | None
     size: int  # of its group of lanes
     began: float
@@ -51,6 +52,7 @@ def next_stride(steps: int, seconds: float, every: float, last: int) -> int:
 class Display:
     """What is shown of a loop."""
 
+    key: Hashable
     label: str
     every: float
     drawing: Drawing
@@ -71,15 +73,10 @@ class Display:
         """The runs that have reported within so many intervals."""
         return [run for run in self.runs.values() if now - run.seen <= intervals * max(self.every, run.gap)]
 
-    def is_dead(self, now: float) -> bool:
-        """Whether what begins now is not one more run beside others."""
-        between_parts = self.ended % self.parts and now - self.touched <= GONE * self.every
-        return not between_parts and not self.live(now, BEHIND)
-
     def facts(self, now: float) -> Facts:
         """How far the run is that is furthest behind."""
         runs = self.live(now, BEHIND) or list(self.runs.values())
-        run = min(runs, key=lambda run: run.steps) if runs else Run(None, 0, now, now)
+        run = min(runs, key=lambda run: run.steps) if runs else Run(self, None, 0, now, now)
         active = run.active
         if self.lanes and active is not None:
             active = max(self.lanes - self.left - sum(r.size - (r.active or 0) for r in runs), 0)
@@ -97,7 +94,7 @@ class Displays:
         self._now = now
         self._lock = threading.RLock()
         self._open: dict[Hashable, Display] = {}
-        self._display_of: dict[int, tuple[Hashable, Run, Display]] = {}
+        self._runs: dict[int, Run] = {}
         self._left: dict[Hashable, float] = {}  # when the end of a loop was last drawn
         self._numbers = 0
         self._watcher: threading.Thread | None = None
@@ -120,19 +117,21 @@ class Displays:
         with self._lock:
             now = self._now()
             display = self._open.get(key)
-            if display is not None and display.is_dead(now):
-                self._close(key, finished=False)
-                display = None
+            if display is not None:
+                between_parts = display.ended % display.parts and now - display.touched <= GONE * display.every
+                if not between_parts and not display.live(now, BEHIND):  # this is not one more run beside others
+                    self._close(key, finished=False)
+                    display = None
             if display is None:
                 depth = len(self._open)
                 display = Display(
-                    label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit, before=before
+                    key, label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit, before=before
                 )
                 self._open[key] = display
                 self._watch()
             self._numbers = self._numbers % MOST_STEPS + 1
-            run = display.runs[self._numbers] = Run(None if total < 0 else total, size, now, now)
-            self._display_of[self._numbers] = key, run, display
+            run = Run(display, None if total < 0 else total, size, now, now)
+            display.runs[self._numbers] = self._runs[self._numbers] = run
             return self._numbers
 
     def report(self, number: int, steps: int, active: int, inner: int | None = None) -> int:
@@ -142,13 +141,13 @@ class Displays:
         """
         with self._lock:
             now = self._now()
-            if number not in self._display_of:  # it was closed, and is not dead after all
+            run = self._runs.get(number)
+            if run is None:  # it was closed, and is not dead after all
                 return MOST_STEPS
-            key, run, display = self._display_of[number]
             taken, run.inner = steps - run.steps, inner
             seconds = run.report(steps, active, now)
-            run.stride = next_stride(taken, seconds, display.every, run.stride)
-            display = self._reopen(key, number, run, display)
+            run.stride = next_stride(taken, seconds, run.display.every, run.stride)
+            display = self._reopen(number, run)
             if now - display.drawn >= display.drawing.interval(display.every, now - display.began):
                 display.drawing.draw(display.facts(now))
                 display.drawn = now
@@ -158,16 +157,16 @@ class Displays:
     def end(self, number: int, steps: int) -> None:
         """A run has taken all its steps."""
         with self._lock:
-            if number not in self._display_of:
+            run = self._runs.pop(number, None)
+            if run is None:
                 return
-            key, run, display = self._display_of.pop(number)
             now = self._now()
             run.report(steps, -1 if run.active is None else 0, now)
-            display = self._reopen(key, number, run, display)
+            display = self._reopen(number, run)
             others = [other for other in display.live(now, BEHIND) if other is not run]
             display.ended, display.touched = display.ended + 1, now
             if not others and display.ended % display.parts == 0:
-                self._close(key, finished=True)
+                self._close(display.key, finished=True)
                 return
             del display.runs[number]
             if display.parts > 1:
@@ -185,13 +184,12 @@ class Displays:
             for key in reversed(list(self._open)):
                 self._close(key, finished=False)
 
-    def _reopen(self, key: Hashable, number: int, run: Run, display: Display) -> Display:
+    def _reopen(self, number: int, run: Run) -> Display:
         """The display of a run, also if it was closed since the run last reported."""
-        if number not in display.runs or self._open.get(key) is not display:
-            display = self._open.setdefault(key, display)
+        display = run.display
+        if number not in display.runs or self._open.get(display.key) is not display:
+            display = run.display = self._open.setdefault(display.key, display)
             display.runs[number] = run
-            if number in self._display_of:
-                self._display_of[number] = key, run, display
             self._watch()
         return display
 

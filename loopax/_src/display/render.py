@@ -11,6 +11,7 @@ from loopax._src.extras import is_installed
 # In a log, a line is written when so many times the interval of a terminal have passed, and when the loop has run
 # longer by this share.
 RARER, LONGER = 10, 0.1
+_CLEAR = "\r\x1b[K"  # the line of a terminal
 
 
 @dataclass(frozen=True)
@@ -94,46 +95,33 @@ class Drawing(ABC):
         """Draw the end, if it is to be left there, and nothing after that."""
 
 
-class Log(Drawing):
-    """Lines, each of which stays: for what is not a terminal."""
+class Text(Drawing):
+    """Lines, each of which stays; or one of a terminal, written over: loops inside others stand behind them."""
 
-    stays = True
-
-    def draw(self, facts: Facts) -> None:
-        """See `Drawing.draw`."""
-        _write(f"{facts.running}\n")
-
-    def close(self, facts: Facts, finished: bool, leave: bool) -> None:
-        """See `Drawing.close`."""
-        if leave:
-            _write(f"{facts.closed(finished)}\n")
-
-
-class TextLine(Drawing):
-    """One line of a terminal, written over; loops inside others stand behind them."""
-
-    stays = False
     _texts: ClassVar[dict[int, str]] = {}  # what stands in the line, by depth
 
     def __init__(self, depth: int) -> None:
         """The place in the line."""
-        self.depth = depth
+        self.depth, self.stays = depth, not _is_terminal()
 
     def draw(self, facts: Facts) -> None:
         """See `Drawing.draw`."""
-        self._texts[self.depth] = facts.running
-        self._show()
+        if self.stays:
+            _write(f"{facts.running}\n")
+        else:
+            self._texts[self.depth] = facts.running
+            self._show()
 
     def close(self, facts: Facts, finished: bool, leave: bool) -> None:
         """See `Drawing.close`."""
         drawn = self._texts.pop(self.depth, None) is not None
         if leave:
-            _write(f"\r\x1b[K{facts.closed(finished)}\n")
+            _write(f"{'' if self.stays else _CLEAR}{facts.closed(finished)}\n")
         if drawn and (self._texts or not leave):
             self._show()
 
     def _show(self) -> None:
-        _write("\r\x1b[K" + " | ".join(self._texts[depth] for depth in sorted(self._texts)))
+        _write(_CLEAR + " | ".join(self._texts[depth] for depth in sorted(self._texts)))
 
 
 class Bar(Drawing):
@@ -173,7 +161,7 @@ def drawing(style: str, depth: int) -> Drawing:
     """The drawing of a loop inside so many others."""
     if style == "tqdm" or (style == "auto" and has_tqdm() and _is_live()):
         return Bar(depth)
-    return TextLine(depth) if _is_terminal() else Log()
+    return Text(depth)
 
 
 @cache
