@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import Mask, either, select
 from loopax._src.jax_internals import api_boundary
-from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, describe, match_carry, pack, same_value
+from loopax._src.pytrees.leaves import CarryMismatchError, Spec, describe, match_carry, pack, same_value
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,10 @@ class WrittenRows:
 
 def written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[jax.Array], WrittenRows]:
     """The arrays that the body wrote to a row, frozen before and after; a Variable may hold other containers then."""
-
-    def paths_of_arrays(leaves: dict[Any, Any], spec: Spec) -> list[Any]:
-        return [path for path, leaf in zip(leaves, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
-
-    old, new = dict(tree_leaves_with_path(start)), dict(tree_leaves_with_path(end))
-    numbers = {path: number for number, path in enumerate(paths_of_arrays(old, spec))}
+    old, new = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)} for tree in (start, end))
+    numbers = {path: number for number, path in enumerate(spec.names())}
     ends, end_spec = pack(end)
-    paths = paths_of_arrays(new, end_spec)
+    paths = end_spec.names()
     written = tuple(path not in old or new[path] is not old[path] for path in paths)
     after = WrittenRows(end_spec, tuple(map(numbers.get, paths)), written)
     if not any(written):
@@ -283,18 +279,17 @@ def _with_stacked_axis(rows: Any, given: Mapping[str, Frozen]) -> Any:
     variable = sys.modules["flax.nnx.graphlib"].VariableDef
     stacks = iter(given.values())
 
-    def lacks_one(whole: Any, less: Any) -> bool:
+    def fits(whole: Any, less: Any) -> bool:
         are_names = isinstance(whole, tuple) and isinstance(less, tuple)
-        return are_names and any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
+        lacks_one = are_names and any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
+        return same_value(whole, less) or lacks_one
 
     def node_named(stack: Any, row: Any) -> Any:
         if not (isinstance(stack, variable) and isinstance(row, variable)):
             return row
         whole, less = dict(stack.metadata), dict(row.metadata)
-        fits = whole.keys() == less.keys() and all(
-            same_value(whole[key], less[key]) or lacks_one(whole[key], less[key]) for key in whole
-        )
-        return replace(row, metadata=stack.metadata) if fits else row
+        is_row = whole.keys() == less.keys() and all(fits(whole[key], less[key]) for key in whole)
+        return replace(row, metadata=stack.metadata) if is_row else row
 
     def named(x: Any) -> Any:
         if not isinstance(x, Frozen) or len((stack := next(stacks).graph).nodes) != len(x.graph.nodes):
