@@ -52,16 +52,11 @@ def shoot(drag: Any, angle: Any, speed: Any) -> Any:
 shots = jax.vmap(shoot, in_axes=(None, 0, 0))
 
 
-def distances(drag: Any, angles: Any, speeds: Any) -> Any:
-    """Where all shots land."""
-    return shots(drag, angles, speeds)[0]
-
-
 def fit(landed: Any, angles: Any, speeds: Any) -> Any:
     """The drag with which the shots land there, by gradient descent; shows how far it is."""
 
     def error(log_drag: Any) -> Any:
-        return ((distances(jnp.exp(log_drag), angles, speeds) - landed) ** 2).mean()
+        return ((shots(jnp.exp(log_drag), angles, speeds)[0] - landed) ** 2).mean()
 
     rate = 1.0 / (landed**2).mean()
 
@@ -134,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The gradient beside central differences, which need more digits than float32 has.
     with jax.enable_x64(True):
         arrays = [np.asarray(a, np.float64) for a in (angles, speeds)]
-        mean = jax.jit(jax.value_and_grad(lambda drag: distances(drag, *arrays).mean()))
+        mean = jax.jit(jax.value_and_grad(lambda drag: shots(drag, *arrays)[0].mean()))
         step = 1e-6
         (more, _), (_, slope), (less, _) = (map(float, mean(drag)) for drag in (DRAG + step, DRAG, DRAG - step))
         difference = (more - less) / (2 * step)

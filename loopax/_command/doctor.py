@@ -119,10 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
     is_cpu = jax.default_backend() == "cpu"
     found = [*settings(), judged(*map(_milliseconds, (FEW, MANY))) if is_cpu else Setting(NAME, "not used")]
     show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
-    results = _each("self-test", selftest.run, selftest.checks())
-    rows = [[r.name, f"FAILS: {r.error}" if r.error else "ok"] for r in results]
+    checks = selftest.checks()
+    results = list(zip(checks, _each("self-test", selftest.run, checks), strict=True))
+    rows = [[check.name, f"FAILS: {error}" if error else "ok"] for check, error in results]
     show_table("Self-test: a tiny loop and branches against plain Python", ["transformation", ""], rows)
-    failed += [result.name for result in results if result.error]
+    failed += [check.name for check, error in results if error]
     verdicts = [v for of_one in _each("compiled loops", copies.verdicts, copies.programs()) for v in of_one]
     rows = [[v.name, f"{v.arrays:.1f}", v.status] for v in verdicts]
     title = "Loops that write a row a step: does XLA copy all rows?"
