@@ -48,22 +48,22 @@ def function_object(eqn: Any) -> Any:
     return eqn.params.get("_prim")
 
 
-def _class_of_object(eqn: Any) -> str:
-    return type(function_object(eqn)).__name__
-
-
 def is_custom_vjp(eqn: Any) -> bool:
     """Whether an equation calls a `jax.custom_vjp`."""
-    return _is_custom_vjp_call(eqn) or _class_of_object(eqn) == "CustomVJPTraced"
+    return _is_custom_vjp_call(eqn) or type(function_object(eqn)).__name__ == "CustomVJPTraced"
 
 
 def is_custom(eqn: Any) -> bool:
     """Whether an equation calls a function with derivatives of its own."""
-    return _is_custom_call(eqn) or _class_of_object(eqn) in ("CustomJVPTraced", "CustomVJPTraced", "CustomRoot")
+    return _is_custom_call(eqn) or type(function_object(eqn)).__name__ in (
+        "CustomJVPTraced",
+        "CustomVJPTraced",
+        "CustomRoot",
+    )
 
 
 def _is_checkpoint(eqn: Any) -> bool:
-    return eqn.primitive.name in ("checkpoint", "remat2") or _class_of_object(eqn) == "RematTraced"
+    return eqn.primitive.name in ("checkpoint", "remat2") or type(function_object(eqn)).__name__ == "RematTraced"
 
 
 def told_what_is_perturbed(eqn: Any) -> bool:

@@ -33,16 +33,6 @@ def checks_keys() -> bool:
     return jax.config.jax_debug_key_reuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def without_check(function: Any) -> Any:
-    """A function whose program JAX does not check: it holds a step several times, to evaluate it again."""
-
-    def unchecked(*arguments: Any, **params: Any) -> Any:
-        with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
-            return function(*arguments, **params)
-
-    return unchecked
-
-
 # It computes nothing: JAX finds the equation, whose name stands in errors, where it checks a program.
 _uses_keys_p = Primitive("loop_using_keys")
 _uses_keys_p.multiple_results = True
@@ -232,7 +222,13 @@ def register(
     own_primitives.append(primitive)
     if meaning is not None:
         meaning = varying_as_needed(meaning)
-        impl = without_check(impl or jax.jit(meaning, static_argnames=params))
+        run = impl or jax.jit(meaning, static_argnames=params)
+
+        def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
+            with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
+                return run(*arguments, **params)
+
+        impl = unchecked
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
     if linear_in is not None:
         positions = linear_in if callable(linear_in) else lambda _: linear_in

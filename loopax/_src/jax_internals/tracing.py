@@ -116,11 +116,7 @@ def axis_arguments(axis_data: Any) -> dict[str, Any]:
     """Arguments that make `jax.vmap` map over the axis of a batching rule (its fields are private)."""
     name = axis_data.name
     named = name is not None and type(name) is not object and "NoAxisName" not in type(name).__name__
-    return {
-        "axis_size": axis_data.size,
-        "axis_name": name if named else None,
-        "spmd_axis_name": axis_data.spmd_name,
-    }
+    return {"axis_size": axis_data.size, "axis_name": name if named else None, "spmd_axis_name": axis_data.spmd_name}
 
 
 def mesh_axis(axis_data: Any) -> Any:
