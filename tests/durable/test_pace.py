@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from loopax import durable
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
+from loopax._src.durable import saves as keeping
 from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every, watching
 from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import same_bits, saves
@@ -79,12 +80,12 @@ class Simulation:
         pace = SavePace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
         fake: Any = self
-        keeper = saves.Keeper(fake, pace, None)
+        keeper = keeping.Keeper(fake, pace, None)
         job: Any = SimpleNamespace(start=lambda steps: [steps], total=self.total, rows=None, stops=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paces, "time", self)
             patch.setattr(runs, "time", self)
-            patch.setattr(saves, "time", self)
+            patch.setattr(keeping, "time", self)
             runs.DurableRun(job, chunk, keeper, None).advance(SavedState(0, True, []), Interrupts(), lambda _: None)
         assert sum(self.chunks) == self.total
 
