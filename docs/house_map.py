@@ -124,7 +124,7 @@ def is_point(node: str) -> bool:
 
 def label(room: str) -> str:
     """What stands in a box."""
-    is_folder = (SOURCE / room).is_dir()
+    is_folder = (SOURCE / room / "__init__.py").is_file()
     return f"{room}/" if is_folder else f"{room}.py"
 
 
@@ -198,7 +198,12 @@ def inside(layer: list[str], x: dict[str, float]) -> dict[str, float]:
 def drawing() -> Drawing:
     """The map."""
     layers, arrows = layered(drawn_imports())
-    folders = {room for layer in layers for room in layer if (SOURCE / room).is_dir()}
+    folders = {
+        room
+        for layer in layers
+        for room in layer
+        if (SOURCE / room / "__init__.py").is_file()
+    }
     return Drawing(layers, arrows, placed(layers, arrows), folders)
 
 
