@@ -109,6 +109,13 @@ def test_but_not_where_the_bound_may_be_far_above_the_steps_that_are_taken(step)
         assert counter.of(with_unknown, 1.0, n) == best
 
 
+def test_records_of_a_run_are_those_of_their_rows():
+    """A step whose residual depends on its index, replayed several at a time."""
+    loop = lambda kind: lambda x: lx.fori_loop(0, 30, lambda i, x: jnp.sin(x + 0.1 * i), x, kind=kind)
+    found, expected = (jax.jit(jax.grad(loop(kind)))(0.3) for kind in (lx.Checkpointed(3), lx.Residuals()))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_more_checkpoints_than_steps():
     """No step is evaluated again but for its derivative, and no more is stored than there are steps."""
     counter = Counter()
