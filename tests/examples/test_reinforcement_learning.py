@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 
 import loopax as lx
@@ -49,17 +48,6 @@ def python_episode(example):
         return states, outputs
 
     return run
-
-
-def test_lanes_are_episodes_one_by_one(example, python_episode, policy, keys):
-    episodes = eqx.filter_jit(jax.vmap(example.episode, in_axes=(None, 0)))(policy, keys)
-    assert episodes.num_steps.min() < episodes.num_steps.max() == example.LONGEST
-    for i, key in enumerate(keys):
-        states, outputs = python_episode(policy, key)
-        assert episodes.num_steps[i] == len(outputs)
-        assert_nearly(jax.tree.map(lambda x, i=i: x[i], episodes.state), states[-1], TOLERANCE)
-        assert_nearly(episodes.outputs[i, : len(outputs)], jnp.stack(outputs), TOLERANCE)
-        assert (episodes.outputs[i, len(outputs) :] == 0).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"lanes": "compact"}, {"kind": lx.Checkpointed(3)}], ids=str)
