@@ -158,7 +158,7 @@ def mesh(*shape: int) -> Any:
     )
 
 
-EIGHT, FOUR_BY_TWO, ONE = mesh(8), mesh(4, 2), mesh(1)
+EIGHT, FOUR_BY_TWO = mesh(8), mesh(4, 2)
 
 
 def spread(where: Any, *axes: str) -> Any:
@@ -180,14 +180,14 @@ def run_spread(x: Any, directory: Any, length: int = 9, n: Any = 0, **options: A
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: Any) -> Any:
-    """The whole run_spread on one device."""
+    """The whole run on one device."""
     return run_spread(jnp.asarray(WHOLE), tmp_path_factory.mktemp("one"), **SELDOM)
 
 
 @pytest.fixture(scope="module")
 def of_eight(tmp_path_factory: Any) -> Any:
-    """A run_spread on eight devices that is not at its end."""
-    path = tmp_path_factory.mktemp("eight") / "run_spread"
+    """A run on eight devices that is not at its end."""
+    path = tmp_path_factory.mktemp("eight") / "run"
     run_spread(spread(EIGHT, "a"), path, 5, **SELDOM)
     return path
 
@@ -215,8 +215,8 @@ PLACES = {
 
 @pytest.mark.parametrize("then", PLACES)
 def test_a_run_goes_on_on_other_devices(then: str, one: Any, of_eight: Any, tmp_path: Any) -> None:
-    shutil.copytree(of_eight, tmp_path / "run_spread")
+    shutil.copytree(of_eight, tmp_path / "run")
     x = PLACES[then]()
-    carry, ys = run_spread(x, tmp_path / "run_spread", 9, **SELDOM)
+    carry, ys = run_spread(x, tmp_path / "run", 9, **SELDOM)
     assert carry["x"].sharding.is_equivalent_to(x.sharding, 2)
     assert_close((carry, ys), one, 1e-12)
