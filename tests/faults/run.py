@@ -50,8 +50,7 @@ def changed_file(patch: Path) -> Path:
 
 def folders_of_tests(patch: Path) -> list[Path]:
     """The folder of tests that has the name of the changed file's folder, those that hold it, and all tests."""
-    parts = changed_file(patch).parent.relative_to("loopax").parts
-    folder = Path("tests", *(part.removeprefix("_") for part in parts if part != "_src"))
+    folder = Path("tests", *(part.removeprefix("_") for part in changed_file(patch).parts[1:-1] if part != "_src"))
     return [path for path in (folder, *folder.parents) if path != Path() and (ROOT / path).is_dir()]
 
 
