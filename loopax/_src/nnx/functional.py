@@ -238,28 +238,24 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_row
     is_new = [id(x) not in known for x in new_objects]
     first = {root: x.graph.nodes[0].index for root, x in old.items()}  # the number of the object itself
     replaced = {root: is_new[number] for root, number in first.items()}
-    _refuse_structure(
-        where,
-        [
-            f"  {name or _ROOT}: got another {type(new_objects[i]).__name__}, expected the one that was given"
-            for name, place in before.items()
-            if (i := place.number) is not None
-            and (is_new[i] != replaced[place.root] or not (is_new[i] or objects[i] is new_objects[i]))
-        ],
-    )
+    moved = [
+        f"  {name or _ROOT}: got another {type(new_objects[i]).__name__}, expected the one that was given"
+        for name, place in before.items()
+        if (i := place.number) is not None
+        and (is_new[i] != replaced[place.root] or not (is_new[i] or objects[i] is new_objects[i]))
+    ]
+    _refuse_structure(where, moved)
 
     # Nobody would see a change to an object that the body then replaced.
     left = freeze([objects[number] for number in first.values()])
-    _refuse_structure(
-        where,
-        [
-            f"  {root + name_of(path) or _ROOT}: changed, but the object is not returned"
-            for (root, start), end in zip(old.items(), left, strict=True)
-            if replaced[root]
-            for path, a, b in zip(start.paths, start.values, end.values, strict=False)
-            if _differ(a, b)
-        ],
-    )
+    lost = [
+        f"  {root + name_of(path) or _ROOT}: changed, but the object is not returned"
+        for (root, start), end in zip(old.items(), left, strict=True)
+        if replaced[root]
+        for path, a, b in zip(start.paths, start.values, end.values, strict=False)
+        if _differ(a, b)
+    ]
+    _refuse_structure(where, lost)
     written = tuple(tuple(map(_differ, old[root].values, new[root].values)) for root in old)
     return returned, Changes(tuple(replaced.values()), written)
 

@@ -168,13 +168,15 @@ class XTrace(SketchEstimator):
             first * products.T + second * of_other
         )
         inside = dots(seen, seen)[:, None] - first.conj() * own - second.conj() * other
-        return samples, without + self._scale(sketch.probes, num_rows - 1, inside.T).T * rest
+        return samples, without + self._scale(sketch.probes, num_rows, inside.T, others=1).T * rest
 
-    def _scale(self, probes: Array, num_rows: Any, inside: Inexact[Array, "*k m"]) -> Inexact[Array, "*k m"]:
-        """How much longer the part of a probe outside of the others' basis is on average, of so many in all."""
+    def _scale(
+        self, probes: Array, num_rows: Any, inside: Inexact[Array, "*k m"], others: int = 0
+    ) -> Inexact[Array, "*k m"]:
+        """How much longer the part of a probe outside of the others' basis is on average; `others` are left out too."""
         if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             return jnp.ones_like(inside)
         lengths = dots(probes.T, probes.T)
         outside = (lengths if inside.ndim == 1 else lengths[None]) - inside
-        dimensions = probes.shape[1] - num_rows + 1
+        dimensions = probes.shape[1] - num_rows + 1 + others
         return dimensions.astype(probes.dtype) / jnp.where(outside == 0, 1, outside)
