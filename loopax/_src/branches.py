@@ -45,7 +45,8 @@ from loopax._src.jax_internals import (
 )
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.nnx.functional import freeze, is_object, thaw
-from loopax._src.pytrees.leaves import NO_RETURN, Dynamic, Spec, conversion, describe, differences, pack, same_structure
+from loopax._src.pytrees.carry import NO_RETURN, conversion
+from loopax._src.pytrees.leaves import Dynamic, Spec, describe, differences, pack, same_structure
 from loopax._src.pytrees.static import Called, parameters_of
 
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import loopax as lx
 from loopax._src.core import Loop
-from loopax._src.core.batching.compact import compact_vmap_p
+from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax._src.insight.compare import interleaved, with_kind

@@ -15,7 +15,7 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval, remat
 from jax._src.state import discharge
 
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
-from loopax._src.core.batching.compact import compact_vmap_p
+from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.effects import only_if_p
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p

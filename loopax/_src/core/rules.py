@@ -19,7 +19,14 @@ from loopax._src.core.autodiff.dce import (
 from loopax._src.core.autodiff.jvp import loop_jvp
 from loopax._src.core.autodiff.partial_eval import loop_linearize, loop_partial_eval, loop_transpose
 from loopax._src.core.autodiff.sweep import sweep_jvp, sweep_linearize, sweep_partial_eval, sweep_transpose
-from loopax._src.core.batching.compact import (
+from loopax._src.core.batching.compact_autodiff import (
+    compact_vmap_dce,
+    compact_vmap_jvp,
+    compact_vmap_linearize,
+    compact_vmap_partial_eval,
+    compact_vmap_partial_eval_custom,
+)
+from loopax._src.core.batching.compact_primitive import (
     CompactVmap,
     compact_vmap_abstract_eval,
     compact_vmap_p,
@@ -27,13 +34,6 @@ from loopax._src.core.batching.compact import (
     compact_vmap_typecheck,
     evaluate_batch,
     join_batches,
-)
-from loopax._src.core.batching.compact_autodiff import (
-    compact_vmap_dce,
-    compact_vmap_jvp,
-    compact_vmap_linearize,
-    compact_vmap_partial_eval,
-    compact_vmap_partial_eval_custom,
 )
 from loopax._src.core.batching.loop import batch_loop, batch_sweep
 from loopax._src.core.effects import guard_steps, guarded, guards

@@ -18,7 +18,8 @@ from loopax._src.frontend.steps import Call, always
 from loopax._src.frontend.trace import FirstCondition, Step, strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
 from loopax._src.nnx.functional import Changes, freeze, roots, take_back, thaw_numbered
-from loopax._src.pytrees.leaves import CarryMismatchError, Dynamic, Spec, match_carry, pack
+from loopax._src.pytrees.carry import CarryMismatchError, match_carry
+from loopax._src.pytrees.leaves import Dynamic, Spec, pack
 from loopax._src.pytrees.static import Called
 
 CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps

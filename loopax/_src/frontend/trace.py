@@ -54,16 +54,8 @@ from loopax._src.nnx.functional import (
     thaw_numbered,
     written_rows,
 )
-from loopax._src.pytrees.leaves import (
-    CarryMismatchError,
-    Dynamic,
-    Spec,
-    in_modules,
-    is_number,
-    match_carry,
-    pack,
-    with_arrays,
-)
+from loopax._src.pytrees.carry import CarryMismatchError, match_carry
+from loopax._src.pytrees.leaves import Dynamic, Spec, in_modules, is_number, pack, with_arrays
 from loopax._src.pytrees.static import Called
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from loopax._src.core import Kind, Loop, LoopCall, LoopOperands, checked_kind, run_by, run_with_tape
-from loopax._src.core.batching.compact import CompactVmap, compact_vmap_of, compact_vmap_p
+from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
 from loopax._src.frontend.checks import KindCheck

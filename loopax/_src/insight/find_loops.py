@@ -12,8 +12,8 @@ from jax.tree_util import keystr
 
 from loopax._src.core import UNNAMED, DebugInfo, Decided, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
-from loopax._src.core.batching.compact import CompactVmap, compact_vmap_p
-from loopax._src.core.batching.stages import is_one_batch
+from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_p
+from loopax._src.core.batching.compact_stages import is_one_batch
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, members, of_equation

@@ -9,7 +9,7 @@ import pytest
 import loopax as lx
 from loopax import stochtrace
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
-from loopax._src.core.batching.compact import compact_vmap_p
+from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.effects import only_if_p
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p

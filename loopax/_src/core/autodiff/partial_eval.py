@@ -79,10 +79,12 @@ class PartialEval(NamedTuple):
 
     known: Loop  # takes all known inputs; its last ys may be residuals
     linear: LinearLoop
-    unknown: LoopInputs  # of the loop's inputs, the carry at the fixed point
+    # The masks of `c, d = f(a, b, c, d)` with unknown d and consts a, b, where `d' = a c d`: unknown and taken are
+    # (F F | F T), used is (T F | T).
+    unknown: LoopInputs  # a flag for each input of the loop, the carry at the fixed point
     unknown_outputs: LoopOutputs
-    used: LoopInputs  # of the known inputs: which the linear part reads, of the carry before each step
-    taken: LoopInputs  # of the loop's inputs: which the linear part takes as linear ones, of the carry all unknown ones
+    used: LoopInputs  # a flag for each known input: does the linear part read it? (Of the carry: before each step.)
+    taken: LoopInputs  # a flag for each input: is it one of the linear part? (Of the carry: all unknown leaves.)
     last: Mask = ()  # of the known carry: buffers that the linear part reads after the last step (`buffer_versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
     residual_avals: tuple[Any, ...] = ()  # the types of a step's residuals, also of those that are not stored
@@ -109,6 +111,8 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     loop = loop._replace(kind=Decided(plan))
     if plan.stores_residuals:
         parts = _keep_residuals(loop, plan, unknown)
+        # A body that mixes lanes reads what other lanes have (a collective, say). Lanes that are done have written no
+        # rows of residuals, so that their carries are saved below.
         if not mixing_primitive(parts.linear.body):
             return parts
     outputs = unknown_outputs(loop, unknown)
@@ -125,7 +129,8 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         body, uses = prune(loop, body, outputs)
         inverse = part_of_inverse(inverse, flatten(uses), uses.carry)
 
-    # Buffers that steps only append to are read after the last step.
+    # Of buffers that steps only append to, the version after the last step holds the rows of all before it: the linear
+    # part is given that one, and no other is stored. A buffer that the loop saves has its versions saved already.
     # Before: [*consts, *carry, *xs]. After: [*consts, *last versions, *rest of the carry, *xs].
     appended = buffers(loop.body, loop.carry_range, True)
     is_last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
@@ -154,14 +159,17 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     used = LoopInputs(*map(tuple, reject_each(unknown, uses)))
     taken = map_leaves(and_, unknown, uses._replace(carry=unknown.carry))
     parts = PartialEval(known, linear, unknown, outputs, used, taken, last)
+    # A plan with an error has no reverse mode: who transposes the linear part raises it (`transpose.py`).
     if plan.error or not parts.states:
         return parts
     carry_bytes, has_inverse = num_bytes(parts.states), inverse is not None
-    saving = loop.saving or saving_of(plan, loop.bound, carry_bytes, not loop.predicated, has_inverse)
+    saving = loop.saving or saving_of(
+        plan, loop.bound, carry_bytes, length_known=not loop.predicated, has_inverse=has_inverse
+    )
     if saving is None and mixing_primitive(linear.body):
         # What is read of other lanes is not in rows: lanes that have finished have written none.
         saving = Blocks(1)
-    if saving is None:
+    if saving is None:  # none is chosen among the carries: rows have all of them
         return _keep_every_carry(parts)
     # The known loop saves what the linear part reads, with what it saves already.
     known = known._replace(saving=saving, saved=either(known.saved_mask, used.carry))
@@ -258,7 +266,8 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         unknown = unknown._replace(carry=outputs.carry)
         known, later, flags = partial_eval_jaxpr(loop.body, [False, *flatten(unknown)], flatten(outputs))
         found = LoopOutputs(*map(tuple, loop.outputs(flags)))
-        # At the fixed point, no more of the carry becomes unknown.
+        # JAX may call more outputs unknown than depend on unknown inputs: all of an equation that it cannot divide. At
+        # the fixed point, no more of the carry becomes unknown.
         outputs = found._replace(carry=either(outputs.carry, found.carry))
         if outputs.carry == unknown.carry:
             break
@@ -266,6 +275,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     sizes = [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
+    # Fewer rows, and a program that computes the other residuals from them where that is cheaper than to store them.
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
     loop_body = replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
@@ -274,6 +284,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # After: (row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
     later = without_effects(later)
     avals = dict(zip((r.position for r in residuals), later.in_avals, strict=False))
+    # Residuals stand in front of what else `later` takes. The first of those that are the same row of xs counts.
     sources = {r.forwarded: avals[r.position] for r in reversed(residuals) if r.forwarded is not None}
     forwarded = sorted(sources)
     masks = LoopInputs(*((True,) * sum(mask) for mask in unknown))
@@ -456,7 +467,7 @@ def loop_linearize(
     which have a tangent. Results are `num_steps, *carry, *ys, *saved, checkpoint_rows`. A result has a tangent if the
     loop on pairs has one for it after some number of steps.
 
-    The known part computes the results and what the linear part needs (`partial_eval.py`). The linear part is linear in
+    The known part computes the results and what the linear part needs. The linear part is linear in
     the tangents, which are all that is unknown of its operands, so JAX can transpose it.
     """
     loop = Loop(**params)

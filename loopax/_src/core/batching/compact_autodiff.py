@@ -16,7 +16,7 @@ from loopax._src.core.autodiff.jvp import jvp_loop, jvp_of_results, nan_if_uncou
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs, window_walked
 from loopax._src.core.autodiff.sweep import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
-from loopax._src.core.batching.compact import (
+from loopax._src.core.batching.compact_primitive import (
     CompactVmap,
     compact_vmap,
     compact_vmap_of,
@@ -24,7 +24,7 @@ from loopax._src.core.batching.compact import (
     jvp_of_program,
     linearize_program,
 )
-from loopax._src.core.batching.stages import LOOPS, nothing_saved
+from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits

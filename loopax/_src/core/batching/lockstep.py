@@ -95,12 +95,14 @@ def step_lanes(
 ) -> list[Any]:
     """One step of a body `(row, *consts, *carry, *x) -> (*carry, *y)` for all lanes.
 
-    `mapped` says which inputs have lanes; `may_idle`, whether windows of lanes may leave rows in which none is active.
+    `mapped` says which inputs have lanes; `when`, whether finished lanes are given the operands of an active one
+    ("always", "never", or "in_derivatives" alone); `may_idle`, whether there may be rows in which no lane is active.
     """
     consts, carry, xs = inputs
     function, filled = lane_function(body, flatten(mapped), axis.arguments), filled_operands(body, mapped)
-    # In leaves of the carry that are changed in place, a finished lane does not write: they are its old ones.
-    in_place_carry = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
+    # A finished lane writes nothing to buffers in the carry: their operations are mapped as writes to no row
+    # (`core/row_buffers.py`), and to choose between the old and the new one would copy it.
+    in_place = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
     consts = fill_inactive(active, consts, filled.consts, when)
 
     def step(carry: Sequence[Any]) -> list[Any]:
@@ -108,9 +110,9 @@ def step_lanes(
         operands = fill_inactive(active, [*carry, *xs], [*filled.carry, *filled.xs], when)
         new_carry, ys = split_list(function(active, row, *consts, *operands), [len(carry)])
         # Before: results of that lane are an active one's -> After: its old carry, and zeros
-        leaves = zip(in_place_carry, new_carry, carry, strict=True)
+        leaves = zip(in_place, new_carry, carry, strict=True)
         return [
-            *(new if changed else pick(active, new, old) for changed, new, old in leaves),
+            *(new if is_in_place else pick(active, new, old) for is_in_place, new, old in leaves),
             *(pick(active, y, zero(y.dtype)) for y in ys),
         ]
 
@@ -125,7 +127,8 @@ def step_lanes(
         return [*out.carry, *(y[0] for y in out.ys)]
     idle = [*carry, *(zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
     out = lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
-    # What the body returns as it came, such as the tape of an inverse, is seen to be so behind the `cond`, too.
+    # What the body returns as it came (`buffer_versions.returned`) goes round the `cond`, which hides that it does. So
+    # do the rows that an inverse reads.
     kept = returned(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
     return [*(old if keeps else new for keeps, old, new in zip(kept, carry, out, strict=False)), *out[len(carry) :]]
 
@@ -144,7 +147,7 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
 
 
 def when_filled(body: ClosedJaxpr) -> When:
-    """When finished lanes need the operands of others: mere arithmetic on their own is harmless until it is summed."""
+    """When finished lanes need the operands of others: arithmetic is harmless until a derivative sums lanes."""
     return "in_derivatives" if is_arithmetic(body) else "always"
 
 
@@ -273,7 +276,10 @@ def takes_any_step(loop: Loop) -> bool:
 
 
 def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
-    """Whether more than `leave` lanes go on, where the batch has a predicate, and how many do, where it shows that."""
+    """Whether more than `leave` lanes go on, where the batch has a predicate, and how many do, where it shows that.
+
+    `carry` is that of all lanes (what stands behind it is not read), and its first leaf their predicates.
+    """
     go_on = carry[0] & ahead if loop.predicated else ahead
     summary = []
     if loop.predicated:
@@ -289,21 +295,28 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
 def _lanes_loop(
     loop: Loop, axis: Axis, mapped: LoopInputs, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
 ) -> Loop:
-    """Consts: [lows], [highs], *consts; carry: [whether the batch goes on], [lanes that do], [steps of each], *carry.
+    """The loop of a batch in lockstep, whose rows are those of all lanes: until no more than `leave` lanes go on.
 
-    The number of lanes that go on is there where the loop shows it.
+    In front of the consts stand the windows of the lanes (`avals[0]`): the lows, the highs, or both. In front of the
+    carry stand (`avals[1]`), each where there is need of it:
+
+    - whether the batch goes on, if the loop has a predicate: that of the batch, as the lanes' own is the first leaf of
+      their carry;
+    - how many lanes go on, if the loop shows its progress;
+    - the number of steps of each lane, if the loop has a predicate.
     """
     if collective_over(loop.body, axis.name):
         raise NotImplementedError(collective_message(axis.name))
     window_avals, extra = avals
     num_windows, num_extra = len(window_avals), len(extra)
     may_discard = takes_any_step(loop)
-    # A step that all lanes take is dropped where it is not taken. What they share is repeated, so that its derivative
-    # is masked in each lane, and then summed.
+    # A cheap step that all lanes take, also those that are done: nothing is filled, and results are dropped. What lanes
+    # share is repeated, so that a derivative that is NaN in a lane that is done is masked before lanes are summed.
     when = "never" if may_discard else when_filled(loop.body)
     has_lanes = map_leaves(lambda _: True, mapped) if may_discard else mapped
-    # No lane is active in a row between the windows of two lanes, and where those lanes have stopped by their predicate
-    # that have started. With starts that all share, or ends alone, there is no such row.
+    # There is a row in which no lane is active
+    # - between the windows of two lanes, if lanes have starts and ends of their own;
+    # - where all lanes that have started are done by their predicate, if lanes have starts of their own.
     start_batched = windows[1] if loop.reverse else windows[0]
     may_idle = all(windows) or (loop.predicated and start_batched)
 

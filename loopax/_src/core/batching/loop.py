@@ -1,7 +1,7 @@
 """Batching: `jax.vmap` of loops.
 
 Where all lanes take the same steps, the batch is one loop on larger arrays. Else it runs in lockstep
-(`core/batching/lockstep.py`) or in stages (`core/batching/stages.py`).
+(`core/batching/lockstep.py`) or in stages (`core/batching/compact_stages.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from loopax._src.core.autodiff.partial_eval import unknown_outputs
 from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint
-from loopax._src.core.batching.compact import SWEEPS, BatchRules, compact_vmap
+from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
+from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
 from loopax._src.core.batching.lockstep import (
     LaneOperands,
@@ -27,7 +28,6 @@ from loopax._src.core.batching.lockstep import (
     takes_any_step,
     with_drift_of_lanes,
 )
-from loopax._src.core.batching.stages import LOOPS
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stage_sizes
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (

@@ -55,7 +55,7 @@ REPEATED_BYTES = 64 * 1024
 
 
 class BatchRules(NamedTuple):
-    """How a batch of something runs: of loops, `LOOPS` (`core/batching/stages.py`), and of sweeps, `SWEEPS`."""
+    """How a batch of something runs: of loops, `LOOPS` (`core/batching/compact_stages.py`), and of sweeps, `SWEEPS`."""
 
     run: Callable[..., list[Any]]  # (static, axis, mapped, operands) -> results
     operand_axes: Callable[[Any], list[int]]  # where each operand has its axis of lanes, if it has one

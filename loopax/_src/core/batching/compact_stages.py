@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.batching.compact import BatchRules
+from loopax._src.core.batching.compact_primitive import BatchRules
 from loopax._src.core.batching.groups import GroupProgram, active_first, in_groups, take, take_mapped, with_rows
 from loopax._src.core.batching.lockstep import (
     LaneOperands,
@@ -148,7 +148,7 @@ def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any,
 
 
 def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
-    """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/batching/compact.py`)."""
+    """What a loop saves is for a sweep, and a batch of sweeps saves anew (`core/batching/compact_primitive.py`)."""
     if not loop.saving:
         return []
     avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals.carry)]
