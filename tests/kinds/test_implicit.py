@@ -394,7 +394,7 @@ def of_lanes(solver: Any, a: Array, **options: Any) -> Array:
 )
 def test_an_unsolved_system_is_an_error_unless_nan_is_asked_for(solver: Any) -> None:
     a = jnp.array([0.5, 1.0, 0.5])
-    pattern = r"implicit.py:\d+ \(of_lanes.<locals>.loop\): for its .*eigenvalue.*First at index 1 of the batch"
+    pattern = r"test_implicit.py:\d+ \(of_lanes.<locals>.loop\): for its .*eigenvalue.*First at index 1 of the batch"
     with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
         eqx.filter_jit(lambda: of_lanes(solver, a))()
     assert_close(of_lanes(solver, a, unsolved="nan"), jnp.array([1.0, jnp.nan, 1.0]))
