@@ -346,3 +346,12 @@ def test_collectives_under_predicates_of_each_lane(lanes: Any) -> None:
     with pytest.raises(NotImplementedError, match="psum"):
         jax.vmap(f, axis_name="i")(np.array([True, False]), np.ones(2))
     assert_close(jax.vmap(f, (None, 0), axis_name="i")(True, np.ones(2)), jnp.full(2, 2.0))
+
+
+def test_a_function_beside_another_one_than_before():
+    """Which results a function computes depends on the other one: one that both hand on is not computed."""
+    both = lambda x, y: (x, y)
+    swapped = lambda x, y: (y, y)
+    for other in (both, swapped, lambda x, y: (x, x)):
+        assert lx.cond(True, both, other, 3.0, 5.0) == (3.0, 5.0)
+        assert lx.cond(False, both, other, 3.0, 5.0) == other(3.0, 5.0)

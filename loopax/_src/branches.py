@@ -272,7 +272,8 @@ def _run_if(call: _Call, branch: Branch, is_taken: Any, result: list[Any], used_
         return (operands, as_arrays(call.results, branch.function(*operands))), None, None
 
     called = Called(call.name, (branch.function,), ())
-    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), call.name, called, once=True)
+    options = call.name, tuple(call.results.is_given)  # which results are computed depends on the other branches, too
+    traced = tracing.Step(step, f"{branch.name} of {call.name}", (branch.function,), options, called, once=True)
     extent = Extent(0, is_taken.astype(jnp.int32), 1, fixed=False)
     kind = Auto() if call.lanes == Lockstep() else Bounded()
     loop_spec = LoopSpec(call.name, extent, False, 1, kind, call.lanes, branch=branch.name, used_keys=used_keys)
