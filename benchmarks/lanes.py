@@ -63,7 +63,7 @@ def without_filling(function: Callable[..., Any]) -> Callable[..., Any]:
         modules: list[Any] = [masked_step, lockstep_loop, lockstep_sweep]
         fill_inactive = masked_step.fill_inactive
         for module in modules:
-            module.fill_inactive = lambda _, operands, __: list(operands)
+            module.fill_inactive = lambda _, operands, *__: list(operands)
         try:
             return function(*arguments)
         finally:
