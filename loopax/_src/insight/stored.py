@@ -74,7 +74,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     return Stored(
         plan.name,
         plan.reason,
-        "residuals" if plan.stores_residuals else "carries",
+        "residuals" if _keeps_residuals(plan, parts) else "carries",
         carries if size else 0,
         size,
         _records(plan, parts),
@@ -84,9 +84,14 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     )
 
 
+def _keeps_residuals(plan: Plan, parts: PartialEval) -> bool:
+    """Whether rows of residuals are stored: a step that draws for all lanes once more needs carries."""
+    return plan.stores_residuals and not parts.known.saving
+
+
 def _kept(loop: Loop, plan: Plan, parts: PartialEval) -> tuple[int, int]:
     """How many carries or residuals are stored, and the size of one."""
-    if plan.stores_residuals:
+    if _keeps_residuals(plan, parts):
         return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
     size = num_bytes(select(parts.states, parts.known.output_avals.carry))
     saving = plan.shown(parts.known.saving)
@@ -107,7 +112,7 @@ def _evaluations(loop: Loop, plan: Plan, parts: PartialEval) -> int | None:
     steps, saving = loop.bound, plan.shown(parts.known.saving)
     if steps is None:
         return None
-    if plan.stores_residuals:
+    if _keeps_residuals(plan, parts):
         return steps
     if saving is not None and saving.is_counted_slowly and steps > _COUNTED:
         return int(_ONLINE * length_known(saving).evaluations(steps, records=False))

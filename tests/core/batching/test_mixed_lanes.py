@@ -319,22 +319,59 @@ def drawn_again(carry):
     return key, jnp.sin(v * v)
 
 
-@pytest.mark.parametrize("kind", ["bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)])
-def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind):
+def drawn_at(key, i, v):
+    v = 0.8 * v + 0.3 * jax.random.normal(jax.random.fold_in(key, i), (2,))
+    return jnp.sin(v * v)
+
+
+AGAIN = [lambda f: f, jax.checkpoint, lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)]
+
+
+@pytest.mark.parametrize("wrap", AGAIN, ids=["as it is", "checkpoint", "policy"])
+@pytest.mark.parametrize(
+    "kind", ["auto", "bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)]
+)
+def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind, wrap):
     """A step is evaluated again for all lanes together, also where the first of them has finished."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
     starts, counts = jnp.arange(6.0).reshape(3, 2) / 9, jnp.array([1, 3, 4])
 
     def masked(v):
-        data = jax.random.key_data(keys)
+        data, w = jax.random.key_data(keys), v
         for i in range(4):
             key, new = jax.vmap(drawn_again)((jax.random.wrap_key_data(data, impl="rbg"), v))
             takes = (i < counts)[:, None]
             data, v = jnp.where(takes, jax.random.key_data(key), data), jnp.where(takes, new, v)
-        return v.sum()
+            w = jnp.where(takes, jax.vmap(drawn_at, (0, None, 0))(keys, i, w), w)
+        return v.sum() + w.sum()
 
     def lane(v, n, key):
-        return lx.fori_loop(0, n, lambda _, c: drawn_again(c), (key, v), max_steps=4, kind=kind)[1].sum()
+        """The key in the carry, and the key of all steps."""
+        carried = lx.fori_loop(0, n, lambda _, c: wrap(drawn_again)(c), (key, v), max_steps=4, kind=kind)[1]
+        at = wrap(drawn_at)
+        return carried.sum() + lx.fori_loop(0, n, lambda i, v: at(key, i, v), v, max_steps=4, kind=kind).sum()
 
-    got = jax.vmap(jax.grad(lane))(starts, counts, keys)
-    np.testing.assert_allclose(got, jax.grad(masked)(starts), rtol=1e-12)
+    expected = jax.jit(jax.grad(masked))(starts)
+    got = jax.jit(jax.vmap(jax.grad(lane)))(starts, counts, keys)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    got = jax.jit(jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum()))(starts)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_explain_says_what_steps_that_draw_again_store():
+    key = jax.random.key(3, impl="rbg")
+
+    def loop(kind, wrap):
+        step = wrap(lambda v: drawn_again((key, v))[1])
+        run = lambda v: lx.fori_loop(0, 4, lambda _, v: step(v), v, kind=kind).sum()
+        (found,) = lx.explain(run, jnp.ones(2)).loops
+        assert found.stored is not None
+        return found.stored.what, found.stored.size > 0, found.stored.evaluations
+
+    assert loop("bounded", jax.checkpoint) == loop("bounded", lambda f: f) == ("carries", True, 8)
+    assert loop("residuals", lambda f: f) == ("residuals", True, 4)
+    assert loop("residuals", jax.checkpoint) == (
+        "carries",
+        True,
+        8,
+    )  # of each step its start, from which it draws again

@@ -31,7 +31,7 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.row_buffers.versions import buffers, frozen_body, keep_rows
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
-from loopax._src.schedule.saving import Saving
+from loopax._src.schedule.saving import Blocks, Saving
 
 
 class PartialEval(NamedTuple):
@@ -52,6 +52,12 @@ class PartialEval(NamedTuple):
         return self.unknown_outputs.ys.count(False)
 
     @property
+    def stored(self) -> Sequence[Any]:
+        """The types of what the known loop stores for each step: rows; else a carry, or none (`linear.saving`)."""
+        rows = self.known.output_avals.ys[self.num_known_ys :]
+        return select(self.states, self.known.output_avals.carry) if self.linear.saving else rows
+
+    @property
     def states(self) -> Mask:
         """Which known leaves of the carry the linear part uses."""
         return tuple(reject(self.unknown.carry, self.uses.carry))
@@ -66,8 +72,10 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     plan = loop.storage
     assert isinstance(plan, Plan)
     if plan.stores_residuals:
-        return _keep_residuals(loop, plan, unknown)
-    whole, outputs = loop, unknown_outputs(loop, unknown)
+        parts = _keep_residuals(loop, plan, unknown)
+        if not mixing_primitive(parts.linear.body):
+            return parts
+    outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
     loop, body, uses = _linear_body_and_inverse(loop, plan, unknown, outputs)
@@ -93,11 +101,10 @@ def partial_eval(loop: Loop, unknown: LoopInputs) -> PartialEval:
     if plan.error or not any(parts.states):
         return parts
     saving = _saving(loop, plan, parts)
-    if saving:
-        return _keep_some_carries(parts, saving)
-    if mixing_primitive(part.body):  # it would read rows of finished lanes, which have written none
-        return _keep_residuals(whole, plan, unknown)
-    return _keep_every_carry(parts)
+    if saving is None and mixing_primitive(part.body):
+        # What is read of other lanes is not in rows: lanes that have finished have written none.
+        saving = Blocks(1)
+    return _keep_some_carries(parts, saving) if saving else _keep_every_carry(parts)
 
 
 def _frozen_inverse(inverse: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr | None:

@@ -46,7 +46,7 @@ def _measure(loop: Loop, unknown: LoopInputs) -> StepFacts:
     by_carry = partial_eval(loop._replace(storage=EveryCarry()), unknown)
     carry = num_bytes(select(by_carry.states, by_carry.known.output_avals.carry))
     by_residual = partial_eval(loop._replace(storage=EveryResidual()), unknown)
-    rows = by_residual.known.output_avals.ys[by_residual.num_known_ys :]
+    rows = by_residual.stored
     read = num_bytes(by_carry.known.input_avals.xs)
     again = evaluation(by_carry.known.body) + costs().cached_byte * read
     facts = StepFacts(carry, num_bytes(rows), again, num_bytes(by_residual.residual_avals))
