@@ -92,7 +92,7 @@ def _keeps_residuals(plan: Plan, parts: PartialEval) -> bool:
 def _kept(loop: Loop, plan: Plan, parts: PartialEval) -> tuple[int, int]:
     """How many carries or residuals are stored, and the size of one."""
     if _keeps_residuals(plan, parts):
-        return loop.bound or 0, num_bytes(parts.known.output_avals.ys[parts.num_known_ys :])
+        return loop.bound or 0, num_bytes(parts.stored)
     size = num_bytes(select(parts.states, parts.known.output_avals.carry))
     saving = plan.shown(parts.known.saving)
     if loop.bound is None:

@@ -370,8 +370,5 @@ def test_explain_says_what_steps_that_draw_again_store():
 
     assert loop("bounded", jax.checkpoint) == loop("bounded", lambda f: f) == ("carries", True, 8)
     assert loop("residuals", lambda f: f) == ("residuals", True, 4)
-    assert loop("residuals", jax.checkpoint) == (
-        "carries",
-        True,
-        8,
-    )  # of each step its start, from which it draws again
+    # Of each step its start, from which it draws again.
+    assert loop("residuals", jax.checkpoint) == ("carries", True, 8)

@@ -53,7 +53,7 @@ class PartialEval(NamedTuple):
 
     @property
     def stored(self) -> Sequence[Any]:
-        """The types of what the known loop stores for each step: rows; else a carry, or none (`linear.saving`)."""
+        """The types of what the known loop stores of a step: a carry if it saves some, else further rows of ys."""
         rows = self.known.output_avals.ys[self.num_known_ys :]
         return select(self.states, self.known.output_avals.carry) if self.linear.saving else rows
 
