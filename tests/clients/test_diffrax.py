@@ -3,8 +3,10 @@
 import diffrax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 import pytest
+from scipy.integrate import solve_ivp
 
 START = jnp.array([1.0, 0.2])
 PRECISE = diffrax.PIDController(rtol=1e-9, atol=1e-9)
@@ -52,6 +54,21 @@ def events_of_lanes(a):
 
 def test_diffrax_has_our_loops():
     assert " loop[" in str(jax.make_jaxpr(adaptive)(START))
+
+
+def by_scipy(function, end, start, a, **options):
+    return solve_ivp(lambda t, y: np.array(function(t, y, a)), (0.0, end), start, rtol=1e-10, atol=1e-12, **options)
+
+
+def test_values_are_those_of_another_solver():
+    of_event = by_scipy(falling, 10.0, [1.0, 0.5], (9.8, 0.1), events=lambda t, y: y[0])
+    at, speed = of_event.t_events[0][-1], of_event.y_events[0][-1][1]
+    np.testing.assert_allclose(event(jnp.array([9.8, 0.1])), at + speed, rtol=1e-6)
+    times = np.linspace(0.2, 1.0, 3)
+    saved = by_scipy(van_der_pol, 1.0, START, (1.1, 0.7), t_eval=times).y
+    np.testing.assert_allclose(adaptive(jnp.array([1.1, 0.7])), (saved**2).sum(), rtol=1e-6)
+    last = by_scipy(van_der_pol, 0.2, START, (20.0, 0.7)).y[:, -1]
+    np.testing.assert_allclose(implicit(jnp.array([20.0, 0.7])), (last**2).sum(), rtol=1e-4)
 
 
 CASES = [(adaptive, (1.1, 0.7)), (implicit, (20.0, 0.7)), (event, (9.8, 0.1)), (events_of_lanes, (9.8, 0.1))]

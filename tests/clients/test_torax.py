@@ -39,4 +39,4 @@ def simulation():
 
 def test_fixed_time_step(check):
     temperatures = simulation()
-    check(lx.rewrite_loops(temperatures), 1.3, step=1e-4)
+    check(lx.rewrite_loops(temperatures), 1.3, original=temperatures, step=1e-4)

@@ -270,7 +270,7 @@ def test_rewrite_loops_finds_scan3() -> None:
 
 
 @pytest.mark.skipif(not NEWEST, reason="they do not log before")
-@pytest.mark.parametrize("kind", ["lax", "auto", "residuals", "checkpointed"])
+@pytest.mark.parametrize("kind", ["lax", "auto", "residuals", "checkpointed", lx.Truncated(last=2)])
 def test_logs_of_a_backward_rule_are_refused_by_name(kind: Any) -> None:
     logging: Any = jax.custom_vjp(jnp.sin)
     logging.defvjp_with_logs(lambda x: (jnp.sin(x), x), lambda x, ct: ((jnp.cos(x) * ct,), {"of the sine": ct}))
@@ -279,4 +279,21 @@ def test_logs_of_a_backward_rule_are_refused_by_name(kind: Any) -> None:
     with pytest.raises(NotImplementedError, match="logs 'of the sine', and loops of loopax do not hand logs on"):
         jax.grad(loop)(X)
     with pytest.raises(NotImplementedError, match="of the sine"):
+        jax.vjp(loop, X)[1].with_logs(1.0)  # pyright: ignore[reportFunctionMemberAccess]
+    with pytest.raises(NotImplementedError, match="of the sine"):
+        jax.grad(lambda x: jax.vmap(loop)(x[None])[0])(jnp.float64(X))
+    with pytest.raises(NotImplementedError, match="of the sine"):
         jax.vjp(lambda x: lx.cond(x > 0, logging, lambda x: x, x), X)[1](1.0)
+
+
+@pytest.mark.skipif(not NEWEST, reason="they do not log before")
+def test_logs_in_the_linear_system_of_implicit_are_refused_by_name() -> None:
+    logging: Any = jax.custom_vjp(jnp.cos)
+    logging.defvjp_with_logs(lambda x: (jnp.cos(x), x), lambda x, ct: ((-jnp.sin(x) * ct,), {"of the cosine": ct}))
+    loop = lambda f, x: lx.fori_loop(0, 60, lambda _, y: 0.5 * f(y) + x, x, kind="implicit")
+    np.testing.assert_allclose(loop(logging, X), loop(jnp.cos, X))
+    with pytest.raises(NotImplementedError, match="logs 'of the cosine', and loops of loopax do not hand logs on"):
+        jax.grad(lambda x: loop(logging, x))(X)
+    plain: Any = jax.custom_vjp(jnp.cos)
+    plain.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (-jnp.sin(x) * ct,))
+    np.testing.assert_allclose(jax.grad(lambda x: loop(plain, x))(X), jax.grad(lambda x: loop(jnp.cos, x))(X))

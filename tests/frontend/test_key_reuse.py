@@ -38,6 +38,15 @@ def rows_twice(m: Any, key: Any, x: Any) -> Any:
     return m.scan(add, m.scan(add, x, keys)[0], keys)[0]
 
 
+def handed_on(m: Any, key: Any) -> Any:
+    """Each step returns the key as it came."""
+    return m.fori_loop(0, 3, lambda _, c: (c[0] + 1.0, c[1]), (0.0, key))[1]
+
+
+def handed_on_until(m: Any, key: Any) -> Any:
+    return m.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, c[1]), (0.0, key))[1]
+
+
 REUSING: dict[str, Program] = {
     "closed over": lambda m, k, x: m.fori_loop(0, 3, lambda _, x: add(x, k)[0], x),
     "carried": lambda m, k, x: m.scan(lambda k, _: (k, random.normal(k)), k, None, 3)[1].sum() * x,
@@ -45,6 +54,9 @@ REUSING: dict[str, Program] = {
     "used behind": lambda m, k, x: x * split_in_carry(m, k)[1] + random.normal(k),
     "rows twice": rows_twice,
     "the last twice": lambda m, k, x: add_twice(x, split_in_carry(m, k)[0]),
+    "used before and handed on": lambda m, k, x: add(add(x, k)[0], handed_on(m, k))[0],
+    "handed on and used behind": lambda m, k, x: add(add(x, handed_on_until(m, k))[0], k)[0],
+    "handed on by two": lambda m, k, x: add(add(x, handed_on(m, k))[0], handed_on_until(m, k))[0],
     "in one step": lambda m, k, x: x * split_in_carry(m, k, lambda k: random.normal(k) + random.uniform(k))[1],
     "with a condition": lambda m, k, x: m.while_loop(
         lambda c: c[0] < 3, lambda c: (add(c[0] + 1, c[1])[0], c[1]), (x, k)
@@ -58,6 +70,7 @@ REUSING: dict[str, Program] = {
 }
 RIGHT: dict[str, Program] = {
     "split": lambda m, k, x: add(x, split_in_carry(m, k)[0])[0],
+    "handed on": lambda m, k, x: add(x, handed_on_until(m, handed_on(m, k)))[0],
     "rows": lambda m, k, x: m.scan(add, x, random.split(k, 3))[0],
     "folded in": lambda m, k, x: m.fori_loop(0, 3, lambda i, x: add(x, random.fold_in(k, i))[0], x),
     "one branch or the other": lambda m, k, x: m.cond(x > 0, random.normal, random.uniform, k) + x,

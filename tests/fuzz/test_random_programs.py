@@ -1,4 +1,4 @@
-"""Random programs give what unrolled Python loops give: 200 here, most of them slow; ten thousand by `make fuzz`.
+"""Random programs give what unrolled Python loops give: 200 here, most of them slow; five thousand by `make fuzz`.
 
 `LOOPAX_FUZZ` says how many, `LOOPAX_FUZZ_FIRST` the number of the first. What is wrong is printed as a `Program`:
 `python -m tests.fuzz.smaller NUMBER` makes it smaller; keep it in `KEPT`. `python -m tests.fuzz` says how many programs

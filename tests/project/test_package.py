@@ -91,3 +91,12 @@ def test_hosted_tests_call_targets_that_are_there() -> None:
     assert others == {"lowest", "newest", "python3.13", "python3.14"}
     for target in targets | {f"test-{name}" for name in others}:
         assert re.search(rf"^(?:[\w.-]+ )*{re.escape(target)}(?: [\w.-]+)*:", makefile, re.MULTILINE), target
+
+
+def test_hosted_tests_have_the_flags_of_all_tests() -> None:
+    flags = (ROOT / ".ci/test-all").read_text().split('all_flags="')[1].split('"')[0].split()
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    assert len(flags) > 4
+    for flag in flags:
+        assert f"lock: newest, flags: {flag}}}" in workflow
+    assert " ".join(flags) in " ".join(workflow.split())

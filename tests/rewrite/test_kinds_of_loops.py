@@ -60,3 +60,12 @@ def test_what_is_no_kind() -> None:
     pattern = r"rewrite_loops\(kind=\.\.\.\), which returned 'fast' for lax\.while_loop at \S*test_kinds_of_loops\.py"
     with pytest.raises(ValueError, match=pattern):
         lx.rewrite_loops(of_others, kind=lambda loop: "fast")(0.7)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", [lx.Checkpointed, lx.Bounded])
+def test_a_class_is_no_function_that_chooses(kind: Any) -> None:
+    advice = rf"kind={kind.__name__} is a class, and an object is expected: write kind=lx\.{kind.__name__}\(\)\."
+    with pytest.raises(ValueError, match=advice):
+        lx.rewrite_loops(of_others, kind=kind)
+    with pytest.raises(ValueError, match=advice):
+        lx.compare(lambda x: lx.fori_loop(0, 3, lambda i, x: x * x, x), 1.0, kinds=["auto", kind])

@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps, take_steps
-from loopax._src.frontend.key_reuse import note_key_use
+from loopax._src.frontend.key_reuse import KeyUse, note_key_use, with_kept_keys
 from loopax._src.frontend.options import SCAN, no_capacity
 from loopax._src.frontend.program import Given, Program, Results, compiled
 from loopax._src.frontend.references import NO_REFERENCES, ReferenceRows, overwrite, refuse_references_in
@@ -81,6 +81,7 @@ class _Ended:
     ys: list[Any]  # those that the body wrote to rows of xs first
     found: Found
     checks: Sequence[Check] = ()
+    key_use: KeyUse | None = None
 
 
 def run(
@@ -165,7 +166,7 @@ class _Call:
             overwrite(reference, value)
         checks = [Check(flag, message) for flag, message in zip(out.flags, traced.messages, strict=True)]
         carry = restore_weak(out.carry, traced.carry_avals)
-        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks)
+        return _Ended(out.num_steps, out.goes_on, carry, spec, out.ys, traced.found, checks, traced.key_use)
 
     def _loop(self, traced: Traced, extent: Extent, predicated: bool, num_carry: int) -> core.Loop:
         """The loop of a traced step."""
@@ -209,7 +210,7 @@ class _Call:
         return Finished(
             ended.num_steps,
             ended.goes_on,
-            ended.spec.unpack(ended.carry),
+            with_kept_keys(ended.key_use, freeze(self.init), ended.spec, ended.spec.unpack(ended.carry)),
             self.references.write_back(ys, walked),
             list(ended.checks),
             hand_over_all,

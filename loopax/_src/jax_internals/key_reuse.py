@@ -48,8 +48,8 @@ def consume_keys(keys: Sequence[Any]) -> None:
         _uses_keys_p.bind(key)
 
 
-def keys_of(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Which inputs of a program are keys that it consumes, and which results are new keys.
+def keys_of(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[list[bool], list[bool], dict[int, int]]:
+    """Which inputs of a program are keys that it consumes, which results are new keys, and which are inputs.
 
     `is_key` says which inputs are the integers behind a key; results may be. In the answer, constants are the first
     inputs. Raises `KeyReuseError` where the program itself uses a key twice.
@@ -59,7 +59,8 @@ def keys_of(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[list[bool], li
     consumed = {sink.idx for sink in signature.sinks if np.any(sink.mask)}
     made = {source.idx for source in signature.sources}
     places = [*range(num_inputs, num_inputs + num_consts), *range(num_inputs)]  # JAX has constants last
-    return [i in consumed for i in places], [i in made for i in range(len(jaxpr.outvars))]
+    kept = {forward.out_idx: places.index(forward.in_idx) for forward in signature.forwards}
+    return [i in consumed for i in places], [i in made for i in range(len(jaxpr.outvars))], kept
 
 
 def _with_keys(closed: ClosedJaxpr, is_key: Sequence[bool]) -> tuple[Any, int]:

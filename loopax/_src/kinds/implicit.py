@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Cost, Derivative, Kind, LoopCall, LoopFacts, NoReverseMode, Outcome
-from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import api_boundary, to_device, vary_like
+from loopax._src.core.jaxpr.util import calls_custom_vjp, merge_lists, reject, select
+from loopax._src.jax_internals import api_boundary, linear_transpose, to_device, vary_like
 from loopax._src.kinds.fixed_point import FixedPoint, raveled
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.perturbed import jvp
@@ -172,6 +172,8 @@ class Implicit(Kind):
         unknowns = select(fixed_point.is_unknown, carry)
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
+        if calls_custom_vjp(fixed_point.call.loop.body.jaxpr):  # the solver would drop what its backward rule logs
+            jax.eval_shape(linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
         start = select(fixed_point.is_unknown, inputs[0].carry)
         b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)

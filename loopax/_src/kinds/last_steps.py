@@ -1,5 +1,6 @@
 """The derivative of the last steps of a loop alone."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,18 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core import Kind, LoopCall, LoopOperands, Outcome
-from loopax._src.core.jaxpr.util import put_rows, stacked
-from loopax._src.jax_internals import keep_bits, mapped_aval, on_device, zeros
+from loopax._src.core.jaxpr.mixed_lanes import mixing_primitive
+from loopax._src.core.jaxpr.util import INDEX, put_rows, stacked, trace
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits, mapped_aval, on_device, where, zeros
+from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.lax import Lax
 from loopax._src.kinds.perturbed import jvp, zero_tangent
 from loopax._src.kinds.steps import Steps
+from loopax._src.kinds.windows import in_windows
 
 
 def differentiate_last(call: LoopCall, size: int, kind: Kind) -> Outcome:
     """Run a loop that may take more than `size` steps; the derivative is that of the last `size`, stored by `kind`."""
     if call.is_fixed and call.loop.reporting is None:
         return _in_two(Steps.of(call), size, kind)
-    return _by_ring(call, size, kind)
+    return _when_it_has_run(call, size, kind)
 
 
 def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
@@ -36,12 +40,16 @@ def _in_two(steps: Steps, size: int, kind: Kind) -> Outcome:
     return steps.results(after._replace(num_steps=before.num_steps + after.num_steps, ys=ys))
 
 
-def _by_ring(call: LoopCall, size: int, kind: Kind) -> Outcome:
+def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
     """The length is known when the loop has run: it keeps the carries before its last steps, which are taken again.
+
+    Lanes take their last steps at different times. A step that mixes lanes would be taken beside other steps than the
+    first time: such a loop keeps no carries, and takes all of its steps again.
 
     A value alone needs neither, so both stand in the rules of a `jax.custom_jvp`. There, results must be computed from
     primals alone, and so have rules of their own.
     """
+    mixes_lanes = mixing_primitive(call.loop.body) is not None
 
     @jax.custom_jvp
     def run(operands: LoopOperands) -> Outcome:
@@ -49,13 +57,18 @@ def _by_ring(call: LoopCall, size: int, kind: Kind) -> Outcome:
 
     @jax.custom_jvp
     def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:
+        if mixes_lanes:
+            return run(operands), []
         steps = Steps.of(call.at(lax.stop_gradient(operands)))
         found, ring = steps.with_ring(steps.operands, size)
         return _lanes_in_front(steps.results(found)), ring
 
     def dots_of(found: Outcome, ring: list[Any], operands: LoopOperands, dots: Any) -> Outcome:
         def last(operands: LoopOperands) -> Outcome:
-            return _last_again(Steps.of(call.at(operands)), found.num_steps, ring, size, kind)
+            steps = Steps.of(call.at(operands)).unconditional()
+            if mixes_lanes:
+                return _all_again(steps, found.num_steps, size, kind)
+            return _last_again(steps, found.num_steps, ring, size, kind)
 
         return jvp(last, operands, dots)[1]
 
@@ -99,8 +112,32 @@ def _last_again(steps: Steps, num_steps: Any, ring: list[Any], size: int, kind: 
     rows_of = partial(lax.dynamic_slice_in_dim, slice_size=size)
     xs = [on_device(lambda x: keep_bits(rows_of, x, first), x) for x in operands.xs]
     last = operands._replace(high=num_steps - first, carry=carry, xs=xs)
-    after = steps.unconditional().part(first, last, size, kind)
+    after = steps.part(first, last, size, kind)
     rows = [mapped_aval(size, 0, jax.typeof(y)) for y in after.ys]
     empty = [zeros(stacked(row, steps.loop.bound or 0)) for row in rows]
     ys = [put_rows(*pair, first) for pair in zip(empty, after.ys, strict=True)]
     return steps.results(after._replace(num_steps=num_steps, ys=ys))
+
+
+def _all_again(steps: Steps, num_steps: Any, size: int, kind: Kind) -> Outcome:
+    """All steps, differentiable, of which those before the last return constants."""
+    loop, operands = steps.loop, steps.operands
+    taken = jaxpr_as_fun(loop.body)
+
+    def body(step: Any, first: Any, *inputs: Any) -> list[Any]:
+        return [where(step < first, lax.stop_gradient(leaf), leaf) for leaf in taken(step, *inputs)]
+
+    loop = loop._replace(
+        body=trace(body, [INDEX, *loop.body.in_avals]),
+        inverse=loop.inverse and _with_first(loop.inverse),
+        num_consts=loop.num_consts + 1,
+        reporting=None,
+    )
+    operands = operands._replace(high=num_steps, consts=[num_steps - size, *operands.consts])
+    steps = replace(steps, loop=loop, operands=operands)
+    return in_windows(steps, size, of_windows=Checkpointed(), of_steps=kind, is_cut=False)
+
+
+def _with_first(inverse: ClosedJaxpr) -> ClosedJaxpr:
+    function = jaxpr_as_fun(inverse)
+    return trace(lambda step, _, *inputs: function(step, *inputs), [INDEX, *inverse.in_avals])

@@ -34,7 +34,7 @@ def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float, reached
 
 def is_solver(solver: Any) -> bool:
     """Whether this is a solver of lineax, or a function that may be one."""
-    return _is_of_lineax(solver) or callable(solver)
+    return _is_of_lineax(solver) or (callable(solver) and not isinstance(solver, type))
 
 
 def _is_of_lineax(solver: Any) -> bool:

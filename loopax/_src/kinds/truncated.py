@@ -56,7 +56,9 @@ class Truncated(Kind):
     Notes
     -----
     Cost of `last=k`: the loop, and the derivative of k steps. If the length is known only at run time, the forward pass
-    also stores the carry before each of the last k steps. The last k steps are then evaluated once more.
+    also stores the carry before each of the last k steps. The last k steps are then evaluated once more. If a batch of
+    the body computes for a lane from other lanes (keys of `rbg`, some rules of `custom_vmap`), all steps are evaluated
+    again, in windows of k steps; a gradient stores carries before windows as `Checkpointed()` does.
 
     Cost of `window=w`: the loop, and the derivative of all steps. A gradient stores the carry at the start of each
     window (without a bound: at most 64 of these carries), and recomputes the steps.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
@@ -91,6 +91,7 @@ def rewrite_loops(
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)
+    kind = to_kind(cast("KindLike", kind)) if isinstance(kind, type) else kind  # a class is no function that chooses
     is_chosen = callable(kind)
     options = arguments.options("rewrite_loops", "auto" if is_chosen else kind, lanes, max_steps=max_steps)
     if options.lanes.is_free:

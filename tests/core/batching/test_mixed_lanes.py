@@ -133,6 +133,47 @@ def test_draws_are_those_of_jax(step, impl):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
 
 
+def counted(while_loop, **options):
+    def run(n, step, c):
+        return while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (jnp.int32(0), c), **options)[1]
+
+    return run
+
+
+ROW_NUMBERS = np.arange(ROWS)
+EACH_LOOP = {
+    "while_loop": counted(lx.while_loop),
+    "while_loop with a bound": counted(lx.while_loop, max_steps=ROWS),
+    "fori_loop": lambda n, step, c: lx.fori_loop(0, n, lambda _, c: step(c), c),
+    "limits of lanes": lambda n, step, c: lx.fori_loop(n, 2 * n, lambda _, c: step(c), c, max_steps=ROWS),
+    "reversed scan": lambda n, step, c: lx.scan(lambda c, _: (step(c), None), c, ROW_NUMBERS, length=n, reverse=True)[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("loop", EACH_LOOP)
+def test_each_loop_draws_as_a_masked_scan(loop):
+    def draw(w, c):
+        return by_carry(w, c[0], None, None, c[1], None)
+
+    def masked(n, step, c):
+        def body(c, i):
+            data, new = jax.random.key_data(c[1]), step(c)
+            kept = jnp.where(i < n, jax.random.key_data(new[1]), data)
+            return (jnp.where(i < n, new[0], c[0]), jax.random.wrap_key_data(kept, impl="rbg")), None
+
+        return lax.scan(body, c, jnp.arange(ROWS, dtype=jnp.int32), reverse=loop == "reversed scan")[0]
+
+    def all_of(run):
+        lane = lambda w, n, key: run(n, lambda c: draw(w, c), (0.5, key))[0]
+        batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, LENGTHS, keys("rbg"))
+        return jax.jvp(batch, (0.7,), (1.0,)), jax.jacrev(batch)(0.7)
+
+    got, expected = jax.jit(lambda: all_of(EACH_LOOP[loop]))(), jax.jit(lambda: all_of(masked))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
+
+
 @pytest.mark.parametrize("lanes", ["compact", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lockstep", "auto"))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_do_not_depend_on_kind_and_lanes(kind, lanes):
@@ -356,6 +397,127 @@ def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(ki
     np.testing.assert_allclose(got, expected, rtol=1e-12)
     got = jax.jit(jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum()))(starts)
     np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("last", "options"),
+    [
+        (1, {"max_steps": ROWS}),
+        (2, {"max_steps": ROWS}),
+        (2, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (1, {}),
+                (3, {"max_steps": ROWS}),
+                (3, {"max_steps": ROWS, "lanes": LANES["compact"]}),
+                (4, {}),
+            ]
+        ),
+    ],
+)
+def test_the_last_steps_of_lanes_that_end_at_different_times(last, options):
+    """A lane's last steps take from other lanes what these had at the same steps, with the derivative of their last."""
+    kind = lx.Truncated(last=last, kind=lx.Residuals() if "max_steps" in options else lx.Checkpointed(2))
+    less_mean = custom(MIXING["mean"])
+
+    def step(w, x, i, key):
+        return jnp.cos(w * less_mean(x)) + jax.random.normal(jax.random.fold_in(key, i), (2,))
+
+    def of_loopax(w, x, n, key):
+        return lx.fori_loop(0, n, lambda i, x: step(w, x, i, key), x, kind=kind, **options)
+
+    def masked(w, x, n, key):
+        def body(x, i):
+            new = jnp.where(i < n, step(w, x, i, key), x)
+            return jnp.where(i < n - last, lax.stop_gradient(new), new), None
+
+        return lax.scan(body, x, jnp.arange(ROWS, dtype=jnp.int32))[0]
+
+    def all_of(lane):
+        batch = lambda w, x: jax.vmap(lane, (None, 0, 0, 0))(w, x, LENGTHS, keys("rbg"))
+        total = lambda w, x: jnp.sin(batch(w, x)).sum()
+        starts = jnp.asarray(STARTS)
+        forward = jax.jvp(batch, (0.7, starts), (1.0, starts))
+        return forward, jax.grad(total, (0, 1))(0.7, starts), jax.hessian(total)(0.7, starts)
+
+    got, expected = jax.jit(lambda: all_of(of_loopax))(), jax.jit(lambda: all_of(masked))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+
+
+INNER = {
+    "fori_loop": lambda m, step, c: lx.fori_loop(0, m, lambda j, c: step(c), c),
+    "fori_loop with a bound": lambda m, step, c: lx.fori_loop(
+        0, m, lambda j, c: step(c), c, max_steps=3, kind="residuals"
+    ),
+    "while_loop": counted(lx.while_loop),
+    "while_loop of lax": counted(lax.while_loop),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("mixing", ["key", "mean"])
+def test_lanes_that_have_finished_keep_the_length_of_an_inner_loop(inner, mixing):
+    """What other lanes see of a finished lane inside of the inner loop depends on how many steps that takes."""
+    less_mean = custom(MIXING["mean"])
+
+    def draw(w, x, data):
+        carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))
+        return jnp.cos(w * x) + jax.random.normal(use, (2,)), jax.random.key_data(carried)
+
+    step = draw if mixing == "key" else lambda w, x, data: (jnp.cos(w * x) + jnp.sin(less_mean(x)), data)
+
+    def lane(w, x, n, m, key):
+        run = lambda c: INNER[inner](m, lambda c: step(w, *c), c)
+        return lx.fori_loop(0, n, lambda i, c: run(c), (x, jax.random.key_data(key)), max_steps=ROWS)[0]
+
+    def masked(w, x, n, m, key):
+        def taken(is_taken, new, old):
+            return jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
+
+        def steps(n, most, step, c):
+            rows = jnp.arange(most, dtype=jnp.int32)
+            return lax.scan(lambda c, i: (taken(i < n, step(c), c), None), c, rows)[0]
+
+        run = lambda c: steps(m, 3, lambda c: step(w, *c), c)
+        return steps(n, ROWS, run, (x, jax.random.key_data(key)))[0]
+
+    def all_of(lane):
+        inner_lengths = np.array([1, 3, 2], np.int32)
+        batch = lambda w: jax.vmap(lane, (None, 0, 0, 0, 0))(
+            w, jnp.asarray(STARTS), LENGTHS, inner_lengths, keys("rbg")
+        )
+        back = () if inner == "while_loop of lax" else jax.jacrev(batch)(0.7)
+        return jax.jvp(batch, (0.7,), (1.0,)), back
+
+    got, expected = jax.jit(lambda: all_of(lane))(), jax.jit(lambda: all_of(masked))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+
+
+@pytest.mark.parametrize("inner", ["residuals", "reversible"])
+def test_rows_of_the_last_steps_of_lanes_that_draw(inner):
+    def draw(w, i, key):
+        return w * jax.random.normal(jax.random.fold_in(key, i))
+
+    def lane(w, n, key):
+        inverse = lambda c, i: c - draw(w, i, key)
+        kind = lx.Truncated(last=2, kind=lx.Reversible(inverse) if inner == "reversible" else inner)
+        step = lambda x, i: (x + draw(w, i, key), w * x)
+        return lx.scan(step, 0.5, jnp.arange(ROWS, dtype=jnp.int32), length=n, kind=kind)
+
+    def masked(w, n, key):
+        def step(x, i):
+            cut = lambda leaf: jnp.where(i < n - 2, lax.stop_gradient(leaf), leaf)
+            return cut(jnp.where(i < n, x + draw(w, i, key), x)), cut(jnp.where(i < n, w * x, 0.0))
+
+        return lax.scan(step, 0.5, jnp.arange(ROWS, dtype=jnp.int32))
+
+    def slopes(lane):
+        batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, LENGTHS, keys("rbg"))
+        return jax.jacfwd(batch)(0.7), jax.jacrev(batch)(0.7)
+
+    got, expected = jax.jit(lambda: slopes(lane))(), jax.jit(lambda: slopes(masked))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
 
 
 def test_explain_says_what_steps_that_draw_again_store():

@@ -135,6 +135,24 @@ def test_values(function, lanes):
     assert in_rule.values == []
 
 
+OTHER_LOOPS = {
+    "while_loop": lambda f, x, n, **options: lx.while_loop(
+        lambda c: c[1] < n, lambda c: (f(c[0]), c[1] + 1), (x, 0), max_steps=4, **options
+    )[0],
+    "scan": lambda f, x, n, **options: lx.scan(lambda x, _: (f(x), None), x, length=n, max_steps=4, **options)[0],
+}
+
+
+@pytest.mark.parametrize("lanes", ["lockstep", "sequential"])
+@pytest.mark.parametrize("loop", OTHER_LOOPS)
+@pytest.mark.parametrize("function", [checkpoint, custom_jvp, custom_vjp, custom_root])
+def test_values_in_other_loops(function, loop, lanes):
+    log = Log()
+    f = jax.jit(jax.vmap(lambda x, n: OTHER_LOOPS[loop](function(log, log), x, n, lanes=lanes)))
+    assert log.of(f, X, N) == CALLED
+    assert f(X, N).tolist() == [2.0, 80.0, 100.0]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_in_branches(function):
     log = Log()

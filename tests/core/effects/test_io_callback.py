@@ -35,11 +35,11 @@ def scan(step, x, n, **options):
 
 
 def rollout(step, x, n, **options):
-    return lx.rollout(lambda x, _: (step(x), x), x, length=n, max_steps=4, **options)[0]
+    return lx.rollout(lambda x: (step(x), x), x, n, max_steps=4, **options)[0]
 
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential", "auto"])
-@pytest.mark.parametrize("loop", [fori, while_, scan])
+@pytest.mark.parametrize("loop", [fori, while_, scan, rollout])
 def test_in_each_loop(loop, lanes):
     log = Log()
     f = jax.jit(jax.vmap(lambda x, n: loop(lambda x: doubled(log, x), x, n, lanes=lanes)))

@@ -322,4 +322,7 @@ def loop_dependence(eqn: Any) -> list[int]:
 def loop_mixed_operands(eqn: Any) -> list[bool]:
     """Which operands flow into what mixes lanes in the body."""
     loop = Loop(**eqn.params)
-    return [False, False, *mixed_inputs_of_steps(loop.body, loop.carry_range)[1:]]
+    deciding = [loop.predicated and i == 0 for i in range(loop.num_carry)]
+    mixed = mixed_inputs_of_steps(loop.body, loop.carry_range, deciding=deciding)
+    decides = any(mixed[i] for i in loop.carry_range)
+    return [decides, decides, *mixed[1:]]

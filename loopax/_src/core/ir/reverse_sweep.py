@@ -271,5 +271,6 @@ def sweep_mixed_operands(eqn: Any) -> list[bool]:
     """Which operands flow into what mixes lanes in the step, whose carry and state go from step to step."""
     sweep = ReverseSweep(**eqn.params)
     carried = range(sweep.carry_range.start, sweep.carry_range.stop + sweep.num_state)
-    inputs = sweep.of_backward(mixed_inputs_of_steps(sweep.step, carried)[1:])
-    return [False, False, False, *flatten(SweepOperands.of(inputs))]
+    mixed = mixed_inputs_of_steps(sweep.step, carried)
+    decides = any(mixed[i] for i in carried)
+    return [decides, decides, False, *flatten(SweepOperands.of(sweep.of_backward(mixed[1:])))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from loopax._src.core.jaxpr.dataflow import dependence, members, of_equation, to_bits
 from loopax._src.core.jaxpr.lanewise import keeps_lanes_apart
-from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, split_list, weakly_cached
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     Literal,
@@ -92,20 +92,34 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
 
 def _while(loop: While) -> Sequence[bool]:
     carry = range(loop.num_consts, loop.num_consts + loop.num_carry)
-    body = mixed_inputs_of_steps(loop.body, carry, mixed_inputs(loop.cond)[loop.num_cond_consts :])
-    return [*mixed_inputs(loop.cond)[: loop.num_cond_consts], *body]
+    mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
+    consts, leaves = split_list(mixed, [loop.num_cond_consts])
+    deciding = [bool(bits >> i & 1) for i in range(len(mixed))]
+    body = mixed_inputs_of_steps(loop.body, carry, leaves, deciding[loop.num_cond_consts :])
+    if any(body[i] for i in carry):
+        consts = either(consts, deciding[: loop.num_cond_consts])
+    return [*consts, *body]
 
 
-def mixed_inputs_of_steps(body: ClosedJaxpr, carry: range, also: Sequence[bool] = ()) -> Mask:
+def mixed_inputs_of_steps(
+    body: ClosedJaxpr, carry: range, also: Sequence[bool] = (), deciding: Sequence[bool] = ()
+) -> Mask:
     """Which inputs of a loop's body flow into what mixes lanes, in any number of steps.
 
     The carry is the body's first outputs, and its inputs at the positions `carry`; `also` says which leaves of it are
-    mixed outside of the body.
+    mixed outside of the body, `deciding` which decide on the number of steps. These are mixed where any leaf is: what
+    other lanes see of a lane depends on how many steps it has taken.
     """
     mixed, needed = mixed_inputs(body), dependence(body)
+
+    def of_carry(leaves: Sequence[bool]) -> list[bool]:
+        return [i in carry and leaves[i - carry.start] for i in range(len(mixed))]
+
     if also:
-        mixed = either(mixed, [i in carry and also[i - carry.start] for i in range(len(mixed))])
+        mixed = either(mixed, of_carry(also))
     while True:
+        if deciding and any(mixed[i] for i in carry):
+            mixed = either(mixed, of_carry(deciding))
         from_before = [needed[i - carry.start] for i in carry if mixed[i]]
         grown = tuple(is_mixed or any(bits >> i & 1 for bits in from_before) for i, is_mixed in enumerate(mixed))
         if grown == mixed:
