@@ -196,3 +196,9 @@ def rule_that_mixes_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
     """Also of those that have finished."""
     own = lax.stop_gradient(jnp.tanh(c["s"])) + c["lane"].astype(float)
     return c | {"s": 0.6 * c["s"] + 0.1 * centred(own)}
+
+
+def inner_rule_that_mixes_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """Of lanes that take different numbers of steps in the inner loop, too."""
+    own = lambda s: lax.stop_gradient(jnp.tanh(s)) + c["lane"].astype(float)
+    return c | {"s": loops.inner(c["n"] % 3, lambda s: 0.6 * s + 0.1 * centred(own(s)), c["s"]), "n": c["n"] + 1}

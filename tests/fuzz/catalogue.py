@@ -27,7 +27,8 @@ ALWAYS: list[Operation] = [
         _a.pure_callback,
         _a.rule_for_lanes,
     ),
-    *(_a.rule_that_mixes_lanes, _f.clipped, _f.guarded_domain, _f.named, _f.checkpoint_with_policy),
+    *(_a.rule_that_mixes_lanes, _a.inner_rule_that_mixes_lanes),
+    *(_f.clipped, _f.guarded_domain, _f.named, _f.checkpoint_with_policy),
     *of_any_lanes(_o.branch, _o.branch_with_a_product, _o.branch_with_a_domain, _o.one_of_three, _o.loop_in_branch),
     *of_any_lanes(_o.branch_in_branch, _f.chosen_in_branch, _f.checkpoint_of_branch),
 ]
@@ -37,7 +38,8 @@ OF_FEATURES: dict[str, list[Operation]] = {
     "f": [_o.float32],
     "d": [_o.doubles, _o.doubles_in_branch, _o.doubles_in_inner_loop],  # of a program in 32-bit mode
     "k": [_o.random, *of_any_lanes(_o.random_branch)],
-    "g": [_o.random_of_lanes, *of_any_lanes(_o.random_branch_of_lanes)],  # a key of `rbg` or `unsafe_rbg`
+    # A key of `rbg` or `unsafe_rbg`.
+    "g": [_o.random_of_lanes, _o.random_in_inner_loop_of_lanes, *of_any_lanes(_o.random_branch_of_lanes)],
     "y": [_o.random_of_loop],  # a key that the loop is given
     "m": [_o.module, _o.trained_module, *of_any_lanes(_o.module_in_branch)],
     "b": [_o.append, _o.newest_of_buffer],
@@ -69,5 +71,6 @@ OPERATIONS: dict[str, Operation] = {
 WITH_BACKWARD_EFFECTS = {name for name in OPERATIONS if "backward" in name}
 WITHOUT_FORWARD_MODE = {"custom_vjp", "squash", "say_in_custom_vjp", *WITH_BACKWARD_EFFECTS}
 WITH_CHECKPOINTS = {name for name in OPERATIONS if "checkpoint" in name}
+MIXES_LANES = {"rule_that_mixes_lanes", "inner_rule_that_mixes_lanes"}
 BRANCHES = ("branch", "one_of_three", "say_and_change_nothing")
 TAKES_BRANCHES = [name for name in OPERATIONS if any(branch in name for branch in BRANCHES)]

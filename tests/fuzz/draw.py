@@ -2,17 +2,26 @@
 
 from random import Random
 
-from tests.fuzz.catalogue import ALWAYS, OF_FEATURES, TAKES_BRANCHES, WITH_BACKWARD_EFFECTS, WITHOUT_FORWARD_MODE
+from tests.fuzz.catalogue import (
+    ALWAYS,
+    MIXES_LANES,
+    OF_FEATURES,
+    TAKES_BRANCHES,
+    WITH_BACKWARD_EFFECTS,
+    WITHOUT_FORWARD_MODE,
+)
 from tests.fuzz.loops import MOST_INNER_STEPS
 from tests.fuzz.program import KINDS, LANES, POLICIES, ROWS, Program
 from tests.fuzz.transformations import AROUND, BATCHES, DERIVATIVES, FORWARD, REVERSE, TRANSFORMATIONS
 
+TRUNCATED = ("last two", "windows of two")
 STORES_EVERY_STEP = ("bounded", "residuals")
 FREE_INNER_LOOPS = ("inner_loop", "inner_loop_of_any_length", "inner_while", "inner_solves", "say_in_inner_loop")
 OTHER_INNER_LOOPS = (
     *("batch", "slope", "loop_in_checkpoint", "inner_rows", "loop_in_loop", "chosen_inner_loop", "flag_of_loop"),
     *("flag_of_numbers_outside", "flags_of_rows", "turn_if", "say_in_loop_that_changes_nothing", "ask_in_inner_loop"),
-    *("inner_stages", "doubles_in_inner_loop", "checkpoint_of_scan", *TAKES_BRANCHES),  # a branch is a loop
+    *("inner_stages", "doubles_in_inner_loop", "checkpoint_of_scan"),
+    *("random_in_inner_loop_of_lanes", "inner_rule_that_mixes_lanes", *TAKES_BRANCHES),  # a branch is a loop
 )
 # Results of an inner loop, which is then dead code.
 DROPS_RESULTS = ("overwrite", "window", "eigenvalues", "constant", "spectrum", "soft_choice", "length")
@@ -34,7 +43,10 @@ def program(number: int) -> Program:
     stop = loop != "fori" and not (rewritten and loop == "scan") and random.random() < 0.5
     counted = loop != "while" and steps is not None
     has_lax = counted and not stop and not rewritten  # a reverse mode
-    kind = random.choice([kind for kind in KINDS if kind != "lax" or has_lax])
+    # `rewrite_loops` would cut inner loops, too; loopax refuses another derivative of mutable arrays and of free lanes.
+    can_be_cut = not rewritten and "r" not in features
+    refused = {"lax": not has_lax} | dict.fromkeys(TRUNCATED, not can_be_cut)
+    kind = random.choice([kind for kind in KINDS if not refused.get(kind)])
     bounds = [MOST_INNER_STEPS + 1] if rewritten else [ROWS + 1, 2, 0]  # `rewrite_loops` bounds inner loops, too
     max_steps = None if kind == "lax" else random.choice([None, None, *bounds])
     if max_steps is None and kind in STORES_EVERY_STEP and (rewritten or loop != "scan"):
@@ -53,7 +65,7 @@ def program(number: int) -> Program:
         stop=stop,
         max_steps=max_steps,
         kind=kind,
-        lanes=_lanes(random, body, features, can_be_free=not rewritten and not policy),
+        lanes=_lanes(random, body, features, can_be_free=not (rewritten or policy or kind in TRUNCATED)),
         policy=policy,
         rewritten=rewritten,
         transformations=_transformations(random, body, features, policy, bounded),
@@ -93,7 +105,7 @@ def _lanes(random: Random, body: tuple[str, ...], features: str, can_be_free: bo
 
 
 def _mixes_lanes(body: tuple[str, ...], features: str) -> bool:
-    return bool({*features} & {*"gy"}) or "rule_that_mixes_lanes" in body
+    return bool({*features} & {*"gy"} or MIXES_LANES & {*body})
 
 
 def _transformations(
@@ -136,9 +148,9 @@ def _refused(body: set[str], features: str) -> set[str]:
         # In 32-bit mode, JAX makes no numbers of 64 bits for the other branch.
         ("d" in features, {*AROUND}),
         # Lanes that do not take a branch are seen by those that do; the unrolled program has ones in their place.
-        ("rule_that_mixes_lanes" in body, {*AROUND}),
+        (MIXES_LANES & body, {*AROUND}),
         # Nobody is asked for a lane that has finished, so what others see of it is not its own.
-        ("rule_that_mixes_lanes" in body and "i" in features, BATCHES),
+        (MIXES_LANES & body and "i" in features, BATCHES),
         # JAX chooses nothing by lane in host memory.
         ("branch_on_host" in body, BATCHES),
         # loopax refuses these effects in a derivative.

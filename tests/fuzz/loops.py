@@ -376,22 +376,41 @@ class Unrolled(Loops):
         return init, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
 
     def run(self, program: Program, given: Given) -> Any:
+        if program.kind != "last two":
+            return self._run(program, given, jnp.int32(0))
+        with self.only(jnp.bool_(False)):
+            num_steps = self._run(program, given, jnp.int32(0))["num_steps"]
+        return self._run(program, given, num_steps - 2)
+
+    def _run(self, program: Program, given: Given, first: Any) -> Any:
+        """What steps before the first return is constant."""
         c, xs, step, steps, key = given
         most = ROWS if program.max_steps is None else min(ROWS, program.max_steps)
         stops_before, stops_after = program.stop & (program.loop == "while"), program.stop & (program.loop == "scan")
         goes_on, num_steps, outside = jnp.bool_(True), jnp.int32(0), self.active
         ys = jax.tree.map(lambda y: jnp.stack([y - y] * ROWS), row(c | at(xs, 0), self))
 
+        changes: Any = None
+
         @jax.jit
         def masked(active: Any, happens: Any, i: Any, place: Any, c: Any, ys: Any) -> Any:
+            nonlocal changes
             x = at(xs, place)
             with self.only(happens):
                 new = step(c, x if key is None else x | {"key": jax.random.fold_in(key, i)})
+            changes = jax.tree.map(lambda after, before: after is not before, new, c)
+            if "b" in c:  # a buffer has another version where it was read
+                changes["b"] = True, True
             here = jnp.arange(ROWS, dtype=jnp.int32) == i
             written = jax.tree.map(
                 lambda rows, y: jnp.where(here.reshape(-1, *[1] * y.ndim), y, rows), ys, row(new | x, self)
             )
             return where(active, new, c), where(active, written, ys)
+
+        def cut(is_cut: Any, tree: Any, changes: Any) -> Any:
+            """As a constant, but for a leaf that steps return as it came: it is one that they close over."""
+            constant = lambda leaf, changes: jnp.where(is_cut & changes, lax.stop_gradient(leaf), leaf)
+            return jax.tree.map(constant, tree, changes)
 
         for k in range(most):
             active = goes_on & (k < steps) & ~(stops_before & stops(c))
@@ -399,7 +418,11 @@ class Unrolled(Loops):
             i = jnp.asarray(i, jnp.int32)
             # The condition of a `while_loop` counts in the carry, which a lane that has finished keeps.
             place = jnp.where(active, i, num_steps) % ROWS if program.loop == "while" else i
+            if program.kind == "windows of two" and k % 2 == 0 and k > 0:
+                c = cut(active, c, changes)
             c, ys = masked(active, active & outside, i, place, c, ys)
+            if program.kind == "last two":
+                c, ys = cut(k < first, c, changes), where(k < first, lax.stop_gradient(ys), ys)
             num_steps = jnp.where(active, k + 1, num_steps)
             goes_on = active & ~(stops_after & stops(c))
         limit = jnp.asarray(steps > most) & goes_on & ~(stops_before & stops(c))

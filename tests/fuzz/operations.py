@@ -263,6 +263,17 @@ def _drawn(c: Values, name: str) -> Values:
     return c | {name: following, "v": 0.8 * c["v"] + 0.2 * jax.random.normal(key, (3,), float)}
 
 
+def random_in_inner_loop_of_lanes(c: Values, x: Any, w: Any, loops: Any) -> Values:
+    """As often as the lane says: what other lanes draw depends on it, also where the lane has finished."""
+
+    def draw(carry: Any) -> Any:
+        key, following = jax.random.split(jax.random.wrap_key_data(carry[0], impl=jax.random.key_impl(c["g"])))
+        return jax.random.key_data(following), 0.8 * carry[1] + 0.2 * jax.random.normal(key, (3,), float)
+
+    data, v = loops.inner(c["n"] % 3, draw, (jax.random.key_data(c["g"]), c["v"]))
+    return c | {"g": jax.random.wrap_key_data(data, impl=jax.random.key_impl(c["g"])), "v": v, "n": c["n"] + 1}
+
+
 def random_branch(c: Values, x: Any, w: Any, loops: Any) -> Values:
     return _drawn_in_branch(c, "k", loops)
 

@@ -39,6 +39,9 @@ KINDS: dict[str, Any] = {
     "bounded": "bounded",
     "residuals": "residuals",
     "lax": "lax",
+    # What a Python loop has where values of earlier steps are constants (`Unrolled`).
+    "last two": lx.Truncated(last=2, kind="checkpointed"),
+    "windows of two": lx.Truncated(window=2),
 }
 LANES: dict[str, Any] = {
     "lockstep": "lockstep",

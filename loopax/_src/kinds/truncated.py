@@ -31,6 +31,8 @@ class Truncated(Kind):
 
     Values do not change. Forward and reverse mode have the same derivative, in every order.
 
+    A leaf of the carry that the body returns unchanged (a model) counts as closed over: its derivative is not cut.
+
     Parameters
     ----------
     last
