@@ -208,6 +208,16 @@ def lanes_stream_message(loops: int) -> str:
     return f"{_one_loop('lanes_stream', loops)}. Items without a loop need no lanes: `jax.vmap` takes as long for each."
 
 
+def no_reverse_mode_message() -> str:
+    """JAX cannot tell the values of a step from its tangents."""
+    return (
+        "reverse mode through a loop whose body calls an operation that has none in JAX. A function of "
+        "`jax.custom_batching.custom_vmap` has one in the gradient of a batch, "
+        "`jax.grad(lambda x: jax.vmap(f)(x).sum())`, and none in a batch of gradients, `jax.vmap(jax.grad(f))`: give "
+        "it a `jax.custom_vjp` there."
+    )
+
+
 def mixed_items_message(caller: str, primitive: str) -> str:
     """An item's result would depend on the items that happen to be in other lanes."""
     return (

@@ -3,6 +3,8 @@
 The reference is a `lax.scan` of all rows that keeps the carry of a finished lane: JAX's own batch of such a loop.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -330,6 +332,17 @@ def test_a_rule_that_does_not_take_every_batch_may_mix_lanes():
     assert not leaves_its_batch(lane)
 
 
+@pytest.mark.parametrize("kind", ["auto", "residuals", "checkpointed"])
+def test_a_batch_of_gradients_of_rules_is_refused_as_in_jax(kind):
+    function = custom(MIXING["mean"])
+    for gradient in (jax.grad, jax.hessian):
+        with pytest.raises(ValueError, match="Linearization failed"):
+            jax.vmap(gradient(lambda x: jnp.sum(function(x) * x)))(STARTS)
+        loop = lambda x: lx.fori_loop(0, 3, lambda _, x: function(x) * x, x, kind=kind).sum()
+        with pytest.raises(ValueError, match="reverse mode through a loop whose body calls an operation that has none"):
+            jax.vmap(gradient(loop))(STARTS)
+
+
 # ---- where batches change
 
 
@@ -455,43 +468,60 @@ INNER = {
 }
 
 
+def drawn(w, x, data):
+    carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))
+    return jnp.cos(w * x + jax.random.normal(use, (2,))), jax.random.key_data(carried)
+
+
+def masked_steps(n, most, step, c):
+    """What a loop of n steps gives, as JAX's batch of it."""
+    kept = lambda is_taken, new, old: jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
+    return lax.scan(lambda c, i: (kept(i < n, step(c), c), None), c, jnp.arange(most, dtype=jnp.int32))[0]
+
+
+def of_all_lanes(lane, w):
+    """Of lanes that have lengths of their own, and so have their inner loops."""
+    return jax.vmap(lane, (None, 0, 0, 0, 0))(
+        w, jnp.asarray(STARTS), LENGTHS, np.array([1, 3, 2], np.int32), keys("rbg")
+    )
+
+
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("mixing", ["key", "mean"])
 def test_lanes_that_have_finished_keep_the_length_of_an_inner_loop(inner, mixing):
     """What other lanes see of a finished lane inside of the inner loop depends on how many steps that takes."""
     less_mean = custom(MIXING["mean"])
-
-    def draw(w, x, data):
-        carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))
-        return jnp.cos(w * x) + jax.random.normal(use, (2,)), jax.random.key_data(carried)
-
-    step = draw if mixing == "key" else lambda w, x, data: (jnp.cos(w * x) + jnp.sin(less_mean(x)), data)
+    step = drawn if mixing == "key" else lambda w, x, data: (jnp.cos(w * x) + jnp.sin(less_mean(x)), data)
 
     def lane(w, x, n, m, key):
         run = lambda c: INNER[inner](m, lambda c: step(w, *c), c)
         return lx.fori_loop(0, n, lambda i, c: run(c), (x, jax.random.key_data(key)), max_steps=ROWS)[0]
 
     def masked(w, x, n, m, key):
-        def taken(is_taken, new, old):
-            return jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
-
-        def steps(n, most, step, c):
-            rows = jnp.arange(most, dtype=jnp.int32)
-            return lax.scan(lambda c, i: (taken(i < n, step(c), c), None), c, rows)[0]
-
-        run = lambda c: steps(m, 3, lambda c: step(w, *c), c)
-        return steps(n, ROWS, run, (x, jax.random.key_data(key)))[0]
+        run = lambda c: masked_steps(m, 3, lambda c: step(w, *c), c)
+        return masked_steps(n, ROWS, run, (x, jax.random.key_data(key)))[0]
 
     def all_of(lane):
-        inner_lengths = np.array([1, 3, 2], np.int32)
-        batch = lambda w: jax.vmap(lane, (None, 0, 0, 0, 0))(
-            w, jnp.asarray(STARTS), LENGTHS, inner_lengths, keys("rbg")
-        )
+        batch = lambda w: of_all_lanes(lane, w)
         back = () if inner == "while_loop of lax" else jax.jacrev(batch)(0.7)
         return jax.jvp(batch, (0.7,), (1.0,)), back
 
     got, expected = jax.jit(lambda: all_of(lane))(), jax.jit(lambda: all_of(masked))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, expected)
+
+
+def test_lanes_that_have_finished_keep_the_length_of_an_inner_pullback():
+    """The inner loop has run before, and is walked back in each step."""
+
+    def lane(run, w, x, n, m, key):
+        pull = jax.vjp(lambda x: run(m, 3, lambda c: drawn(w, *c), (x, jax.random.key_data(key)))[0], x)[1]
+        return lx.fori_loop(0, n, lambda i, ct: 1.0 + pull(ct)[0], jnp.ones(2), max_steps=ROWS)
+
+    def run(m, most, step, c):
+        return lx.fori_loop(0, m, lambda j, c: step(c), c, kind=lx.Checkpointed(1))
+
+    got, expected = (jax.jit(partial(of_all_lanes, partial(lane, each)))(0.7) for each in (run, masked_steps))
+    np.testing.assert_allclose(got, expected, 1e-9)
 
 
 @pytest.mark.parametrize("inner", ["residuals", "reversible"])

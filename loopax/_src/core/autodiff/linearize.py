@@ -24,6 +24,7 @@ from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome
 from loopax._src.core.jaxpr.operand_groups import append_each, map_leaves, select_each
 from loopax._src.core.jaxpr.util import select
 from loopax._src.jax_internals import ad, zeros
+from loopax._src.messages import no_reverse_mode_message
 
 Linear = Callable[..., list[Any]]  # from the tangents of all operands to those of all results
 
@@ -50,6 +51,8 @@ def loop_linearize(
     pairs = split_pairs(loop, outputs, known)
     depends = iter([tangent is None for tangent in (*pairs.carry, *pairs.ys, *pairs.saved)])
     results = pairs.results.leaves
+    if any(x is None for x in results):
+        raise ValueError(no_reverse_mode_message())
     mask = [flag and next(depends) for flag in loop.results_from(False, outputs, False).leaves]
 
     def linear(*tangents: Any) -> list[Any]:
