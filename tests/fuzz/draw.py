@@ -45,7 +45,9 @@ def program(number: int) -> Program:
     has_lax = counted and not stop and not rewritten  # a reverse mode
     # `rewrite_loops` would cut inner loops, too; loopax refuses another derivative of mutable arrays and of free lanes.
     can_be_cut = not rewritten and "r" not in features
-    refused = {"lax": not has_lax} | dict.fromkeys(TRUNCATED, not can_be_cut)
+    # JAX has no batch of the derivative of a `custom_vjp`; the Python loop also walks back through steps that are cut.
+    has_last = can_be_cut and not WITHOUT_FORWARD_MODE & {*body}
+    refused = {"lax": not has_lax, "last two": not has_last, "windows of two": not can_be_cut}
     kind = random.choice([kind for kind in KINDS if not refused.get(kind)])
     bounds = [MOST_INNER_STEPS + 1] if rewritten else [ROWS + 1, 2, 0]  # `rewrite_loops` bounds inner loops, too
     max_steps = None if kind == "lax" else random.choice([None, None, *bounds])

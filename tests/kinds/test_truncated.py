@@ -1,6 +1,7 @@
 """`Truncated` against Python loops with `jax.lax.stop_gradient`, in both modes, and what it evaluates and stores."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -261,3 +262,18 @@ class TestBadInput:
             lx.fori_loop(0, 9, lambda i, h: h, H, kind=Truncated(last=2), lanes="free")
         with pytest.raises(NotImplementedError, match="does not take kind=Truncated"):
             lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, kind=Truncated(last=2)), STARTS, lanes=2)
+
+
+@pytest.mark.parametrize("kind", [lx.Truncated(last=2, kind="checkpointed"), lx.Implicit()])
+def test_a_gradient_of_a_batch_whose_body_calls_a_custom_vjp(kind: lx.Kind) -> None:
+    """JAX has no batch of such a derivative; alone there is one."""
+    sine: Any = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct,))
+    loop = lambda function, x, n: lx.fori_loop(0, 40 + n, lambda i, c: 0.5 * function(c) + x, x, kind=kind)
+    assert_close(*(jax.jit(jax.grad(partial(loop, f)))(0.3, 3) for f in (sine, jnp.sin)))
+    counts = jnp.array([1, 3])
+    total = lambda function: jax.grad(lambda x: jax.vmap(partial(loop, function), (None, 0))(x, counts).sum())
+    assert jnp.isfinite(total(jnp.sin)(0.3))
+    with pytest.raises(TypeError, match="custom_vjp function") as raised:
+        total(sine)(0.3)
+    assert "Give the function a jax.custom_jvp" in raised.value.__notes__[0]

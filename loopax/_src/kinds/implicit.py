@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.util import calls_custom_vjp, merge_lists, reject, s
 from loopax._src.jax_internals import api_boundary, linear_transpose, to_device, vary_like
 from loopax._src.kinds.fixed_point import FixedPoint, raveled
 from loopax._src.kinds.linear_solver import is_solver, solve_with
-from loopax._src.kinds.perturbed import jvp
+from loopax._src.kinds.perturbed import explained, jvp
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static_args import positive_float
 
@@ -67,6 +67,7 @@ class Implicit(Kind):
         - `linear_solver` or `fixed_point` is not a function.
         - `fixed_point` does not return leaves of the carry, or returns a residual of other shapes or dtypes.
         - `rtol` or `atol` is not a Python number.
+        - In a gradient: a `jax.vmap` stands around the loop, and the body calls a `jax.custom_vjp` function.
     ValueError
         - The loop has rows of `xs` or `ys`.
         - No leaf of the carry is real or complex.
@@ -162,7 +163,7 @@ class Implicit(Kind):
             carry = merge_lists(fixed_point.is_real, others, real)
             return real, self._dots(fixed_point, carry, num_steps, inputs, tangents[1])
 
-        implicit.defjvp(rule, symbolic_zeros=True)
+        implicit.defjvp(explained(rule, "Implicit()"), symbolic_zeros=True)
         real, others = select(fixed_point.is_real, found.carry), reject(fixed_point.is_real, found.carry)
         real = implicit(real, (call.operands, fixed_point.extras), others, found.num_steps)
         return found._replace(carry=merge_lists(fixed_point.is_real, others, real))

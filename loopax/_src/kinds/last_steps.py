@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.util import INDEX, put_rows, stacked, trace
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits, mapped_aval, on_device, where, zeros
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.lax import Lax
-from loopax._src.kinds.perturbed import jvp, zero_tangent
+from loopax._src.kinds.perturbed import explained, jvp, zero_tangent
 from loopax._src.kinds.steps import Steps
 from loopax._src.kinds.windows import in_windows
 
@@ -81,8 +81,8 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
         dots = dots_of(found, ring, primals[0], tangents[0])
         return (found, ring), (dots, jax.tree.map(zero_tangent, ring))
 
-    run.defjvp(rule_of_run, symbolic_zeros=True)
-    run_with_ring.defjvp(rule_of_run_with_ring, symbolic_zeros=True)
+    run.defjvp(explained(rule_of_run, "Truncated(last=...)"), symbolic_zeros=True)
+    run_with_ring.defjvp(explained(rule_of_run_with_ring, "Truncated(last=...)"), symbolic_zeros=True)
     return run(call.operands)
 
 

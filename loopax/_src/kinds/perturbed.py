@@ -1,6 +1,7 @@
 """Derivatives of functions of which some inputs have no tangents: these cost nothing."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -28,3 +29,22 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
 def zero_tangent(x: Any) -> Any:
     """The tangent of a constant."""
     return zeros(jax.typeof(x)) if has_tangents(x) else no_tangent(x)
+
+
+def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """A rule of a `jax.custom_jvp`, which says what JAX does not have where a batch of it calls a `jax.custom_vjp`."""
+
+    @wraps(rule)
+    def explaining(*args: Any) -> Any:
+        try:
+            return rule(*args)
+        except TypeError as error:
+            if "custom_vjp" in str(error):
+                error.add_note(
+                    f"Note of loopax: with kind={kind}, a loop whose body calls a jax.custom_vjp has a gradient in "
+                    "reverse mode, and none in forward mode or where a jax.vmap stands around the loop: JAX has no "
+                    "batch of such a derivative. Give the function a jax.custom_jvp."
+                )
+            raise
+
+    return explaining

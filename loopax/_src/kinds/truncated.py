@@ -48,6 +48,8 @@ class Truncated(Kind):
     TypeError
         - Both `last` and `window` are given, or neither.
         - `last` or `window` is not an int, or is traced.
+        - In a gradient of a batch, with `last` and a length that is known only at run time: the body calls a
+          `jax.custom_vjp` function.
     ValueError
         `last` or `window` is less than 1, or the derivative of `kind` is not that of the steps.
     NotImplementedError
