@@ -93,6 +93,19 @@ def truncated(to: Moves, x: Any, n: Any, **_: Any) -> Any:
     return to.dev(last).sum() + to.dev(windows).sum()
 
 
+def truncated_backward(to: Moves, x: Any, n: Any, **_: Any) -> Any:
+    """From the last row to the first; some rows of results depend on nothing that is differentiated."""
+    host, dev = to
+    xs, others = host(jnp.stack([x * k for k in range(1, 6)])), host(jnp.arange(5.0))
+
+    def total(**options: Any) -> Any:
+        step = lambda h, rows: (host(jnp.sin(dev(h)) * dev(rows[0])), (h, rows[1]))
+        h, (ys, same) = lx.scan(step, host(x), (xs, others), reverse=True, **options)
+        return dev(h).sum() + dev(ys).sum() + dev(same).sum()
+
+    return total(length=n, kind=lx.Truncated(last=2)) + total(length=n, kind=lx.Truncated(window=2))
+
+
 def reversed_(to: Moves, x: Any, n: Any, **_: Any) -> Any:
     kind = lx.Reversible(lambda _, h: to.host((to.dev(h) - x) / 2), rtol=1e-3)
     return to.dev(lx.fori_loop(0, n, lambda _, h: to.host(to.dev(h) * 2 + x), to.host(x), max_steps=5, kind=kind)).sum()
@@ -140,13 +153,13 @@ def test_branches(lanes: Any) -> None:
     _same(branched, slopes_of_lanes, lanes=lanes)
 
 
-@pytest.mark.parametrize("program", [appended, rolled_out, truncated, reversed_, converged])
+@pytest.mark.parametrize("program", [appended, rolled_out, truncated, truncated_backward, reversed_, converged])
 def test_other_loops_and_kinds(program: Any) -> None:
     _same(program, slopes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [appended, rolled_out, truncated, reversed_, converged])
+@pytest.mark.parametrize("program", [appended, rolled_out, truncated, truncated_backward, reversed_, converged])
 def test_lanes_of_other_loops_and_kinds(program: Any) -> None:
     _same(program, slopes_of_lanes)
 

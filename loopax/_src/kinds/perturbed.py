@@ -8,7 +8,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core.jaxpr.util import merge_lists, reject, select
-from loopax._src.jax_internals import has_tangents, no_tangent, zeros
+from loopax._src.jax_internals import has_tangents, moved_like, no_tangent, zeros
 
 
 def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any, Any]:
@@ -21,7 +21,9 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
         return function(structure.unflatten(merge_lists(has_dot, reject(has_dot, leaves), perturbed)))
 
     if any(has_dot):
-        return jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+        out, found = jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
+        # JAX makes tangents of zero on the device, also of results on the host.
+        return out, jax.tree.map(lambda x, dot: moved_like(x, dot) if has_tangents(x) else dot, out, found)
     out = function(inputs)
     return out, jax.tree.map(zero_tangent, out)
 

@@ -11,7 +11,7 @@ from loopax._src.core.ir.inverse import num_recorded
 from loopax._src.core.ir.without_effects import without_effects
 from loopax._src.core.jaxpr.util import INDEX, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers.primitives import put
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, keep_bits, on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,4 +107,8 @@ def _by_step(body: ClosedJaxpr) -> ClosedJaxpr:
 
 def _turned(rows: Any, high: Any) -> Any:
     """From rows as they are to rows in the order of steps, which go from row high - 1 to row 0; and back."""
-    return keep_bits(lambda rows, high: jnp.roll(jnp.flip(rows, 0), high - rows.shape[0], 0), rows, high)
+    return on_device(lambda rows: keep_bits(_rolled, jnp.flip(rows, 0), high - rows.shape[0]), rows)
+
+
+def _rolled(rows: Any, shift: Any) -> Any:
+    return jnp.roll(rows, shift, 0)

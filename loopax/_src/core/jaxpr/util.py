@@ -32,6 +32,7 @@ from loopax._src.jax_internals import (
     item_bytes,
     keep_bits,
     mapped_aval,
+    on_device,
     on_mesh,
     replace_jaxpr,
     strong,
@@ -105,7 +106,8 @@ def padded(x: Any, rows: int) -> Any:
 
 def put_rows(ys: Any, rows: Any, first: Any) -> Any:
     """The rows `ys` with these in the place of those from `first` on."""
-    return keep_bits(partial(lax.dynamic_update_slice_in_dim, axis=0), ys, rows, jnp.int32(first))
+    put = partial(lax.dynamic_update_slice_in_dim, axis=0)
+    return on_device(lambda ys, rows: keep_bits(put, ys, rows, jnp.int32(first)), ys, rows)
 
 
 def num_bytes(avals: Iterable[AbstractValue]) -> int:
