@@ -66,7 +66,7 @@ def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any
     if use is None or not any(use.kept):
         return carry
     leaves, structure = jax.tree.flatten(carry)
-    old, kept = jax.tree.leaves(init), iter(use.kept)
+    old, kept = jax.tree.leaves(freeze(init)), iter(use.kept)
     is_kept = [isinstance(leaf, Dynamic) and next(kept) for leaf in spec.leaves]
     return structure.unflatten([a if kept else b for kept, a, b in zip(is_kept, old, leaves, strict=True)])
 

@@ -210,7 +210,7 @@ class _Call:
         return Finished(
             ended.num_steps,
             ended.goes_on,
-            with_kept_keys(ended.key_use, freeze(self.init), ended.spec, ended.spec.unpack(ended.carry)),
+            with_kept_keys(ended.key_use, self.init, ended.spec, ended.spec.unpack(ended.carry)),
             self.references.write_back(ys, walked),
             list(ended.checks),
             hand_over_all,

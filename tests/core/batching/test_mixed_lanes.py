@@ -135,6 +135,19 @@ def test_draws_are_those_of_jax(step, impl):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected)
 
 
+def drawn(w, x, data):
+    """A draw with the bits of a key that is carried."""
+    carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))
+    return jnp.cos(w * x + jax.random.normal(use, (2,))), jax.random.key_data(carried)
+
+
+def masked_steps(n, most, step, c, reverse=False):
+    """What a loop of n steps gives, as JAX's batch of it."""
+    kept = lambda is_taken, new, old: jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
+    rows = jnp.arange(most, dtype=jnp.int32)
+    return lax.scan(lambda c, i: (kept(i < n, step(c), c), None), c, rows, reverse=reverse)[0]
+
+
 def counted(while_loop, **options):
     def run(n, step, c):
         return while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (jnp.int32(0), c), **options)[1]
@@ -156,20 +169,12 @@ EACH_LOOP = {
 
 @pytest.mark.parametrize("loop", EACH_LOOP)
 def test_each_loop_draws_as_a_masked_scan(loop):
-    def draw(w, c):
-        return by_carry(w, c[0], None, None, c[1], None)
-
     def masked(n, step, c):
-        def body(c, i):
-            data, new = jax.random.key_data(c[1]), step(c)
-            kept = jnp.where(i < n, jax.random.key_data(new[1]), data)
-            return (jnp.where(i < n, new[0], c[0]), jax.random.wrap_key_data(kept, impl="rbg")), None
-
-        return lax.scan(body, c, jnp.arange(ROWS, dtype=jnp.int32), reverse=loop == "reversed scan")[0]
+        return masked_steps(n, ROWS, step, c, reverse=loop == "reversed scan")
 
     def all_of(run):
-        lane = lambda w, n, key: run(n, lambda c: draw(w, c), (0.5, key))[0]
-        batch = lambda w: jax.vmap(lane, (None, 0, 0))(w, LENGTHS, keys("rbg"))
+        lane = lambda w, x, n, key: run(n, lambda c: drawn(w, *c), (x, jax.random.key_data(key)))[0]
+        batch = lambda w: jax.vmap(lane, (None, 0, 0, 0))(w, jnp.asarray(STARTS), LENGTHS, keys("rbg"))
         return jax.jvp(batch, (0.7,), (1.0,)), jax.jacrev(batch)(0.7)
 
     got, expected = jax.jit(lambda: all_of(EACH_LOOP[loop]))(), jax.jit(lambda: all_of(masked))()
@@ -466,17 +471,6 @@ INNER = {
     "while_loop": counted(lx.while_loop),
     "while_loop of lax": counted(lax.while_loop),
 }
-
-
-def drawn(w, x, data):
-    carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))
-    return jnp.cos(w * x + jax.random.normal(use, (2,))), jax.random.key_data(carried)
-
-
-def masked_steps(n, most, step, c):
-    """What a loop of n steps gives, as JAX's batch of it."""
-    kept = lambda is_taken, new, old: jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
-    return lax.scan(lambda c, i: (kept(i < n, step(c), c), None), c, jnp.arange(most, dtype=jnp.int32))[0]
 
 
 def of_all_lanes(lane, w):
