@@ -153,7 +153,7 @@ def test_environment(tmp_path, monkeypatch):
 
 @pytest.mark.slow  # a process of its own
 def test_environment_is_read_with_the_first_name(tmp_path):
-    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.costs import costs; print(costs().call)"
+    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.cost import costs; print(costs().call)"
     environment = {"LOOPAX_CALIBRATION": str(written(tmp_path, call=7.0)), "PATH": ""}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "7.0"
