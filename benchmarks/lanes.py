@@ -12,9 +12,7 @@ from jax import Array
 import loopax as lx
 from benchmarks.groups import Group
 from benchmarks.measure import Case
-from loopax._src.core.batching import lockstep as lockstep_loop
-from loopax._src.core.batching import lockstep as lockstep_sweep
-from loopax._src.core.batching import lockstep as masked_step
+from loopax._src.core.batching import lockstep
 
 BOUND = 1000
 
@@ -60,15 +58,13 @@ def without_filling(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let finished lanes of a program compute on their own state, to measure what filling them costs."""
 
     def traced(*arguments: Any) -> Any:
-        modules: list[Any] = [masked_step, lockstep_loop, lockstep_sweep]
-        fill_inactive = masked_step.fill_inactive
-        for module in modules:
-            module.fill_inactive = lambda _, operands, *__: list(operands)
+        module: Any = lockstep
+        fill_inactive = module.fill_inactive
+        module.fill_inactive = lambda _, operands, *__: list(operands)
         try:
             return function(*arguments)
         finally:
-            for module in modules:
-                module.fill_inactive = fill_inactive
+            module.fill_inactive = fill_inactive
 
     return traced
 
