@@ -16,6 +16,7 @@ __all__ = [
     "Checkpointed",
     "Compact",
     "Comparison",
+    "Derivative",
     "Explanation",
     "Free",
     "History",

@@ -24,6 +24,7 @@ from loopax._src.insight.lane_report import lane_report as lane_report
 from loopax._src.kinds import Auto as Auto
 from loopax._src.kinds import Bounded as Bounded
 from loopax._src.kinds import Checkpointed as Checkpointed
+from loopax._src.kinds import Derivative as Derivative
 from loopax._src.kinds import Implicit as Implicit
 from loopax._src.kinds import Kind as Kind
 from loopax._src.kinds import Lax as Lax

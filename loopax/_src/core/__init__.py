@@ -17,6 +17,7 @@ from loopax._src.core.ir.kind import (
     LoopOperands,
     StepFacts,
     checked_kind,
+    kept,
     run_by,
     runs_plainly,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Reporting",
     "StepFacts",
     "checked_kind",
+    "kept",
     "mixing_primitive",
     "queue_for",
     "rules",

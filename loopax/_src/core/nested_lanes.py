@@ -138,9 +138,8 @@ def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitP
     loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
         # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.
-        debug_info = Loop(**eqn.params).debug_info
-        if debug_info and debug_info.kind is not None and debug_info.kind.derivative != "exact":
-            raise NotImplementedError(derivative_message("a loop of which one is made with others", debug_info.kind))
+        if derivative := Loop(**eqn.params).derivative:
+            raise NotImplementedError(derivative_message("a loop of which one is made with others", derivative))
     if len(loops) != 1:
         raise ValueError(message(len(loops)))
     (at,) = loops

@@ -127,7 +127,7 @@ def hash_of(*texts: str) -> str:
 
 # Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
 # compute, of what a batch is. The program that a derivative or a batch makes is another one by itself.
-_NO_VALUE = ("kind", "is_fixed", "bound_is_loose", "share", "reporting", "rules", "static", "when")
+_NO_VALUE = ("kind", "derivative", "is_fixed", "bound_is_loose", "share", "reporting", "rules", "static", "when")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from loopax._src.jax_internals import (
     vary_like,
     zeros,
 )
-from loopax._src.messages import derivative_and_references_message, derivative_message
+from loopax._src.messages import derivative_and_references_message
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
@@ -106,6 +106,7 @@ def run(
     # NNX objects become pytrees of arrays here, once, and objects again where the results are handed over.
     frozen, frozen_xs = freeze(init), freeze(xs)
     refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), frozen)
+    derivative = options.derivative and core.kept(options.derivative)
     call = _UserCall(
         references.step(step),
         options,
@@ -117,13 +118,14 @@ def run(
         frozen_xs,
         *pack(frozen_xs),
         references,
-        core.checked_kind(options.kind, extent.bound),
+        core.kept(options.kind) if derivative else core.checked_kind(options.kind, extent.bound),
+        derivative,
         extent.fixed and goes_on is None,
         options.reporter(step.called.functions[0]),
         branch,
         [] if used_keys is None else used_keys,
     )
-    if runs_in_python() and options.kind.derivative == "exact":
+    if runs_in_python() and derivative is None:
         return call.in_python(goes_on)
     return call.finished(call.traced(frozen, extent, goes_on))
 
@@ -144,6 +146,7 @@ class _UserCall:
     x_spec: Spec
     references: ReferenceRows
     kind: core.Kind  # what the program keeps of it
+    derivative: core.Derivative | None  # likewise
     is_fixed: bool  # as in `core.LoopFacts`
     reporter: Reporter | None
     branch: str
@@ -162,12 +165,8 @@ class _UserCall:
         note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
-        if options.kind.derivative != "exact":
-            kind = options.kind.without_functions()
-            if isinstance(options.lanes, Free):
-                raise NotImplementedError(derivative_message(f"{options.name}(lanes='free')", kind))
-            if traced.references:
-                raise NotImplementedError(derivative_and_references_message(step.where, kind))
+        if self.derivative and traced.references:
+            raise NotImplementedError(derivative_and_references_message(step.where, self.derivative))
 
         first, first_consts = traced.first or (None, [])
         if goes_on is not None and first is None:
@@ -189,7 +188,7 @@ class _UserCall:
             return thaw(spec.unpack(leaves[num_go:][: len(arrays)]))
 
         def run_now() -> core.Outcome:
-            if core.runs_plainly(options.kind) and runs_eagerly():
+            if options.derivative is None and core.runs_plainly(options.kind) and runs_eagerly():
                 return _compiled(program, *given)
             operands = program.operands(*given)
             if is_free:
@@ -197,7 +196,8 @@ class _UserCall:
             checked = KindCheck(f"loopax.{options.name}", options.throw)
             run_loop, is_fixed = core.run_with_tape, self.is_fixed
             call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
-            return program.with_all_rows(core.run_by(options.kind, call))
+            out = core.run_by(options.derivative, call) if options.derivative else call.run()
+            return program.with_all_rows(out)
 
         out = self.reporter.watch(run_now) if self.reporter else run_now()
         go, carry, flags, values = split_list(out.carry, [num_go, len(arrays), num_flags])
@@ -219,6 +219,7 @@ class _UserCall:
             predicated=predicated,
             unroll=extent.unroll,
             kind=self.kind,
+            derivative=self.derivative,
             is_fixed=self.is_fixed,
             bound_is_loose=extent.bound_is_loose,
             inverse=traced.inverse,

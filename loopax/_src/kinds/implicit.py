@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core import BoundLoop, Cost, Derivative, Kind, LoopCall, LoopFacts, LoopInputs, NoReverseMode, Outcome
+from loopax._src.core import BoundLoop, Derivative, Kind, LoopCall, LoopInputs, Outcome
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -26,6 +26,7 @@ from loopax._src.jax_internals import (
     to_device,
     vary_like,
 )
+from loopax._src.kinds.every_step import Lax
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.steps import explained, jvp
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
@@ -55,8 +56,8 @@ class FixedPoint:
             return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
         if not any(is_real):
             raise ValueError(
-                f"{call.where}: kind=Implicit() differentiates a fixed point, and no leaf of the carry is real or "
-                "complex. Leave the kind out."
+                f"{call.where}: derivative=Implicit() is that of a fixed point, and no leaf of the carry is real or "
+                "complex. Leave the derivative out."
             )
         changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
         return cls(call, is_real, is_constant, changing, [], None)
@@ -147,7 +148,7 @@ _RTOL = 1e-3
 
 @api_boundary
 @dataclass(frozen=True)
-class Implicit(Kind):
+class Implicit(Derivative):
     """Differentiate the fixed point to which a loop converges; store no step.
 
     A loop that converges to z = f(z, a) ends at a z that depends on a alone. By the implicit function theorem, the
@@ -193,7 +194,7 @@ class Implicit(Kind):
         - `rtol` or `atol` is not a Python number.
         - In a gradient: a `jax.vmap` stands around the loop, and the body calls a `jax.custom_vjp` function.
     ValueError
-        - The loop has rows of `xs` or `ys`.
+        - The loop has rows of `xs` or `ys`, or a `kind` that is not `"auto"` or `Auto(...)`.
         - No leaf of the carry is real or complex.
         - `rtol` is not positive, `atol` is negative, or `unsolved` is unknown.
     NotImplementedError
@@ -217,7 +218,8 @@ class Implicit(Kind):
     rtol: float = _RTOL
     atol: float | None = None
     unsolved: Literal["error", "nan"] = "error"
-    derivative: ClassVar[Derivative] = "to a tolerance"
+    differs: ClassVar[Literal["on purpose", "by a tolerance"]] = "by a tolerance"
+    uses_kind: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -245,32 +247,24 @@ class Implicit(Kind):
         unsolved = "" if self.unsolved == "error" else "unsolved='nan'"
         return f"Implicit({', '.join(filter(None, [solver, function, rtol, atol, unsolved]))})"
 
-    def plan(self, loop: LoopFacts) -> NoReverseMode:
-        """See `Kind.plan`. The plan is not used, because steps are not differentiated."""
-        del loop
-        return NoReverseMode(AssertionError, "the steps of a loop of kind Implicit() are not differentiated")
-
-    def cost(self, loop: LoopFacts) -> Cost | None:
-        """See `Kind.cost`: None, because the number of iterations of the solver is not known."""
-        del loop
-        return None
-
-    def in_words(self) -> str:
-        """See `Kind.in_words`."""
+    def in_words(self, kind: Kind) -> str:
+        """See `Derivative.in_words`."""
+        del kind
         return "the last carry; its derivative solves a linear system there"
 
     def without_functions(self) -> "Implicit":
-        """See `Kind.without_functions`."""
+        """See `Derivative.without_functions`."""
         return replace(self, linear_solver=None, fixed_point=None)
 
     def run(self, call: LoopCall) -> Outcome:
-        """See `Kind.run`."""
+        """See `Derivative.run`."""
         if call.loop.input_avals.xs or call.loop.output_avals.ys:
             raise ValueError(
-                f"{call.where}: kind=Implicit() differentiates the fixed point of a body, and a body with rows of xs "
-                "or ys has none. Use a while_loop or a fori_loop, or another kind."
+                f"{call.where}: derivative=Implicit() is that of the fixed point of a body, and a body with rows of xs "
+                "or ys has none. Use a while_loop or a fori_loop, or leave the derivative out."
             )
-        call = replace(call, checked=partial(call.checked, throw=self.unsolved == "error"))
+        # Steps are not differentiated, so nothing is stored of them.
+        call = replace(call.stored_by(Lax()), checked=partial(call.checked, throw=self.unsolved == "error"))
         fixed_point = FixedPoint.of(call, self.fixed_point)
         if not any(fixed_point.is_unknown):  # the body returns all as it came
             return call.run()
@@ -331,11 +325,11 @@ class Implicit(Kind):
         size, distance = _norm(*unknowns), _norm(*far)
         divisor = jnp.where(size == 0, 1, size)
         message = (
-            "kind=Implicit() differentiates the fixed point to which a loop converges, and this one ended "
+            "derivative=Implicit() is that of the fixed point to which a loop converges, and this one ended "
             f"before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed point. "
-            "Take more steps, or a stricter condition, or another kind. If the fixed point is zero or nearly so, say "
-            "which norm of a residual is small: Implicit(atol=1e-6). If the carry holds more than a fixed point, say "
-            "what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
+            "Take more steps, or a stricter condition, or leave the derivative out. If the fixed point is zero or "
+            "nearly so, say which norm of a residual is small: Implicit(atol=1e-6). If the carry holds more than a "
+            "fixed point, say what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
         )
         b = call.checked(b, ~(distance <= self.rtol * size), message, distance / divisor)
         return b, jnp.minimum(_norm(*residual) / divisor, self.rtol)

@@ -349,13 +349,12 @@ class Reversible(Kind):
         """See `Kind.without_functions`."""
         return replace(self, inverse=None, record=self.record and _taken_away)
 
-    def of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
-        """See `Kind.of_steps`: without checkpoints."""
+    def _of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
+        """Without checkpoints."""
         drift = None if self.rtol is None else Drift(self.rtol, call.checked)
         return with_round_trip(call), replace(self.without_functions(), checkpoints=0, drift=drift)
 
-    def run(self, call: LoopCall) -> Outcome:
-        """See `Kind.run`."""
+    def _run(self, call: LoopCall) -> Outcome:
         bound = call.loop.bound
         if self.record is not None and bound is None:
             raise ValueError(
@@ -367,9 +366,9 @@ class Reversible(Kind):
                 f"{call.where}: kind={self!r} spreads its checkpoints over a static bound, and the loop has none. Give "
                 "max_steps=, or leave out checkpoints."
             )
-        call, one = self.of_steps(call)
+        call, one = self._of_steps(call)
         call = call.stored_by(one)
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:
-            return call.run()
+            return call.run_loop(call.loop, call.operands)
         return in_windows(NumberedSteps.of(call), size, of_windows=Bounded(), of_steps=one, is_cut=False)

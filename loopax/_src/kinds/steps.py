@@ -53,7 +53,7 @@ def zero_tangent(x: Any) -> Any:
     return zeros(jax.typeof(x)) if has_tangents(x) else no_tangent(x)
 
 
-def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def explained(rule: Callable[..., Any], derivative: str) -> Callable[..., Any]:
     """A rule of a `jax.custom_jvp`, which says what JAX does not have where a batch of it calls a `jax.custom_vjp`."""
 
     @wraps(rule)
@@ -63,9 +63,9 @@ def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
         except TypeError as error:
             if "custom_vjp" in str(error):
                 error.add_note(
-                    f"Note of loopax: with kind={kind}, a loop whose body calls a jax.custom_vjp has a gradient in "
-                    "reverse mode, and none in forward mode or where a jax.vmap stands around the loop: JAX has no "
-                    "batch of such a derivative. Give the function a jax.custom_jvp."
+                    f"Note of loopax: with derivative={derivative}, a loop whose body calls a "
+                    "jax.custom_vjp has a gradient in reverse mode, and none in forward mode or where a jax.vmap "
+                    "stands around the loop: JAX has no batch of such a derivative. Give the function a jax.custom_jvp."
                 )
             raise
 
@@ -121,6 +121,7 @@ class NumberedSteps:
             share=1.0,
             reporting=None,
             debug_info=self.loop.debug_info if is_shown else None,
+            derivative=self.loop.derivative if is_shown else None,
         )
         return self.whole.run_loop(loop, operands._replace(consts=[first, *operands.consts]))
 
@@ -170,8 +171,8 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
     loop, operands, bound = steps.loop, steps.operands, steps.loop.bound
     if loop.reporting is not None:
         raise NotImplementedError(
-            f"{steps.whole.where}: its kind makes a loop of windows of the loop, which cannot show its progress. Leave "
-            "progress out, or choose another kind."
+            f"{steps.whole.where}: its kind or derivative makes a loop of windows of the loop, which cannot show its "
+            "progress. Leave one of them out."
         )
     num_windows = None if bound is None else -(-bound // size)
     is_fixed = steps.whole.is_fixed and bound is not None and bound % size == 0

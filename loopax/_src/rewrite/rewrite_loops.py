@@ -250,8 +250,8 @@ def rewrite_loops(
 
     Loops inside a custom rule, and loops in Pallas kernels, are not replaced.
 
-    Functions of a kind (the inverse of `Reversible`, `Implicit(fixed_point=...)`) get each carry as a list of arrays,
-    in the order of its leaves. The carry of a `fori_loop` does not contain its index.
+    Functions of a kind (the inverse of `Reversible`) get each carry as a list of arrays, in the order of its leaves.
+    The carry of a `fori_loop` does not contain its index.
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)

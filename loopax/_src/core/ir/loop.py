@@ -85,6 +85,7 @@ class Loop(NamedTuple):
     is_fixed: bool = False  # these three are for the kind, as in `LoopFacts`
     bound_is_loose: bool = False
     share: float = 1.0
+    derivative: Any = None  # a `Derivative` that runs the loop; None: that of the steps
     saving: Saving | None = None  # a loop that saves: which carries
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lanes: Lanes = Lockstep()  # how a batch runs
