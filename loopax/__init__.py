@@ -33,6 +33,7 @@ __all__ = [
     "Reversible",
     "Rollout",
     "Sequential",
+    "StreamInfo",
     "StreamReport",
     "SuspendedStream",
     "Truncated",

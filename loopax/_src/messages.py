@@ -269,17 +269,6 @@ def derivative_message(what: str, derivative: object) -> str:
     )
 
 
-def derivative_and_references_message(where: str, derivative: object) -> str:
+def references_message(where: str, why: str) -> str:
     """Why a body that changes mutable arrays is refused."""
-    return (
-        f"{where} reads or writes a mutable array (a `jax.Ref`), which derivative={derivative!r} does not take. Pass "
-        "its value through the carry."
-    )
-
-
-def inverse_and_references_message(where: str) -> str:
-    """Why a body that changes mutable arrays is refused."""
-    return (
-        f"{where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot walk back. Pass "
-        "its value through the carry."
-    )
+    return f"{where} reads or writes a mutable array (a `jax.Ref`), which {why}. Pass its value through the carry."

@@ -39,6 +39,7 @@ from loopax._src.progress import Progress as Progress
 from loopax._src.pytrees.leaves import LoopInfo as LoopInfo
 from loopax._src.queues.lanes_map import lanes_map as lanes_map
 from loopax._src.queues.lanes_stream import LanesStream as LanesStream
+from loopax._src.queues.lanes_stream import StreamInfo as StreamInfo
 from loopax._src.queues.lanes_stream import SuspendedStream as SuspendedStream
 from loopax._src.queues.lanes_stream import lanes_stream as lanes_stream
 from loopax._src.queues.working_lanes import StreamReport as StreamReport

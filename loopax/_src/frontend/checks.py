@@ -34,7 +34,7 @@ from loopax._src.jax_internals import (
     varying_as_needed,
     zero,
 )
-from loopax._src.pytrees.leaves import RowByRow
+from loopax._src.pytrees.leaves import LoopInfo, RowByRow
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,31 @@ class KindCheck:
         return hash(self._key)
 
 
-# What the bodies of outer loops have been handed while they are traced: for each, the trace and the checks.
+# What the bodies of outer loops have been handed while they are traced: for each, the trace, the checks, and the
+# numbers of the loops that it calls.
 _active = local()
 
 
 @contextmanager
-def collecting() -> Iterator[list[Check]]:
-    """Take the checks of loops in a body that is being traced."""
-    stack: list[tuple[Any, list[Check]]] = _active.__dict__.setdefault("stack", [])
-    stack.append((trace_state(), []))
+def collecting() -> Iterator[tuple[list[Check], list[LoopInfo]]]:
+    """Take the checks of loops in a body that is being traced, and their numbers."""
+    stack: list[tuple[Any, list[Check], list[LoopInfo]]] = _active.__dict__.setdefault("stack", [])
+    stack.append((trace_state(), [], []))
     try:
-        yield stack[-1][1]
+        yield stack[-1][1:]
     finally:
         stack.pop()
 
 
 @varying_as_needed
-def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
-    """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
+def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None, info: LoopInfo | None = None) -> Any:
+    """Hand checks and `info` to the loop whose body is traced, or raise where they fail, on all devices of the mesh."""
     # Outside of `jit`, it is known now that most do not fail.
     checks = [x for x in checks if isinstance(x.failed, Tracer) or np.any(np.asarray(x.failed))]
     stack = _active.__dict__.get("stack", [])
     if stack and stack[-1][0] == trace_state():
         stack[-1][1].extend(checks)
+        stack[-1][2].extend([] if info is None else [info])
         return results
     for check in checks:
         failed = _raised(check, mesh or jax.sharding.get_abstract_mesh())

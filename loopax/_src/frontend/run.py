@@ -42,7 +42,7 @@ from loopax._src.jax_internals import (
     vary_like,
     zeros,
 )
-from loopax._src.messages import derivative_and_references_message
+from loopax._src.messages import references_message
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
@@ -166,7 +166,8 @@ class _UserCall:
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
         if self.derivative and traced.references:
-            raise NotImplementedError(derivative_and_references_message(step.where, self.derivative))
+            why = f"derivative={self.derivative!r} does not take"
+            raise NotImplementedError(references_message(step.where, why))
 
         first, first_consts = traced.first or (None, [])
         if goes_on is not None and first is None:
@@ -367,7 +368,8 @@ def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tup
             reached = reached | check.failed
     if isinstance(reached, bool):
         reached = ~zeros(_BOOL) if reached else zeros(_BOOL)
-    carry, ys, loop_info = settle((done.carry, done.ys, LoopInfo(done.num_steps, reached)), checks)
+    info = LoopInfo(done.num_steps, reached)
+    carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
     return done.hand_over(carry), thaw(ys), loop_info
 
 

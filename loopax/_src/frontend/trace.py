@@ -42,7 +42,7 @@ from loopax._src.jax_internals import (
     uses_references,
     with_values,
 )
-from loopax._src.messages import inverse_and_references_message
+from loopax._src.messages import references_message
 from loopax._src.nnx.functional import (
     Changes,
     WrittenRows,
@@ -272,7 +272,7 @@ def _trace_now(
     def flat(row: Any, *operands: Any) -> list[Any]:
         nonlocal num_recorded
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
-        with collecting() as checks:
+        with collecting() as (checks, _):
             taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags: dict[str, Any] = {}  # where any of the checks with this text fails
         for check in checks:
@@ -339,7 +339,7 @@ def _trace_now(
     inverse = None
     if open_inverse:
         if references:
-            raise NotImplementedError(inverse_and_references_message(step.where))
+            raise NotImplementedError(references_message(step.where, "the inverse of its kind cannot walk back"))
         sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
         inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
     refuse_strays(step.where, init, body, len(given), goes_on is not None)
@@ -363,7 +363,7 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         nonlocal is_pure
         given, arrays = split_list(operands, [len(extras)])
         carry, objects = thaw_numbered(spec.unpack(arrays))
-        with collecting() as checks:
+        with collecting() as (checks, _):
             go = goes_on(given, carry)
         is_pure = not objects and not checks
         return go
