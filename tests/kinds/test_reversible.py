@@ -276,7 +276,7 @@ def test_a_buffer_is_read_as_it_is() -> None:
 
     assert_close(*(jax.grad(loop)(H, kind) for kind in (Reversible(undo, rtol=1e-9), lx.Bounded())))
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: loop(x, Reversible(undo))))(H))
-    assert "LastCarry(" in jaxpr
+    assert "WalkBack(" in jaxpr
 
 
 class TestChecksOfTapes:

@@ -71,17 +71,12 @@ def _run_by(derivative: Derivative, eqn: Any, operands: list[Any]) -> Sequence[A
     loop = Loop(**eqn.params) if eqn.primitive is loop_p else None
     if loop is None or loop.debug_info is None:
         return bind_again(map_programs(eqn, partial(with_derivative, derivative=derivative)), operands)
-    (low, high, *leaves), info = operands, loop.debug_info
+    (low, high, *leaves), name = operands, loop.debug_info.function
     loop = loop._replace(body=with_derivative(loop.body, derivative), derivative=kept(derivative))
-    call = LoopCall(
-        loop,
-        LoopOperands(low, high, *loop.inputs(leaves)),
-        is_fixed=loop.is_fixed,
-        where=f"the body of loopax.{info.function}",
-        unpack=lambda carry: list(carry[int(loop.predicated) :]),
-        checked=KindCheck(f"loopax.{info.function}", throw=True),
-        run_loop=run_with_tape,
-    )
+    given, where = LoopOperands(low, high, *loop.inputs(leaves)), f"the body of loopax.{name}"
+    unpack = lambda carry: list(carry[int(loop.predicated) :])  # noqa: E731
+    checked = KindCheck(f"loopax.{name}", throw=True)
+    call = LoopCall(loop, given, loop.is_fixed, where, unpack, checked, run_with_tape)
     return run_by(derivative, call).leaves
 
 
@@ -317,7 +312,7 @@ def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
         if not pair:
             rows[one.name] = Measured(one.name, problem=problem)
         elif pair in rows:
-            rows[pair] = rows[pair].shared_with(one.name)
+            rows[pair] = rows[pair]._shared_with(one.name)
         elif problem:
             rows[pair] = Measured(one.name, problem=problem)
         else:

@@ -81,7 +81,7 @@ class Auto(Kind):
                 "times as much makes it three to four times as fast."
             )
         if loop.bound is None:
-            checkpointed = Checkpointed(DEFAULT_SLOTS).within(budget, loop)
+            checkpointed = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
             stored = checkpointed.cost(loop).stored
             return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
         costs = fitting(loop, loop.bound, budget)
@@ -93,7 +93,7 @@ class Auto(Kind):
 
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
     """The kinds that fit in so many bytes, and what they cost."""
-    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed().within(budget, loop)]
+    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
     if loop.is_fixed and loop.step.carry_bytes and bound * loop.step.residual_bytes > budget:
         kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
     return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}

@@ -10,8 +10,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import (
-    CheckedLastCarry,
     Cost,
+    Decided,
     Kind,
     LastCarry,
     Loop,
@@ -19,6 +19,7 @@ from loopax._src.core import (
     LoopFacts,
     LoopOperands,
     Outcome,
+    WalkBack,
     run,
 )
 from loopax._src.core.buffer_versions import buffers, keep_rows
@@ -308,7 +309,6 @@ class Reversible(Kind):
     record: Callable[..., Any] | None = field(default=None, kw_only=True)
     checkpoints: int = field(default=0, kw_only=True)
     rtol: float | None = field(default=None, kw_only=True)
-    drift: Drift | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -331,7 +331,7 @@ class Reversible(Kind):
     def plan(self, loop: LoopFacts) -> LastCarry:
         """See `Kind.plan`."""
         del loop
-        return LastCarry() if self.drift is None else CheckedLastCarry(drift=self.drift)
+        return LastCarry()
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`: a backward step evaluates the inverse, and the step for its derivative."""
@@ -352,7 +352,7 @@ class Reversible(Kind):
     def _of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
         """Without checkpoints."""
         drift = None if self.rtol is None else Drift(self.rtol, call.checked)
-        return with_round_trip(call), replace(self.without_functions(), checkpoints=0, drift=drift)
+        return with_round_trip(call), Decided(WalkBack(drift=drift))
 
     def _run(self, call: LoopCall) -> Outcome:
         bound = call.loop.bound
@@ -370,5 +370,5 @@ class Reversible(Kind):
         call = call.stored_by(one)
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:
-            return call.run_loop(call.loop, call.operands)
+            return call.run()
         return in_windows(NumberedSteps.of(call), size, of_windows=Bounded(), of_steps=one, is_cut=False)

@@ -123,7 +123,7 @@ class NumberedSteps:
             debug_info=self.loop.debug_info if is_shown else None,
             derivative=self.loop.derivative if is_shown else None,
         )
-        return self.whole.run_loop(loop, operands._replace(consts=[first, *operands.consts]))
+        return self.whole._run_loop(loop, operands._replace(consts=[first, *operands.consts]))
 
     def with_ring(self, size: int) -> tuple[Outcome, list[Any]]:
         """Run all steps, and keep the carries before the last: that before step i is in row i modulo `size`."""

@@ -56,7 +56,7 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
 
     @jax.custom_jvp
     def run(operands: LoopOperands) -> Outcome:
-        return _lanes_in_front(call.run_loop(call.loop, operands))
+        return _lanes_in_front(call._run_loop(call.loop, operands))
 
     @jax.custom_jvp
     def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:

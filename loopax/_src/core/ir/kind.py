@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, num_recorded, result_avals
@@ -75,7 +75,7 @@ class LoopCall:
     where: str
     unpack: Callable[[Sequence[Any]], Any]
     checked: Callable[..., Any]
-    run_loop: Callable[[Loop, LoopOperands], Outcome]
+    _run_loop: Callable[[Loop, LoopOperands], Outcome]
 
     def run(self) -> Outcome:
         """Run the loop, with the derivative of its steps; gradients store what its kind says."""
@@ -181,12 +181,12 @@ class LoopFacts:
     length_is_known: bool
     sizes_are_known: bool
     share: float
-    measure: Callable[[], StepFacts]
+    _measure: Callable[[], StepFacts]
 
     @cached_property
     def step(self) -> StepFacts:
         """What a step stores, and how long it takes. The first access traces the derivative of the body twice."""
-        return self.measure()
+        return self._measure()
 
 
 class Kind(ABC):
@@ -237,7 +237,7 @@ class Kind(ABC):
 
     def _run(self, call: LoopCall) -> Outcome:
         """Run the loop, with the checks of this kind where a derivative is taken, or in parts."""
-        return call.run_loop(call.loop, call.operands)
+        return call._run_loop(call.loop, call.operands)
 
     def _of_steps(self, call: LoopCall) -> tuple[LoopCall, "Kind"]:
         """The call with the checks of this kind, and the kind of steps that `Truncated` chooses."""
@@ -329,10 +329,7 @@ class Derivative(ABC):
         return self
 
 
-Choice = TypeVar("Choice", Kind, Derivative)
-
-
-def kept(choice: Choice) -> Choice:
+def kept(choice: Any) -> Any:
     """What a program keeps of a kind or a derivative; raises where this has no hash."""
     stored = choice.without_functions()
     if type(stored).__hash__ is None:
