@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from loopax._src import core
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
@@ -33,15 +34,7 @@ from loopax._src.frontend.references import (
 )
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, Traced, trace_promoting
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    jaxpr_as_fun,
-    keep_bits,
-    runs_eagerly,
-    runs_in_python,
-    vary_like,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.messages import references_message
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
@@ -125,7 +118,7 @@ def run(
         branch,
         [] if used_keys is None else used_keys,
     )
-    if runs_in_python() and derivative is None:
+    if jaxi.runs_in_python() and derivative is None:
         return call.in_python(goes_on)
     return call.finished(call.traced(frozen, extent, goes_on))
 
@@ -189,7 +182,7 @@ class _UserCall:
             return thaw(spec.unpack(leaves[num_go:][: len(arrays)]))
 
         def run_now() -> core.Outcome:
-            if options.derivative is None and core.runs_plainly(options.kind) and runs_eagerly():
+            if options.derivative is None and core.runs_plainly(options.kind) and jaxi.runs_eagerly():
                 return _compiled(program, *given)
             operands = program.operands(*given)
             if is_free:
@@ -227,13 +220,7 @@ class _UserCall:
             lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
             reporting=self.reporter and core.Reporting(self.reporter),
             debug_info=core.DebugInfo(
-                options.name,
-                self.kind,
-                options.lanes,
-                self.is_fixed,
-                traced.names,
-                extent.bound,
-                branch=self.branch,
+                options.name, self.kind, options.lanes, self.is_fixed, traced.names, extent.bound, branch=self.branch
             ),
         )
 
@@ -264,7 +251,7 @@ class _UserCall:
 
     def in_python(self, goes_on: FirstCondition | None) -> LoopResults:
         """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
-        extent, x_rows = self.extent, [keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
+        extent, x_rows = self.extent, [jaxi.keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
         take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows(), goes_on)
         steps: PythonSteps = self.reporter.watch(partial(take, self.reporter)) if self.reporter else take(None)
         if steps.found is not None and steps.is_over:
@@ -325,10 +312,10 @@ class _LoopProgram:
         if self.first is not None:
             go = jaxpr_as_fun(self.first)(*go, *consts[len(consts) - self.num_extras :], *carry)
         if loop.predicated:
-            go = [vary_like(go[0], loop.body.out_avals[0])]
+            go = [jaxi.vary_like(go[0], loop.body.out_avals[0])]
         first_flag = len(go) + self.num_arrays
-        flags = [zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
-        xs = [keep_bits(lambda x: x[: loop.bound], x) for x in xs]
+        flags = [jaxi.zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
+        xs = [jaxi.keep_bits(lambda x: x[: loop.bound], x) for x in xs]
         return core.LoopOperands(low, high, consts, [*go, *carry, *flags, *references], xs)
 
     def with_all_rows(self, out: core.Outcome) -> core.Outcome:
@@ -367,7 +354,7 @@ def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tup
         for check in extent.checks:
             reached = reached | check.failed
     if isinstance(reached, bool):
-        reached = ~zeros(_BOOL) if reached else zeros(_BOOL)
+        reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
     info = LoopInfo(done.num_steps, reached)
     carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
     return done.hand_over(carry), thaw(ys), loop_info

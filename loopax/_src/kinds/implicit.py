@@ -10,22 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core import BoundLoop, Derivative, Kind, LoopCall, LoopInputs, Outcome
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    api_boundary,
-    convert,
-    has_tangents,
-    jaxpr_as_fun,
-    linear_transpose,
-    moved_like,
-    on_device,
-    open_constants,
-    replace_jaxpr,
-    to_device,
-    vary_like,
-)
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.kinds.every_step import Lax
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.steps import explained, jvp
@@ -51,7 +39,7 @@ class FixedPoint:
         """As the user's function says; without one, all leaves that have derivatives and change are unknowns."""
         low, high, *inputs = call.operands
         is_constant = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs)).fixed
-        is_real = tuple(map(has_tangents, call.loop.input_avals.carry))
+        is_real = tuple(map(jaxi.has_tangents, call.loop.input_avals.carry))
         if function is not None:
             return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
         if not any(is_real):
@@ -74,7 +62,7 @@ class FixedPoint:
         if self.user_residual is not None:
             return jaxpr_as_fun(self.user_residual)(*extras, *carry)
         after = select(self.is_unknown, self.call.at(operands).step(row, carry).carry)
-        return [on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
+        return [jaxi.on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
 
     def others_after(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """The other leaves that have derivatives, after a step from the fixed point."""
@@ -96,12 +84,12 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
 
     def of_piece(piece: Any, x: Any) -> Any:
         piece = piece if jnp.issubdtype(x.dtype, jnp.complexfloating) else piece.real
-        return moved_like(x, convert(piece, x.dtype).reshape(x.shape))
+        return jaxi.moved_like(x, jaxi.convert(piece, x.dtype).reshape(x.shape))
 
     def unravel(vector: Any) -> list[Any]:
         return list(map(of_piece, jnp.split(vector, ends[:-1]), arrays))
 
-    return jnp.concatenate([convert(to_device(x), dtype).ravel() for x in arrays]), unravel
+    return jnp.concatenate([jaxi.convert(jaxi.to_device(x), dtype).ravel() for x in arrays]), unravel
 
 
 def _of_function(
@@ -122,7 +110,7 @@ def _of_function(
     is_pair = isinstance(result, tuple) and len(result) == 2 and same_structure(*map(jax.tree.structure, result))
     half = len(out) // 2 if is_pair and not all(leaf in carry for leaf in out) else len(out)
     unknowns, residual = out[:half], out[half:]
-    if not unknowns or not all(leaf in carry and has_tangents(leaf.aval) for leaf in unknowns):
+    if not unknowns or not all(leaf in carry and jaxi.has_tangents(leaf.aval) for leaf in unknowns):
         raise TypeError(
             f"Implicit(fixed_point=...), called with a carry of {call.where}: got a result that is not made of real or "
             "complex leaves of the carry, as they came. Return these, as a pytree, or a pair of them and of a residual "
@@ -139,14 +127,14 @@ def _of_function(
     if not residual:
         return is_unknown, [], None
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
-    whole, extras = open_constants(raw)
-    return is_unknown, extras, replace_jaxpr(whole, whole.invars, in_order)
+    whole, extras = jaxi.open_constants(raw)
+    return is_unknown, extras, jaxi.replace_jaxpr(whole, whole.invars, in_order)
 
 
 _RTOL = 1e-3
 
 
-@api_boundary
+@jaxi.api_boundary
 @dataclass(frozen=True)
 class Implicit(Derivative):
     """Differentiate the fixed point to which a loop converges; store no step.
@@ -291,14 +279,14 @@ class Implicit(Derivative):
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
         if calls_custom_vjp(fixed_point.call.loop.body):  # the solver would drop what its backward rule logs
-            jax.eval_shape(linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
+            jax.eval_shape(jaxi.linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
         start = select(fixed_point.is_unknown, inputs[0].carry)
         b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)
         # One vector: JAX's rule cannot transpose a system some of whose right-hand sides have no tangent.
         vector, unravel = raveled(b)
         # Typed as the system is under `jax.shard_map`, for so they come to be typed where they are residuals.
-        num_steps, reached = (vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
+        num_steps, reached = (jaxi.vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
         solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
         x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
         of_unknowns = [-dot for dot in unravel(x)]
@@ -321,7 +309,7 @@ class Implicit(Derivative):
             size = _norm(start)
             return jnp.maximum(self.rtol**2 * jnp.where(jnp.isfinite(size), size, 0), float(jnp.finfo(size.dtype).eps))
 
-        far = [jnp.where(_norm(r) <= as_zero(s), 0, to_device(r)) for r, s in zip(residual, start, strict=True)]
+        far = [jnp.where(_norm(r) <= as_zero(s), 0, jaxi.to_device(r)) for r, s in zip(residual, start, strict=True)]
         size, distance = _norm(*unknowns), _norm(*far)
         divisor = jnp.where(size == 0, 1, size)
         message = (

@@ -27,15 +27,7 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import needed_by_inverse, num_recorded
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import (
-    api_boundary,
-    dce,
-    has_tangents,
-    jaxpr_as_fun,
-    replace_jaxpr,
-    to_device,
-    vary_like,
-)
+from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, replace_jaxpr, to_device, vary_like
 from loopax._src.kinds.every_step import Bounded
 from loopax._src.kinds.steps import NumberedSteps, in_windows
 from loopax._src.pytrees.leaves import describe

@@ -41,14 +41,7 @@ from loopax._src.core.jaxpr.util import (
     stacked,
     weakly_cached,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    dce,
-    know_sparse,
-    new_primitive,
-    replace_jaxpr,
-    with_varying_axes,
-)
+from loopax._src.jax_internals import ClosedJaxpr, dce, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 
