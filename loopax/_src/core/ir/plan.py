@@ -276,13 +276,13 @@ def saving_of(plan: Plan, bound: int | None, carry_bytes: int, length_known: boo
 
 
 @saving_of.register
-def _of_saving(plan: Saving, *_: Any) -> Saving:
+def _of_saving(plan: Saving, *_: Any, **__: Any) -> Saving:
     return plan
 
 
 @saving_of.register
-def _of_last_carry(plan: LastCarry, *facts: Any) -> Saving | None:
-    return saving_of(WalkBack(plan.otherwise), *facts)
+def _of_last_carry(plan: LastCarry, *facts: Any, **named: Any) -> Saving | None:
+    return saving_of(WalkBack(plan.otherwise), *facts, **named)
 
 
 @saving_of.register
@@ -293,8 +293,8 @@ def _of_walk_back(
 
 
 @saving_of.register
-def _of_blocks_then_residuals(plan: BlocksThenResiduals, *facts: Any) -> Saving | None:
-    return saving_of(plan.otherwise, *facts)  # of a loop that is not made of two
+def _of_blocks_then_residuals(plan: BlocksThenResiduals, *facts: Any, **named: Any) -> Saving | None:
+    return saving_of(plan.otherwise, *facts, **named)  # of a loop that is not made of two
 
 
 @saving_of.register
