@@ -188,10 +188,11 @@ def _by_loopax(x: Any, scale: Any, weights: Any, solver: Any = None, lanes: Any 
         scaled = (y - old) / (1e-6 + 1e-5 * jnp.abs(y))
         return (num_steps < 2) | (jnp.sqrt(jnp.mean(scaled**2)) >= 1)
 
-    kind = lx.Implicit(solver, fixed_point=lambda state: state[0])
+    derivative = lx.Implicit(solver, fixed_point=lambda state: state[0])
     state = (jnp.zeros_like(x), jnp.ones_like(x), 0)
     body = lambda state: (step(state[0]), state[0], state[2] + 1)
-    return (lx.while_loop(goes_on, body, state, max_steps=MOST_STEPS, kind=kind, lanes=lanes)[0] ** 2).sum()
+    (y, *_) = lx.while_loop(goes_on, body, state, max_steps=MOST_STEPS, derivative=derivative, lanes=lanes)
+    return (y**2).sum()
 
 
 def _by_optimistix(x: Any, scale: Any, weights: Any) -> Any:

@@ -65,9 +65,9 @@ def by_select(is_held: Callable[[Array], Any]) -> Run:
     return run
 
 
-def of_loopax(kind: lx.Kind) -> Run:
-    """A scan of this kind."""
-    return lambda step, start, rows: lx.scan(step, start, rows, kind=kind)
+def of_loopax(kind: lx.Kind, derivative: lx.Derivative | None = None) -> Run:
+    """A scan of this kind, with this derivative."""
+    return lambda step, start, rows: lx.scan(step, start, rows, kind=kind, derivative=derivative)
 
 
 # ---- what is compared
@@ -96,7 +96,7 @@ def _group(title: str, workload: workloads.Workload, runs: dict[str, Run], of_ro
 def last_steps(workload: workloads.Workload) -> Group:
     """The derivative of the last steps."""
     runs = {
-        OF_LAST: of_loopax(lx.Truncated(last=LAST)),
+        OF_LAST: of_loopax(lx.Residuals(), lx.Truncated(last=LAST)),
         TWO_SCANS: two_scans,
         BY_SELECT: by_select(lambda number: number < workload.bound - LAST),
         **{name: of_loopax(kind) for name, kind in WHOLE.items()},
@@ -112,7 +112,7 @@ def last_steps(workload: workloads.Workload) -> Group:
 def windows(workload: workloads.Workload) -> Group:
     """The derivative of each window."""
     runs = {
-        OF_WINDOWS: of_loopax(lx.Truncated(window=WINDOW)),
+        OF_WINDOWS: of_loopax(lx.Residuals(), lx.Truncated(window=WINDOW)),
         NESTED_CHECKPOINT: nested_checkpoint,
         NESTED: nested,
         BY_SELECT: by_select(lambda number: (number + 1) % WINDOW == 0),

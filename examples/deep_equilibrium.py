@@ -93,9 +93,12 @@ def until_converged(
         after = layer(z)
         return after, jnp.linalg.norm(after - z) / jnp.linalg.norm(after)
 
-    kind = kind or lx.Implicit(partial(solve, tally=tally), fixed_point=lambda state: state[0])
+    implicit = lx.Implicit(partial(solve, tally=tally), fixed_point=lambda state: state[0])
+    derivative = implicit if kind is None else None
     state = start, jnp.full((), jnp.inf, start.dtype)
-    (z, _), info = lx.while_loop(goes_on, step, state, max_steps=max_steps, kind=kind, lanes=lanes, info=True)
+    (z, _), info = lx.while_loop(
+        goes_on, step, state, max_steps=max_steps, kind=kind or "auto", derivative=derivative, lanes=lanes, info=True
+    )
     return z, info.num_steps
 
 

@@ -42,8 +42,9 @@ UPDATES, EVERY, HALF_WAY = 160, 20, 80
 HELD_OUT = 128  # series of the held-out recordings
 WINDOWS = (100, 20, 5, 1)
 WHOLE = "all steps"
-KINDS: dict[str, lx.Kind] = {WHOLE: lx.Residuals(), **{f"window={w}": lx.Truncated(window=w) for w in WINDOWS}}
+WAYS: dict[str, int | None] = {WHOLE: None, **{f"window={w}": w for w in WINDOWS}}
 CHECKPOINTED = "checkpoints"
+STORED = lx.Residuals()  # of all steps, or of one window
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(3e-2))
 
 Series = Float[Array, "steps series"]
@@ -96,7 +97,7 @@ class Forecaster(eqx.Module):
         return state, value + self.change(state)[0]
 
 
-def loss(network: Forecaster, series: Series, kind: lx.Kind) -> Array:
+def loss(network: Forecaster, series: Series, window: int | None, kind: lx.Kind = STORED) -> Array:
     """The mean squared error of forecasts. Each step's error is a row of ys, so each window differentiates its own."""
 
     def step(states: Array, values: Any) -> tuple[Array, Array]:
@@ -105,13 +106,14 @@ def loss(network: Forecaster, series: Series, kind: lx.Kind) -> Array:
         return states, ((forecast - following) ** 2).mean()
 
     start = jnp.zeros((series.shape[1], network.cell.hidden_size))
-    return lx.scan(step, start, (series[:-1], series[1:]), kind=kind)[1].mean()
+    derivative = None if window is None else lx.Truncated(window=window)
+    return lx.scan(step, start, (series[:-1], series[1:]), kind=kind, derivative=derivative)[1].mean()
 
 
 @jax.jit
 def held_out_loss(network: Forecaster, series: Series) -> Array:
     """Of series that were not used in training."""
-    return loss(network, series, lx.Auto())
+    return loss(network, series, None)
 
 
 # Training ------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class Progress(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What came out with a kind."""
+    """What came out with a gradient."""
 
     program: Any  # an update, compiled
     kept: list[Progress]  # every so many updates
@@ -134,23 +136,23 @@ class Training(NamedTuple):
 
 
 def start(hidden: int = HIDDEN) -> Progress:
-    """An untrained network: all kinds start from one."""
+    """An untrained network: all trainings start from one."""
     network = Forecaster(jax.random.key(0), hidden)
     return Progress(network, network, OPTIMISER.init(eqx.filter(network, eqx.is_array)))
 
 
-def update(kind: lx.Kind, progress: Progress, series: Series) -> tuple[Progress, Forecaster]:
+def update(window: int | None, kind: lx.Kind, progress: Progress, series: Series) -> tuple[Progress, Forecaster]:
     """A step of the optimiser, and the gradient."""
-    gradient = jax.grad(loss)(progress.network, series, kind)
+    gradient = jax.grad(loss)(progress.network, series, window, kind)
     change, optimiser = OPTIMISER.update(gradient, progress.optimiser)
     network = eqx.apply_updates(progress.network, change)
     mean = jax.tree.map(lambda new, old: old + 0.1 * (new - old), network, progress.mean)
     return Progress(network, mean, optimiser), gradient
 
 
-def compiled(kind: lx.Kind, series: Series) -> Any:
+def compiled(series: Series, window: int | None = None, kind: lx.Kind = STORED) -> Any:
     """An update as a program."""
-    return jax.jit(partial(update, kind)).lower(start(), series).compile()
+    return jax.jit(partial(update, window, kind)).lower(start(), series).compile()
 
 
 def mebibytes(program: Any) -> float:
@@ -159,7 +161,7 @@ def mebibytes(program: Any) -> float:
 
 
 def train(program: Any, batches: Sequence[Series], test: Series) -> Training:
-    """All updates, from the same start and with the same batches for all kinds."""
+    """All updates, from the same start and with the same batches for all gradients."""
     progress, kept, losses = start(), [], []
     for i, series in enumerate(batches):
         progress, _ = program(progress, series)
@@ -200,10 +202,10 @@ class Result(NamedTuple):
 
 
 def compare(batches: Sequence[Series], test: Series) -> dict[str, Result]:
-    """Train with each kind, and measure. The whole gradient comes first, and last: again, from checkpoints."""
-    trainings = {name: train(compiled(kind, batches[0]), batches, test) for name, kind in KINDS.items()}
+    """Train with each gradient, and measure. The whole gradient comes first, and last: again, from checkpoints."""
+    trainings = {name: train(compiled(batches[0], window), batches, test) for name, window in WAYS.items()}
     whole = trainings[WHOLE]
-    trainings[CHECKPOINTED] = whole._replace(program=compiled(lx.Checkpointed(), batches[0]))
+    trainings[CHECKPOINTED] = whole._replace(program=compiled(batches[0], kind=lx.Checkpointed()))
     programs = [training.program for training in trainings.values()]
     at = whole.kept[HALF_WAY // EVERY - 1], batches[HALF_WAY]
     times, angles = milliseconds(programs, *at), cosines(programs, *at)
@@ -237,7 +239,7 @@ def draw(results: dict[str, Result]) -> Figure:
     """Losses on held-out series by updates; memory, and the angle to the whole gradient, by window."""
     figure = Figure(figsize=(5, 7), layout="constrained")
     losses, angles, memory = figure.subplots(3, 1, height_ratios=[4, 3, 3])
-    shown = {name: result for name, result in results.items() if name in KINDS}
+    shown = {name: result for name, result in results.items() if name in WAYS}
     for name, result in shown.items():
         updates = EVERY * np.arange(1, len(result.losses) + 1)
         losses.semilogy(updates, result.losses, label=name, color="black" if name == WHOLE else None)
@@ -258,7 +260,7 @@ def draw(results: dict[str, Result]) -> Figure:
 
 
 def table(results: dict[str, Result]) -> Table:
-    """A row for each kind."""
+    """A row for each gradient."""
     columns = ("gradient", f"loss, {UPDATES} updates", "loss, equal time", "cosine", "MiB", "ms per update")
     rows = Table(*columns, title="Errors of forecasts on held-out series, and what updates cost")
     for name, (losses, equal_time, *costs) in results.items():

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
 from loopax._src.core.jaxpr.util import merge_lists, reject
 from loopax._src.frontend.checks import collecting, settle
@@ -25,24 +26,7 @@ from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.run import run
 from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import Step, traced_once, without_flags
-from loopax._src.jax_internals import (
-    Literal,
-    api_boundary,
-    convert,
-    is_reference,
-    made_at,
-    memory_space,
-    open_constants,
-    runs_in_python,
-    source_here,
-    spec_of,
-    to_weak,
-    value_now,
-    varying_axes,
-    with_varying_axes,
-    zero,
-    zeros,
-)
+from loopax._src.jax_internals import Literal
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.nnx.functional import freeze, is_object, thaw
 from loopax._src.pytrees.carry import NO_RETURN, conversion
@@ -53,7 +37,7 @@ R = TypeVar("R")
 _NOT_GIVEN: Any = object()
 
 
-@api_boundary
+@jaxi.api_boundary
 def cond(
     pred: bool | Bool[Array, ""],
     true_fun: Callable[..., R],
@@ -128,14 +112,14 @@ def cond(
     if not is_one or jnp.result_type(pred).kind not in "biuf":
         raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
     pred, how = jnp.asarray(pred), to_lanes(lanes)
-    is_true = pred if pred.dtype == jnp.bool_ else lax.ne(pred, zero(pred.dtype))  # numbers too, as in `jax.lax`
-    if runs_in_python() and (value := value_now(is_true)) is not None:
+    is_true = pred if pred.dtype == jnp.bool_ else lax.ne(pred, jaxi.zero(pred.dtype))  # numbers too, as in `jax.lax`
+    if jaxi.runs_in_python() and (value := jaxi.value_now(is_true)) is not None:
         return (true_fun if value else false_fun)(*given)
     branches = [Branch("true_fun", true_fun), Branch("false_fun", false_fun)]
     return _run_one("cond", branches, [is_true, ~is_true], given, how)
 
 
-@api_boundary
+@jaxi.api_boundary
 def switch(
     index: int | Int[Array, ""],
     branches: Sequence[Callable[..., R]],
@@ -194,7 +178,7 @@ def switch(
         return functions[0](*given)
     with width_of(number):
         number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
-    if runs_in_python() and (value := value_now(number)) is not None:
+    if jaxi.runs_in_python() and (value := jaxi.value_now(number)) is not None:
         return functions[int(value)](*given)
     named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
     return _run_one("switch", named, [number == i for i in range(len(functions))], given, how)
@@ -237,7 +221,7 @@ def _run_one(
     is_given = [x is not _COMPUTED for x in results.given]
     computed = reject(is_given, results.avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
-    result, used_keys = list(map(zeros, computed)), []
+    result, used_keys = list(map(jaxi.zeros, computed)), []
     for branch, taken in zip(branches, is_taken, strict=True):
 
         def call(row: Any, extras: Sequence[Any], carry: Any, x: Any, branch: Branch = branch) -> tuple[Any, Any, Any]:
@@ -245,7 +229,7 @@ def _run_one(
             result = call_user(f"{branch.name} of {name}", branch.function, [], *carry[0])
             arrays, _ = pack(without_flags(freeze(result)))
             pairs = zip(reject(is_given, arrays), computed, strict=True)
-            return (carry[0], [convert(x, aval.dtype) for x, aval in pairs]), None, None
+            return (carry[0], [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
 
         # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes
         # depends on the other branches, too.
@@ -255,18 +239,18 @@ def _run_one(
         done = run(step, options, extent, [], (operands, result), branch=branch.name, used_keys=used_keys)
         _, result = done.hand_over(settle(done.carry, done.checks))
     arrays = merge_lists(is_given, result, [x for x in results.given if x is not _COMPUTED])
-    arrays = [to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, results.avals, strict=True)]
+    arrays = [jaxi.to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, results.avals, strict=True)]
     return thaw(results.spec.unpack(arrays))
 
 
 def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> tuple[Sequence[Branch], Any]:
     """Branches that close over mutable arrays among operands (`jax.new_ref`), which no loop can carry."""
     leaves, treedef = jax.tree.flatten(operands, is_leaf=is_object)
-    references = [leaf for leaf in leaves if is_reference(leaf) and not is_object(leaf)]
+    references = [leaf for leaf in leaves if jaxi.is_reference(leaf) and not is_object(leaf)]
     if not references:
         return branches, operands
     numbers = iter(range(len(references)))
-    taken_out = [_Reference(next(numbers)) if is_reference(x) and not is_object(x) else x for x in leaves]
+    taken_out = [_Reference(next(numbers)) if jaxi.is_reference(x) and not is_object(x) else x for x in leaves]
 
     def put_back(leaf: Any) -> Any:
         return references[leaf.number] if isinstance(leaf, _Reference) else leaf
@@ -332,11 +316,11 @@ def _common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, 
 def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
     """What a branch returns for operands of these types, and the values that it closes over."""
     found: list[Spec] = []
-    here = source_here()
+    here = jaxi.source_here()
 
     def call(arrays: Sequence[Any]) -> list[Any]:
         with collecting():
-            operands = thaw(made_at(here, spec.unpack(arrays)))
+            operands = thaw(jaxi.made_at(here, spec.unpack(arrays)))
             names = [f"operands[{i}]" for i in range(len(operands))]
             result = freeze(call_user(f"{branch.name} of {name}", branch.function, names, *operands))
         refuse_references_in(f"{branch.name} of {name} returned", result)
@@ -353,7 +337,7 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
     closed = jax.make_jaxpr(call)(arrays)
     (of_result,) = found
     leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
-    opened, consts = open_constants(closed)
+    opened, consts = jaxi.open_constants(closed)
     inputs = {var: i for i, var in enumerate(opened.invars)}
     places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
     return _TracedBranch(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
@@ -381,8 +365,8 @@ def _joined(a: Any, b: Any) -> Any:
     """The type of both; None if there is none. A weakly typed result takes the dtype of the other one."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = a.dtype if a.dtype == b.dtype else jnp.result_type(a, b)
-    other_place = memory_space(a) is not memory_space(b) or spec_of(a) != spec_of(b)
+    other_place = jaxi.memory_space(a) is not jaxi.memory_space(b) or jaxi.spec_of(a) != jaxi.spec_of(b)
     if other_place or any(x.dtype != dtype and not x.weak_type for x in (a, b)):
         return None
     joined = a.update(dtype=dtype, weak_type=a.weak_type and b.weak_type)
-    return with_varying_axes(joined, varying_axes(a) | varying_axes(b))
+    return jaxi.with_varying_axes(joined, jaxi.varying_axes(a) | jaxi.varying_axes(b))

@@ -15,7 +15,7 @@ from loopax._src.frontend.run import finish, run, run_scan
 from loopax._src.frontend.steps import fori_index, fori_step, scan_rows, step_back, while_step
 from loopax._src.frontend.trace import Step
 from loopax._src.jax_internals import api_boundary
-from loopax._src.kinds import KindLike
+from loopax._src.kinds import DerivativeLike, KindLike
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import LoopInfo
 from loopax._src.pytrees.static import Called
@@ -51,6 +51,7 @@ def while_loop(
     *,
     max_steps: int | None = None,
     kind: KindLike = "auto",
+    derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
@@ -83,7 +84,9 @@ def while_loop(
     kind
         What a gradient stores. `"auto"`: the fastest choice that fits in 256 MiB (see `Auto`). Give one of `Auto()`,
         `Lax()`, `Checkpointed()`, `Bounded()` and `Residuals()`, the lower-case name of one, or `Reversible(inverse)`.
-        `Implicit()` and `Truncated(last=k)` give the loop another derivative.
+    derivative
+        Which derivative the loop has. None: that of its steps. `Implicit()` or `"implicit"`: that of the fixed point to
+        which the loop converges. `Truncated(last=k)`: that of the last k steps.
     lanes
         How a batch of loops runs under `jax.vmap`. A lane is one loop of the batch. Give an object or its name:
 
@@ -120,7 +123,7 @@ def while_loop(
         - `max_steps` is not an int, or `throw` or `info` is not a bool.
         - One of these arguments is traced (docs/static-and-dynamic.md).
     ValueError
-        - `kind` or `lanes` is unknown, or `max_steps` is negative.
+        - `kind`, `derivative` or `lanes` is unknown, or `max_steps` is negative.
         - `kind` is `Bounded()` or `Residuals()`, and the loop has no bound.
         - Reverse mode is taken through `Lax()`.
     equinox.EquinoxRuntimeError
@@ -140,7 +143,7 @@ def while_loop(
     Sources: Griewank & Walther (2000), Stumm & Walther (2010). See docs/references.md.
 
     """
-    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info)
+    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info, derivative)
     goes_on, call = while_step(options, cond_fun, body_fun)
     called, depends_on = Called("while_loop", (body_fun, cond_fun), ("carry",)), ("while_loop", options.key_spec)
     step = Step(call, "body_fun of while_loop", called, depends_on, step_back(options))
@@ -182,6 +185,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
+    derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
@@ -214,7 +218,7 @@ def fori_loop(
     max_steps
         A static bound on the number of steps. None: no bound but static limits. If a limit is traced, reverse mode can
         be faster with a bound.
-    kind, lanes, throw, info, progress
+    kind, derivative, lanes, throw, info, progress
         As in `while_loop`.
     key
         A PRNG key. The step with index i gets the key `jax.random.fold_in(key, i)`. None: the body gets no key.
@@ -248,7 +252,7 @@ def fori_loop(
     limits.
 
     """
-    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info)
+    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info, derivative)
     limits = Limits.of(lower, upper, "fori_loop")
     extent = fori_extent(limits, options.max_steps, options.throw).unrolled("fori_loop", unroll)
     first, is_weak = limits.first_index()
@@ -299,6 +303,7 @@ def scan(
     stop: Callable[[Any, Any], Any] | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
+    derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
@@ -340,7 +345,7 @@ def scan(
     max_steps
         A static bound on the number of steps. The bound also sets the number of rows of `ys` if `xs` has no arrays and
         `length` is not static.
-    kind, lanes, throw, info, progress
+    kind, derivative, lanes, throw, info, progress
         As in `while_loop`.
     key
         A PRNG key. Row i gets the key `jax.random.fold_in(key, i)`, also if `reverse` is True. None: `f` gets no key.
@@ -379,7 +384,7 @@ def scan(
     Derivatives: forward and reverse mode, in every order, also with respect to `xs`.
 
     """
-    options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info)
+    options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info, derivative)
     xs, references = take_references("scan(xs=...)", xs)
     extent = scan_rows(SCAN, options, f, stop, xs, length, reverse).unrolled("scan", unroll, stop is not None)
     called = Called("scan", (f,) if stop is None else (f, stop), ("carry", "x"))

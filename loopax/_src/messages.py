@@ -105,27 +105,29 @@ def no_plan(kind: Any, got: Any) -> str:
     )
 
 
-def no_outcome(kind: Any, got: Any) -> str:
-    """A kind that runs a loop has returned something else than its results."""
+def no_outcome(derivative: Any, got: Any) -> str:
+    """A derivative has returned something else than the results of a loop."""
     return (
-        f"kind={kind!r}: `run` returned {_value(got) if got is None else type(got).__name__}, expected the results of "
-        "the loop: what `call.run()` returns, with another carry or other rows perhaps (`out._replace(carry=[...])`)."
+        f"derivative={derivative!r}: `run` returned {_value(got) if got is None else type(got).__name__}, expected the "
+        "results of the loop: what `call.run()` returns, with another carry or other rows perhaps "
+        "(`out._replace(carry=[...])`)."
     )
 
 
-def other_outcome(kind: Any, lines: Sequence[str]) -> str:
-    """A kind that runs a loop has returned results of other types."""
+def other_outcome(derivative: Any, lines: Sequence[str]) -> str:
+    """A derivative has returned results of other types."""
     return (
-        f"kind={kind!r}: `run` must return results of the same shapes and dtypes as `call.run()`. It does not, at:\n"
+        f"derivative={derivative!r}: `run` must return results of the same shapes and dtypes as `call.run()`. It does "
+        "not, at:\n"
         + "\n".join(f"  {line}" for line in lines)
-        + "\nValues do not depend on a kind: return every array of the loop, with its type (`x.astype(...)`)."
+        + "\nValues do not depend on a derivative: return every array of the loop, with its type (`x.astype(...)`)."
     )
 
 
-def unhashable_kind(kind: Any) -> str:
-    """JAX keeps kinds among the keys of its caches."""
+def unhashable(choice: Any) -> str:
+    """JAX keeps kinds and derivatives among the keys of its caches."""
     return (
-        f"kind={kind!r} cannot be hashed, and JAX uses a kind as a key of its caches. Write `@dataclass(frozen=True)` "
+        f"{choice!r} cannot be hashed, and JAX uses it as a key of its caches. Write `@dataclass(frozen=True)` "
         "above the class."
     )
 
@@ -259,25 +261,14 @@ def inverse_message(what: str) -> str:
     )
 
 
-def derivative_message(what: str, kind: object) -> str:
-    """Why a kind whose derivative is not the loop's is refused."""
+def derivative_message(what: str, derivative: object) -> str:
+    """Why another derivative than the loop's is refused."""
     return (
-        f"{what} does not take kind={kind!r}, whose derivative is not that of the loop's steps. Choose another kind, "
-        "such as `Checkpointed()`, or leave the lanes in lockstep or compact."
+        f"{what} does not take derivative={derivative!r}. Leave the derivative out, or leave the lanes in lockstep or "
+        "compact."
     )
 
 
-def derivative_and_references_message(where: str, kind: object) -> str:
+def references_message(where: str, why: str) -> str:
     """Why a body that changes mutable arrays is refused."""
-    return (
-        f"{where} reads or writes a mutable array (a `jax.Ref`), which kind={kind!r} does not take. Pass its value "
-        "through the carry."
-    )
-
-
-def inverse_and_references_message(where: str) -> str:
-    """Why a body that changes mutable arrays is refused."""
-    return (
-        f"{where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot walk back. Pass "
-        "its value through the carry."
-    )
+    return f"{where} reads or writes a mutable array (a `jax.Ref`), which {why}. Pass its value through the carry."

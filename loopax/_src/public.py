@@ -24,6 +24,7 @@ from loopax._src.insight.lane_report import lane_report as lane_report
 from loopax._src.kinds import Auto as Auto
 from loopax._src.kinds import Bounded as Bounded
 from loopax._src.kinds import Checkpointed as Checkpointed
+from loopax._src.kinds import Derivative as Derivative
 from loopax._src.kinds import Implicit as Implicit
 from loopax._src.kinds import Kind as Kind
 from loopax._src.kinds import Lax as Lax
@@ -38,6 +39,7 @@ from loopax._src.progress import Progress as Progress
 from loopax._src.pytrees.leaves import LoopInfo as LoopInfo
 from loopax._src.queues.lanes_map import lanes_map as lanes_map
 from loopax._src.queues.lanes_stream import LanesStream as LanesStream
+from loopax._src.queues.lanes_stream import StreamInfo as StreamInfo
 from loopax._src.queues.lanes_stream import SuspendedStream as SuspendedStream
 from loopax._src.queues.lanes_stream import lanes_stream as lanes_stream
 from loopax._src.queues.working_lanes import StreamReport as StreamReport

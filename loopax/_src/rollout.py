@@ -19,7 +19,7 @@ from loopax._src.frontend.steps import call_user, scan_rows, step_back
 from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
-from loopax._src.kinds import KindLike
+from loopax._src.kinds import DerivativeLike, KindLike
 from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
@@ -65,6 +65,7 @@ def rollout(
     unroll: int | bool = 1,
     max_steps: int | None = None,
     kind: KindLike = "auto",
+    derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
@@ -106,7 +107,7 @@ def rollout(
     save_every
         Save only the outputs of the steps m, 2m, ..., with m = `save_every` and steps counted from 1. The default 1
         saves every output.
-    unroll, max_steps, kind, lanes, key, throw, info, progress
+    unroll, max_steps, kind, derivative, lanes, key, throw, info, progress
         As in `loopax.scan`. A function inside a `kind`, such as an inverse, gets a state where the function of a scan
         gets a carry.
 
@@ -144,7 +145,7 @@ def rollout(
     Derivatives: forward and reverse mode, in every order.
 
     """
-    options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info)
+    options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info, derivative)
     extent = scan_rows(WORDS, options, step, stop, inputs, length, False).unrolled("rollout", unroll, stop is not None)
     every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):

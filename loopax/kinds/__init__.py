@@ -1,4 +1,4 @@
-"""What a kind of your own (a subclass of `loopax.Kind`) learns about a loop, and which plans it may return."""
+"""What a kind or a derivative of your own (`loopax.Kind`, `loopax.Derivative`) learns of a loop, and plans."""
 
 from loopax._src.core.ir.kind import Cost, LoopCall, LoopFacts, LoopOperands, StepFacts
 from loopax._src.core.ir.loop import Outcome

@@ -6,12 +6,4 @@ from loopax._src.stochtrace.hutchinson import Hutchinson
 from loopax._src.stochtrace.sketch import HutchPlusPlus
 from loopax._src.stochtrace.xtrace import XNysTrace, XTrace
 
-__all__ = [
-    "Estimator",
-    "HutchPlusPlus",
-    "Hutchinson",
-    "TraceEstimate",
-    "XNysTrace",
-    "XTrace",
-    "estimate_trace",
-]
+__all__ = ["Estimator", "HutchPlusPlus", "Hutchinson", "TraceEstimate", "XNysTrace", "XTrace", "estimate_trace"]

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import inner_jaxprs
+from tests.support.problem import argument_of
 from tests.support.progress_recorder import once, recorder  # noqa: F401 - a fixture
 
 FLAGS = [name for name in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, name)]
@@ -175,7 +176,7 @@ def test_bodies_that_mark_what_varies(f: Any) -> None:
 def test_logs_of_a_backward_rule_are_refused_by_name(kind: Any) -> None:
     logging: Any = jax.custom_vjp(jnp.sin)
     logging.defvjp_with_logs(lambda x: (jnp.sin(x), x), lambda x, ct: ((jnp.cos(x) * ct,), {"of the sine": ct}))
-    loop = lambda x: lx.fori_loop(0, 3, lambda _, y: logging(y) * x, x, kind=kind)
+    loop = lambda x: lx.fori_loop(0, 3, lambda _, y: logging(y) * x, x, **argument_of(kind))
     np.testing.assert_allclose(loop(X), lx.fori_loop(0, 3, lambda _, y: jnp.sin(y) * X, X))
     with pytest.raises(NotImplementedError, match="logs 'of the sine', and loops of loopax do not hand logs on"):
         jax.grad(loop)(X)

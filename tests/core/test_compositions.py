@@ -44,15 +44,15 @@ ARGS, DOTS = (W, H, XS), (W * 0.3, H + 1.0, XS * 0.7)
 
 
 class Case(NamedTuple):
-    """A kind, the step that it needs, and where its derivative ends."""
+    """A kind, the step that it needs, and where the derivative ends."""
 
     kind: lx.Kind | Make
     step: Step = PLAIN
     cut: Cut = Cut()
 
-
-def truncated(make: Make, **options: Any) -> Make:
-    return lambda *functions: lx.Truncated(**options, kind=make(*functions))
+    @property
+    def derivative(self) -> lx.Truncated | None:
+        return lx.Truncated(*self.cut) if any(self.cut) else None
 
 
 def taped(**options: Any) -> Make:
@@ -68,10 +68,10 @@ KINDS = {
     "Reversible": Case(lambda inverse, _: lx.Reversible(inverse, checkpoints=3, rtol=1e-9), HALVES),
     "tape": Case(taped(rtol=1e-9), LOSSY),
     "tape in parts": Case(taped(checkpoints=2), LOSSY),
-    "last": Case(lx.Truncated(last=3), cut=Cut(last=3)),
-    "window": Case(lx.Truncated(window=4, kind=lx.Bounded()), cut=Cut(window=4)),
-    "last of a tape": Case(truncated(taped(), last=4), LOSSY, Cut(last=4)),
-    "window of a tape": Case(truncated(taped(), window=3), LOSSY, Cut(window=3)),
+    "last": Case(lx.Auto(), cut=Cut(last=3)),
+    "window": Case(lx.Bounded(), cut=Cut(window=4)),
+    "last of a tape": Case(taped(), LOSSY, Cut(last=4)),
+    "window of a tape": Case(taped(), LOSSY, Cut(window=3)),
 }
 WITHOUT_A_BOUND = ("Checkpointed", "slots", "inverse", "last")
 BOUNDED = {name: make for name, (make, _) in LOOPS.items()} | {"rollout": rollout_program}
@@ -79,7 +79,8 @@ ALL_LOOPS = BOUNDED | UNBOUNDED
 
 
 def program(loop: str, kind: str, lanes: Any = "lockstep") -> Program:
-    return ALL_LOOPS[loop](KINDS[kind].kind, step=KINDS[kind].step, lanes=lanes)
+    case = KINDS[kind]
+    return ALL_LOOPS[loop](case.kind, step=case.step, lanes=lanes, derivative=case.derivative)
 
 
 # ---- values and gradients, of every number of steps
@@ -442,6 +443,7 @@ def test_rows_that_loops_write_and_branches(
 ) -> None:
     if other == "ring":  # small windows are shifted
         monkeypatch.setattr(history, "RING_BYTES", 0)
-    options = {"kind": KINDS[kind].kind, "lanes": COMPACT if lanes == "compact" else lanes}
+    case, lanes = KINDS[kind], COMPACT if lanes == "compact" else lanes
+    options = {"kind": case.kind, "derivative": case.derivative, "lanes": lanes}
     found = jax.jit(lambda n: computed(composition, partial(OTHERS[other][0], options), n))(np.int64(6))
     assert_close(found, expected_of_others(composition, other))

@@ -82,8 +82,8 @@ def appended(to: Moves, x: Any, n: Any, **options: Any) -> Any:
 
 def truncated(to: Moves, x: Any, n: Any, **_: Any) -> Any:
     step = lambda _, h: to.host(jnp.sin(to.dev(h)) * x)
-    last = lx.fori_loop(0, n, step, to.host(x), max_steps=5, kind=lx.Truncated(last=2))
-    windows = lx.fori_loop(0, 4, step, to.host(x), kind=lx.Truncated(window=2))
+    last = lx.fori_loop(0, n, step, to.host(x), max_steps=5, derivative=lx.Truncated(last=2))
+    windows = lx.fori_loop(0, 4, step, to.host(x), derivative=lx.Truncated(window=2))
     return to.dev(last).sum() + to.dev(windows).sum()
 
 
@@ -94,7 +94,7 @@ def reversed_(to: Moves, x: Any, n: Any, **_: Any) -> Any:
 
 def converged(to: Moves, x: Any, n: Any, **_: Any) -> Any:
     step = lambda _, h: to.host(0.3 * jnp.sin(to.dev(h)) * x + x)
-    return to.dev(lx.fori_loop(0, 40 + n, step, to.host(x), max_steps=50, kind=lx.Implicit())).sum()
+    return to.dev(lx.fori_loop(0, 40 + n, step, to.host(x), max_steps=50, derivative=lx.Implicit())).sum()
 
 
 def _same(program: Any, run: Callable[[Callable[..., Any]], Any], **options: Any) -> None:

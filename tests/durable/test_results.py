@@ -220,6 +220,7 @@ def test_the_arguments_are_those_of_loopax(name: str) -> None:
     durable_only = {"directory", "checkpoint_every", "keep", "resume", "chunk_steps"}
     arguments = inspect.signature(getattr(durable, name)).parameters
     assert arguments.keys() == (inspect.signature(getattr(lx, name)).parameters.keys() | durable_only) - {
+        "derivative",
         "kind",
         "lanes",
     }

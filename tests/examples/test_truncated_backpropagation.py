@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import loopax as lx
 from tests.support.compiled import temporary_of
 from tests.support.reference import assert_close
 
@@ -39,7 +38,7 @@ def by_python(example, network, series, window):
 @pytest.mark.parametrize("window", [1, 5, STEPS, STEPS + 1])
 def test_gradients_of_windows_are_those_of_a_python_loop(example, window):
     network, series = a_forecaster(example), some_series(example)
-    found = jax.jit(jax.value_and_grad(lambda n: example.loss(n, series, lx.Truncated(window=window))))(network)
+    found = jax.jit(jax.value_and_grad(lambda n: example.loss(n, series, window)))(network)
     expected = jax.value_and_grad(lambda n: by_python(example, n, series, window))(network)
     assert_close(found, expected)
 
@@ -48,10 +47,10 @@ def test_memory_falls_with_the_window(example):
     """From all steps down to about their square root: below it, the states before windows are what takes room."""
     network, series = a_forecaster(example), some_series(example, 1000)
 
-    def stored(kind):
-        return temporary_of(jax.grad(lambda n: example.loss(n, series, kind)), network)
+    def stored(window):
+        return temporary_of(jax.grad(lambda n: example.loss(n, series, window)), network)
 
-    by_window = [stored(lx.Truncated(window=w)) for w in (1000, 200, 50, 20)]
+    by_window = [stored(w) for w in (1000, 200, 50, 20)]
     assert by_window == sorted(by_window, reverse=True)
     assert by_window[-1] < by_window[0] / 10
-    assert by_window[-1] < stored(lx.Truncated(window=1)) < by_window[0]
+    assert by_window[-1] < stored(1) < by_window[0]

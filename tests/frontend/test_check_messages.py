@@ -178,24 +178,24 @@ def contract(x: Any, z: Any) -> Any:
 
 
 def ended_before(x: Any) -> Any:
-    return lx.fori_loop(0, 3, lambda i, z: contract(x, z), x, kind=lx.Implicit())
+    return lx.fori_loop(0, 3, lambda i, z: contract(x, z), x, derivative=lx.Implicit())
 
 
 def unsolved(x: Any) -> Any:
-    return lx.fori_loop(0, 20, lambda i, z: contract(x, z), x, kind=lx.Implicit(lambda matvec, b: b))
+    return lx.fori_loop(0, 20, lambda i, z: contract(x, z), x, derivative=lx.Implicit(lambda matvec, b: b))
 
 
 def diverged(x: Any) -> Any:
     residual = lambda z: (z, jnp.where(z > 1, 3, 1) * (z - x))
-    return lx.fori_loop(0, 3, lambda i, z: x, x, kind=lx.Implicit(fixed_point=residual))
+    return lx.fori_loop(0, 3, lambda i, z: x, x, derivative=lx.Implicit(fixed_point=residual))
 
 
 OF_KINDS: Any = {
     reversible: r"the inverse of kind=Reversible\(\) does not undo the first step \(0.167\).*Give what a step loses",
     drifted: r"on the way back of kind=Reversible\(\), .* beyond rtol=0.0001 \(0.000579\). Give checkpoints=",
-    ended_before: r"kind=Implicit\(\) .* ended before \(0.0333\).*Take more steps",
-    unsolved: r"for its derivative, kind=Implicit\(\) solves .* by a function .* \(0.5\).*more steps",
-    diverged: r"for its derivative, kind=Implicit\(\) solves .* did not converge .* \((inf|nan)\).*another solver",
+    ended_before: r"derivative=Implicit\(\) .* ended before \(0.0333\).*Take more steps",
+    unsolved: r"derivative=Implicit\(\) solves .* by a function .* \(0.5\).*more steps",
+    diverged: r"derivative=Implicit\(\) solves .* did not converge .* \((inf|nan)\).*another solver",
 }
 EACH_OF_KINDS = pytest.mark.parametrize("f", OF_KINDS, ids=lambda f: f.__name__)
 

@@ -37,7 +37,16 @@ class Own(lx.Bounded):
 
 
 NEARLY: Any = [
-    ({"kind": "Truncated"}, "needs arguments: write kind=lx.Truncated(last=5)."),
+    (
+        {"kind": "truncated"},
+        "kind=truncated is a derivative, and `kind` says what a gradient stores. Write derivative=",
+    ),
+    ({"kind": lx.Implicit(rtol=0.5)}, "Write derivative=Implicit(rtol=0.5), which while_loop, fori_loop, scan and "),
+    ({"kind": lx.Truncated}, "Write derivative=lx.Truncated(last=5), which"),
+    ({"derivative": lx.Bounded()}, "derivative=Bounded() is a kind, which says what is stored: write kind=Bounded()."),
+    ({"derivative": lx.Implicit}, "is a class, and an object is expected: write derivative=lx.Implicit()."),
+    ({"derivative": "Truncated"}, "needs arguments: write derivative=lx.Truncated(last=5)."),
+    ({"derivative": 3}, "derivative=3 is not a derivative of a loop. Choose one of 'implicit' (Implicit())."),
     ({"kind": "checkpoint"}, "Did you mean 'checkpointed'? Choose one of"),
     ({"kind": "Bounded"}, "Did you mean 'bounded'?"),
     ({"kind": lx.Checkpointed}, "Checkpointed is a class, and an object is expected: write kind=lx.Checkpointed()."),

@@ -12,7 +12,7 @@ from jax import lax
 
 import loopax as lx
 from loopax._src.jax_internals import keep_bits
-from tests.support.problem import name_of
+from tests.support.problem import argument_of, name_of
 from tests.support.reference import assert_close
 
 # ---- what takes elements out of such arrays, or puts them in
@@ -167,7 +167,7 @@ def test_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals", lx.Truncated(last=2)], ids=name_of)
 def test_kinds(kind: Any) -> None:
-    f = lambda x: lx.fori_loop(0, 9, lambda i, c: grow(c, x), x, kind=kind)
+    f = lambda x: lx.fori_loop(0, 9, lambda i, c: grow(c, x), x, **argument_of(kind))
     same(lambda: jax.jit(jax.grad(f))(X))
 
 
@@ -187,7 +187,7 @@ def test_reversible() -> None:
 @CHECKS_ARE_CUT
 def test_implicit() -> None:
     def f(x: Any) -> Any:
-        return lx.fori_loop(0, 80, lambda i, c: jnp.cos(c * x), x, kind=lx.Implicit(rtol=1e-6))
+        return lx.fori_loop(0, 80, lambda i, c: jnp.cos(c * x), x, derivative=lx.Implicit(rtol=1e-6))
 
     with jax.enable_x64(False):
         found = jax.jit(jax.grad(f))(jnp.sin(X))

@@ -67,12 +67,13 @@ def where_floats(flag: Any, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(flag, leaf, jnp.exp(leaf - leaf)) if is_float(leaf) else leaf, tree)
 
 
-def kind_of(program: Program) -> Any:
-    """The kind; a little memory has room for one carry at least, of all lanes and with its tangents."""
+def stored(program: Program) -> dict[str, Any]:
+    """The kind and derivative; a little memory has room for one carry at least, of all lanes and with its tangents."""
     if program.kind != "little memory" or "a" not in program.features:
-        return KINDS[program.kind]
+        choice = KINDS[program.kind]
+        return {"derivative": choice[0], "kind": choice[1]} if isinstance(choice, tuple) else {"kind": choice}
     larger = sum(name in BATCHES | DERIVATIVES for name in program.transformations)
-    return replace(KINDS[program.kind], memory=4096 * 3**larger)
+    return {"kind": replace(KINDS[program.kind], memory=4096 * 3**larger)}
 
 
 class Calls:
@@ -201,7 +202,7 @@ class WithLoopax(Loops):
         if program.policy:
             step = POLICIES[program.policy](step)
         options: dict[str, Any] = {
-            "kind": kind_of(program),
+            **stored(program),
             "lanes": LANES[program.lanes],
             "max_steps": program.max_steps,
             "key": key,
@@ -274,7 +275,7 @@ class Rewritten(WithLoopax):
         return results(last, ys, jnp.asarray(taken, jnp.int32), jnp.bool_(False))
 
     def prepared(self, program: Program, f: Any) -> Any:
-        options: Any = {"kind": kind_of(program), "lanes": LANES[program.lanes], "max_steps": program.max_steps}
+        options: Any = {**stored(program), "lanes": LANES[program.lanes], "max_steps": program.max_steps}
         return lx.rewrite_loops(f, scans=True, conds=True, **options)
 
     def around(self) -> Any:

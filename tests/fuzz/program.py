@@ -31,7 +31,7 @@ class Program:
     seed: int = 0  # of the numbers
 
 
-KINDS: dict[str, Any] = {
+KINDS: dict[str, Any] = {  # or a derivative, and the kind of its steps
     "auto": "auto",
     "checkpointed": "checkpointed",
     "two slots": lx.Checkpointed(2),
@@ -40,8 +40,8 @@ KINDS: dict[str, Any] = {
     "residuals": "residuals",
     "lax": "lax",
     # What a Python loop has where values of earlier steps are constants (`Unrolled`).
-    "last two": lx.Truncated(last=2, kind="checkpointed"),
-    "windows of two": lx.Truncated(window=2),
+    "last two": (lx.Truncated(last=2), "checkpointed"),
+    "windows of two": (lx.Truncated(window=2), "auto"),
 }
 LANES: dict[str, Any] = {
     "lockstep": "lockstep",

@@ -64,7 +64,7 @@ def test_kinds_that_come_to_the_same_program_share_a_row():
         "Bounded()",
     ]
     several = Measured("Auto() takes Bounded(), Auto() takes Residuals()")
-    assert several.shared_with("Residuals()").name == f"{several.name} = Residuals()"
+    assert several._shared_with("Residuals()").name == f"{several.name} = Residuals()"
 
 
 def test_the_picture(compared, monkeypatch):

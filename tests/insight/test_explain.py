@@ -14,6 +14,7 @@ from jax import Array, lax
 import loopax as lx
 from benchmarks.counter import Counter
 from loopax.insight import LoopExplanation
+from tests.support.problem import argument_of
 
 
 def only(found: lx.Explanation) -> LoopExplanation:
@@ -311,42 +312,50 @@ W = 0.3 * jnp.eye(3)
 X = jnp.ones(3)
 
 
-def fori(x: Array, w: Array, kind: Any = "auto") -> Array:
-    return lx.fori_loop(0, 20, lambda i, x: jnp.tanh(w @ x) + 0.1, x, kind=kind).sum()
+def fori(x: Array, w: Array, choice: Any = "auto") -> Array:
+    return lx.fori_loop(0, 20, lambda i, x: jnp.tanh(w @ x) + 0.1, x, **argument_of(choice)).sum()
 
 
-def while_loop(x: Array, w: Array, n: Array, kind: Any = "auto") -> Array:
+def while_loop(x: Array, w: Array, n: Array, choice: Any = "auto") -> Array:
     body = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]))  # its fixed point is zero
-    return lx.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=20, kind=kind)[1].sum()
+    return lx.while_loop(lambda c: c[0] < n, body, (0, x), max_steps=20, **argument_of(choice))[1].sum()
 
 
 REVERSIBLE = lx.Reversible(lambda i, x: x, checkpoints=3)
 TAPE = lx.Reversible(lambda i, x, row: row, record=lambda i, before, after: before)
 SAID = {
-    lx.Implicit(): ("to a tolerance", "the last carry; its derivative solves a linear system there"),
-    lx.Truncated(last=3): ("another", "what Residuals() stores of the last 3 steps; where the length is known only"),
-    lx.Truncated(window=4, kind="bounded"): (
-        "another",
-        "the carry before each window of 4 steps, and what Bounded() stores of one window",
+    lx.Implicit(): (
+        "kind: Auto(), which does nothing here derivative: Implicit(), which differs from that of the steps by a tol",
+        "the last carry; its derivative solves a linear system there",
     ),
-    REVERSIBLE: ("exact", "3 carries and the last; the body is evaluated 3n times, the inverse n times"),
-    TAPE: ("exact", "the last carry and a row of the tape for each step"),
+    lx.Truncated(last=3): (
+        "kind: Auto() derivative: Truncated(last=3), which differs from that of the steps on purpose",
+        "what Auto() stores of the last 3 steps; where the length is known only",
+    ),
+    lx.Truncated(window=4): (
+        "kind: Auto() derivative: Truncated(window=4), which differs from that of the steps on purpose",
+        "the carry before each window of 4 steps, and what Auto() stores of one window",
+    ),
+    REVERSIBLE: ("", "3 carries and the last; the body is evaluated 3n times, the inverse n times"),
+    TAPE: ("", "the last carry and a row of the tape for each step"),
 }
 
 
-@pytest.mark.parametrize("kind", SAID, ids=str)
-def test_kinds_with_a_way_of_their_own(kind: lx.Kind) -> None:
-    derivative, words = SAID[kind]
-    explanation = lx.explain(lambda x, w: fori(x, w, kind), X, W)
+@pytest.mark.parametrize("choice", SAID, ids=str)
+def test_kinds_and_derivatives_with_a_way_of_their_own(choice: lx.Kind | lx.Derivative) -> None:
+    lines, words = SAID[choice]
+    derivative = choice if isinstance(choice, lx.Derivative) else None
+    explanation = lx.explain(lambda x, w: fori(x, w, choice), X, W)
     loop = next(loop for loop in explanation.loops if loop.kind is not None)
     assert loop.function == "loopax.fori_loop"
     assert "test_explain.py" in loop.source
     assert (loop.most_steps, loop.derivative, loop.stored) == (20, derivative, None)
     text = " ".join(str(explanation).split())
     assert f"gradient stores {words}" in text
-    assert ("derivative: " in text) == (derivative != "exact")
-    if derivative != "exact":  # these have a rule for derivatives, in which the loop stands
-        (loop,) = lx.explain(lambda x, w, n: while_loop(x, w, n, kind), X, W, jnp.int32(5)).loops
+    assert lines in text
+    assert ("derivative: " in text) == (derivative is not None)
+    if derivative is not None:  # these have a rule for derivatives, in which the loop stands
+        (loop,) = lx.explain(lambda x, w, n: while_loop(x, w, n, choice), X, W, jnp.int32(5)).loops
         assert "test_explain.py" in loop.source
         assert all(leaf.is_differentiated for leaf in loop.leaves if leaf.name == "carry[1]")
 
@@ -355,11 +364,10 @@ def test_compare() -> None:
     """The gradient of two steps out of twenty takes less memory than that of all."""
     kinds = ["bounded", lx.Implicit(), lx.Truncated(last=2), lx.Truncated(window=5), REVERSIBLE]
     rows = {row.name: row for row in lx.compare(fori, jnp.ones(300), 0.3 * jnp.eye(300), kinds=kinds, rounds=1).rows}
-    own = {name for name, row in rows.items() if "(derivative: " in name and not row.problem}
-    truncated = [f"Truncated({how}) (derivative: another)" for how in ("last=2", "window=5")]
-    assert own == {"Implicit() (derivative: to a tolerance)", *truncated}
+    good = {name for name, row in rows.items() if not row.problem}
+    assert good > {"Implicit()", "Truncated(last=2)", "Truncated(window=5)"}
     assert "brings the inverse of the steps of one loop" in rows[repr(REVERSIBLE)].problem
-    assert rows[truncated[0]].temporary_bytes < 0.5 * rows["Bounded()"].temporary_bytes
+    assert rows["Truncated(last=2)"].temporary_bytes < 0.5 * rows["Bounded()"].temporary_bytes
 
 
 def warned(function, *args, **options):

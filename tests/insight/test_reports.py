@@ -202,9 +202,9 @@ def test_text():
 
 def test_bad_arguments_of_a_picture():
     for arguments, error, message in (
-        ((-1,), ValueError, "picture(num_steps=...): got -1, expected at least 0"),
+        ((-1,), ValueError, "picture(length=...): got -1, expected at least 0"),
         ((5, 0), ValueError, "picture(checkpoints=...): got 0, expected at least 1, the number of stored carries"),
-        ((jax.numpy.int32(5),), TypeError, "picture(num_steps=...): got int32[], expected a Python int"),
+        ((jax.numpy.int32(5),), TypeError, "picture(length=...): got int32[], expected a Python int"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             schedule.picture(*arguments)

@@ -72,13 +72,13 @@ def test_it_fits(step, carries):
 
 
 def test_as_many_checkpoints_as_fit():
-    assert chosen(jax.grad(fixed(many_functions, lx.Auto(memory=10 * STATE.nbytes + 1))), STATE).count == 10
+    assert chosen(jax.grad(fixed(many_functions, lx.Auto(memory=10 * STATE.nbytes + 1))), STATE).checkpoints == 10
 
 
 @pytest.mark.parametrize(("carries", "slots"), [(3, 3), (64, 64), (1000, 64)])
 def test_without_a_bound(carries, slots):
     kind = lx.Auto(memory=carries * STATE.nbytes)
-    assert chosen(jax.grad(loop(layer, kind)), STATE, 3).count == slots
+    assert chosen(jax.grad(loop(layer, kind)), STATE, 3).checkpoints == slots
 
 
 def test_a_bound_that_is_a_precaution_gets_an_eighth_of_the_memory():
@@ -108,7 +108,7 @@ def test_only_what_the_derivative_needs_counts():
         init = (WEIGHTS, 0, h, jnp.ones(10_000))
         return lx.fori_loop(0, STEPS, body, init, kind=lx.Auto(memory=STATE.nbytes))[2].sum()
 
-    assert chosen(jax.grad(energy), STATE).count == 1
+    assert chosen(jax.grad(energy), STATE).checkpoints == 1
 
 
 def test_the_reason_is_kept():

@@ -16,6 +16,7 @@ from loopax import Implicit
 from loopax._src.kinds import linear_solver
 from tests.support.compiled import temporary as temporary_bytes
 from tests.support.counted import counting, evaluations
+from tests.support.problem import argument_of
 from tests.support.reference import assert_close
 
 W = jnp.asarray(np.random.RandomState(0).randn(3, 3)) * 0.25
@@ -32,11 +33,11 @@ def while_loop(w: Array, x: Array, kind: Any, **options: Any) -> Array:
     """Until the change is small; the carry holds more than the fixed point."""
     body = lambda c: (new := f(w, x, c[0]), abs(new - c[0]).max(), c[2] + 1)
     start = jnp.zeros_like(x), jnp.inf, 0
-    return lx.while_loop(lambda c: c[1] > 1e-13, body, start, max_steps=200, kind=kind, **options)[0]
+    return lx.while_loop(lambda c: c[1] > 1e-13, body, start, max_steps=200, **argument_of(kind), **options)[0]
 
 
 def fori_loop(w: Array, x: Array, kind: Any, **options: Any) -> Array:
-    return lx.fori_loop(0, 100, lambda i, z: f(w, x, z), jnp.zeros_like(x), kind=kind, **options)
+    return lx.fori_loop(0, 100, lambda i, z: f(w, x, z), jnp.zeros_like(x), **argument_of(kind), **options)
 
 
 def newton(w: Array, x: Array, kind: Any) -> Array:
@@ -44,7 +45,7 @@ def newton(w: Array, x: Array, kind: Any) -> Array:
         slope = jnp.eye(3) - (1 - f(w, x, z) ** 2)[:, None] * w
         return z - jnp.linalg.solve(slope, z - f(w, x, z))
 
-    return lx.fori_loop(0, 12, lambda i, z: body(z), jnp.zeros(3), kind=kind)
+    return lx.fori_loop(0, 12, lambda i, z: body(z), jnp.zeros(3), **argument_of(kind))
 
 
 def of_z(c: Any) -> Any:
@@ -60,7 +61,7 @@ def residual_of(w: Array, x: Array) -> Callable[[Any], Any]:
 
 
 GMRES = lineax.GMRES(rtol=1e-13, atol=1e-13)
-PROGRAMS: dict[str, tuple[Callable[..., Array], Callable[[Array, Array], lx.Kind]]] = {
+PROGRAMS: dict[str, tuple[Callable[..., Array], Callable[[Array, Array], Implicit]]] = {
     "while_loop": (while_loop, lambda w, x: Implicit(fixed_point=of_z)),
     "fori_loop": (fori_loop, lambda w, x: Implicit()),
     "lineax": (fori_loop, lambda w, x: Implicit(GMRES)),
@@ -106,8 +107,8 @@ def test_modes(name: str, mode: str) -> None:
 def test_weights_in_the_carry_have_a_derivative(fixed_point: Any) -> None:
     """The body returns them as they came: they are what the fixed point depends on, and no start of it."""
 
-    def loop(w: Array, kind: lx.Kind) -> Array:
-        z, w, _ = lx.fori_loop(0, 100, lambda i, c: (f(c[1], X, c[0]), c[1], c[2]), (X, w, 3), kind=kind)
+    def loop(w: Array, kind: Any) -> Array:
+        z, w, _ = lx.fori_loop(0, 100, lambda i, c: (f(c[1], X, c[0]), c[1], c[2]), (X, w, 3), **argument_of(kind))
         return (z**2).sum() + w[0, 1] ** 2
 
     kind = Implicit(fixed_point=fixed_point)
@@ -122,7 +123,7 @@ XS = jnp.stack([X, 0.1 * X, -X, 3.0 * X])
 
 @pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)], ids=str)
 def test_lanes_have_systems_of_their_own(lanes: Any) -> None:
-    def loss(w: Array, x: Array, kind: lx.Kind) -> Array:
+    def loss(w: Array, x: Array, kind: Any) -> Array:
         return (while_loop(w, x, kind, lanes=lanes) ** 3).sum()
 
     each = jax.jit(jax.vmap(jax.grad(lambda w, x: loss(w, x, UNROLLED), (0, 1)), (None, 0)))(W, XS)
@@ -133,7 +134,7 @@ def test_lanes_have_systems_of_their_own(lanes: Any) -> None:
 
 
 def test_inside_loops_and_checkpoints() -> None:
-    def outer(w: Array, kind: lx.Kind) -> Array:
+    def outer(w: Array, kind: Any) -> Array:
         inner = jax.checkpoint(lambda x: while_loop(w, x, kind))
         return lx.fori_loop(0, 3, lambda i, x: inner(x), X, kind=lx.Checkpointed(1)).sum()
 
@@ -145,8 +146,8 @@ def test_memory_does_not_depend_on_the_bound() -> None:
     def temporary(bound: int) -> int:
         def loss(w: Array, x: Array) -> Array:
             body = lambda c: (f(w, x, c[0]), abs(f(w, x, c[0]) - c[0]).max())
-            kind = Implicit(fixed_point=of_z)
-            return lx.while_loop(lambda c: c[1] > 1e-9, body, (x, jnp.inf), max_steps=bound, kind=kind)[0].sum()
+            fixed = Implicit(fixed_point=of_z)
+            return lx.while_loop(lambda c: c[1] > 1e-9, body, (x, jnp.inf), max_steps=bound, derivative=fixed)[0].sum()
 
         return temporary_bytes(jax.jit(jax.grad(loss)).lower(jnp.eye(64) * 0.1, jnp.ones(64)).compile())
 
@@ -160,7 +161,7 @@ def test_a_gradient_evaluates_the_body_twice_more() -> None:
         def body(i: Any, z: Array) -> Array:
             return f(W, x, counting(count, z))
 
-        return lx.fori_loop(0, 50, body, X, kind=Implicit()).sum()
+        return lx.fori_loop(0, 50, body, X, derivative="implicit").sum()
 
     assert evaluations(lambda count: loop(count, X)) == 50
     assert evaluations(lambda count: jax.grad(lambda x: loop(count, x))(X)) == 52
@@ -169,25 +170,27 @@ def test_a_gradient_evaluates_the_body_twice_more() -> None:
 def other_leaves(x: Array, kind: Any) -> Array:
     """What follows from the fixed point is differentiated with it."""
     kind = Implicit(fixed_point=of_z) if isinstance(kind, Implicit) else kind
-    return lx.fori_loop(0, 100, lambda i, c: (f(W, x, c[0]), jnp.sin(c[0]) @ x), (X, 0.0), kind=kind)[1]
+    return lx.fori_loop(0, 100, lambda i, c: (f(W, x, c[0]), jnp.sin(c[0]) @ x), (X, 0.0), **argument_of(kind))[1]
 
 
 def complex_and_mixed_leaves(a: Array, kind: Any) -> Array:
     body = lambda i, c: (0.4 * c[0] + a * 1j, 0.5 * c[1] + abs(c[0]) ** 2)
-    z, y = lx.fori_loop(0, 120, body, (jnp.zeros((), jnp.complex128), 0.0), kind=kind)
+    z, y = lx.fori_loop(0, 120, body, (jnp.zeros((), jnp.complex128), 0.0), **argument_of(kind))
     return y + z.imag
 
 
 def index_behind_the_last_step(w: Array, kind: Any) -> Array:
     """What a body reads by its index, here a row of zeros behind those that count."""
     rows = jnp.zeros((60, 3)).at[:20].set(1.0)
-    return lx.fori_loop(10, 60, lambda i, z: f(w, X, z) + rows[i] * w[0], jnp.zeros(3), kind=kind).sum()
+    return lx.fori_loop(10, 60, lambda i, z: f(w, X, z) + rows[i] * w[0], jnp.zeros(3), **argument_of(kind)).sum()
 
 
 def residuals_in_another_order_than_the_leaves(a: Array, kind: Any) -> Array:
     residual = lambda c: (c[1] - 0.5 * jnp.sin(c[0]), c[0] - jnp.cos(a * c[1]))
     kind = Implicit(fixed_point=lambda c: ((c[1], c[0]), residual(c))) if isinstance(kind, Implicit) else kind
-    return lx.fori_loop(0, 60, lambda i, c: (jnp.cos(a * c[1]), 0.5 * jnp.sin(c[0])), (0.1, 0.2), kind=kind)[0]
+    return lx.fori_loop(0, 60, lambda i, c: (jnp.cos(a * c[1]), 0.5 * jnp.sin(c[0])), (0.1, 0.2), **argument_of(kind))[
+        0
+    ]
 
 
 def start_at_the_fixed_point(w: Array, kind: Any) -> Array:
@@ -195,7 +198,7 @@ def start_at_the_fixed_point(w: Array, kind: Any) -> Array:
     if kind is UNROLLED:
         return fori_loop(w, X, UNROLLED).sum()
     z = fori_loop(w, X, "lax")
-    return lx.fori_loop(0, 1, lambda i, z: f(w, X, z), z, kind=kind).sum()
+    return lx.fori_loop(0, 1, lambda i, z: f(w, X, z), z, **argument_of(kind)).sum()
 
 
 OTHERS = [(other_leaves, X), (complex_and_mixed_leaves, 1.3), (index_behind_the_last_step, W)]
@@ -208,9 +211,9 @@ def test_other_loops(loop: Any, at: Any) -> None:
 
 
 def test_the_start_has_no_derivative_but_where_nothing_changes_it() -> None:
-    loop = lambda z: lx.fori_loop(0, 100, lambda i, z: f(W, X, z), z, kind=Implicit()).sum()
+    loop = lambda z: lx.fori_loop(0, 100, lambda i, z: f(W, X, z), z, derivative=Implicit()).sum()
     assert_close(jax.grad(loop)(X), jnp.zeros(3))
-    assert jax.grad(lambda x: lx.fori_loop(0, 3, lambda i, x: x, x, kind=Implicit()))(2.0) == 1.0
+    assert jax.grad(lambda x: lx.fori_loop(0, 3, lambda i, x: x, x, derivative=Implicit()))(2.0) == 1.0
 
 
 BY_JAX = Implicit(by_jax)
@@ -221,7 +224,9 @@ class TestFailures:
         ("gradient", "message"),
         [
             (
-                lambda: jax.grad(lambda a: lx.fori_loop(0, 3, lambda i, z: jnp.sqrt(a * z - 1), 0.5, kind=BY_JAX))(0.9),
+                lambda: jax.grad(
+                    lambda a: lx.fori_loop(0, 3, lambda i, z: jnp.sqrt(a * z - 1), 0.5, derivative=BY_JAX)
+                )(0.9),
                 r"this one ended before \(nan\)",
             ),
             # It multiplies by 4: the norms of x and of the residual are infinite after about 256 steps.
@@ -245,10 +250,10 @@ class TestFailures:
     def test_a_loop_that_ended_before(self) -> None:
         def loop(x: Array, throw: bool = True, **options: Any) -> Array:
             kind = Implicit(rtol=1e-6, **options)
-            return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), kind=kind, throw=throw).sum()
+            return lx.fori_loop(0, 4, lambda i, z: f(W, x, z), jnp.zeros(3), derivative=kind, throw=throw).sum()
 
         assert jnp.isfinite(loop(X))
-        pattern = r"loopax.fori_loop at .*: kind=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
+        pattern = r"loopax.fori_loop at .*: derivative=Implicit.* this one ended before \(0\.0\d+\): .* at most 1e-06"
         for gradient in (jax.grad(loop), eqx.filter_jit(jax.grad(loop)), jax.grad(lambda x: loop(x, throw=False))):
             with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
                 gradient(X)
@@ -258,7 +263,7 @@ class TestFailures:
         """z <- a z + x does not converge in the last lane."""
 
         def loop(a: Array, x: Array) -> Array:
-            return lx.fori_loop(0, 60, lambda i, z: a * z + x, 0.0, kind=Implicit(unsolved="nan"))
+            return lx.fori_loop(0, 60, lambda i, z: a * z + x, 0.0, derivative=Implicit(unsolved="nan"))
 
         found = jax.vmap(jax.grad(loop, 1), (0, None))(jnp.array([0.5, 0.1, 1.0]), 2.0)
         assert_close(found, jnp.array([2.0, 1 / 0.9, jnp.nan]), CLOSE)
@@ -276,13 +281,15 @@ def residual(z: Array, p: Array, h: Array) -> Array:
     return z - p + h * (S.astype(p.dtype) @ z + z**3)
 
 
-def stiff_newton(p: Array, h: Array, kind: lx.Kind, **options: Any) -> tuple[Array, lx.LoopInfo]:
+def stiff_newton(p: Array, h: Array, derivative: Implicit, **options: Any) -> tuple[Array, lx.LoopInfo]:
     def body(c: tuple[Array, Array]) -> tuple[Array, Array]:
         change = jnp.linalg.solve(jax.jacfwd(residual)(c[0], p, h), residual(c[0], p, h))
         return c[0] - change, jnp.abs(change).max()
 
     start = p, jnp.array(jnp.inf, p.dtype)
-    (z, _), info = lx.while_loop(lambda c: c[1] > 1e-6, body, start, max_steps=9, kind=kind, info=True, **options)
+    (z, _), info = lx.while_loop(
+        lambda c: c[1] > 1e-6, body, start, max_steps=9, derivative=derivative, info=True, **options
+    )
     return z, info
 
 
@@ -322,7 +329,7 @@ def test_newton_on_a_stiff_system(mode: Any, lanes: Any, throw: bool, iterations
 
 
 def test_a_start_near_the_fixed_point_of_a_slow_contraction() -> None:
-    loop = lambda a: lx.fori_loop(0, 3, lambda i, z: 0.98 * z + a, 50.001, kind=Implicit())
+    loop = lambda a: lx.fori_loop(0, 3, lambda i, z: 0.98 * z + a, 50.001, derivative=Implicit())
     assert_close(jax.grad(loop)(1.0), jnp.array(50.0), 1e-6)
 
 
@@ -330,7 +337,7 @@ def test_a_system_that_is_solved_as_exactly_as_the_loop_has_converged() -> None:
     """Of a contraction so slow that 1000 iterations leave 5e-5 of a residual: enough for a loop that left as much."""
 
     def slope(start: float) -> Array:
-        return jax.grad(lambda a: lx.fori_loop(0, 1, lambda i, z: 0.99 * z + a, start, kind=Implicit()))(1.0)
+        return jax.grad(lambda a: lx.fori_loop(0, 1, lambda i, z: 0.99 * z + a, start, derivative=Implicit()))(1.0)
 
     assert_close(slope(100.05), jnp.array(100.0), 1e-4)
 
@@ -339,7 +346,9 @@ def test_a_system_that_is_solved_as_exactly_as_the_loop_has_converged() -> None:
 
 
 def shrink(a: Any, start: Any = 1.0, bound: Any = 1e-6, x: Any = 0.0, **options: Any) -> Any:
-    return lx.while_loop(lambda z: jnp.abs(z - x) > bound, lambda z: a * (z - x) + x, start, kind=Implicit(**options))
+    return lx.while_loop(
+        lambda z: jnp.abs(z - x) > bound, lambda z: a * (z - x) + x, start, derivative=Implicit(**options)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -359,7 +368,7 @@ def test_a_leaf_that_starts_at_infinity_excuses_nothing() -> None:
     """Nor does one leaf excuse another."""
 
     def loop(a: Array, start: Any) -> Array:
-        return lx.fori_loop(0, 3, lambda i, c: (0.5 * c[0] + a, jnp.abs(c[0])), (0.0, start), kind=Implicit())[0]
+        return lx.fori_loop(0, 3, lambda i, c: (0.5 * c[0] + a, jnp.abs(c[0])), (0.0, start), derivative=Implicit())[0]
 
     for start in (jnp.inf, 1e10):
         with pytest.raises(eqx.EquinoxRuntimeError, match="ended before"):
@@ -381,8 +390,8 @@ def of_lanes(solver: Any, a: Array, **options: Any) -> Array:
     """z <- a z + (1 - a) x, whose fixed point is x, but for a = 1, where every z is one."""
 
     def loop(a: Array, x: Array, throw: bool = True) -> Array:
-        kind = Implicit(solver, **options)
-        return lx.fori_loop(0, 60, lambda i, z: a * z + x * (1 - a), x, kind=kind, throw=throw)
+        derivative = Implicit(solver, **options)
+        return lx.fori_loop(0, 60, lambda i, z: a * z + x * (1 - a), x, derivative=derivative, throw=throw)
 
     return jax.vmap(lambda a, x: jax.grad(loop, 1)(a, x, False))(a, jnp.full(3, 2.0))
 
@@ -394,7 +403,7 @@ def of_lanes(solver: Any, a: Array, **options: Any) -> Array:
 )
 def test_an_unsolved_system_is_an_error_unless_nan_is_asked_for(solver: Any) -> None:
     a = jnp.array([0.5, 1.0, 0.5])
-    pattern = r"test_implicit.py:\d+ \(of_lanes.<locals>.loop\): for its .*eigenvalue.*First at index 1 of the batch"
+    pattern = r"implicit.py:\d+ \(of_lanes.<locals>.loop\): derivative=.*eigenvalue.*First at index 1 of the batch"
     with pytest.raises(eqx.EquinoxRuntimeError, match=pattern):
         eqx.filter_jit(lambda: of_lanes(solver, a))()
     assert_close(of_lanes(solver, a, unsolved="nan"), jnp.array([1.0, jnp.nan, 1.0]))

@@ -39,13 +39,13 @@ def contract(w: Array, x: Any, z: Array) -> Array:
 
 def until_small(w: Array, x: Any) -> Array:
     body = lambda c: (new := contract(w, x, c[0]), jnp.abs(new - c[0]))
-    kind = lx.Implicit(fixed_point=lambda c: c[0])
-    return lx.while_loop(lambda c: c[1] > 1e-12, body, (0.0, jnp.inf), kind=kind)[0]
+    derivative = lx.Implicit(fixed_point=lambda c: c[0])
+    return lx.while_loop(lambda c: c[1] > 1e-12, body, (0.0, jnp.inf), derivative=derivative)[0]
 
 
 def by_residual(w: Array, x: Array) -> Array:
-    kind = lx.Implicit(fixed_point=lambda z: (z, z - contract(w, x, z)))
-    return lx.fori_loop(0, 25, lambda i, z: contract(w, x, z), 0.0, kind=kind)
+    derivative = lx.Implicit(fixed_point=lambda z: (z, z - contract(w, x, z)))
+    return lx.fori_loop(0, 25, lambda i, z: contract(w, x, z), 0.0, derivative=derivative)
 
 
 def estimate(w: Array, x: Array, estimator: Any, **options: Any) -> Array:
@@ -63,7 +63,9 @@ PROGRAMS: list[Any] = [
     pytest.param(leapfrog, id="reversible"),
     pytest.param(lambda w, x: leapfrog(w, 0.4, rtol=1e-9) * x, id="reversible, shared start"),
     pytest.param(taped, id="tape", marks=SLOW),
-    pytest.param(lambda w, x: lx.fori_loop(0, 25, lambda i, z: contract(w, x, z), 0.0, kind=lx.Implicit()), id="fori"),
+    pytest.param(
+        lambda w, x: lx.fori_loop(0, 25, lambda i, z: contract(w, x, z), 0.0, derivative=lx.Implicit()), id="fori"
+    ),
     pytest.param(until_small, id="while", marks=SLOW),
     pytest.param(by_residual, id="residual", marks=SLOW),
     pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.Hutchinson(), rtol=0.1, max_matvecs=20), id="rtol"),

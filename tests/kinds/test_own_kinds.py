@@ -1,4 +1,4 @@
-"""A kind of a user's own, by public names alone: what it is told, that its plan is carried out, and its derivative."""
+"""Kinds and derivatives of a user's own, by public names alone: what a kind is told, and what is made of its plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from jax import Array, lax
 
 import loopax as lx
 from loopax import kinds
-from tests.support.problem import XS, H, W, scan_expected, scan_program
+from tests.support.problem import XS, H, W, argument_of, scan_expected, scan_program
 from tests.support.reference import assert_close
 
 
@@ -111,14 +111,10 @@ def test_a_kind_that_cannot_be_hashed_is_refused() -> None:
 
 
 @dataclass(frozen=True)
-class Runs(lx.Kind):
+class Runs(lx.Derivative):
     """Makes something of the results."""
 
     change: Any
-    derivative = "another"
-
-    def plan(self, loop: kinds.LoopFacts) -> kinds.Plan:
-        return kinds.EveryCarry()
 
     def run(self, call: kinds.LoopCall) -> Any:
         return self.change(call.run())
@@ -145,10 +141,10 @@ WRONG = {
 }
 
 
-def a_scan(kind: lx.Kind) -> Any:
+def a_scan(choice: Any) -> Any:
     step = lambda c, x: ({"a": c["a"] * x, "b": c["b"] + 1}, {"y": c["a"]})
     init = {"a": jnp.ones(2), "b": jnp.asarray(0)}
-    return lx.scan(step, init, jnp.arange(3.0), stop=lambda c, y: c["b"] > 5, kind=kind)
+    return lx.scan(step, init, jnp.arange(3.0), stop=lambda c, y: c["b"] > 5, **argument_of(choice))
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -157,20 +153,17 @@ def test_results_that_are_not_those_of_the_loop_are_refused(case: str) -> None:
     for run in (a_scan, jax.jit(a_scan, static_argnums=0)):
         with pytest.raises(TypeError, match=message) as raised:
             run(Runs(change))
-        assert str(raised.value).startswith("kind=Runs(change=")
+        assert str(raised.value).startswith("derivative=Runs(change=")
 
 
 # ---- another derivative
 
 
 @dataclass(frozen=True)
-class OneMoreStep(lx.Kind):
+class OneMoreStep(lx.Derivative):
     """The derivative of one more step from the last carry, which is held: a phantom gradient."""
 
-    derivative = "another"
-
-    def plan(self, loop: kinds.LoopFacts) -> kinds.Plan:
-        return kinds.NoReverseMode(AssertionError, "the steps of the loop are not differentiated")
+    uses_kind = False
 
     def run(self, call: kinds.LoopCall) -> kinds.Outcome:
         out = call.at(lax.stop_gradient(call.operands)).run()
@@ -187,13 +180,13 @@ def settled(c: Any) -> Array:
     return (c[1] < 80) & (abs(c[0] - c[2]) > 1e-12).any()
 
 
-def while_loop(a: Array, kind: Any, **options: Any) -> Array:
+def while_loop(a: Array, choice: Any, **options: Any) -> Array:
     body = lambda c: (step(a, c[0]), c[1] + 1, c[0])
-    return lx.while_loop(settled, body, (jnp.ones_like(a), 0, jnp.zeros_like(a)), kind=kind, **options)[0]
+    return lx.while_loop(settled, body, (jnp.ones_like(a), 0, jnp.zeros_like(a)), **argument_of(choice), **options)[0]
 
 
-def fori_loop(a: Array, kind: Any, **options: Any) -> Array:
-    return lx.fori_loop(0, 80, lambda i, x: step(a, x), jnp.ones_like(a), kind=kind, **options)
+def fori_loop(a: Array, choice: Any, **options: Any) -> Array:
+    return lx.fori_loop(0, 80, lambda i, x: step(a, x), jnp.ones_like(a), **argument_of(choice), **options)
 
 
 def wanted(loop: Any) -> Callable[[Array], Array]:
@@ -223,8 +216,8 @@ def test_every_mode_has_that_derivative(loop: str) -> None:
 
 
 def test_inside_another_loop_and_in_compact_lanes() -> None:
-    def outer(a: Array, kind: Any) -> Array:
-        return lx.fori_loop(0, 2, lambda i, a: a + while_loop(a, kind, lanes="compact"), a, kind="bounded").sum()
+    def outer(a: Array, choice: Any) -> Array:
+        return lx.fori_loop(0, 2, lambda i, a: a + while_loop(a, choice, lanes="compact"), a, kind="bounded").sum()
 
     found = jax.grad(lambda a: outer(a, OneMoreStep()))(A)
     by_python = lambda a: (first := a + wanted(while_loop)(a)) + wanted(while_loop)(first)

@@ -10,14 +10,14 @@ import loopax as lx
 from loopax import Implicit, Reversible, Truncated, kinds
 from tests.kinds.reversible import Reversible as WithInverse
 from tests.kinds.test_own_kinds import OneMoreStep
-from tests.support.problem import XS, H
+from tests.support.problem import XS, H, argument_of
 
 WRONG: Any = 3
 FREE: Any = {"lanes": "free"}
 
 
-def loop(kind: Any, init: Any = H, **options: Any) -> Any:
-    return lx.fori_loop(0, 9, lambda i, c: c, init, kind=kind, **options)
+def loop(choice: Any, init: Any = H, **options: Any) -> Any:
+    return lx.fori_loop(0, 9, lambda i, c: c, init, **argument_of(choice), **options)
 
 
 def until(kind: Any) -> Any:
@@ -25,7 +25,7 @@ def until(kind: Any) -> Any:
 
 
 def queue(kind: Any) -> Any:
-    return lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, kind=kind), XS, num_lanes=2)
+    return lx.lanes_map(lambda h: lx.fori_loop(0, 9, lambda i, h: h * 2, h, **argument_of(kind)), XS, num_lanes=2)
 
 
 def with_a_mutable_array(kind: Any) -> Any:
@@ -35,7 +35,7 @@ def with_a_mutable_array(kind: Any) -> Any:
         reference[...] = x
         return x
 
-    return lx.fori_loop(0, 3, body, H, kind=kind)
+    return lx.fori_loop(0, 3, body, H, **argument_of(kind))
 
 
 def recorded(record: Any) -> Any:
@@ -45,14 +45,6 @@ def recorded(record: Any) -> Any:
 ARGUMENTS: list[tuple[Any, Any, str]] = [
     (Truncated, TypeError, r"Truncated\(...\): got neither of last and window, expected one"),
     (lambda: Truncated(last=0), ValueError, r"Truncated\(last=...\): got 0, expected at least 1"),
-    *(
-        (
-            lambda kind=kind: Truncated(last=2, kind=kind),
-            ValueError,
-            r"kind=...\): got .*, whose derivative is not that",
-        )
-        for kind in (Implicit(), Truncated(last=1))
-    ),
     (lambda: Implicit(WRONG), TypeError, r"Implicit\(linear_solver=...\): got int 3, expected a solver of lineax"),
     (lambda: Implicit(fixed_point=WRONG), TypeError, r"\(fixed_point=...\): got int 3, expected a function of a carry"),
     (lambda: Implicit(rtol=0.0), ValueError, r"Implicit\(rtol=...\): got 0.0, expected a positive number"),
@@ -89,13 +81,22 @@ LOOPS: list[tuple[Any, Any, str]] = [
     (lambda: loop(WithInverse(lambda i, c: c[:2])), TypeError, "the inverse of body_fun of fori_loop"),
     (lambda: loop(CHECKPOINTS, progress=True), NotImplementedError, "cannot show its progress"),
     (lambda: loop(Truncated(window=2), progress=True), NotImplementedError, "cannot show its progress"),
-    (lambda: with_a_mutable_array(OneMoreStep()), NotImplementedError, r"which kind=OneMoreStep\(\) does not take"),
+    (
+        lambda: loop(lx.Lax(), derivative=Implicit()),
+        ValueError,
+        r"fori_loop\(kind=Lax\(\), derivative=Implicit\(\)\): this derivative differentiates no steps",
+    ),
+    (
+        lambda: with_a_mutable_array(OneMoreStep()),
+        NotImplementedError,
+        r"which derivative=OneMoreStep\(\) does not take",
+    ),
     *(
         (lambda kind=kind: loop(kind, **FREE), NotImplementedError, f"lanes='free'.* does not take {name}")
         for kind, name in [
-            (Truncated(last=2), "kind=Truncated"),
-            (Implicit(), r"kind=Implicit\(\)"),
-            (OneMoreStep(), r"kind=OneMoreStep\(\)"),
+            (Truncated(last=2), "derivative=Truncated"),
+            (Implicit(), r"derivative=Implicit\(\)"),
+            (OneMoreStep(), r"derivative=OneMoreStep\(\)"),
             (INVERSE, "a kind that brings an inverse"),
             (WithInverse(lambda i, c: c), "a kind that brings an inverse"),
         ]
@@ -103,9 +104,9 @@ LOOPS: list[tuple[Any, Any, str]] = [
     *(
         (lambda kind=kind: queue(kind), NotImplementedError, f"does not take {name}")
         for kind, name in [
-            (Truncated(last=2), "kind=Truncated"),
-            (Implicit(), r"kind=Implicit\(\)"),
-            (OneMoreStep(), r"kind=OneMoreStep\(\)"),
+            (Truncated(last=2), "derivative=Truncated"),
+            (Implicit(), r"derivative=Implicit\(\)"),
+            (OneMoreStep(), r"derivative=OneMoreStep\(\)"),
             (WithInverse(lambda i, c: c / 2), "a kind that brings an inverse"),
         ]
     ),

@@ -222,7 +222,8 @@ class TestChecks:
             body = lambda i, x: jnp.sin(a * x) / 4 + 0.3
             kind = Reversible(lambda i, x: jnp.arcsin(4 * (x - 0.3)) / a * jnp.where(wrong(i), 1.01, 1), rtol=1e-3)
             steps = num_steps if is_static else jnp.int32(num_steps)
-            return lx.fori_loop(0, steps, body, 1.0, max_steps=num_steps, kind=lx.Truncated(**options, kind=kind))
+            derivative = lx.Truncated(**options)
+            return lx.fori_loop(0, steps, body, 1.0, max_steps=num_steps, kind=kind, derivative=derivative)
 
         for wrong, problem in (
             (lambda i: i == 0, "does not undo the first step"),
@@ -275,7 +276,7 @@ def test_a_buffer_is_read_as_it_is() -> None:
 
     assert_close(*(jax.grad(loop)(H, kind) for kind in (Reversible(undo, rtol=1e-9), lx.Bounded())))
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: loop(x, Reversible(undo))))(H))
-    assert "LastCarry(" in jaxpr
+    assert "WalkBack(" in jaxpr
 
 
 class TestChecksOfTapes:

@@ -484,12 +484,12 @@ def fixed_point(row: str, **options: Any) -> Callable[[Any], Any]:
     if not row.startswith("loopax"):
         return lambda a: optimistix_solution(row.removeprefix("optimistix "), a, **options).value
     implicit = row == "loopax Implicit"
-    kind = lx.Implicit(fixed_point=lambda carry: carry[0]) if implicit else lx.Checkpointed()
+    derivative = lx.Implicit(fixed_point=lambda carry: carry[0]) if implicit else None
 
     def by_loopax(a: Any) -> Any:
         body = lambda carry: (jnp.cos(a * carry[0]), jnp.abs(jnp.cos(a * carry[0]) - carry[0]))
         init = (jnp.ones(()), jnp.ones(()))
-        return lx.while_loop(lambda carry: carry[1] > 1e-10, body, init, max_steps=64, kind=kind)[0]
+        return lx.while_loop(lambda carry: carry[1] > 1e-10, body, init, max_steps=64, derivative=derivative)[0]
 
     return by_loopax
 

@@ -58,7 +58,7 @@ FLAGS = [
     *(Case(f"{f.__name__}(info", lambda on, f=f: f(3, info=on), "what is returned", "give info=True") for f in LOOPS),
 ]
 STRATEGIES = [
-    Case("kind", lambda n: while_loop(3, kind=n), "the program of a gradient", "choose one kind for all calls"),
+    Case("kind", lambda n: while_loop(3, kind=n), "the program of a gradient", "choose one for all calls"),
     Case("lanes", lambda n: while_loop(3, lanes=n), "how the program runs a batch", ANY),
 ]
 KNOWN = "must be known when the program is traced"

@@ -214,10 +214,11 @@ def test_suspended_again_and_again():
 
 def test_only_failed_results_are_left():
     limited = lambda n: lx.fori_loop(0, n, lambda i, x: x + 1, 0, max_steps=5)
-    stream = lx.lanes_stream(limited, [9, 1, 8], num_lanes=4, throw=False)
+    stream = lx.lanes_stream(limited, [9, 1, 8], num_lanes=4, throw=False, info=True)
     first = next(stream)
-    rest = [first, *lx.lanes_stream(limited, [], num_lanes=4, throw=False, resume=stream.suspend())]
-    assert {index: error is not None for index, _, error in rest} == {0: True, 1: False, 2: True}
+    rest = [first, *lx.lanes_stream(limited, [], num_lanes=4, throw=False, info=True, resume=stream.suspend())]
+    assert {index: info[:2] for index, (_, info) in rest} == {0: (5, True), 1: (1, False), 2: (5, True)}
+    assert {index for index, (_, info) in rest if info.error is not None} == {0, 2}
 
 
 def test_an_error_of_the_source_is_not_lost_by_suspending():

@@ -53,11 +53,35 @@ def test_an_error_of_an_item_names_it():
     assert next(stream) == (0, 2.0)
     with pytest.raises(eqx.EquinoxRuntimeError, match=r"item 1 of lanes_stream: .*max_steps=5"):
         next(stream)
-    results = {
-        index: (float(y), error) for index, y, error in lx.lanes_stream(limited, counts, num_lanes=2, throw=False)
-    }
-    assert (results[0], results[2]) == ((2.0, None), (4.0, None))
-    assert "item 1 of lanes_stream" in results[1][1]
+    assert dict(lx.lanes_stream(limited, counts, num_lanes=2, throw=False)) == {0: 2.0, 1: 32.0, 2: 4.0}
+
+
+def until(n, throw=True):
+    go_on = lambda c: c[0] < n
+    return lx.while_loop(go_on, lambda c: (c[0] + 1, 2 * c[1]), (0, jnp.float32(1)), max_steps=5, throw=throw)[1]
+
+
+@pytest.mark.parametrize("f", [limited, until, lambda n: until(n, throw=False)], ids=["fori", "while", "silent"])
+def test_the_numbers_of_an_item(f):
+    counts = [np.int32(n) for n in (1, 9, 2)]
+    (first, of_first), (second, of_second), (third, of_third) = (
+        found for _, found in lx.lanes_stream(f, counts, num_lanes=2, ordered=True, throw=False, info=True)
+    )
+    assert (float(first), float(second), float(third)) == (2.0, 32.0, 4.0)
+    assert (of_first, of_third) == (lx.StreamInfo(1, False, None), lx.StreamInfo(2, False, None))
+    assert of_second[:2] == (5, True)
+    assert of_second.error is None or "item 1 of lanes_stream" in of_second.error
+    assert (of_second.error is None) == (f not in (limited, until))
+    raising = lx.lanes_stream(f, counts, num_lanes=2, ordered=True, info=True)
+    assert next(raising) == (0, (2.0, lx.StreamInfo(1, False, None)))
+    if of_second.error is not None:
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"item 1 of lanes_stream: .*max_steps=5"):
+            next(raising)
+
+
+def test_the_numbers_of_a_loop_in_a_jit_are_refused():
+    with pytest.raises(ValueError, match=r"lanes_stream\(info=True\): f calls no loop itself"):
+        next(lx.lanes_stream(jax.jit(limited), [3], num_lanes=1, info=True))
 
 
 def forgets(x):

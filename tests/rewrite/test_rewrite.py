@@ -278,7 +278,7 @@ def test_each_loop_has_its_own() -> None:
         seen.append(loop)
         if loop.function == "lax.scan":
             return lx.Reversible(lambda c, x: list(unswing(0, c)), rtol=1e-9)
-        return lx.Implicit(fixed_point=lambda c: c[0], rtol=1e-9)
+        return lx.Checkpointed(7)
 
     found = jax.jit(jax.grad(lx.rewrite_loops(of_others, kind=choose, scans=True)))(0.7)
     assert_close(found, jax.grad(lx.rewrite_loops(of_others))(0.7))
@@ -304,6 +304,8 @@ def test_what_is_refused() -> None:
     pattern = r"rewrite_loops\(kind=\.\.\.\), which returned 'fast' for lax\.while_loop at \S*test_rewrite\.py"
     with pytest.raises(ValueError, match=pattern):
         lx.rewrite_loops(of_others, kind=lambda loop: "fast")(0.7)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"kind=Implicit\(\) is a derivative"):
+        lx.rewrite_loops(of_others, kind=lx.Implicit())  # pyright: ignore[reportArgumentType]
     kind: Any = lx.Bounded  # a class is no function that chooses
     with pytest.raises(ValueError, match=r"kind=Bounded is a class, and an object is expected: write kind=lx\.Bounded"):
         lx.rewrite_loops(of_others, kind=kind)

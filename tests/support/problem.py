@@ -30,6 +30,11 @@ Program = Callable[..., Array]
 Make = Callable[[Callable[..., Any], Callable[..., Any]], lx.Kind]  # from an inverse, and from what a step loses
 
 
+def argument_of(choice: Any) -> dict[str, Any]:
+    """The argument of a loop: a kind, or a derivative."""
+    return {"derivative" if isinstance(choice, lx.Derivative) else "kind": choice}
+
+
 def name_of(value: Any) -> str:
     """A short name for pytest's parameters."""
     if isinstance(value, lx.Kind):

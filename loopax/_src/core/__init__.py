@@ -15,8 +15,8 @@ from loopax._src.core.ir.kind import (
     LoopCall,
     LoopFacts,
     LoopOperands,
-    StepFacts,
     checked_kind,
+    kept,
     run_by,
     runs_plainly,
 )
@@ -25,13 +25,13 @@ from loopax._src.core.ir.plan import (
     DEFAULT_SLOTS,
     Blocks,
     BlocksThenResiduals,
-    CheckedLastCarry,
     Checkpoints,
     EveryCarry,
     EveryResidual,
     LastCarry,
     NoReverseMode,
     Plan,
+    WalkBack,
 )
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.core.nested_lanes import run_free
@@ -44,7 +44,6 @@ __all__ = [
     "Blocks",
     "BlocksThenResiduals",
     "BoundLoop",
-    "CheckedLastCarry",
     "Checkpoints",
     "Cost",
     "DebugInfo",
@@ -65,8 +64,9 @@ __all__ = [
     "Outcome",
     "Plan",
     "Reporting",
-    "StepFacts",
+    "WalkBack",
     "checked_kind",
+    "kept",
     "mixing_primitive",
     "queue_for",
     "rules",

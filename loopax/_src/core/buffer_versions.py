@@ -27,15 +27,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.row_buffers import VERSION, add_p, appends, get, get_p, put, put_p, take_p, view_p
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    dce,
-    inlinable,
-    jaxpr_as_fun,
-    replace_jaxpr,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, inlinable, jaxpr_as_fun, replace_jaxpr, zeros
 
 # The tape of a loop whose inverse reads a row that its step has recorded.
 #

@@ -7,42 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import mixes_lanes
 from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, linearize_expanded, rule_of
-from loopax._src.core.jaxpr.util import (
-    bind_again,
-    evaluate,
-    inner_jaxprs,
-    trace,
-    weakly_cached,
-)
+from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_jaxprs, trace, weakly_cached
 from loopax._src.core.masking import fill_inactive
 from loopax._src.core.row_buffers import VERSION, operands_where
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Primitive,
-    Scan,
-    While,
-    are_ordered,
-    bind_linear_solve,
-    bind_while,
-    branches,
-    happens,
-    inlinable,
-    is_cond,
-    is_custom,
-    is_linear_solve,
-    is_scan,
-    is_while,
-    new_primitive,
-    open_call,
-    register,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Primitive
 from loopax._src.messages import mixed_effect_message, ordered_lanes_message
 
 # An effect that happens where `active` is True. Operands: active, *operands.
-only_if_p = new_primitive("only_if")
+only_if_p = jaxi.new_primitive("only_if")
 
 
 class OnlyIf(NamedTuple):
@@ -62,7 +37,7 @@ def _only_if(active: Any, *operands: Any, **params: Any) -> list[Any]:
         results = primitive.bind(*operands, **primitive.get_bind_params(dict(rest)))
         return list(results) if primitive.multiple_results else [results]
 
-    return lax.cond(active, happen, lambda *_: list(map(zeros, types)), *operands)
+    return lax.cond(active, happen, lambda *_: list(map(jaxi.zeros, types)), *operands)
 
 
 def _only_if_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -89,7 +64,7 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     own = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(operands, dims, strict=True)) if d is not None}
     if not own:  # JAX asks inside batched control flow
         return only_if_p.bind(*operands, **params), [None] * len(only_if.types)
-    if only_if.types and are_ordered(only_if.causes):
+    if only_if.types and jaxi.are_ordered(only_if.causes):
         raise NotImplementedError(ordered_lanes_message(only_if.happening))
 
     def of_lane(own: dict[int, Any]) -> Any:
@@ -105,7 +80,7 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     return results, [0] * len(results)
 
 
-register(
+jaxi.register(
     only_if_p,
     meaning=_only_if,
     params=OnlyIf._fields,
@@ -152,10 +127,10 @@ def acts(program: ClosedJaxpr) -> bool:
 
 
 def _acts(eqn: Any) -> bool:
-    if happens(eqn.effects) or eqn.primitive in VERSION or any(map(acts, inner_jaxprs(eqn))):
+    if jaxi.happens(eqn.effects) or eqn.primitive in VERSION or any(map(acts, inner_jaxprs(eqn))):
         return True
-    rule = rule_of(eqn) if is_custom(eqn) else None
-    return rule is not None and happens(rule.effects)
+    rule = rule_of(eqn) if jaxi.is_custom(eqn) else None
+    return rule is not None and jaxi.happens(rule.effects)
 
 
 def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
@@ -171,11 +146,11 @@ def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
 
 def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any] | None:
     """The results of control flow of JAX, or of a call; None for another equation."""
-    if is_cond(eqn):
+    if jaxi.is_cond(eqn):
         index, *rest = operands
-        return lax.switch(index, list(map(guarded, branches(eqn))), active, *rest)
-    if is_scan(eqn):
-        loop = Scan.of(eqn)
+        return lax.switch(index, list(map(guarded, jaxi.branches(eqn))), active, *rest)
+    if jaxi.is_scan(eqn):
+        loop = jaxi.Scan.of(eqn)
         consts, init, xs = loop.groups(operands)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -184,22 +159,22 @@ def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequenc
 
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
         return [*carry, *ys]
-    if is_while(eqn):
-        loop = While.of(eqn)
+    if jaxi.is_while(eqn):
+        loop = jaxi.While.of(eqn)
         cond_consts, consts, carry = loop.groups(operands)
         # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
         cond, body = _with_flag(loop.cond, 0), _with_flag(loop.body, 0)
         loop = loop._replace(
             cond=cond, body=body, num_cond_consts=loop.num_cond_consts + 1, num_consts=loop.num_consts + 1
         )
-        return bind_while(eqn, loop, [active, *cond_consts, active, *consts, *carry])
-    if is_custom(eqn):
+        return jaxi.bind_while(eqn, loop, [active, *cond_consts, active, *consts, *carry])
+    if jaxi.is_custom(eqn):
         return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
-    if is_linear_solve(eqn):
-        return bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
-    if (call := open_call(eqn)) is not None:
+    if jaxi.is_linear_solve(eqn):
+        return jaxi.bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
+    if (call := jaxi.open_call(eqn)) is not None:
         return call.bind(guarded(call.program), [active, *operands])
-    program = inlinable(eqn)
+    program = jaxi.inlinable(eqn)
     return program and guarded(program)(active, *operands)
 
 

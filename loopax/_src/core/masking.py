@@ -17,24 +17,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, weakly_cached
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Primitive,
-    ad,
-    is_nonzero,
-    is_number,
-    new_primitive,
-    on_device,
-    register,
-    replace_jaxpr,
-    spec_of,
-    vary_like,
-    where,
-    zero,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad
 
 # Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
 #
@@ -43,7 +30,7 @@ from loopax._src.jax_internals import (
 # all lanes are active, and one for the others.
 
 
-active_p = new_primitive("active_lanes")
+active_p = jaxi.new_primitive("active_lanes")
 
 _COLUMNS = 256  # in which many lanes are searched
 
@@ -69,7 +56,7 @@ def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
     return [active_lanes(row, window, windows, lanes)]
 
 
-register(
+jaxi.register(
     active_p,
     meaning=_active,
     params=ActiveLanes._fields,
@@ -90,7 +77,7 @@ def an_active(active: Any) -> Any:
     them takes fifteen times as long.
     """
     lanes = active.shape[0]
-    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS or any(spec_of(jax.typeof(active))):
+    if not isinstance(lanes, int) or lanes < 4 * _COLUMNS or any(jaxi.spec_of(jax.typeof(active))):
         return jnp.argmax(active)
     rows = jnp.pad(active, (0, -lanes % _COLUMNS)).reshape(-1, _COLUMNS)
     column = jnp.argmax(rows.any(0))
@@ -121,10 +108,7 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     for eqn in body.eqns:
         if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
             window, windows = [values[atom] for atom in eqn.invars[1:]], ActiveLanes(**eqn.params).windows
-            return CommonRows(
-                jnp.max(window[0]) if windows[0] else None,
-                jnp.min(window[-1]) if windows[1] else None,
-            )
+            return CommonRows(jnp.max(window[0]) if windows[0] else None, jnp.min(window[-1]) if windows[1] else None)
     return None
 
 
@@ -139,7 +123,7 @@ def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is not active_p:
             return bind_again(eqn, operands)
-        return [vary_like(jnp.ones(ActiveLanes(**eqn.params).lanes, bool), eqn.outvars[0].aval)]
+        return [jaxi.vary_like(jnp.ones(ActiveLanes(**eqn.params).lanes, bool), eqn.outvars[0].aval)]
 
     return lambda *inputs: evaluate(body, inputs, equation)
 
@@ -149,13 +133,13 @@ When = Literal["always", "in_derivatives", "never"]  # never: derivatives are th
 
 def pick(active: Any, a: Any, b: Any) -> Any:
     """Rows of `a` for active lanes, rows of `b` for the others; lanes may have several axes, or none."""
-    if not is_number(a.dtype):
+    if not jaxi.is_number(a.dtype):
         # JAX's transpose of a choice has zeros that are numbers. Those of this primitive are of the dtype.
         a, b = (
             fill_inactive_p.bind(chosen, jnp.int32(0), jnp.broadcast_to(x, a.shape), batch_axes=0, when="never")
             for chosen, x in ((active, a), (~active, b))
         )
-    return where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
+    return jaxi.where(active.reshape(*active.shape, *(1,) * (a.ndim - active.ndim)), a, b)
 
 
 def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool], when: When = "always") -> list[Any]:
@@ -194,7 +178,7 @@ def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     eqns = list(map(filling, closed.eqns))
     if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
         return None
-    return replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
+    return jaxi.replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is
@@ -213,15 +197,15 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
         return x
 
     def fill(active: Any, first: Any, x: Any) -> Any:
-        if not spec_of(jax.typeof(x))[0]:
+        if not jaxi.spec_of(jax.typeof(x))[0]:
             return pick(active, x, x[first][None])
         # JAX does not slice an axis that is spread over an `Explicit` mesh: the lane is the sum of itself and zeros.
         is_first = jnp.arange(x.shape[0], dtype=first.dtype) == first
-        return pick(active, x, pick(is_first, x, zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True))
+        return pick(active, x, pick(is_first, x, jaxi.zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True))
 
     for _ in range(batch_axes):
         fill = jax.vmap(fill)
-    return on_device(lambda x: fill(active, first, x), x)
+    return jaxi.on_device(lambda x: fill(active, first, x), x)
 
 
 def _of_active(active: Any, x: Any) -> Any:
@@ -230,7 +214,7 @@ def _of_active(active: Any, x: Any) -> Any:
     What a finished lane computes is thrown away, so nothing depends on what it was given: there is no derivative from
     one lane to another, and a NaN in one lane's derivative reaches no other lane.
     """
-    return pick(active, x, zero(x.dtype))
+    return pick(active, x, jaxi.zero(x.dtype))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -238,7 +222,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
     Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
     """
-    out, _, tangents_later = _linearize(list(map(is_nonzero, tangents)), *primals, **params)
+    out, _, tangents_later = _linearize(list(map(jaxi.is_nonzero, tangents)), *primals, **params)
     return out, tangents_later(*tangents)
 
 
@@ -247,7 +231,7 @@ def _linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
     out, active = fill_inactive_p.bind(*operands, **params), operands[0]
 
     def tangents_later(_active: Any, _first: Any, tangent: Any) -> Any:
-        return _of_active(active, tangent) if is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
+        return _of_active(active, tangent) if jaxi.is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
 
     return out, nonzero[2], tangents_later
 
@@ -272,7 +256,7 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batc
     return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1, when=when), 0
 
 
-register(
+jaxi.register(
     fill_inactive_p,
     meaning=filled,
     params=["batch_axes", "when"],

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import Loop, Outcome, asked_as, loop_p, run
@@ -33,17 +34,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.lowering.rows import RowLoop, read, write
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    inlinable,
-    is_jit,
-    jaxpr_as_fun,
-    replace_jaxpr,
-    vary_like,
-    where,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.messages import (
     CUT_LOOP_SHOWS_NOTHING,
     FREE_NEEDS_BOUNDS,
@@ -82,9 +73,9 @@ class SplitProgram(NamedTuple):
     def start(self) -> LaneState:
         """A place in the state of a lane that has not begun."""
         carry, ys = self.loop.output_avals
-        rows = [zeros(stacked(aval, self.loop.bound or 0)) for aval in ys]
+        rows = [jaxi.zeros(stacked(aval, self.loop.bound or 0)) for aval in ys]
         nothing, kept = jnp.int32(0), self.before.out_avals[2 + self.loop.num_carry :]
-        return LaneState(nothing, nothing, nothing, list(map(zeros, carry)), rows, list(map(zeros, kept)))
+        return LaneState(nothing, nothing, nothing, list(map(jaxi.zeros, carry)), rows, list(map(jaxi.zeros, kept)))
 
     def goes_on(self, at: LaneState) -> Any:
         """Whether a lane takes a step."""
@@ -103,7 +94,7 @@ class SplitProgram(NamedTuple):
 
         row, end, *rest = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
         carry, kept = split_list(rest, [self.loop.num_carry])
-        ys = [where(needed, zeros(jax.typeof(y)), y) for y in at.ys]
+        ys = [jaxi.where(needed, jaxi.zeros(jax.typeof(y)), y) for y in at.ys]
         return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
 
     def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
@@ -116,7 +107,7 @@ class SplitProgram(NamedTuple):
             consts, xs = split_list(jaxpr_as_fun(self.operands)(*inputs(), *at.kept), [loop.num_consts])
             return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
 
-        results = at_most_once(needed, step, [*at.carry, *map(zeros, loop.output_avals.ys)])
+        results = at_most_once(needed, step, [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)])
         carry, rows = loop.outputs(results)
         counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
         return at._replace(
@@ -138,9 +129,8 @@ def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitP
     loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
         # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.
-        debug_info = Loop(**eqn.params).debug_info
-        if debug_info and debug_info.kind is not None and debug_info.kind.derivative != "exact":
-            raise NotImplementedError(derivative_message("a loop of which one is made with others", debug_info.kind))
+        if derivative := Loop(**eqn.params).derivative:
+            raise NotImplementedError(derivative_message("a loop of which one is made with others", derivative))
     if len(loops) != 1:
         raise ValueError(message(len(loops)))
     (at,) = loops
@@ -165,16 +155,16 @@ def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitP
     kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
     inputs = flat.invars
     return SplitProgram(
-        before=replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
-        operands=replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
-        after=replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.outvars, behind),
+        before=jaxi.replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
+        operands=jaxi.replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
+        after=jaxi.replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.outvars, behind),
         loop=loop,
     )
 
 
 def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
     """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
-    program = inlinable(eqn) if is_jit(eqn) else None
+    program = jaxi.inlinable(eqn) if jaxi.is_jit(eqn) else None
     has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.eqns)
     return program if has_loop else None
 
@@ -194,10 +184,10 @@ def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any
     new = []
     for buffer, value in zip(buffers, values, strict=True):
         if (rows := buffer.shape[0]) > FEW_ROWS:
-            new.append(write(buffer, row, where(needed, value, read(buffer, row))))
+            new.append(write(buffer, row, jaxi.where(needed, value, read(buffer, row))))
         else:
             here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
-            new.append(where(here.reshape(-1, *(1,) * value.ndim), value, buffer))
+            new.append(jaxi.where(here.reshape(-1, *(1,) * value.ndim), value, buffer))
     return new
 
 
@@ -226,7 +216,7 @@ class Machine(NamedTuple):
     def start(self, carry: Sequence[Any]) -> NestedState:
         """Before the first step."""
         row = RowLoop(self.loop.reverse).first(self.low, self.high)
-        ys = [zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals.ys]
+        ys = [jaxi.zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals.ys]
         no = jnp.zeros((), bool)
         return NestedState(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
 
@@ -246,7 +236,7 @@ class Machine(NamedTuple):
         at = self.inner.begin(begins, inputs, state.inner)
         at = self.inner.step(inside & self.inner.goes_on(at), inputs, at)
         ends = inside & ~self.inner.goes_on(at)
-        values = [*state.carry, *map(zeros, self.loop.output_avals.ys)]
+        values = [*state.carry, *map(jaxi.zeros, self.loop.output_avals.ys)]
         outputs = at_most_once(ends, lambda *_: self.inner.end(inputs(), at), values)
         carry, rows = map(list, self.loop.outputs(outputs))
         counted = ends.astype(jnp.int32)
@@ -280,7 +270,7 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
     inner_bound = inner.loop.bound
     most = None if loop.bound is None or inner_bound is None else loop.bound * max(inner_bound, 1)
     single = Loop(
-        replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
+        jaxi.replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
         num_consts=len(operands),
         num_carry=len(state),
         bound=None if most is None or most >= MOST_STEPS else most,
@@ -307,7 +297,7 @@ def run_free(
     if single.bound is None and loop.kind.needs_bound:
         raise ValueError(FREE_NEEDS_BOUNDS)
     start = jax.tree.leaves(Machine(loop, inner, low, high, consts, xs).start(carry))
-    start = list(map(vary_like, start, single.body.out_avals))
+    start = list(map(jaxi.vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
     last: NestedState = structure.unflatten(out.carry)

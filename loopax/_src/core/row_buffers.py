@@ -28,22 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import computed, dependence_rules, jointly_linear
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking import fill_inactive
-from loopax._src.jax_internals import (
-    Primitive,
-    ad,
-    added,
-    is_number,
-    is_on_host,
-    new_primitive,
-    on_device,
-    register,
-    where,
-    zero,
-)
+from loopax._src.jax_internals import Primitive, ad
 
 # Of each operation, `lane_axes` says how many leading axes of the array are those of lanes. `place` has these axes too,
 # and perhaps more: so many rows are read from one array, or written to it. Places for rows to put or take differ.
@@ -87,7 +77,7 @@ def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         one = partial(function, is_alone=lane_axes == 0, **params)
         for _ in range(lane_axes):
             one = jax.vmap(one)
-        return on_device(one, rows, place, *operands) if place.ndim else one(rows, place, *operands)
+        return jaxi.on_device(one, rows, place, *operands) if place.ndim else one(rows, place, *operands)
 
     return mapped
 
@@ -95,9 +85,9 @@ def _over_lanes(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 def _read(rows: Any, place: Any) -> Any:
     inside = place < rows.shape[0]
     if rows.shape[0] == 0:
-        return jnp.broadcast_to(zero(rows.dtype), (*place.shape, *rows.shape[1:]))
+        return jnp.broadcast_to(jaxi.zero(rows.dtype), (*place.shape, *rows.shape[1:]))
     row = rows.at[place].get(mode="clip") if place.ndim else lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
-    return where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, zero(rows.dtype))
+    return jaxi.where(inside.reshape(*place.shape, *(1,) * (rows.ndim - 1)), row, jaxi.zero(rows.dtype))
 
 
 def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
@@ -107,13 +97,13 @@ def _write(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
         return rows
     # One row of one array, for which XLA on a CPU is faster with a slice than with a scatter.
     old = lax.dynamic_index_in_dim(rows, place, 0, keepdims=False)
-    row = where(place < rows.shape[0], row, old)
+    row = jaxi.where(place < rows.shape[0], row, old)
     return lax.dynamic_update_index_in_dim(rows, row, place, 0)
 
 
 @_over_lanes
 def _get(rows: Any, place: Any, is_alone: bool) -> list[Any]:
-    if place.ndim or not is_alone or is_on_host(rows):
+    if place.ndim or not is_alone or jaxi.is_on_host(rows):
         return [_read(rows, place), rows]
     return [_read(rows, _and_another(place, 0))[0], rows]
 
@@ -134,10 +124,10 @@ def _put(rows: Any, place: Any, row: Any, is_alone: bool, appends: bool) -> list
 
 @_over_lanes
 def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
-    if not is_number(rows.dtype) and place.ndim:
+    if not jaxi.is_number(rows.dtype) and place.ndim:
         add_one = lambda i, rows: _add_one(rows, place[i], row[i], is_alone)  # noqa: E731
         return [lax.fori_loop(0, place.size, add_one, rows)]
-    if is_on_host(rows) or not is_number(rows.dtype):
+    if jaxi.is_on_host(rows) or not jaxi.is_number(rows.dtype):
         return [_add_one(rows, place, row, is_alone)]
     if place.ndim or not is_alone:
         return [rows.at[place].add(row, mode="drop")]
@@ -145,7 +135,7 @@ def _add(rows: Any, place: Any, row: Any, is_alone: bool) -> list[Any]:
 
 
 def _add_one(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
-    return _write(rows, place, on_device(added, _read(rows, place), row), is_alone)
+    return _write(rows, place, jaxi.on_device(jaxi.added, _read(rows, place), row), is_alone)
 
 
 @_over_lanes
@@ -154,22 +144,22 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
         return [_read(rows, place), rows]
     # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
     is_alone = is_alone and not place.ndim
-    inside, none = place < rows.shape[0], zero(rows.dtype)
+    inside, none = place < rows.shape[0], jaxi.zero(rows.dtype)
     inside = inside.reshape(*place.shape, *(1,) * (rows.ndim - 1))
-    if is_alone and is_on_host(rows):
+    if is_alone and jaxi.is_on_host(rows):
         row = _read(rows, place)
     else:
         row = rows.at[_and_another(place, 0) if is_alone else place].get(mode="clip")
         row = row[0] if is_alone else row
-    left = _write(rows, place, where(~inside, row, none), is_alone)
-    return [where(inside, row, none), left]
+    left = _write(rows, place, jaxi.where(~inside, row, none), is_alone)
+    return [jaxi.where(inside, row, none), left]
 
 
-get_p = new_primitive("buffer_get")
-put_p = new_primitive("buffer_put")
-add_p = new_primitive("buffer_add")
-take_p = new_primitive("buffer_take")
-view_p = new_primitive("buffer_view")
+get_p = jaxi.new_primitive("buffer_get")
+put_p = jaxi.new_primitive("buffer_put")
+add_p = jaxi.new_primitive("buffer_add")
+take_p = jaxi.new_primitive("buffer_take")
+view_p = jaxi.new_primitive("buffer_view")
 
 # Which result of an operation is the array.
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
@@ -233,7 +223,10 @@ def _transpose_view(cts: Sequence[Any], _: Any, active: Any) -> list[Any]:
     ct_view, ct_rows = cts
     if isinstance(ct_view, ad.Zero):
         return [ct_rows, None]
-    return [on_device(added, written_out(ct_rows), where(active, ct_view, zero(ct_view.dtype))), None]
+    return [
+        jaxi.on_device(jaxi.added, written_out(ct_rows), jaxi.where(active, ct_view, jaxi.zero(ct_view.dtype))),
+        None,
+    ]
 
 
 # ---- batches
@@ -293,7 +286,7 @@ for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
     (take_p, _take, ["lane_axes"], [0], _transpose_take, partial(_batch_all, take_p)),
     (view_p, lambda rows, _: [rows, rows], [], [0], _transpose_view, _batch_view),
 ):
-    register(
+    jaxi.register(
         _primitive,
         meaning=_meaning,
         params=_params,

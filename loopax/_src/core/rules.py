@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.dce import (
     evaluate_again,
     loop_dce,
@@ -65,16 +66,7 @@ from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Primitive,
-    is_sparse,
-    jaxpr_as_fun,
-    keep_bits_p,
-    on_sparse,
-    register,
-    register_sparse,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, jaxpr_as_fun
 from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
 
 # Sparse matrices that the body of a loop closes over, under `jax.experimental.sparse.sparsify`.
@@ -83,7 +75,7 @@ from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
 
 
 def _dense(values: Sequence[Any]) -> Sequence[Any]:
-    if any(map(is_sparse, values)):
+    if any(map(jaxi.is_sparse, values)):
         raise NotImplementedError(SPARSE_CARRY)
     return values
 
@@ -101,7 +93,7 @@ def of_sparse(primitive: Primitive, steps: Any, body: str, num_limits: int) -> C
         def taking_parts(body: ClosedJaxpr | None) -> ClosedJaxpr | None:
             if body is None:
                 return None
-            function = on_sparse(jaxpr_as_fun(body))
+            function = jaxi.on_sparse(jaxpr_as_fun(body))
 
             def on_parts(row: Any, *inputs: Any) -> Sequence[Any]:
                 consts = treedef.unflatten(inputs[: len(parts)])
@@ -122,7 +114,7 @@ def refuse_sparse(_: Sequence[Any], __: dict[str, Any]) -> Sequence[Any]:
     raise NotImplementedError(SPARSE_IN_COMPACT_LANES)
 
 
-register(
+jaxi.register(
     loop_p,
     meaning=evaluate_loop,
     params=Loop._fields,
@@ -140,10 +132,10 @@ register(
 dependence_rules[loop_p] = loop_dependence
 mixed_operands[loop_p] = loop_mixed_operands
 guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
-register_sparse(loop_p, of_sparse(loop_p, Loop, "body", 2))
+jaxi.register_sparse(loop_p, of_sparse(loop_p, Loop, "body", 2))
 step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
-register(
+jaxi.register(
     reverse_sweep_p,
     meaning=evaluate_sweep,
     params=ReverseSweep._fields,
@@ -161,10 +153,10 @@ register(
 dependence_rules[reverse_sweep_p] = sweep_dependence
 mixed_operands[reverse_sweep_p] = sweep_mixed_operands
 guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
-register_sparse(reverse_sweep_p, of_sparse(reverse_sweep_p, ReverseSweep, "step", 3))
+jaxi.register_sparse(reverse_sweep_p, of_sparse(reverse_sweep_p, ReverseSweep, "step", 3))
 step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
-register(
+jaxi.register(
     compact_vmap_p,
     meaning=evaluate_batch,
     params=CompactVmap._fields,
@@ -182,6 +174,6 @@ register(
 dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(CompactVmap(**eqn.params).program))
 mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
-register_sparse(compact_vmap_p, refuse_sparse)
+jaxi.register_sparse(compact_vmap_p, refuse_sparse)
 
-jointly_linear.add(keep_bits_p)
+jointly_linear.add(jaxi.keep_bits_p)

@@ -87,7 +87,7 @@ class Rows:
                 raise ValueError("a piece is gone")
             found = np.asarray(_open(self.path, self.metadata, assume_metadata=True)[index].read().result())
         except ValueError as error:
-            self.check(*self.written, pieces)
+            self._check(*self.written, pieces)
             raise damaged(self.path, f"cannot be read ({error})") from error
         return found if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(found), impl=self.key_impl)
 
@@ -103,7 +103,7 @@ class Rows:
         for start in range(0, len(self), some):
             yield from self[start : start + some]
 
-    def check(self, low: int, high: int, pieces: Container[int] | None = None) -> None:
+    def _check(self, low: int, high: int, pieces: Container[int] | None = None) -> None:
         """Raise where some of these rows are not on disk as they were written; `pieces`: of these alone."""
         store = _open(self.path, self.metadata, assume_metadata=True, fill_missing_data_reads=False)
         for number, start, stop in self._parts(low, high):
@@ -115,7 +115,7 @@ class Rows:
                 remedy = " call the same function again (where a save precedes the rows, it computes them again),"
                 raise damaged(self._file(number), what, remedy) from error
 
-    def keep_only(self, low: int, high: int) -> None:
+    def _keep_only(self, low: int, high: int) -> None:
         """Remove the pieces without any of these rows. Their rows will be written again, whatever they hold."""
         kept = {self._file(number) for number, _, _ in self._parts(low, high)}
         for path in (self.path / "c").rglob("*"):
@@ -305,7 +305,7 @@ class Outputs:
     def check(self, steps: int) -> None:
         """Raise where the rows of so many steps, all those that belong to a save, are not on disk as written."""
         good = self.plan.taken(0, steps)
-        on_first(lambda: [rows.check(*good) for rows in rows_of(self.root).values()])
+        on_first(lambda: [rows._check(*good) for rows in rows_of(self.root).values()])
 
     def open(self, steps: int, room: int | None = None) -> None:
         """Get ready to write after the rows of so many steps: to new arrays, if there are none."""
@@ -346,7 +346,7 @@ class Outputs:
     def _go_on(self, good: tuple[int, int], room: int) -> None:
         _describe(self.root, _described(self.root)["arrays"], good)
         for rows in rows_of(self.root).values():
-            rows.keep_only(*good)
+            rows._keep_only(*good)
         self._make_room(room)
 
     def _make_room(self, rows: int) -> None:

@@ -13,20 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.effects import OnlyIf, only_if_p
 from loopax._src.core.ir.lanes import Lanes
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    constants_of,
-    function_object,
-    held_program,
-    inlinable,
-    is_custom,
-    is_identity,
-    meaningful_params,
-    only_shows,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal
 from loopax._src.pytrees.leaves import type_in_words
 
 # The Python functions that a program calls while it runs, or in rules for derivatives, and what tells two apart.
@@ -127,7 +117,7 @@ def hash_of(*texts: str) -> str:
 
 # Parameters of loopax that change no value: how reverse mode stores, how lanes run, what is shown, what finished lanes
 # compute, of what a batch is. The program that a derivative or a batch makes is another one by itself.
-_NO_VALUE = ("kind", "is_fixed", "bound_is_loose", "share", "reporting", "rules", "static", "when")
+_NO_VALUE = ("kind", "derivative", "is_fixed", "bound_is_loose", "share", "reporting", "rules", "static", "when")
 
 
 @dataclass(frozen=True)
@@ -166,16 +156,16 @@ class Written:
     def _results(self, program: ClosedJaxpr, inputs: Sequence[Any], happened: list[str]) -> list[Any]:
         """The hashes of the results; what happens besides is added to the list. Calls are looked into."""
         values = dict(zip(program.invars, inputs, strict=True))
-        values |= {variable: _constant(x, variable.aval) for variable, x in constants_of(program).items()}
+        values |= {variable: _constant(x, variable.aval) for variable, x in jaxi.constants_of(program).items()}
 
         def read(atom: Any) -> Any:
             return _constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
         for eqn in _needed(program):
             operands = [read(atom) for atom in eqn.invars]
-            if is_identity(eqn):
+            if jaxi.is_identity(eqn):
                 results = operands[: len(eqn.outvars)]
-            elif (inner := inlinable(eqn)) is not None:
+            elif (inner := jaxi.inlinable(eqn)) is not None:
                 results = self._results(inner, operands, happened)
             else:
                 word = hash_of(self._operation(eqn), *map(self._text, operands))
@@ -188,14 +178,14 @@ class Written:
 
     def _operation(self, eqn: Any) -> str:
         """What an equation does to its operands."""
-        kind = "rule" if is_custom(eqn) else "callback"
-        if (function := function_object(eqn)) is not None:
-            program = held_program(function)
+        kind = "rule" if jaxi.is_custom(eqn) else "callback"
+        if (function := jaxi.function_object(eqn)) is not None:
+            program = jaxi.held_program(function)
             params = {name: value for name, value in function.params.items() if name != "traced"}
             return self._text({"": type(function).__name__, "program": program, **params}, kind)
         params = {
             name: value
-            for name, value in meaningful_params(eqn).items()
+            for name, value in jaxi.meaningful_params(eqn).items()
             if not (name in _NO_VALUE or isinstance(value, Lanes))
         }
         return f"{eqn.primitive.name} {self._text(params, kind)}"
@@ -204,7 +194,7 @@ class Written:
         """What stands for a value, a parameter or a part of one; `kind` is what a function is called."""
         if isinstance(value, _Constant):
             return self._array(value.array)
-        if (program := held_program(value)) is not None:
+        if (program := jaxi.held_program(value)) is not None:
             return self.program(program)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{name}: {self._text(value[name], kind)}' for name in sorted(value, key=str))}}}"
@@ -244,7 +234,7 @@ def _needed(jaxpr: ClosedJaxpr) -> list[Any]:
     """The equations on which results depend or that act on the world, without those that only show something."""
     needed, kept = set(map(id, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
-        shows = only_shows(OnlyIf(**eqn.params).happening if eqn.primitive is only_if_p else eqn.primitive)
+        shows = jaxi.only_shows(OnlyIf(**eqn.params).happening if eqn.primitive is only_if_p else eqn.primitive)
         if not shows and (_acts(eqn) or not needed.isdisjoint(map(id, eqn.outvars))):
             needed.update(map(id, eqn.invars))
             kept.append(eqn)

@@ -21,20 +21,11 @@ from jax import core
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.types import nan_if
 from loopax._src.frontend.raising import Failure, Line, calls, of_user, raise_if, with_amount
-from loopax._src.jax_internals import (
-    Primitive,
-    is_number,
-    on_device,
-    register,
-    to_weak,
-    trace_state,
-    user_lines,
-    varying_as_needed,
-    zero,
-)
-from loopax._src.pytrees.leaves import RowByRow
+from loopax._src.jax_internals import Primitive
+from loopax._src.pytrees.leaves import LoopInfo, RowByRow
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class Check:
     @classmethod
     def of(cls, call: str, failed: Any, problem: str, amount: Any = None) -> "Check":
         """What may be wrong with a call, such as `loopax.scan`, that the user makes now."""
-        line = next(of_user(user_lines()), None)
+        line = next(of_user(jaxi.user_lines()), None)
         return cls(failed, f"{call if line is None else f'{call} at {line}'}: {problem}", amount)
 
     @property
@@ -71,7 +62,7 @@ class KindCheck:
 
     def __init__(self, call: str, throw: bool) -> None:
         """Look at the lines only where they are needed, for that takes time."""
-        self._call, self._throw, self._lines = call, throw, user_lines()
+        self._call, self._throw, self._lines = call, throw, jaxi.user_lines()
 
     def __call__(self, results: Any, failed: Any, message: str, amount: Any, *, throw: bool | None = None) -> Any:
         """See `LoopCall`."""
@@ -94,29 +85,31 @@ class KindCheck:
         return hash(self._key)
 
 
-# What the bodies of outer loops have been handed while they are traced: for each, the trace and the checks.
+# What the bodies of outer loops have been handed while they are traced: for each, the trace, the checks, and the
+# numbers of the loops that it calls.
 _active = local()
 
 
 @contextmanager
-def collecting() -> Iterator[list[Check]]:
-    """Take the checks of loops in a body that is being traced."""
-    stack: list[tuple[Any, list[Check]]] = _active.__dict__.setdefault("stack", [])
-    stack.append((trace_state(), []))
+def collecting() -> Iterator[tuple[list[Check], list[LoopInfo]]]:
+    """Take the checks of loops in a body that is being traced, and their numbers."""
+    stack: list[tuple[Any, list[Check], list[LoopInfo]]] = _active.__dict__.setdefault("stack", [])
+    stack.append((jaxi.trace_state(), [], []))
     try:
-        yield stack[-1][1]
+        yield stack[-1][1:]
     finally:
         stack.pop()
 
 
-@varying_as_needed
-def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> Any:
-    """Hand checks to the loop whose body is being traced, or raise where they fail, on all devices of the mesh."""
+@jaxi.varying_as_needed
+def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None, info: LoopInfo | None = None) -> Any:
+    """Hand checks and `info` to the loop whose body is traced, or raise where they fail, on all devices of the mesh."""
     # Outside of `jit`, it is known now that most do not fail.
     checks = [x for x in checks if isinstance(x.failed, Tracer) or np.any(np.asarray(x.failed))]
     stack = _active.__dict__.get("stack", [])
-    if stack and stack[-1][0] == trace_state():
+    if stack and stack[-1][0] == jaxi.trace_state():
         stack[-1][1].extend(checks)
+        stack[-1][2].extend([] if info is None else [info])
         return results
     for check in checks:
         failed = _raised(check, mesh or jax.sharding.get_abstract_mesh())
@@ -127,7 +120,7 @@ def settle(results: Any, checks: Sequence[Check], mesh: Mesh | None = None) -> A
 
 def _raised(check: Check, mesh: Any) -> Any:
     """False, or an error."""
-    stack = calls(user_lines()) if check.stack is None else check.stack
+    stack = calls(jaxi.user_lines()) if check.stack is None else check.stack
     if not isinstance(check.failed, Tracer):
         failed = jnp.asarray(np.asarray(check.failed))  # on one device
         return raise_if(failed, check.message, stack, check.amount)
@@ -153,7 +146,7 @@ def _on_each_device(failed: Any, *, what: Failure, mesh: Any) -> Any:
 
 # `_on_each_device`, outside of all `jax.vmap`s: JAX does not map a `shard_map` over an axis that it takes itself.
 on_each_device_p = Primitive("on_each_device")
-register(
+jaxi.register(
     on_each_device_p,
     meaning=_on_each_device,
     params=["what", "mesh"],
@@ -172,7 +165,7 @@ def _invalid_if(failed: Any, results: Any) -> Any:
 
     def invalid(tree: Any) -> Any:
         select = partial(_selected, failed)
-        return jax.tree.map(lambda leaf: on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+        return jax.tree.map(lambda leaf: jaxi.on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
     def guarded(node: Any) -> Any:
         # Rows are seen through what stands beside them, which is enough.
@@ -190,9 +183,9 @@ def _selected(failed: Any, array: jax.Array) -> jax.Array:
     is_weak = array.weak_type
     if jnp.issubdtype(array.dtype, jnp.inexact):
         selected = nan_if(failed, array)
-    elif not is_number(array.dtype):
-        selected = jnp.where(failed, zero(array.dtype), array)
+    elif not jaxi.is_number(array.dtype):
+        selected = jnp.where(failed, jaxi.zero(array.dtype), array)
     else:
         invalid = jnp.full_like(array, True if array.dtype == jnp.bool_ else jnp.iinfo(array.dtype).max)
         selected = jnp.where(failed, invalid, array)
-    return to_weak(selected) if is_weak else selected
+    return jaxi.to_weak(selected) if is_weak else selected

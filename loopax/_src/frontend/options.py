@@ -10,11 +10,12 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from loopax._src.core.ir.lanes import Lanes, LanesLike, to_lanes
+from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, to_lanes
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.jax_internals import made_with
-from loopax._src.kinds import Kind, KindLike, to_kind
+from loopax._src.kinds import Derivative, DerivativeLike, Kind, KindLike, to_derivative, to_kind
+from loopax._src.messages import derivative_message
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
 from loopax._src.pytrees.carry import NO_RETURN
 from loopax._src.pytrees.leaves import LoopInfo, describe, describe_node, is_static, stays
@@ -59,6 +60,7 @@ class LoopOptions(CommonOptions, total=False):
     """The options of `while_loop`, `fori_loop` and `scan`."""
 
     kind: KindLike
+    derivative: DerivativeLike
     lanes: LanesLike
 
 
@@ -75,6 +77,7 @@ class Options:
     key_impl: Any = None
     throw: bool = True  # whether what goes wrong when the loop runs is an error
     info: bool = False
+    derivative: Derivative | None = None
 
     @property
     def key_spec(self) -> Any:
@@ -113,17 +116,26 @@ def options(
     max_steps: Any = None,
     throw: Any = True,
     info: Any = False,
+    derivative: DerivativeLike = None,
 ) -> Options:
     """Validate the options that all loops share."""
     data, impl = prng_key(name, key)
     throw = static_bool(f"{name}(throw=...)", throw, _THROW)
     info = static_bool(f"{name}(info=...)", info, _INFO)
     shown, kind, lanes = to_progress(name, progress), to_kind(kind), to_lanes(lanes)
+    derivative = to_derivative(derivative)
+    if derivative is not None and isinstance(lanes, Free):
+        raise NotImplementedError(derivative_message(f"{name}(lanes='free')", derivative))
+    if derivative is not None and not derivative.uses_kind and not kind._chooses:
+        raise ValueError(
+            f"{name}(kind={kind!r}, derivative={derivative!r}): this derivative differentiates no steps, so there is "
+            "nothing of them to store. Leave the kind out."
+        )
     if max_steps is not None:
         why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
         refuse_arrays(f"{name}(max_steps=...)", max_steps, "a Python int", why)
         max_steps = int_within(f"{name}(max_steps=...)", max_steps, 0, MOST_STEPS)
-    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info)
+    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info, derivative)
 
 
 def prng_key(name: str, key: Any) -> tuple[Any, Any]:

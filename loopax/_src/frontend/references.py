@@ -10,18 +10,9 @@ from jax import core, lax
 from jax.errors import KeyReuseError
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import select, split_list
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    checks_keys,
-    consume_keys,
-    is_reference,
-    keys_of,
-    new_primitive,
-    register,
-    replace_jaxpr,
-    strong,
-)
+from loopax._src.jax_internals import ClosedJaxpr
 from loopax._src.nnx.functional import freeze, is_object
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
@@ -48,12 +39,12 @@ def key_use(
     A step that is taken once may consume what it likes. Others must carry on a new key in the place of one that they
     consume.
     """
-    if not checks_keys():
+    if not jaxi.checks_keys():
         return None
     is_key = [[leaf.key_impl is not None for leaf in spec.leaves if isinstance(leaf, Dynamic)] for spec in (carry, x)]
     num_after = len(raw.in_avals) - 1 - num_extras - len(is_key[0]) - len(is_key[1])
     given = [False] * (1 + num_extras) + is_key[0] + is_key[1] + [False] * num_after
-    consumed, made, forwarded = keys_of(raw, given)
+    consumed, made, forwarded = jaxi.keys_of(raw, given)
     sizes = [len(consumed) - len(given), 1 + num_extras, len(is_key[0]), len(is_key[1])]
     closed_over, _, of_carry, of_x, _ = split_list(consumed, sizes)
     spent = (uses and not new for uses, new in zip(of_carry, made[num_go:], strict=False))
@@ -78,7 +69,7 @@ def note_key_use(use: KeyUse | None, carry: tuple[Any, Spec], xs: tuple[Any, Spe
     keys = [*use.closed_over, *select(use.carry, arrays[0]), *select(use.x, arrays[1])]
     new = [key for key in keys if not any(key is other for other in seen)]
     seen.extend(new)
-    consume_keys(new)
+    jaxi.consume_keys(new)
 
 
 def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any:
@@ -97,12 +88,12 @@ def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any
 # primitive without operands instead, and becomes an input when the inverse is taken apart from the step.
 
 
-_row_of_tape_p = new_primitive("row_of_tape")
+_row_of_tape_p = jaxi.new_primitive("row_of_tape")
 
 
 def row_of_tape(avals: Sequence[Any]) -> list[Any]:
     """Arrays of these types, which stand for a row."""
-    return _row_of_tape_p.bind(avals=tuple(map(strong, avals)))
+    return _row_of_tape_p.bind(avals=tuple(map(jaxi.strong, avals)))
 
 
 def take_out_row_of_tape(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
@@ -111,10 +102,10 @@ def take_out_row_of_tape(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     rows = [eqn for eqn in eqns if eqn.primitive is _row_of_tape_p]
     rest = [eqn for eqn in eqns if eqn.primitive is not _row_of_tape_p]
     variables = [variable for eqn in rows for variable in eqn.outvars]
-    return replace_jaxpr(closed, closed.invars, closed.outvars, rest), variables
+    return jaxi.replace_jaxpr(closed, closed.invars, closed.outvars, rest), variables
 
 
-register(_row_of_tape_p, abstract_eval=lambda *, avals: list(avals))
+jaxi.register(_row_of_tape_p, abstract_eval=lambda *, avals: list(avals))
 
 
 _ADVICE = "Let the function close over it, and read and write it there; or give its value (`ref[...]`)."
@@ -123,13 +114,13 @@ _ADVICE = "Let the function close over it, and read and write it there; or give 
 def refuse_references_in(where: str, tree: Any, advice: str = _ADVICE) -> None:
     """A mutable array stands for itself: it is no value that a step hands on, or that rows are made of."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        if is_reference(leaf):
+        if jaxi.is_reference(leaf):
             raise TypeError(f"{where}{keystr(path)}: got a mutable array (`jax.new_ref`), expected an array. {advice}")
 
 
 def refuse_closed_over(where: str, values: Sequence[Any], instead: str) -> None:
     """Raise where a function may not close over a mutable array, as nothing writes its value back."""
-    if any(map(is_reference, values)):
+    if any(map(jaxi.is_reference, values)):
         raise NotImplementedError(
             f"{where} closes over a mutable array (`jax.new_ref`), which is not supported here. {instead}; functions "
             "that loopax.scan, fori_loop and while_loop are given may close over one."
@@ -140,7 +131,7 @@ def refuse_other_types(where: str, values: Sequence[Any]) -> None:
     """Values that a function closes over are arrays, or mutable ones. JAX lets libraries make types of their own."""
     for value in values:
         aval = jax.typeof(value)
-        if not (isinstance(aval, core.ShapedArray) or is_reference(value)):
+        if not (isinstance(aval, core.ShapedArray) or jaxi.is_reference(value)):
             raise NotImplementedError(
                 f"{where} closes over a value of the type {type(aval).__name__}, which is neither an array nor a "
                 "mutable array (`jax.new_ref`). Flax makes such values of NNX Variables with `hijax=True`, or where "
@@ -209,7 +200,7 @@ NO_REFERENCES = ReferenceRows()
 def take_references(where: str, xs: Any) -> tuple[Any, ReferenceRows]:
     """The xs with values in the places of mutable arrays, and these arrays."""
     pairs, treedef = tree_flatten_with_path(xs, is_leaf=is_object)
-    mask = tuple(is_reference(leaf) and not is_object(leaf) for _, leaf in pairs)
+    mask = tuple(jaxi.is_reference(leaf) and not is_object(leaf) for _, leaf in pairs)
     found: dict[int, str] = {}
     for path, leaf in select(mask, pairs):
         if id(leaf) in found:

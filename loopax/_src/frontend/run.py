@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from loopax._src import core
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
@@ -33,16 +34,8 @@ from loopax._src.frontend.references import (
 )
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, Traced, trace_promoting
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    jaxpr_as_fun,
-    keep_bits,
-    runs_eagerly,
-    runs_in_python,
-    vary_like,
-    zeros,
-)
-from loopax._src.messages import derivative_and_references_message, derivative_message
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.messages import references_message
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
@@ -106,6 +99,7 @@ def run(
     # NNX objects become pytrees of arrays here, once, and objects again where the results are handed over.
     frozen, frozen_xs = freeze(init), freeze(xs)
     refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), frozen)
+    derivative = options.derivative and core.kept(options.derivative)
     call = _UserCall(
         references.step(step),
         options,
@@ -117,13 +111,14 @@ def run(
         frozen_xs,
         *pack(frozen_xs),
         references,
-        core.checked_kind(options.kind, extent.bound),
+        core.kept(options.kind) if derivative else core.checked_kind(options.kind, extent.bound),
+        derivative,
         extent.fixed and goes_on is None,
         options.reporter(step.called.functions[0]),
         branch,
         [] if used_keys is None else used_keys,
     )
-    if runs_in_python() and options.kind.derivative == "exact":
+    if jaxi.runs_in_python() and derivative is None:
         return call.in_python(goes_on)
     return call.finished(call.traced(frozen, extent, goes_on))
 
@@ -144,6 +139,7 @@ class _UserCall:
     x_spec: Spec
     references: ReferenceRows
     kind: core.Kind  # what the program keeps of it
+    derivative: core.Derivative | None  # likewise
     is_fixed: bool  # as in `core.LoopFacts`
     reporter: Reporter | None
     branch: str
@@ -162,12 +158,9 @@ class _UserCall:
         note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
-        if options.kind.derivative != "exact":
-            kind = options.kind.without_functions()
-            if isinstance(options.lanes, Free):
-                raise NotImplementedError(derivative_message(f"{options.name}(lanes='free')", kind))
-            if traced.references:
-                raise NotImplementedError(derivative_and_references_message(step.where, kind))
+        if self.derivative and traced.references:
+            why = f"derivative={self.derivative!r} does not take"
+            raise NotImplementedError(references_message(step.where, why))
 
         first, first_consts = traced.first or (None, [])
         if goes_on is not None and first is None:
@@ -189,7 +182,7 @@ class _UserCall:
             return thaw(spec.unpack(leaves[num_go:][: len(arrays)]))
 
         def run_now() -> core.Outcome:
-            if core.runs_plainly(options.kind) and runs_eagerly():
+            if options.derivative is None and core.runs_plainly(options.kind) and jaxi.runs_eagerly():
                 return _compiled(program, *given)
             operands = program.operands(*given)
             if is_free:
@@ -197,7 +190,8 @@ class _UserCall:
             checked = KindCheck(f"loopax.{options.name}", options.throw)
             run_loop, is_fixed = core.run_with_tape, self.is_fixed
             call = core.LoopCall(loop, operands, is_fixed, step.where, user_carry, checked, run_loop)
-            return program.with_all_rows(core.run_by(options.kind, call))
+            out = core.run_by(options.derivative, call) if options.derivative else call.run()
+            return program.with_all_rows(out)
 
         out = self.reporter.watch(run_now) if self.reporter else run_now()
         go, carry, flags, values = split_list(out.carry, [num_go, len(arrays), num_flags])
@@ -219,19 +213,14 @@ class _UserCall:
             predicated=predicated,
             unroll=extent.unroll,
             kind=self.kind,
+            derivative=self.derivative,
             is_fixed=self.is_fixed,
             bound_is_loose=extent.bound_is_loose,
             inverse=traced.inverse,
             lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
             reporting=self.reporter and core.Reporting(self.reporter),
             debug_info=core.DebugInfo(
-                options.name,
-                self.kind,
-                options.lanes,
-                self.is_fixed,
-                traced.names,
-                extent.bound,
-                branch=self.branch,
+                options.name, self.kind, options.lanes, self.is_fixed, traced.names, extent.bound, branch=self.branch
             ),
         )
 
@@ -262,7 +251,7 @@ class _UserCall:
 
     def in_python(self, goes_on: FirstCondition | None) -> LoopResults:
         """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
-        extent, x_rows = self.extent, [keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
+        extent, x_rows = self.extent, [jaxi.keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
         take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows(), goes_on)
         steps: PythonSteps = self.reporter.watch(partial(take, self.reporter)) if self.reporter else take(None)
         if steps.found is not None and steps.is_over:
@@ -323,10 +312,10 @@ class _LoopProgram:
         if self.first is not None:
             go = jaxpr_as_fun(self.first)(*go, *consts[len(consts) - self.num_extras :], *carry)
         if loop.predicated:
-            go = [vary_like(go[0], loop.body.out_avals[0])]
+            go = [jaxi.vary_like(go[0], loop.body.out_avals[0])]
         first_flag = len(go) + self.num_arrays
-        flags = [zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
-        xs = [keep_bits(lambda x: x[: loop.bound], x) for x in xs]
+        flags = [jaxi.zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
+        xs = [jaxi.keep_bits(lambda x: x[: loop.bound], x) for x in xs]
         return core.LoopOperands(low, high, consts, [*go, *carry, *flags, *references], xs)
 
     def with_all_rows(self, out: core.Outcome) -> core.Outcome:
@@ -365,8 +354,9 @@ def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tup
         for check in extent.checks:
             reached = reached | check.failed
     if isinstance(reached, bool):
-        reached = ~zeros(_BOOL) if reached else zeros(_BOOL)
-    carry, ys, loop_info = settle((done.carry, done.ys, LoopInfo(done.num_steps, reached)), checks)
+        reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
+    info = LoopInfo(done.num_steps, reached)
+    carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
     return done.hand_over(carry), thaw(ys), loop_info
 
 

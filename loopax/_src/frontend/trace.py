@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from loopax._src import core
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
@@ -28,21 +29,8 @@ from loopax._src.frontend.references import (
     take_out_row_of_tape,
 )
 from loopax._src.frontend.rows import refuse_strays
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    convert,
-    dce,
-    is_reference,
-    made_at,
-    open_constants,
-    replace_jaxpr,
-    runs_eagerly,
-    source_here,
-    trace_context,
-    uses_references,
-    with_values,
-)
-from loopax._src.messages import inverse_and_references_message
+from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.messages import references_message
 from loopax._src.nnx.functional import (
     Changes,
     WrittenRows,
@@ -152,7 +140,7 @@ def trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, goes_on: FirstCondition | None
 ) -> tuple[Traced, list[Any], Spec]:
     """Trace a step, and return with it the arrays of the first carry, of the types that they have in the loop."""
-    own_key = step.options, tuple(map(jax.typeof, extras)), goes_on is not None, runs_eagerly()
+    own_key = step.options, tuple(map(jax.typeof, extras)), goes_on is not None, jaxi.runs_eagerly()
 
     def trace_from(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
         now = partial(_trace_now, step, extras, init, spec, x_rows, goes_on)
@@ -213,7 +201,7 @@ def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[],
 
     if not all(map(is_only_itself, functions)):
         return trace_now()[0]
-    entries, key = _cache.setdefault(functions[0], {}), (*functions[1:], key, trace_context())
+    entries, key = _cache.setdefault(functions[0], {}), (*functions[1:], key, jaxi.trace_context())
     try:
         if key in entries:
             return entries[key]
@@ -266,13 +254,13 @@ def _trace_now(
 ) -> tuple[Traced, list[Any]]:
     """A traced step, and what it closes over."""
     found: dict[str, Any] = {}
-    placed, num_go = partial(made_at, source_here()), int(goes_on is not None)
+    placed, num_go = partial(jaxi.made_at, jaxi.source_here()), int(goes_on is not None)
     num_recorded = 0  # arrays in a row of the tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         nonlocal num_recorded
         given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
-        with collecting() as checks:
+        with collecting() as (checks, _):
             taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags: dict[str, Any] = {}  # where any of the checks with this text fails
         for check in checks:
@@ -307,11 +295,11 @@ def _trace_now(
     with clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
     uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
-    open_body, closed_over = open_constants(raw)
+    open_body, closed_over = jaxi.open_constants(raw)
     open_body, places = take_out_places(open_body)
     closed_over = [*places, *closed_over]
     refuse_other_types(step.where, closed_over)
-    open_body = with_values(open_body) if uses_references(open_body) else open_body
+    open_body = jaxi.with_values(open_body) if jaxi.uses_references(open_body) else open_body
     open_inverse = None
     if after:
         first = len(closed_over) + 1 + len(extras)
@@ -321,7 +309,7 @@ def _trace_now(
     # After: (row, *constants, *extras, [goes on], *carry, *flags, *references, *x)
     #        -> ([goes on], *carry, *flags, *references, *y, *row of the tape)
     num_flags, num_carry, function = len(found["messages"]), len(spec.avals), chained(open_body)
-    is_mutable, avals = list(map(is_reference, closed_over)), open_body.in_avals[: len(closed_over)]
+    is_mutable, avals = list(map(jaxi.is_reference, closed_over)), open_body.in_avals[: len(closed_over)]
     constants, references = reject(is_mutable, avals), select(is_mutable, avals)
     sizes = [len(constants), len(extras), num_go, num_carry, num_flags, len(references)]
 
@@ -339,7 +327,7 @@ def _trace_now(
     inverse = None
     if open_inverse:
         if references:
-            raise NotImplementedError(inverse_and_references_message(step.where))
+            raise NotImplementedError(references_message(step.where, "the inverse of its kind cannot walk back"))
         sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
         inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
     refuse_strays(step.where, init, body, len(given), goes_on is not None)
@@ -349,7 +337,7 @@ def _trace_now(
         tuple(x_rows.names("xs")),
         (*[core.UNNAMED] * sum(found["found"].rows.written), *found["found"].y_spec.names("ys")),
     )
-    first = _trace_first(goes_on, extras, spec) if goes_on is not None and runs_eagerly() else None
+    first = _trace_first(goes_on, extras, spec) if goes_on is not None and jaxi.runs_eagerly() else None
     values = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     traced = Traced(body, inverse, *values, **found, names=names, key_use=uses, first=first)
     return traced, [*closed_over, *(first[1] if first else [])]
@@ -363,13 +351,13 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         nonlocal is_pure
         given, arrays = split_list(operands, [len(extras)])
         carry, objects = thaw_numbered(spec.unpack(arrays))
-        with collecting() as checks:
+        with collecting() as (checks, _):
             go = goes_on(given, carry)
         is_pure = not objects and not checks
         return go
 
-    first, closed_over = open_constants(jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals))
-    return (first, closed_over) if is_pure and not any(map(is_reference, closed_over)) else None
+    first, closed_over = jaxi.open_constants(jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals))
+    return (first, closed_over) if is_pure and not any(map(jaxi.is_reference, closed_over)) else None
 
 
 def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -380,10 +368,10 @@ def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     both, of_tape = take_out_row_of_tape(both)
     num_after = len(carry)
     inputs, after = both.invars[:-num_after], both.invars[-num_after:]
-    body = replace_jaxpr(both, inputs, both.outvars[:-num_after])
+    body = jaxi.replace_jaxpr(both, inputs, both.outvars[:-num_after])
     of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :], *of_tape]
-    inverse = replace_jaxpr(without_effects(both), of_inverse, both.outvars[-num_after:])
-    return dce(body, [True] * len(body.out_avals), True)[0], dce(inverse, [True] * num_after, True)[0]
+    inverse = jaxi.replace_jaxpr(without_effects(both), of_inverse, both.outvars[-num_after:])
+    return jaxi.dce(body, [True] * len(body.out_avals), True)[0], jaxi.dce(inverse, [True] * num_after, True)[0]
 
 
 def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int], num_recorded: int) -> ClosedJaxpr:
@@ -405,7 +393,7 @@ def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int], num_r
 def strongly_typed(x: Any) -> jax.Array:
     """An array, also from a constant of a jaxpr, without the weak types that only a user's results have."""
     x = jnp.asarray(x)
-    return convert(x, x.dtype)
+    return jaxi.convert(x, x.dtype)
 
 
 def without_flags(y: Any) -> Any:

@@ -20,16 +20,18 @@ from loopax._src.pytrees.static import Called, parameters_of
 class ItemProgram(NamedTuple):
     """What is run for each item."""
 
-    program: ClosedJaxpr  # (*shared, *function, *item) -> (*whether a check failed, *results)
+    program: ClosedJaxpr  # (*shared, *function, *item) -> (*whether a check failed, *numbers of the loop, *results)
     shared: list[Any]  # what the function closes over
     results: Spec
     messages: list[str]  # of the checks
 
 
-def item_program(caller: str, f: Callable[[Any], Any], item: Spec, function: Spec | None = None) -> ItemProgram:
+def item_program(
+    caller: str, f: Callable[[Any], Any], item: Spec, function: Spec | None = None, info: bool = False
+) -> ItemProgram:
     """Trace a function of a pytree like `item`; `caller` is the function of loopax that was given it.
 
-    With `function`, the arrays in `f` are arguments of the program; else it closes over them.
+    With `function`, the arrays in `f` are arguments of the program; else it closes over them. `info`: it returns one.
     """
     found: dict[str, Any] = {}
     of_function = function.avals if function else []
@@ -40,13 +42,18 @@ def item_program(caller: str, f: Callable[[Any], Any], item: Spec, function: Spe
         call, own_objects = thaw_numbered(own) if function else (f, [])
         given = made_at(here, item.unpack(arrays[len(of_function) :]))
         live, objects = thaw_numbered(given)
-        with collecting() as checks:
+        with collecting() as (checks, infos):
             results, found["spec"] = pack(freeze(call(live)))
         refuse_changes(f"f of {caller}", given, objects, live)
         if function:
             refuse_changes(f"f of {caller}", own, own_objects, call, "itself, and its copies in lanes")
         found["messages"] = [check.message for check in checks]
-        return [*(check.failed for check in checks), *results]
+        if info and not infos:
+            raise ValueError(
+                f"{caller}(info=True): f calls no loop itself. A loop in a `jax.jit` inside of f cannot hand out its "
+                "numbers: leave this jit out, as the stream compiles f."
+            )
+        return [*(check.failed for check in checks), *(infos[0] if info else ()), *results]
 
     called = Called(caller, (f,), ("x",))
     names = [*(function.names("f") if function else []), *item.names(called.name("x"))]

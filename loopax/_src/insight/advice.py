@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core import BlocksThenResiduals, Loop, Plan
 from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
@@ -17,17 +18,7 @@ from loopax._src.core.lowering.sweep_bodies import recording_of
 from loopax._src.core.masking import fill_inactive_p
 from loopax._src.insight.find_loops import FoundLoop, source_of, without_calls
 from loopax._src.insight.schedule_picture import evaluations_of, room_of
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    has_tangents,
-    is_cast,
-    is_select,
-    keeps_values,
-    stands_alone,
-    update_of,
-    updates,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal
 from loopax._src.pytrees.leaves import type_in_words
 
 # Sizes and types in words.
@@ -192,7 +183,7 @@ def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     for value, start, end in zip(found.carry, inputs, body.outvars, strict=False):
         leaf = f"{value.name or 'a leaf of the carry'} ({type_in_words(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
-            size, written = num_bytes([start.aval]), max(num_bytes([update_of(write).aval]), 1)
+            size, written = num_bytes([start.aval]), max(num_bytes([jaxi.update_of(write).aval]), 1)
             if size < max(_LARGE, _MANY_ROWS * written):
                 continue
             what = f"{leaf}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
@@ -221,9 +212,9 @@ def _write_to(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     eqn = None if isinstance(end, Literal) else makers.get(end)
     if eqn is None:
         return None
-    if updates(eqn):
+    if jaxi.updates(eqn):
         return eqn if _leads_to(start, eqn.invars[0], makers) else None
-    if is_select(eqn):  # a write under a condition, or for lanes that have not finished
+    if jaxi.is_select(eqn):  # a write under a condition, or for lanes that have not finished
         return next(filter(None, (_write_to(start, case, makers) for case in eqn.invars[1:])), None)
     return None
 
@@ -237,9 +228,9 @@ def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
         return False
     if eqn.primitive is fill_inactive_p:
         return _leads_to(start, eqn.invars[2], makers)
-    if is_select(eqn):  # the old value or the new one
+    if jaxi.is_select(eqn):  # the old value or the new one
         return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
-    return updates(eqn) and _leads_to(start, eqn.invars[0], makers)
+    return jaxi.updates(eqn) and _leads_to(start, eqn.invars[0], makers)
 
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
@@ -249,11 +240,13 @@ def _is_read(body: ClosedJaxpr, start: Any) -> bool:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         if not versions.intersection(operands):
             continue
-        if updates(eqn) and operands[0] in versions:
+        if jaxi.updates(eqn) and operands[0] in versions:
             if versions.intersection(operands[1:]):
                 return True
             versions.add(eqn.outvars[0])
-        elif eqn.primitive is fill_inactive_p or (is_select(eqn) and all(eqn.invars[0] is not v for v in versions)):
+        elif eqn.primitive is fill_inactive_p or (
+            jaxi.is_select(eqn) and all(eqn.invars[0] is not v for v in versions)
+        ):
             versions.add(eqn.outvars[0])
         else:
             return True
@@ -265,9 +258,9 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     cast, atom = None, end
     while not isinstance(atom, Literal) and atom is not start:
         eqn = makers.get(atom)
-        if eqn is None or not keeps_values(eqn):
+        if eqn is None or not jaxi.keeps_values(eqn):
             return None
-        if is_cast(eqn) and cast is None:
+        if jaxi.is_cast(eqn) and cast is None:
             cast = eqn
         atom = eqn.invars[0]
     return cast if atom is start else None
@@ -278,7 +271,7 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     if lanes <= CPU_LANES or (debug_info is not None and isinstance(debug_info.lanes, Free)):
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
-        if found.inner or any(map(stands_alone, without_calls(found.seen.loop.body).eqns)):
+        if found.inner or any(map(jaxi.stands_alone, without_calls(found.seen.loop.body).eqns)):
             yield Advice(
                 "branch-for-all-lanes",
                 found.source,
@@ -300,7 +293,7 @@ def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice
     loop = found.seen.loop
     if stored is None or stored.what != "residuals" or stored.reason:  # what `Auto` takes has its reason
         return
-    carry = num_bytes(aval for aval in loop.input_avals[1] if has_tangents(aval))
+    carry = num_bytes(aval for aval in loop.input_avals[1] if jaxi.has_tangents(aval))
     if stored.carries * stored.size < _MUCH or stored.size < _TIMES * carry:
         return
     way = "`loopax.scan` with " if found.seen.library == "lax" else ""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from loopax._src.core import Kind, Loop, LoopCall, LoopOperands, checked_kind, run_by, run_with_tape
+from loopax._src.core import Derivative, Kind, Loop, LoopCall, LoopOperands, checked_kind, kept, run_by, run_with_tape
 from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
@@ -26,7 +26,7 @@ from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, r
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.static import Why, positive_int
 
-# A program whose loops are of another kind.
+# A program whose loops are of another kind, or have another derivative.
 
 
 def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
@@ -48,8 +48,6 @@ def with_kind(closed: ClosedJaxpr, kind: Kind) -> ClosedJaxpr:
             batch = compact_vmap_of(batch.rules, _of_kind(batch.static, kind), batch.axis, batch.mapped, avals)
         return eqn.replace(params=batch._asdict())
 
-    if kind.derivative != "exact":
-        return trace(lambda *operands: evaluate(closed, operands, partial(_run_by_kind, kind)), closed.in_avals)
     return replace_jaxpr(closed, closed.invars, closed.outvars, list(map(exchanged, closed.eqns)))
 
 
@@ -61,24 +59,25 @@ def _of_kind(loop: Loop, kind: Kind) -> Loop:
     return loop._replace(body=body, kind=stored, debug_info=replace(debug_info, kind=kind))
 
 
-def _run_by_kind(kind: Kind, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """The results of an equation, whose loops are run by the kind: it gives them another derivative."""
+def with_derivative(closed: ClosedJaxpr, derivative: Derivative) -> ClosedJaxpr:
+    """Give every loop of loopax that a user has called this derivative. Kinds stay."""
+    return trace(lambda *operands: evaluate(closed, operands, partial(_run_by, derivative)), closed.in_avals)
+
+
+def _run_by(derivative: Derivative, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation, whose loops are run by the derivative."""
     if eqn.primitive is compact_vmap_p:
-        raise NotImplementedError(f"{kind!r} cannot take the place of the kind of lanes in batches of their own.")
+        raise NotImplementedError(f"{derivative!r} cannot take the place of that of lanes in batches of their own.")
     loop = Loop(**eqn.params) if eqn.primitive is loop_p else None
     if loop is None or loop.debug_info is None:
-        return bind_again(map_programs(eqn, partial(with_kind, kind=kind)), operands)
-    (low, high, *leaves), info, loop = operands, loop.debug_info, _of_kind(loop, kind)
-    call = LoopCall(
-        loop,
-        LoopOperands(low, high, *loop.inputs(leaves)),
-        is_fixed=loop.is_fixed,
-        where=f"the body of loopax.{info.function}",
-        unpack=lambda carry: list(carry[int(loop.predicated) :]),
-        checked=KindCheck(f"loopax.{info.function}", throw=True),
-        run_loop=run_with_tape,
-    )
-    return run_by(kind, call).leaves
+        return bind_again(map_programs(eqn, partial(with_derivative, derivative=derivative)), operands)
+    (low, high, *leaves), name = operands, loop.debug_info.function
+    loop = loop._replace(body=with_derivative(loop.body, derivative), derivative=kept(derivative))
+    given, where = LoopOperands(low, high, *loop.inputs(leaves)), f"the body of loopax.{name}"
+    unpack = lambda carry: list(carry[int(loop.predicated) :])  # noqa: E731
+    checked = KindCheck(f"loopax.{name}", throw=True)
+    call = LoopCall(loop, given, loop.is_fixed, where, unpack, checked, run_with_tape)
+    return run_by(derivative, call).leaves
 
 
 # Compile programs, and time them in turn, so that whatever else the machine does hits all alike.
@@ -139,7 +138,7 @@ KINDS: tuple[KindLike, ...] = (Checkpointed(), Bounded(), Residuals())
 def compare(
     fn: Callable[..., Any],
     *args: Any,
-    kinds: Sequence[KindLike] = KINDS,
+    kinds: Sequence[KindLike | Derivative] = KINDS,
     argnums: int | Sequence[int] | None = None,
     rounds: int = 5,
 ) -> Comparison:
@@ -158,9 +157,9 @@ def compare(
     fn, *args
         The function and its arguments, as in `explain`. The function is run, so a `jax.ShapeDtypeStruct` is not enough.
     kinds
-        The kinds to measure, or their names. The default is `Checkpointed()`, `Bounded()` and `Residuals()`. A loop of
-        kind `Implicit` or `Truncated` keeps its derivative with every kind. `Reversible` is not allowed here: give it
-        to its loop.
+        The kinds to measure, or their names. The default is `Checkpointed()`, `Bounded()` and `Residuals()`. A loop
+        keeps its `derivative` with every kind. An object such as `Truncated(last=5)` takes the place of the derivative
+        instead. `Reversible` is not allowed here: give it to its loop.
     argnums
         The numbers of the arguments with respect to which a gradient is taken. None: all floating-point arrays.
     rounds
@@ -192,9 +191,9 @@ def compare(
     as often.
 
     """
-    if isinstance(kinds, str | Kind):
+    if isinstance(kinds, str | Kind | Derivative):
         raise TypeError(f"compare(kinds=...): got {kinds!r}, expected several: `kinds=[{kinds!r}]`.")
-    chosen = [to_kind(kind) for kind in kinds]
+    chosen = [kind if isinstance(kind, Derivative) else to_kind(kind) for kind in kinds]
     rounds = positive_int("compare(rounds=...)", rounds, "runs of each program", _ROUNDS)
     asked = subject("compare", fn, args, argnums)
     for value, array in zip(asked.inputs, asked.program.arrays, strict=True):
@@ -220,9 +219,7 @@ def compare(
             "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
         )
     candidates = [_Candidate(fn, asked, None, ", ".join(filter(None, names)))]
-    for kind in chosen:
-        own = f" (derivative: {kind.derivative})" if kind.derivative != "exact" else ""
-        candidates.append(_Candidate(fn, asked, kind, f"{kind!r}{own}"))
+    candidates += [_Candidate(fn, asked, choice, repr(choice)) for choice in chosen]
     first, *others = _measured(candidates, rounds)
     return Comparison(asked.name, (replace(first, is_chosen=True), *others))
 
@@ -234,18 +231,21 @@ def _as_written(loops: Sequence[FoundLoop]) -> dict[str, None]:
         if found.seen.library == "loopax":
             debug_info, (stored, _) = found.seen.loop.debug_info, stored_of(found)
             name = repr(debug_info.kind) if debug_info else ""
-            names[f"{name} takes {stored.kind}" if name and stored and stored.kind != name else name] = None
+            if derivative := found.seen.loop.derivative:
+                names[f"{derivative!r} with {name}" if derivative.uses_kind else repr(derivative)] = None
+            else:
+                names[f"{name} takes {stored.kind}" if name and stored and stored.kind != name else name] = None
         names |= _as_written(found.inner)
     return names
 
 
 @dataclass
 class _Candidate:
-    """A function with a kind for all its loops (None: as it is written), and its two programs."""
+    """A function with a kind or a derivative for all its loops (None: as it is written), and its two programs."""
 
     fn: Callable[..., Any]
     asked: Subject
-    kind: Kind | None
+    choice: Kind | Derivative | None
     name: str
     traces: int = 0
     programs: tuple[Any, ...] = ()  # of the function and of its gradient, lowered
@@ -257,7 +257,9 @@ class _Candidate:
 
         def program() -> ClosedJaxpr:
             closed = trace_program("compare", counted, self.asked.args, {}).closed
-            return closed if self.kind is None else with_kind(closed, self.kind)
+            if isinstance(self.choice, Derivative):
+                return with_derivative(closed, self.choice)
+            return closed if self.choice is None else with_kind(closed, self.choice)
 
         def counted(*args: Any) -> Any:
             self.traces += 1
@@ -310,7 +312,7 @@ def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
         if not pair:
             rows[one.name] = Measured(one.name, problem=problem)
         elif pair in rows:
-            rows[pair] = rows[pair].shared_with(one.name)
+            rows[pair] = rows[pair]._shared_with(one.name)
         elif problem:
             rows[pair] = Measured(one.name, problem=problem)
         else:

@@ -41,7 +41,7 @@ class Measured:
     problem: str = ""
     is_chosen: bool = False
 
-    def shared_with(self, name: str) -> "Measured":
+    def _shared_with(self, name: str) -> "Measured":
         """Return the row with one more name. A name like `Auto() takes Bounded()` contains `Bounded()` already."""
         first, *others = self.name.split(" = ")
         is_first = first == name or (first.endswith(f" takes {name}") and ", " not in first)

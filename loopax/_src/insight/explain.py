@@ -150,7 +150,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
     debug_info = loop.debug_info
     is_lax = seen.library == "lax"
     kind = None if is_lax or debug_info is None else debug_info.kind
-    in_words = kind.in_words() if kind else ""
+    in_words = loop.derivative.in_words(kind) if loop.derivative else kind.in_words() if kind else ""
     stored, problem = (None, "") if in_words else stored_of(found)
     lanes = taken = None if is_lax or debug_info is None else debug_info.lanes
     if isinstance(lanes, AutoLanes) and not isinstance(loop.lanes, AutoLanes):  # it has chosen, in a batch
@@ -164,7 +164,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         bool(debug_info and debug_info.fixed),
         tuple(_leaves(found, stored)),
         max(seen.waiting, 1),
-        kind.derivative if kind else "exact",
+        loop.derivative,
         in_words,
         stored,
         stored.carries * stored.size * seen.lanes if stored else 0,
@@ -196,7 +196,7 @@ def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     const_vars, carry_vars, xs_vars = loop.inputs(seen.operands)
     is_stored = stored.leaves if stored else (False,) * loop.num_carry
     # The steps of such a loop run on constants, and its result has a derivative all the same.
-    has_own_derivative = loop.debug_info is not None and loop.debug_info.kind.derivative != "exact"
+    has_own_derivative = loop.derivative is not None
 
     def leaf(value: Value, role: str, atom: Any, is_stored: bool = False) -> Leaf:
         aval = atom.aval

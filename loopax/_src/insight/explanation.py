@@ -73,10 +73,9 @@ class LoopExplanation:
         The number of lanes that run until the slowest of them has finished. 1 if no lanes have their own numbers of
         steps.
     derivative
-        How the derivative relates to that of the steps: `"exact"`, `"to a tolerance"`, or `"another"` on purpose (see
-        `Kind.derivative`).
+        The argument of the loop, without its functions. None: the derivative is that of the steps.
     in_words
-        What a gradient stores, as a text, for kinds with a derivative of their own. Otherwise empty.
+        What a gradient stores, as a text, where a plan does not say it. Otherwise empty.
     stored
         What a gradient stores. None if nothing in the loop is differentiated, if there is no gradient, or if `in_words`
         has the answer.
@@ -102,7 +101,7 @@ class LoopExplanation:
     is_fixed: bool
     leaves: tuple[Leaf, ...]
     waiting: int
-    derivative: str
+    derivative: Any
     in_words: str
     stored: Stored | None
     stored_bytes: int
@@ -181,9 +180,10 @@ def facts(loop: LoopExplanation) -> Iterator[str]:
     if loop.kind is not None:
         of_lane = f"for one of {lanes} lanes: " if lanes > 1 else ""
         taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored and stored.reason else ""
-        yield f"kind: {loop.kind!r}{taken}"
-    if loop.derivative != "exact":
-        yield f"derivative: {loop.derivative}{', on purpose' if loop.derivative == 'another' else ''}"
+        idle = "" if loop.derivative is None or loop.derivative.uses_kind else ", which does nothing here"
+        yield f"kind: {loop.kind!r}{taken}{idle}"
+    if loop.derivative is not None:
+        yield f"derivative: {loop.derivative!r}, which differs from that of the steps {loop.derivative.differs}"
     if loop.in_words:
         yield f"gradient stores {loop.in_words}"
     elif stored is not None:

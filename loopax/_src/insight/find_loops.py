@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core import UNNAMED, DebugInfo, Decided, EveryResidual, Loop, Names, NoReverseMode
 from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_p
@@ -31,23 +32,7 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import of_user
 from loopax._src.frontend.trace_program import TracedProgram, trace_program
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    Scan,
-    While,
-    argument_names,
-    called,
-    dce,
-    equation_context,
-    has_tangents,
-    is_kernel,
-    is_of_jax,
-    jaxpr_as_fun,
-    lax_loop,
-    stops_gradient,
-    user_lines,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.kinds import Lax
 from loopax._src.pytrees.leaves import describe
 
@@ -87,16 +72,16 @@ def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     def own_line(eqn: Any) -> AbstractContextManager[None]:
         """Of an equation that has one, else that of the call: JAX drops lines where it traces custom derivatives."""
-        return equation_context(eqn) if any(of_user(user_lines(eqn))) else nullcontext()
+        return jaxi.equation_context(eqn) if any(of_user(jaxi.user_lines(eqn))) else nullcontext()
 
     def run(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        inner = called(eqn)
+        inner = jaxi.called(eqn)
         if inner is None:
             return bind_again(eqn, operands)
-        return evaluate(inner, operands, run, (lambda _: nullcontext()) if is_of_jax(inner) else own_line)
+        return evaluate(inner, operands, run, (lambda _: nullcontext()) if jaxi.is_of_jax(inner) else own_line)
 
     flat = jax.make_jaxpr(lambda *inputs: evaluate(closed, inputs, run))(*closed.in_avals)
-    return dce(flat, [True] * len(flat.out_avals), True)[0]
+    return jaxi.dce(flat, [True] * len(flat.out_avals), True)[0]
 
 
 def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
@@ -112,15 +97,15 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
             # loopax itself writes a condition as a loop of one step at most (`core/nested_lanes.py`).
             is_condition = seen.loop.debug_info is None and seen.loop.bound == 1
             found += one.inner if is_condition else [one]
-        elif not is_kernel(eqn):  # a `cond`, say: the operands of the programs in it are its last ones
+        elif not jaxi.is_kernel(eqn):  # a `cond`, say: the operands of the programs in it are its last ones
             for inner in inner_jaxprs(eqn):
                 count = len(inner.in_avals)
                 is_fed = count <= len(operands)
                 found += find(inner, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
         flags = [value.perturbed for value in operands]
-        if any(flags) and not stops_gradient(eqn):
+        if any(flags) and not jaxi.stops_gradient(eqn):
             for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
-                if has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
+                if jaxi.has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
                     values[variable] = Value(perturbed=True)
     return found
 
@@ -141,7 +126,7 @@ def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
 
 def source_of(eqn: Any) -> str:
     """The line of the user's from which an equation comes; nothing where it is not known."""
-    return str(next(of_user(user_lines(eqn)), ""))
+    return str(next(of_user(jaxi.user_lines(eqn)), ""))
 
 
 def see(eqn: Any) -> Seen | None:
@@ -155,14 +140,14 @@ def see(eqn: Any) -> Seen | None:
             waiting = lanes if is_one_batch(loop, lanes) else 1
         results = eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
         return Seen(loop, "loopax", eqn.invars[2:], results, lanes, waiting)
-    found = lax_loop(eqn)  # not in a batch of reverse sweeps
+    found = jaxi.lax_loop(eqn)  # not in a batch of reverse sweeps
     return None if found is None or batch else _see_lax(eqn, found)
 
 
-def _see_lax(eqn: Any, found: Scan | While) -> Seen:
+def _see_lax(eqn: Any, found: jaxi.Scan | jaxi.While) -> Seen:
     """A loop of JAX as one of the core; of a `while_loop`, what the condition reads is of no interest here."""
-    is_scan = isinstance(found, Scan)
-    consts, carry, xs = split_list(argument_names(found.body), [found.num_consts, found.num_carry])
+    is_scan = isinstance(found, jaxi.Scan)
+    consts, carry, xs = split_list(jaxi.argument_names(found.body), [found.num_consts, found.num_carry])
     names = Names(tuple(consts), tuple(carry), tuple(xs) if is_scan else (), ())
     body = jaxpr_as_fun(found.body)
     loop = Loop(

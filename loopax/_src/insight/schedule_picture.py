@@ -10,9 +10,9 @@ from loopax._src.core.ir.plan import (
     BlocksThenResiduals,
     Checkpoints,
     EveryCarry,
-    LastCarry,
     Plan,
     Slots,
+    WalkBack,
     saving_of,
 )
 from loopax._src.jax_internals import api_boundary
@@ -82,7 +82,7 @@ def room_of(plan: Plan | None, num_steps: int) -> int:
             return plan.blocks.rows(num_steps - plan.recorded) + max(plan.blocks.size, plan.recorded)
         case Slots():
             return plan.count
-        case LastCarry():
+        case WalkBack():
             return 1
     return num_steps
 
@@ -212,7 +212,7 @@ class SchedulePicture:
 
 @api_boundary
 def picture(
-    num_steps: int, checkpoints: int | None = None, *, length_known: bool = True, residuals: bool = False
+    length: int, checkpoints: int | None = None, *, length_known: bool = True, residuals: bool = False
 ) -> SchedulePicture:
     """Show which carries a gradient with `Checkpointed(checkpoints)` stores, and which steps it recomputes.
 
@@ -222,7 +222,7 @@ def picture(
 
     Parameters
     ----------
-    num_steps
+    length
         The number of steps that the loop takes, from 0 on.
     checkpoints
         The most stored carries, as in `Checkpointed(checkpoints)`. None: as in `Checkpointed()`.
@@ -241,11 +241,11 @@ def picture(
     Raises
     ------
     TypeError
-        - `num_steps` or `checkpoints` is not an int.
+        - `length` or `checkpoints` is not an int.
         - `length_known` or `residuals` is not a bool.
         - One of them is traced.
     ValueError
-        `num_steps` is negative, or `checkpoints` is less than 1.
+        `length` is negative, or `checkpoints` is less than 1.
 
     Notes
     -----
@@ -258,9 +258,9 @@ def picture(
     binomial schedule with up to 303 checkpoints, and 25 % more with 999.
 
     """
-    steps = static_int("picture(num_steps=...)", num_steps, _WHY)
+    steps = static_int("picture(length=...)", length, _WHY)
     if steps < 0:
-        raise ValueError(f"picture(num_steps=...): got {steps}, expected at least 0, the steps that the loop takes.")
+        raise ValueError(f"picture(length=...): got {steps}, expected at least 0, the steps that the loop takes.")
     if checkpoints is not None:
         checkpoints = positive_int("picture(checkpoints=...)", checkpoints, "stored carries", _WHY)
     length_known = static_bool("picture(length_known=...)", length_known, _WHY)

@@ -1,8 +1,8 @@
 """Every use of private or version-dependent JAX, each with its reason: one file for each question.
 
-The rest of loopax imports these names from here, so that a new JAX version is a change to this folder alone. Tested on
-JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12 to 3.14) by `make test-all`, also with JAX's flags
-that are to become defaults.
+The rest of loopax imports these names from here, and the folder as `jaxi` where they are many. So a new JAX version is
+a change to this folder alone. Tested on JAX 0.10.0 and 0.10.2 (Python 3.11) and JAX 0.12.0.1 (Python 3.12 to 3.14) by
+`make test-all`, also with JAX's flags that are to become defaults.
 
 May import: nothing of loopax.
 """

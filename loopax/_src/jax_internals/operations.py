@@ -102,7 +102,7 @@ is_free = one_of(
 )
 # A CPU takes some instructions for each element, or many.
 is_function = one_of(
-    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "erfc", "div", "rem", "sqrt", "rsqrt"),
+    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "erfc", "div", "rem", "sqrt", "rsqrt")
 )
 is_slow_function = one_of(
     *("pow", "cbrt", "erf_inv", "lgamma", "digamma", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),

@@ -1,10 +1,10 @@
-"""What a gradient stores, and what it evaluates again: one file for each kind.
+"""What a gradient stores and evaluates again, and which derivative it is: a file for each kind and derivative.
 
 May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
 """
 
-from loopax._src.core import Kind
-from loopax._src.kinds.auto import Auto, KindLike, to_kind
+from loopax._src.core import Derivative, Kind
+from loopax._src.kinds.auto import Auto, DerivativeLike, KindLike, to_derivative, to_kind
 from loopax._src.kinds.checkpointed import Checkpointed
 from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
@@ -15,6 +15,8 @@ __all__ = [
     "Auto",
     "Bounded",
     "Checkpointed",
+    "Derivative",
+    "DerivativeLike",
     "Implicit",
     "Kind",
     "KindLike",
@@ -22,5 +24,6 @@ __all__ = [
     "Residuals",
     "Reversible",
     "Truncated",
+    "to_derivative",
     "to_kind",
 ]

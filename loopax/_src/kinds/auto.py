@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Kind, LoopFacts, Plan
+from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Derivative, Kind, LoopFacts, Plan
 from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.checkpointed import Checkpointed
@@ -56,6 +56,7 @@ class Auto(Kind):
     """
 
     memory: int | None = None
+    _chooses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -80,7 +81,7 @@ class Auto(Kind):
                 "times as much makes it three to four times as fast."
             )
         if loop.bound is None:
-            checkpointed = Checkpointed(DEFAULT_SLOTS).within(budget, loop)
+            checkpointed = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
             stored = checkpointed.cost(loop).stored
             return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
         costs = fitting(loop, loop.bound, budget)
@@ -92,7 +93,7 @@ class Auto(Kind):
 
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
     """The kinds that fit in so many bytes, and what they cost."""
-    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed().within(budget, loop)]
+    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
     if loop.is_fixed and loop.step.carry_bytes and bound * loop.step.residual_bytes > budget:
         kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
     return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
@@ -103,28 +104,48 @@ def _name(kind: Kind) -> str:
     return type(kind).__name__ + ("" if number is None else f"({number})")
 
 
-# The `kind` argument: a kind, or the name of one.
+# The arguments `kind` and `derivative`: an object, or the name of one.
 
 
-_KIND = Why("the program of a gradient", "choose one kind for all calls: values do not depend on it")
+_WHY = Why("the program of a gradient", "choose one for all calls: values do not depend on it")
 
-KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals", "implicit"]
+KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals"]
+DerivativeLike = Derivative | Literal["implicit"] | None
 _BY_NAME: dict[str, type[Any]] = {
     "auto": Auto,
     "lax": Lax,
     "checkpointed": Checkpointed,
     "bounded": Bounded,
     "residuals": Residuals,
-    "implicit": Implicit,
 }
-_WITH_ARGUMENTS = {"reversible": "lx.Reversible(inverse)", "truncated": "lx.Truncated(last=5)"}
+_DERIVATIVES: dict[str, type[Any]] = {"implicit": Implicit}
+_WRITTEN = {"implicit": "lx.Implicit()", "truncated": "lx.Truncated(last=5)"}
 
 
 def to_kind(kind: KindLike) -> Kind:
-    """The strategy object behind the `kind` argument."""
-    refuse_tracers("kind=...", kind, "a kind or the name of one", _KIND)
+    """The object behind the `kind` argument."""
+    refuse_tracers("kind=...", kind, "a kind or the name of one", _WHY)
     if isinstance(kind, Kind):
         return kind
     if isinstance(kind, str) and kind in _BY_NAME:
         return _BY_NAME[kind]()
-    raise ValueError(no_choice("kind", kind, "a kind of loop", _BY_NAME, _WITH_ARGUMENTS))
+    is_class = isinstance(kind, type) and issubclass(kind, Derivative)
+    if isinstance(kind, Derivative) or is_class or (isinstance(kind, str) and kind in _WRITTEN):
+        name = getattr(kind, "__name__", str(kind))
+        raise ValueError(
+            f"kind={name} is a derivative, and `kind` says what a gradient stores. Write "
+            f"derivative={_WRITTEN.get(name.lower(), name)}, which while_loop, fori_loop, scan and rollout take."
+        )
+    raise ValueError(no_choice("kind", kind, "a kind of loop", _BY_NAME, {"reversible": "lx.Reversible(inverse)"}))
+
+
+def to_derivative(derivative: DerivativeLike) -> Derivative | None:
+    """The object behind the `derivative` argument."""
+    refuse_tracers("derivative=...", derivative, "a derivative or the name of one", _WHY)
+    if derivative is None or isinstance(derivative, Derivative):
+        return derivative
+    if isinstance(derivative, str) and derivative in _DERIVATIVES:
+        return _DERIVATIVES[derivative]()
+    if isinstance(derivative, Kind):
+        raise ValueError(f"derivative={derivative!r} is a kind, which says what is stored: write kind={derivative!r}.")
+    raise ValueError(no_choice("derivative", derivative, "a derivative of a loop", _DERIVATIVES, _WRITTEN))

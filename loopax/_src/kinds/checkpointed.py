@@ -122,7 +122,7 @@ class Checkpointed(Kind):
             time = again * step.evaluation + stored + costs().call + step.residual_calls
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
-    def within(self, memory: int, loop: LoopFacts) -> "Checkpointed":
+    def _within(self, memory: int, loop: LoopFacts) -> "Checkpointed":
         """Return this kind if its carries fit into `memory` bytes, else one with as many checkpoints as fit."""
         size = loop.step.carry_bytes
         return self if self._carries(loop) * size <= memory else Checkpointed(memory // size)

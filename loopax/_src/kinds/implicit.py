@@ -10,22 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core import BoundLoop, Cost, Derivative, Kind, LoopCall, LoopFacts, LoopInputs, NoReverseMode, Outcome
+from loopax._src import jax_internals as jaxi
+from loopax._src.core import BoundLoop, Derivative, Kind, LoopCall, LoopInputs, Outcome
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    api_boundary,
-    convert,
-    has_tangents,
-    jaxpr_as_fun,
-    linear_transpose,
-    moved_like,
-    on_device,
-    open_constants,
-    replace_jaxpr,
-    to_device,
-    vary_like,
-)
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.kinds.every_step import Lax
 from loopax._src.kinds.linear_solver import is_solver, solve_with
 from loopax._src.kinds.steps import explained, jvp
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
@@ -50,13 +39,13 @@ class FixedPoint:
         """As the user's function says; without one, all leaves that have derivatives and change are unknowns."""
         low, high, *inputs = call.operands
         is_constant = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs)).fixed
-        is_real = tuple(map(has_tangents, call.loop.input_avals.carry))
+        is_real = tuple(map(jaxi.has_tangents, call.loop.input_avals.carry))
         if function is not None:
             return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
         if not any(is_real):
             raise ValueError(
-                f"{call.where}: kind=Implicit() differentiates a fixed point, and no leaf of the carry is real or "
-                "complex. Leave the kind out."
+                f"{call.where}: derivative=Implicit() is that of a fixed point, and no leaf of the carry is real or "
+                "complex. Leave the derivative out."
             )
         changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
         return cls(call, is_real, is_constant, changing, [], None)
@@ -73,7 +62,7 @@ class FixedPoint:
         if self.user_residual is not None:
             return jaxpr_as_fun(self.user_residual)(*extras, *carry)
         after = select(self.is_unknown, self.call.at(operands).step(row, carry).carry)
-        return [on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
+        return [jaxi.on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
 
     def others_after(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """The other leaves that have derivatives, after a step from the fixed point."""
@@ -95,12 +84,12 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
 
     def of_piece(piece: Any, x: Any) -> Any:
         piece = piece if jnp.issubdtype(x.dtype, jnp.complexfloating) else piece.real
-        return moved_like(x, convert(piece, x.dtype).reshape(x.shape))
+        return jaxi.moved_like(x, jaxi.convert(piece, x.dtype).reshape(x.shape))
 
     def unravel(vector: Any) -> list[Any]:
         return list(map(of_piece, jnp.split(vector, ends[:-1]), arrays))
 
-    return jnp.concatenate([convert(to_device(x), dtype).ravel() for x in arrays]), unravel
+    return jnp.concatenate([jaxi.convert(jaxi.to_device(x), dtype).ravel() for x in arrays]), unravel
 
 
 def _of_function(
@@ -121,7 +110,7 @@ def _of_function(
     is_pair = isinstance(result, tuple) and len(result) == 2 and same_structure(*map(jax.tree.structure, result))
     half = len(out) // 2 if is_pair and not all(leaf in carry for leaf in out) else len(out)
     unknowns, residual = out[:half], out[half:]
-    if not unknowns or not all(leaf in carry and has_tangents(leaf.aval) for leaf in unknowns):
+    if not unknowns or not all(leaf in carry and jaxi.has_tangents(leaf.aval) for leaf in unknowns):
         raise TypeError(
             f"Implicit(fixed_point=...), called with a carry of {call.where}: got a result that is not made of real or "
             "complex leaves of the carry, as they came. Return these, as a pytree, or a pair of them and of a residual "
@@ -138,16 +127,16 @@ def _of_function(
     if not residual:
         return is_unknown, [], None
     in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
-    whole, extras = open_constants(raw)
-    return is_unknown, extras, replace_jaxpr(whole, whole.invars, in_order)
+    whole, extras = jaxi.open_constants(raw)
+    return is_unknown, extras, jaxi.replace_jaxpr(whole, whole.invars, in_order)
 
 
 _RTOL = 1e-3
 
 
-@api_boundary
+@jaxi.api_boundary
 @dataclass(frozen=True)
-class Implicit(Kind):
+class Implicit(Derivative):
     """Differentiate the fixed point to which a loop converges; store no step.
 
     A loop that converges to z = f(z, a) ends at a z that depends on a alone. By the implicit function theorem, the
@@ -193,7 +182,7 @@ class Implicit(Kind):
         - `rtol` or `atol` is not a Python number.
         - In a gradient: a `jax.vmap` stands around the loop, and the body calls a `jax.custom_vjp` function.
     ValueError
-        - The loop has rows of `xs` or `ys`.
+        - The loop has rows of `xs` or `ys`, or a `kind` that is not `"auto"` or `Auto(...)`.
         - No leaf of the carry is real or complex.
         - `rtol` is not positive, `atol` is negative, or `unsolved` is unknown.
     NotImplementedError
@@ -217,7 +206,8 @@ class Implicit(Kind):
     rtol: float = _RTOL
     atol: float | None = None
     unsolved: Literal["error", "nan"] = "error"
-    derivative: ClassVar[Derivative] = "to a tolerance"
+    differs: ClassVar[Literal["on purpose", "by a tolerance"]] = "by a tolerance"
+    uses_kind: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -245,32 +235,24 @@ class Implicit(Kind):
         unsolved = "" if self.unsolved == "error" else "unsolved='nan'"
         return f"Implicit({', '.join(filter(None, [solver, function, rtol, atol, unsolved]))})"
 
-    def plan(self, loop: LoopFacts) -> NoReverseMode:
-        """See `Kind.plan`. The plan is not used, because steps are not differentiated."""
-        del loop
-        return NoReverseMode(AssertionError, "the steps of a loop of kind Implicit() are not differentiated")
-
-    def cost(self, loop: LoopFacts) -> Cost | None:
-        """See `Kind.cost`: None, because the number of iterations of the solver is not known."""
-        del loop
-        return None
-
-    def in_words(self) -> str:
-        """See `Kind.in_words`."""
+    def in_words(self, kind: Kind) -> str:
+        """See `Derivative.in_words`."""
+        del kind
         return "the last carry; its derivative solves a linear system there"
 
     def without_functions(self) -> "Implicit":
-        """See `Kind.without_functions`."""
+        """See `Derivative.without_functions`."""
         return replace(self, linear_solver=None, fixed_point=None)
 
     def run(self, call: LoopCall) -> Outcome:
-        """See `Kind.run`."""
+        """See `Derivative.run`."""
         if call.loop.input_avals.xs or call.loop.output_avals.ys:
             raise ValueError(
-                f"{call.where}: kind=Implicit() differentiates the fixed point of a body, and a body with rows of xs "
-                "or ys has none. Use a while_loop or a fori_loop, or another kind."
+                f"{call.where}: derivative=Implicit() is that of the fixed point of a body, and a body with rows of xs "
+                "or ys has none. Use a while_loop or a fori_loop, or leave the derivative out."
             )
-        call = replace(call, checked=partial(call.checked, throw=self.unsolved == "error"))
+        # Steps are not differentiated, so nothing is stored of them.
+        call = replace(call.stored_by(Lax()), checked=partial(call.checked, throw=self.unsolved == "error"))
         fixed_point = FixedPoint.of(call, self.fixed_point)
         if not any(fixed_point.is_unknown):  # the body returns all as it came
             return call.run()
@@ -297,14 +279,14 @@ class Implicit(Kind):
         row = inputs[0].low + num_steps
         residual, matvec = jax.linearize(lambda x: fixed_point.residual(x, carry, row, inputs), unknowns)
         if calls_custom_vjp(fixed_point.call.loop.body):  # the solver would drop what its backward rule logs
-            jax.eval_shape(linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
+            jax.eval_shape(jaxi.linear_transpose(matvec, [jax.typeof(x) for x in unknowns]), residual)
         _, b = jvp(lambda inputs: fixed_point.residual(unknowns, carry, row, inputs), inputs, dots)
         start = select(fixed_point.is_unknown, inputs[0].carry)
         b, reached = self._if_converged(fixed_point.call, *lax.stop_gradient((start, unknowns, residual)), b)
         # One vector: JAX's rule cannot transpose a system some of whose right-hand sides have no tangent.
         vector, unravel = raveled(b)
         # Typed as the system is under `jax.shard_map`, for so they come to be typed where they are residuals.
-        num_steps, reached = (vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
+        num_steps, reached = (jaxi.vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
         solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
         x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
         of_unknowns = [-dot for dot in unravel(x)]
@@ -327,15 +309,15 @@ class Implicit(Kind):
             size = _norm(start)
             return jnp.maximum(self.rtol**2 * jnp.where(jnp.isfinite(size), size, 0), float(jnp.finfo(size.dtype).eps))
 
-        far = [jnp.where(_norm(r) <= as_zero(s), 0, to_device(r)) for r, s in zip(residual, start, strict=True)]
+        far = [jnp.where(_norm(r) <= as_zero(s), 0, jaxi.to_device(r)) for r, s in zip(residual, start, strict=True)]
         size, distance = _norm(*unknowns), _norm(*far)
         divisor = jnp.where(size == 0, 1, size)
         message = (
-            "kind=Implicit() differentiates the fixed point to which a loop converges, and this one ended "
+            "derivative=Implicit() is that of the fixed point to which a loop converges, and this one ended "
             f"before{{amount}}: the norm of the residual is to be at most {self.rtol:g} of that of the fixed point. "
-            "Take more steps, or a stricter condition, or another kind. If the fixed point is zero or nearly so, say "
-            "which norm of a residual is small: Implicit(atol=1e-6). If the carry holds more than a fixed point, say "
-            "what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
+            "Take more steps, or a stricter condition, or leave the derivative out. If the fixed point is zero or "
+            "nearly so, say which norm of a residual is small: Implicit(atol=1e-6). If the carry holds more than a "
+            "fixed point, say what the fixed point is: Implicit(fixed_point=lambda val: val.x)."
         )
         b = call.checked(b, ~(distance <= self.rtol * size), message, distance / divisor)
         return b, jnp.minimum(_norm(*residual) / divisor, self.rtol)

@@ -77,7 +77,7 @@ def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any
     )
     _, x, residual = run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
     message = (
-        "for its derivative, kind=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
+        "derivative=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
         f"in {_STEPS} times the steps of the loop and {_MORE_STEPS} more{{amount}}. Either the Jacobian of the body "
         "has an eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way "
         "than by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
@@ -92,7 +92,7 @@ def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
     operator = lineax.FunctionLinearOperator(matvec, jax.ShapeDtypeStruct(b.shape, b.dtype))
     solution = lineax.linear_solve(operator, b, solver, throw=False)
     message = (
-        f"for its derivative, kind=Implicit() solves a linear system by {type(solver).__name__}, which "
+        f"derivative=Implicit() solves a linear system by {type(solver).__name__}, which "
         "failed{amount}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
         "or the solver needs more steps or a wider tolerance."
     )
@@ -105,7 +105,7 @@ def _by_function(solver: Callable[..., Any], call: LoopCall, rtol: float, matvec
     x = result[0] if isinstance(result, tuple) else result  # those of JAX also return whether they have converged
     relative = _relative(b - matvec(x), b)
     message = (
-        "for its derivative, kind=Implicit() solves a linear system by a function of the user, whose "
+        "derivative=Implicit() solves a linear system by a function of the user, whose "
         f"residual is more than {rtol:g} of b{{amount}}. The Jacobian of the body may have an eigenvalue near one, and "
         "the fixed point no derivative; or the solver needs more steps."
     )

@@ -10,8 +10,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src.core import (
-    CheckedLastCarry,
     Cost,
+    Decided,
     Kind,
     LastCarry,
     Loop,
@@ -19,6 +19,7 @@ from loopax._src.core import (
     LoopFacts,
     LoopOperands,
     Outcome,
+    WalkBack,
     run,
 )
 from loopax._src.core.buffer_versions import buffers, keep_rows
@@ -26,15 +27,7 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import needed_by_inverse, num_recorded
 from loopax._src.core.jaxpr.types import settled
 from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import (
-    api_boundary,
-    dce,
-    has_tangents,
-    jaxpr_as_fun,
-    replace_jaxpr,
-    to_device,
-    vary_like,
-)
+from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, replace_jaxpr, to_device, vary_like
 from loopax._src.kinds.every_step import Bounded
 from loopax._src.kinds.steps import NumberedSteps, in_windows
 from loopax._src.pytrees.leaves import describe
@@ -308,7 +301,6 @@ class Reversible(Kind):
     record: Callable[..., Any] | None = field(default=None, kw_only=True)
     checkpoints: int = field(default=0, kw_only=True)
     rtol: float | None = field(default=None, kw_only=True)
-    drift: Drift | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -331,7 +323,7 @@ class Reversible(Kind):
     def plan(self, loop: LoopFacts) -> LastCarry:
         """See `Kind.plan`."""
         del loop
-        return LastCarry() if self.drift is None else CheckedLastCarry(drift=self.drift)
+        return LastCarry()
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`: a backward step evaluates the inverse, and the step for its derivative."""
@@ -349,13 +341,12 @@ class Reversible(Kind):
         """See `Kind.without_functions`."""
         return replace(self, inverse=None, record=self.record and _taken_away)
 
-    def of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
-        """See `Kind.of_steps`: without checkpoints."""
+    def _of_steps(self, call: LoopCall) -> tuple[LoopCall, Kind]:
+        """Without checkpoints."""
         drift = None if self.rtol is None else Drift(self.rtol, call.checked)
-        return with_round_trip(call), replace(self.without_functions(), checkpoints=0, drift=drift)
+        return with_round_trip(call), Decided(WalkBack(drift=drift))
 
-    def run(self, call: LoopCall) -> Outcome:
-        """See `Kind.run`."""
+    def _run(self, call: LoopCall) -> Outcome:
         bound = call.loop.bound
         if self.record is not None and bound is None:
             raise ValueError(
@@ -367,7 +358,7 @@ class Reversible(Kind):
                 f"{call.where}: kind={self!r} spreads its checkpoints over a static bound, and the loop has none. Give "
                 "max_steps=, or leave out checkpoints."
             )
-        call, one = self.of_steps(call)
+        call, one = self._of_steps(call)
         call = call.stored_by(one)
         size = -(-bound // (self.checkpoints + 1)) if bound else 0
         if not self.checkpoints or bound is None or size >= bound:

@@ -11,22 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core import BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, checked_kind, run
 from loopax._src.core.ir.loop import num_recorded
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, padded, reject, select, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers import put
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    has_tangents,
-    jaxpr_as_fun,
-    keep_bits,
-    mapped_aval,
-    moved_like,
-    no_tangent,
-    on_device,
-    where,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 # Derivatives of functions of which some inputs have no tangents: these cost nothing.
 
@@ -43,17 +33,17 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
     if any(has_dot):
         out, found = jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
         # JAX makes tangents of zero on the device, also of results on the host.
-        return out, jax.tree.map(lambda x, dot: moved_like(x, dot) if has_tangents(x) else dot, out, found)
+        return out, jax.tree.map(lambda x, dot: jaxi.moved_like(x, dot) if jaxi.has_tangents(x) else dot, out, found)
     out = function(inputs)
     return out, jax.tree.map(zero_tangent, out)
 
 
 def zero_tangent(x: Any) -> Any:
     """The tangent of a constant."""
-    return zeros(jax.typeof(x)) if has_tangents(x) else no_tangent(x)
+    return jaxi.zeros(jax.typeof(x)) if jaxi.has_tangents(x) else jaxi.no_tangent(x)
 
 
-def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def explained(rule: Callable[..., Any], derivative: str) -> Callable[..., Any]:
     """A rule of a `jax.custom_jvp`, which says what JAX does not have where a batch of it calls a `jax.custom_vjp`."""
 
     @wraps(rule)
@@ -63,9 +53,9 @@ def explained(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
         except TypeError as error:
             if "custom_vjp" in str(error):
                 error.add_note(
-                    f"Note of loopax: with kind={kind}, a loop whose body calls a jax.custom_vjp has a gradient in "
-                    "reverse mode, and none in forward mode or where a jax.vmap stands around the loop: JAX has no "
-                    "batch of such a derivative. Give the function a jax.custom_jvp."
+                    f"Note of loopax: with derivative={derivative}, a loop whose body calls a "
+                    "jax.custom_vjp has a gradient in reverse mode, and none in forward mode or where a jax.vmap "
+                    "stands around the loop: JAX has no batch of such a derivative. Give the function a jax.custom_jvp."
                 )
             raise
 
@@ -101,13 +91,7 @@ class NumberedSteps:
         return out._replace(ys=[_turned(y, self.whole.operands.high) for y in out.ys])
 
     def part(
-        self,
-        first: Any,
-        operands: LoopOperands,
-        bound: int,
-        kind: Kind,
-        is_fixed: bool = False,
-        is_shown: bool = False,
+        self, first: Any, operands: LoopOperands, bound: int, kind: Kind, is_fixed: bool = False, is_shown: bool = False
     ) -> Outcome:
         """Run at most `bound` steps, from number `first` on; the window and the rows of `operands` are theirs.
 
@@ -121,8 +105,9 @@ class NumberedSteps:
             share=1.0,
             reporting=None,
             debug_info=self.loop.debug_info if is_shown else None,
+            derivative=self.loop.derivative if is_shown else None,
         )
-        return self.whole.run_loop(loop, operands._replace(consts=[first, *operands.consts]))
+        return self.whole._run_loop(loop, operands._replace(consts=[first, *operands.consts]))
 
     def with_ring(self, size: int) -> tuple[Outcome, list[Any]]:
         """Run all steps, and keep the carries before the last: that before step i is in row i modulo `size`."""
@@ -159,7 +144,7 @@ def _with_number(body: ClosedJaxpr, row: Callable[[Any, Any], Any]) -> ClosedJax
 def _turned(rows: Any, high: Any) -> Any:
     """From rows as they are to rows in the order of steps, which go from row high - 1 to row 0; and back."""
     roll = partial(jnp.roll, axis=0)
-    return on_device(lambda rows: keep_bits(roll, jnp.flip(rows, 0), high - rows.shape[0]), rows)
+    return jaxi.on_device(lambda rows: jaxi.keep_bits(roll, jnp.flip(rows, 0), high - rows.shape[0]), rows)
 
 
 # A loop as a loop over windows of steps, each of which is a loop.
@@ -170,8 +155,8 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
     loop, operands, bound = steps.loop, steps.operands, steps.loop.bound
     if loop.reporting is not None:
         raise NotImplementedError(
-            f"{steps.whole.where}: its kind makes a loop of windows of the loop, which cannot show its progress. Leave "
-            "progress out, or choose another kind."
+            f"{steps.whole.where}: its kind or derivative makes a loop of windows of the loop, which cannot show its "
+            "progress. Leave one of them out."
         )
     num_windows = None if bound is None else -(-bound // size)
     is_fixed = steps.whole.is_fixed and bound is not None and bound % size == 0
@@ -180,7 +165,7 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
         consts, carry, (num_steps,), xs = split_list(inputs, [loop.num_consts, loop.num_carry, 1])
         first = window * size
         if is_cut:
-            carry = [where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
+            carry = [jaxi.where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
         these = LoopOperands(jnp.int32(0), jnp.minimum(high - first, size), consts, carry, xs)
         out = steps.part(first, these, size, of_steps, is_fixed)
         return [*out.carry, num_steps + out.num_steps, *out.ys]
@@ -189,7 +174,7 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
     # Rows of windows of rows, with zeros behind the last.
     xs = [padded(x, -x.shape[0] % size).reshape(-1, size, *x.shape[1:]) for x in operands.xs]
     carry = [*operands.carry, jnp.zeros_like(operands.high)]
-    rows = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
+    rows = [jaxi.mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
     outer = loop._replace(
         body=trace(body, [INDEX, *map(jax.typeof, [*consts, *carry]), *rows]),
         num_consts=len(consts),
@@ -204,5 +189,5 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
     )
     high = operands.high // size + (operands.high % size > 0).astype(jnp.int32)
     out = run(outer, jnp.int32(0), high, consts, carry, xs)
-    ys = [keep_bits(lambda y: y.reshape(-1, *y.shape[2:])[:bound], y) for y in out.ys]
+    ys = [jaxi.keep_bits(lambda y: y.reshape(-1, *y.shape[2:])[:bound], y) for y in out.ys]
     return steps.results(out._replace(num_steps=out.carry[-1], carry=out.carry[:-1], ys=ys))

@@ -1,30 +1,20 @@
 """`Truncated`: the derivative of the last steps alone, or of windows of steps."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core import Checkpoints, Derivative, EveryCarry, Kind, LoopCall, LoopFacts, LoopOperands, Outcome, Plan
+from loopax._src.core import Derivative, Kind, LoopCall, LoopOperands, Outcome
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.core.jaxpr.util import put_rows, stacked, trace
-from loopax._src.jax_internals import (
-    api_boundary,
-    jaxpr_as_fun,
-    keep_bits,
-    mapped_aval,
-    on_device,
-    where,
-    zeros,
-)
-from loopax._src.kinds.auto import KindLike, to_kind
+from loopax._src.jax_internals import api_boundary, jaxpr_as_fun, keep_bits, mapped_aval, on_device, where, zeros
 from loopax._src.kinds.checkpointed import Checkpointed
-from loopax._src.kinds.every_step import Lax
+from loopax._src.kinds.every_step import Bounded, Lax
 from loopax._src.kinds.steps import NumberedSteps, explained, in_windows, jvp, with_number, zero_tangent
 from loopax._src.pytrees.static import Why, positive_int
 
@@ -58,7 +48,7 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
 
     @jax.custom_jvp
     def run(operands: LoopOperands) -> Outcome:
-        return _lanes_in_front(call.at(operands).run())
+        return _lanes_in_front(call._run_loop(call.loop, operands))
 
     @jax.custom_jvp
     def run_with_ring(operands: LoopOperands) -> tuple[Outcome, list[Any]]:
@@ -136,13 +126,12 @@ def _all_again(steps: NumberedSteps, num_steps: Any, size: int, kind: Kind) -> O
     return in_windows(steps, size, of_windows=Checkpointed(), of_steps=kind, is_cut=False)
 
 
-_DEFAULT = "residuals"
 _STEPS = Why("how many steps the program of a gradient holds", "choose one number for all calls")
 
 
 @api_boundary
 @dataclass(frozen=True)
-class Truncated(Kind):
+class Truncated(Derivative):
     """Differentiate only the last steps, or cut the derivative at the ends of windows.
 
     `Truncated(last=k)` is the derivative of the last k steps. The carry before these steps is a constant, and so is
@@ -157,15 +146,15 @@ class Truncated(Kind):
 
     A leaf of the carry that the body returns unchanged (a model) counts as closed over: its derivative is not cut.
 
+    The `kind` of the loop says what a gradient stores of the steps that are differentiated: the last k, or one window.
+    `Auto` chooses for these, within its memory. `checkpoints` of a `Reversible` are ignored.
+
     Parameters
     ----------
     last
         The number of last steps to differentiate, from 1 on. Give either `last` or `window`.
     window
         The number of steps in a window, from 1 on. Give either `last` or `window`.
-    kind
-        What a gradient stores of the steps that are differentiated: a kind, or the name of one. The default is
-        `"residuals"`. `checkpoints` of a `Reversible` are ignored.
 
     Raises
     ------
@@ -175,7 +164,7 @@ class Truncated(Kind):
         - In a gradient of a batch, with `last` and a length that is known only at run time: the body calls a
           `jax.custom_vjp` function.
     ValueError
-        `last` or `window` is less than 1, or the derivative of `kind` is not that of the steps.
+        `last` or `window` is less than 1.
     NotImplementedError
         - `lanes="free"`, or `lanes_map`.
         - A body that changes mutable arrays.
@@ -197,8 +186,6 @@ class Truncated(Kind):
 
     last: int | None = None
     window: int | None = None
-    kind: KindLike = _DEFAULT
-    derivative: ClassVar[Derivative] = "another"
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -210,57 +197,31 @@ class Truncated(Kind):
             )
         for name, value in given.items():
             object.__setattr__(self, name, positive_int(f"Truncated({name}=...)", value, "steps", _STEPS))
-        kind = to_kind(self.kind)
-        if kind.derivative != "exact":
-            raise ValueError(
-                f"Truncated(kind=...): got {kind!r}, whose derivative is not that of the steps. Give a kind that says "
-                "what is stored of the steps that are differentiated, such as Residuals() or Checkpointed(), or take "
-                f"kind={kind!r} alone."
-            )
-        object.__setattr__(self, "kind", kind)
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        size = f"last={self.last}" if self.last is not None else f"window={self.window}"
-        return f"Truncated({size})" if self.kind == to_kind(_DEFAULT) else f"Truncated({size}, kind={self.kind!r})"
+        return f"Truncated(last={self.last})" if self.last is not None else f"Truncated(window={self.window})"
 
-    @property
-    def inverse(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Kind.inverse`: the inverse of the inner kind."""
-        return to_kind(self.kind).inverse
-
-    @property
-    def record(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Kind.record`: the `record` of the inner kind."""
-        return to_kind(self.kind).record
-
-    def in_words(self) -> str:
-        """See `Kind.in_words`."""
+    def in_words(self, kind: Kind) -> str:
+        """See `Derivative.in_words`."""
         if self.window is not None:
             each = f"the carry before each window of {self.window} steps"
-            return f"{each}, and what {self.kind!r} stores of one window at a time"
+            return f"{each}, and what {kind!r} stores of one window at a time"
         again = "also the carry before each of them, and they are evaluated once more"
         steps = f"the last {self.last} steps; where the length is known only at run time, {again}"
-        return f"what {self.kind!r} stores of {steps}"
-
-    def without_functions(self) -> "Truncated":
-        """See `Kind.without_functions`."""
-        return replace(self, kind=to_kind(self.kind).without_functions())
-
-    def plan(self, loop: LoopFacts) -> Plan:
-        """See `Kind.plan`. For windows, the plan says which carries before windows are stored."""
-        return EveryCarry() if loop.bound is not None else Checkpoints()
+        return f"what {kind!r} stores of {steps}"
 
     def run(self, call: LoopCall) -> Outcome:
-        """See `Kind.run`."""
+        """See `Derivative.run`."""
         bound, size = call.loop.bound, self.window or self.last
         assert size is not None
         if bound is not None and size >= bound:
-            kind = to_kind(self.kind)
-            return kind.run(call.stored_by(kind))
-        call, kind = to_kind(self.kind).of_steps(call)
+            return call.run()
+        call, kind = call.loop.kind._of_steps(call)
+        call = call.stored_by(Lax())  # steps of constants, of which nothing is stored
         if self.last is not None and call.is_fixed and call.loop.reporting is None:
             return _in_two(NumberedSteps.of(call), size, kind)
         if self.last is not None:
             return _when_it_has_run(call, size, kind)
-        return in_windows(NumberedSteps.of(call), size, of_windows=self, of_steps=kind, is_cut=True)
+        of_windows = Checkpointed() if bound is None else Bounded()
+        return in_windows(NumberedSteps.of(call), size, of_windows, of_steps=kind, is_cut=True)

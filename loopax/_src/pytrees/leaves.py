@@ -14,13 +14,7 @@ from jax.core import ShapedArray
 from jax.tree_util import FlattenedIndexKey, KeyPath, PyTreeDef, keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int, PyTree
 
-from loopax._src.jax_internals import (
-    AbstractValue,
-    is_on_host,
-    mapped_aval,
-    of_weak_type,
-    spec_of,
-)
+from loopax._src.jax_internals import AbstractValue, is_on_host, mapped_aval, of_weak_type, spec_of
 
 
 class RowByRow(eqx.Module):

@@ -108,20 +108,20 @@ def results_of(found: Any) -> FinishedItems:
     return FinishedItems(np.asarray(found.finished)[: rows + 1], found.outputs, rows, free, iterations, useful)
 
 
-def compiled(function: Spec, item: Spec, lanes: int) -> Program:
+def compiled(function: Spec, item: Spec, lanes: int, info: bool) -> Program:
     """The program of a function and items like these; that of an earlier stream where it is the same."""
     context = trace_context(), Settings.here()  # the former knows not all of the latter
     try:
         hash((function, item))
     except TypeError:
-        return _program.__wrapped__(function, item, lanes, context)
-    return _program(function, item, lanes, context)
+        return _program.__wrapped__(function, item, lanes, info, context)
+    return _program(function, item, lanes, info, context)
 
 
 @lru_cache(maxsize=_KEPT)
-def _program(function: Spec, item: Spec, lanes: int, _: Any) -> Program:
+def _program(function: Spec, item: Spec, lanes: int, info: bool, _: Any) -> Program:
     leaves = [leaf.value if isinstance(leaf, Static) else leaf.aval for leaf in function.leaves]
-    made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function)
+    made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function, info)
     places = max(lanes // PART, 1)
 
     def queue(shared: Sequence[Any]) -> Any:

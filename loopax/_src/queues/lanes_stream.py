@@ -15,11 +15,30 @@ from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary, is_tracing
 from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
-from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.pytrees.static import Why, positive_int, static_bool
 from loopax._src.queues.chunks import ChunkPace
 from loopax._src.queues.working_lanes import BusyLanes, Finished, Shown, StreamReport, WorkingLanes
 
 NO_ORDER = -1  # in the place of the next result
+
+
+class StreamInfo(NamedTuple):
+    """How the loop of an item ended; returned with `info=True`.
+
+    Attributes
+    ----------
+    num_steps
+        The steps that the loop took: an int.
+    limit_reached
+        Whether a limit stopped a loop that would have gone on, as in `LoopInfo`: a bool.
+    error
+        The error of the item, as a message. None: there was no error.
+
+    """
+
+    num_steps: int
+    limit_reached: bool
+    error: str | None
 
 
 class SuspendedStream(NamedTuple):
@@ -37,7 +56,8 @@ class SuspendedStream(NamedTuple):
     state
         The state of each lane's loop.
     results
-        `(index, result, error)` of each finished item whose result has not been returned. `error` is a message or None.
+        `(index, result, error)` of each finished item whose result has not been returned. With `info=True`, `result` is
+        the pair that the stream would return. `error` is a message or None.
     fetched
         The number of items that were taken from the iterable.
     next_result
@@ -68,11 +88,12 @@ class LanesStream(Iterator[Any]):
         pace: ChunkPace,
         ahead: int,
         throw: bool,
+        info: bool,
         resume: SuspendedStream | None,
         shown: Shown,
     ) -> None:
         """Prepare the stream. Nothing runs before the first result is asked for."""
-        self._working = WorkingLanes(f, lanes, pace)
+        self._working = WorkingLanes(f, lanes, pace, info=info)
         self._lanes, self._ordered, self._throw, self._shown = lanes, ordered, throw, shown
         self._results: deque[tuple[int, Any, str | None]] = deque()
         self._held: dict[int, tuple[Any, str | None]] = {}  # until those before them are there
@@ -82,10 +103,6 @@ class LanesStream(Iterator[Any]):
         if resume is not None:
             self._resume(resume)
         self._working.fetch(items, ahead)
-
-    def __iter__(self) -> Self:
-        """Return the stream itself."""
-        return self
 
     @api_boundary
     def __next__(self) -> Any:
@@ -98,9 +115,7 @@ class LanesStream(Iterator[Any]):
                     raise StopIteration
                 self._finish(finished)
             index, result, message = self._results.popleft()
-            if not self._throw:
-                return index, result, message
-            if message is not None:
+            if self._throw and message is not None:
                 self.close()
                 raise eqx.EquinoxRuntimeError(message)
             return index, result
@@ -192,7 +207,11 @@ class LanesStream(Iterator[Any]):
         results = self._working.program.made.results
         for place, (index, error) in enumerate(zip(finished.indices, finished.errors, strict=True)):
             message = None if error < 0 else self._working.message(index, error)
-            self._hand_out(index, thaw(results.unpack([np.array(x[place]) for x in finished.arrays])), message)
+            result = thaw(results.unpack([np.array(x[place]) for x in finished.arrays]))
+            if finished.infos:
+                num_steps, limit_reached = (x[place].item() for x in finished.infos)
+                result = result, StreamInfo(num_steps, limit_reached, message)
+            self._hand_out(index, result, message)
 
     def _hand_out(self, index: int, result: Any, message: str | None) -> None:
         """At once, or, if results are ordered, after those before it."""
@@ -240,6 +259,7 @@ def lanes_stream(
     chunk_steps: int | None = None,
     prefetch: int = 2,
     throw: bool = True,
+    info: bool = False,
     resume: SuspendedStream | None = None,
     progress: ProgressLike = None,
 ) -> LanesStream:
@@ -276,10 +296,14 @@ def lanes_stream(
         caller asks for results. The default is 2.
     throw
         Whether the error of an item's loop (such as `max_steps` reached) is raised where its result would come. False:
-        the stream yields `(index, result, error)`, and `error` is a message or None.
+        the stream yields the result that was reached, and continues.
+    info
+        Whether to yield `(index, (result, StreamInfo(num_steps, limit_reached, error)))` instead of `(index, result)`.
+        The loop of `f` must then not be called inside of a `jax.jit` in `f`.
     resume
         The state of an earlier stream, as its `suspend()` returned it. `items` are then the items after those that the
-        earlier stream has fetched. Lanes with an unfinished item keep the bound on their steps. None: a new stream.
+        earlier stream has fetched. Lanes with an unfinished item keep the bound on their steps. Give the same `info`.
+        None: a new stream.
     progress
         Whether to show finished items, items and steps per second, and busy lanes: True, or a `Progress(...)`. None:
         show nothing.
@@ -299,7 +323,7 @@ def lanes_stream(
         - An item has another structure, shape or dtype than the first item; the message names the item and the leaf.
     ValueError
         - `num_lanes` or `chunk_steps` is less than 1, or `prefetch` is negative.
-        - `f` holds no loop, or several.
+        - `f` holds no loop, or several; or `info=True`, and its loop is called inside of a `jax.jit`.
         - `resume` belongs to a stream with another number of lanes.
         - An item differs from the first in a leaf that is not an array.
     equinox.EquinoxRuntimeError
@@ -332,7 +356,8 @@ def lanes_stream(
             "transformation. Call it outside of them, or call `loopax.lanes_map` here, for items in one array."
         )
     shown = Shown("lanes_stream", progress, f, items, len(resume.unfinished) if resume else 0)
-    return LanesStream(f, items, num_lanes, ordered, ChunkPace(chunk_steps), prefetch * num_lanes, throw, resume, shown)
+    info, ahead = static_bool("lanes_stream(info=...)", info, _WHY), prefetch * num_lanes
+    return LanesStream(f, items, num_lanes, ordered, ChunkPace(chunk_steps), ahead, throw, info, resume, shown)
 
 
 def check_stream(name: str, items: Any, num_lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:

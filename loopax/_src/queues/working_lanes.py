@@ -75,6 +75,7 @@ class Finished(NamedTuple):
 
     indices: list[int]
     errors: list[int]  # the number of the check that failed, -1 where none did
+    infos: list[np.ndarray]  # with `info`: the two numbers of a `LoopInfo`
     arrays: list[np.ndarray]  # (items, ...) for each array of a result
 
 
@@ -89,10 +90,12 @@ class BusyLanes(NamedTuple):
 class WorkingLanes:
     """Lanes that work on items. It is told to look, and then says which items are done."""
 
-    def __init__(self, f: Callable[[Any], Any], lanes: int, pace: ChunkPace, name: str = "lanes_stream") -> None:
+    def __init__(
+        self, f: Callable[[Any], Any], lanes: int, pace: ChunkPace, name: str = "lanes_stream", info: bool = False
+    ) -> None:
         """Nothing is run before the first look, nor fetched before there is a source."""
         self.function_arrays, self._function = pack(freeze(f))
-        self.num_lanes, self._pace, self._name = lanes, pace, name
+        self.num_lanes, self._pace, self._name, self._info = lanes, pace, name, info
         self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._program: Program | None = None
@@ -119,7 +122,7 @@ class WorkingLanes:
         """The compiled program, from the first item on."""
         if self._program is None or self._state is None:
             with self._settings.applied():
-                self._program = self._program or compiled(self._function, self.items.spec, self.num_lanes)
+                self._program = self._program or compiled(self._function, self.items.spec, self.num_lanes, self._info)
                 self._state = self._program.empty()
         return self._program
 
@@ -149,14 +152,14 @@ class WorkingLanes:
                 if self.source.is_empty:
                     return None
                 self.source.wait(patience)
-                return Finished([], [], [])
+                return Finished([], [], [], [])
             indices, chunk = self._collect()
             if start_next:
                 self._start()  # the device runs while results and items are made ready, and used
-            flags, arrays = split_list(chunk.results(), [len(self.program.made.messages)])
+            flags, infos, arrays = split_list(chunk.results(), [len(self.program.made.messages), 2 * self._info])
             errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
             self._prepare()
-            return Finished(indices, errors, arrays)
+            return Finished(indices, errors, infos, arrays)
 
     def message(self, index: int, error: int) -> str:
         """What the error of an item says."""
@@ -195,8 +198,8 @@ class WorkingLanes:
         got = [type_in_words(x) for x in [*at.inputs, *at.inside]]
         if got != expected:
             raise ValueError(
-                f"{self._name}(resume=...): the suspended lanes are those of another function or of other items. They "
-                f"have the arrays {', '.join(got)}, and this function's have {', '.join(expected)}."
+                f"{self._name}(resume=...): the suspended lanes are those of another function or info, or of other "
+                f"items. They have the arrays {', '.join(got)}, and this function's have {', '.join(expected)}."
             )
         indices = np.asarray(at.indices)
         is_busy = indices != NO_ITEM

@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.branches import cond, switch
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike
 from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, inner_jaxprs, map_programs, split_list
@@ -17,24 +18,7 @@ from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import explanation_of
 from loopax._src.insight.explanation import LoopExplanation
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    Scan,
-    While,
-    api_boundary,
-    branches,
-    chooses_platform,
-    is_addition,
-    is_cond,
-    is_kernel,
-    is_less_than,
-    is_scan,
-    is_while,
-    jaxpr_as_fun,
-    of_weak_type,
-    open_call,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.messages import rewritten_limit_problem
@@ -58,31 +42,31 @@ class Exchange:
         if not self._concerns(closed):
             return jaxpr_as_fun(closed)(*operands)
         results = evaluate(closed, operands, self._equation)
-        return [of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
+        return [jaxi.of_weak_type(x, aval) for x, aval in zip(results, closed.out_avals, strict=True)]
 
     def _concerns(self, jaxpr: ClosedJaxpr) -> bool:
         """Whether it holds a loop to exchange."""
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
     def _exchanges(self, eqn: Any) -> bool:
-        is_choice = is_cond(eqn) and not chooses_platform(eqn)
-        return is_while(eqn) or (self.scans and is_scan(eqn)) or (self.conds and is_choice)
+        is_choice = jaxi.is_cond(eqn) and not jaxi.chooses_platform(eqn)
+        return jaxi.is_while(eqn) or (self.scans and jaxi.is_scan(eqn)) or (self.conds and is_choice)
 
     def _concerns_inside(self, eqn: Any) -> bool:
-        return not is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
+        return not jaxi.is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if self._exchanges(eqn) and is_cond(eqn):
+        if self._exchanges(eqn) and jaxi.is_cond(eqn):
             index, *operands = operands
-            functions = [lambda *xs, program=program: self.evaluate(program, xs) for program in branches(eqn)]
+            functions = [lambda *xs, program=program: self.evaluate(program, xs) for program in jaxi.branches(eqn)]
             if len(functions) == 2:  # the first branch of a `lax.cond` is the one for False
                 return cond(index, *functions[::-1], *operands, lanes=self.lanes)
             return switch(index, functions, *operands, lanes=self.lanes)
         if self._exchanges(eqn):
             options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
-            if is_while(eqn):
-                return self._while(While.of(eqn), operands, options)
-            loop = Scan.of(eqn)
+            if jaxi.is_while(eqn):
+                return self._while(jaxi.While.of(eqn), operands, options)
+            loop = jaxi.Scan.of(eqn)
             consts, init, xs = loop.groups(operands)
 
             def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -93,13 +77,13 @@ class Exchange:
             return [*carry, *ys]
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
-        if call := open_call(eqn):
+        if call := jaxi.open_call(eqn):
             return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
         # Programs are traced again with their loops exchanged.
         exchanged = lambda closed: jax.make_jaxpr(lambda *xs: self.evaluate(closed, xs))(*closed.in_avals)  # noqa: E731
         return bind_again(map_programs(eqn, exchanged), operands)
 
-    def _while(self, loop: While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
+    def _while(self, loop: jaxi.While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
         cond_consts, body_consts, init = loop.groups(operands)
 
         def step(carry: Sequence[Any]) -> list[Any]:
@@ -152,14 +136,14 @@ class Exchange:
         return run
 
 
-def _counter(loop: While) -> tuple[int, int] | None:
+def _counter(loop: jaxi.While) -> tuple[int, int] | None:
     """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
 
     JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
     known at the start. Lanes of a `jax.vmap` inside the function have no one number.
     """
     cond, body = loop.cond, loop.body
-    if cond.out_avals[0].shape or len(cond.eqns) != 1 or not is_less_than(cond.eqns[0]):
+    if cond.out_avals[0].shape or len(cond.eqns) != 1 or not jaxi.is_less_than(cond.eqns[0]):
         return None
     (eqn,), carry = cond.eqns, cond.invars[loop.num_cond_consts :]
     index, upper = (next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars)
@@ -174,7 +158,7 @@ def _counter(loop: While) -> tuple[int, int] | None:
         if any(out is outputs[index] for out in eqn.outvars):
             is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
             one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
-            return (index, upper) if is_addition(eqn) and is_integer and eqn.invars[0] is old and one else None
+            return (index, upper) if jaxi.is_addition(eqn) and is_integer and eqn.invars[0] is old and one else None
     return None
 
 
@@ -182,7 +166,7 @@ _SCANS = Why("which loops the program exchanges", "give scans=True in all calls:
 _CONDS = Why("which branches the program exchanges", "give conds=True in all calls: values do not depend on it")
 
 
-@api_boundary
+@jaxi.api_boundary
 def rewrite_loops(
     fn: Callable[..., Any],
     *,
@@ -250,8 +234,8 @@ def rewrite_loops(
 
     Loops inside a custom rule, and loops in Pallas kernels, are not replaced.
 
-    Functions of a kind (the inverse of `Reversible`, `Implicit(fixed_point=...)`) get each carry as a list of arrays,
-    in the order of its leaves. The carry of a `fori_loop` does not contain its index.
+    Functions of a kind (the inverse of `Reversible`) get each carry as a list of arrays, in the order of its leaves.
+    The carry of a `fori_loop` does not contain its index.
 
     """
     arguments.check_callable("fn of rewrite_loops", fn)
@@ -269,7 +253,7 @@ def rewrite_loops(
     chosen = partial(_kind_of, kind) if is_chosen else options.kind
     exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds)
 
-    @api_boundary
+    @jaxi.api_boundary
     @wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         program = trace_program("rewrite_loops", fn, args, kwargs)

@@ -110,22 +110,22 @@ def _while_loop(goes_on: Callable[[Any], bool], body: Callable[[Any], Any], stat
 # The schedule as actions.
 
 
-def binomial(num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
+def binomial(length: int, checkpoints: int, records: bool = False) -> Iterator[Action]:
     """Yield the actions of the binomial schedule, for a known number of steps.
 
     Parameters
     ----------
-    num_steps
+    length
         The number of steps that the loop takes.
-    slots
+    checkpoints
         The most carries that are stored, at least 1.
     records
         Whether recomputed steps store their residuals in slots, in place of carries. The default is False.
 
     """
-    stored = list(starts(num_steps, slots))
-    yield from forward([s for s in stored if s <= step] for step in range(num_steps))
-    yield from replay(stored, num_steps, slots, records)
+    stored = list(starts(length, checkpoints))
+    yield from forward([s for s in stored if s <= step] for step in range(length))
+    yield from replay(stored, length, checkpoints, records)
 
 
 def starts(num_steps: int, slots: int) -> Iterator[int]:
@@ -149,7 +149,7 @@ def forward(history: Iterable[Sequence[int]]) -> Iterator[Action]:
         yield Action("advance", step)
 
 
-def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = False) -> Iterator[Action]:
+def replay(stored: Sequence[int], length: int, checkpoints: int, records: bool = False) -> Iterator[Action]:
     """Yield the actions that reverse all steps, if the forward pass has stored the carries before the steps `stored`.
 
     `core/lowering/sweep_slots.py` compiles the same schedule.
@@ -158,23 +158,23 @@ def replay(stored: Sequence[int], num_steps: int, slots: int, records: bool = Fa
     ----------
     stored
         The steps whose carries are stored, ascending; the first is 0.
-    num_steps
+    length
         The number of steps that the loop took.
-    slots
+    checkpoints
         The most carries that are stored.
     records
         Whether recomputed steps store their residuals in slots, in place of carries. The default is False.
 
     """
-    kept, end = set(stored), num_steps
+    kept, end = set(stored), length
     while end > 0:
         step = max(kept)
         row = len(kept) - 1  # of the slot for the current carry; those before it are in use
         yield Action("restore", step)
         # The last segment is divided until the steps that remain fit into the free slots, or none is free.
-        while row < slots and end - step > slots - row + 1:
+        while row < checkpoints and end - step > checkpoints - row + 1:
             yield from _keep(step, kept)
-            distance = advance(end - step, slots - row)
+            distance = advance(end - step, checkpoints - row)
             yield from (Action("advance", step + i) for i in range(distance))
             step, row = step + distance, row + 1
         yield from _reverse_run(step, end, kept, records)

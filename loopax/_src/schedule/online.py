@@ -70,16 +70,16 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
 _store = jax.jit(store)
 
 
-def online(slots: int) -> Iterator[tuple[int, ...]]:
+def online(checkpoints: int) -> Iterator[tuple[int, ...]]:
     """Yield, for each step of the online schedule, the steps whose carries are stored when this step is taken.
 
     Parameters
     ----------
-    slots
+    checkpoints
         The most carries that are stored, at least 1.
 
     """
-    for stored, length in _stretches(slots):
+    for stored, length in _stretches(checkpoints):
         for _ in range(length):
             yield stored
 

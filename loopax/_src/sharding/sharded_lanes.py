@@ -181,7 +181,7 @@ def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: 
     def lane(*arrays: Any) -> tuple[list[Any], list[Any]]:
         given = arguments.spec.unpack(arrays)
         live, objects = thaw_numbered(given)
-        with collecting() as checks:
+        with collecting() as (checks, _):
             results, found["spec"] = pack(freeze(f(*live)))
         refuse_changes(_WHERE, given, objects, live, "its arguments, whose lanes")
         found["messages"] = [check.message for check in checks]

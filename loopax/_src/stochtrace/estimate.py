@@ -111,7 +111,7 @@ def _most_matvecs(estimator: Estimator, operator: Operator, num_matvecs: Any, ma
     if not least <= number <= MOST_STEPS:
         products = "product" if least == 1 else "products"
         raise ValueError(f"{what} needs at least {least} matrix-vector {products} (and counts to {MOST_STEPS}).")
-    if estimator.has_basis and number // least > operator.size:
+    if estimator._has_basis and number // least > operator.size:
         raise ValueError(
             f"{what} makes a basis of {number // least} vectors from so many products, and the operator's vectors have "
             f"{operator.size} elements. Give at most {operator.size * least}; the {operator.size} products with unit "
@@ -295,10 +295,10 @@ def estimate_trace(
             "XTrace() or XNysTrace()."
         )
     square = to_operator(operator, size)
-    estimator.check(square)
+    estimator._check(square)
     budget, checks = _budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
     products = Products(square, budget.batch, differing(jax.tree.leaves((key, budget.stop))))
-    found, converged = estimator.run(products, key, budget), jnp.ones((), bool)
+    found, converged = estimator._run(products, key, budget), jnp.ones((), bool)
     if (tolerance := budget.stop.tolerance) is not None:
         found, converged = tolerance.raised(found), tolerance.allows(found)
     matvecs = found.num_samples * estimator.products_per_sample

@@ -238,7 +238,7 @@ class Estimator(ABC):
     probes: Probes = "rademacher"
 
     products_per_sample: ClassVar[int] = 1
-    has_basis: ClassVar[bool] = False  # then no more samples are useful than the operator's vectors have elements
+    _has_basis: ClassVar[bool] = False  # then no more samples are useful than the operator's vectors have elements
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -246,10 +246,10 @@ class Estimator(ABC):
             name, named = type(self).__name__, ", ".join(map(repr, choices))
             raise ValueError(f"{name}(probes=...): got {describe(self.probes)}, expected one of {named}.")
 
-    def check(self, operator: Operator) -> None:
+    def _check(self, operator: Operator) -> None:
         """Raise an error if this estimator cannot estimate the trace of the operator."""
         del operator
 
     @abstractmethod
-    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """Estimate the trace."""

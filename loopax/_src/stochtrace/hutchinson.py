@@ -51,7 +51,7 @@ class Hutchinson(Estimator):
 
     """
 
-    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
 
         def samples_of(parameters: Parameters, key: Array, start: Any) -> tuple[Inexact[Array, " b"], Int[Array, " b"]]:

@@ -57,16 +57,16 @@ class Sketch(NamedTuple):
 class SketchEstimator(Estimator):
     """An estimator that makes a sample from each row of a sketch."""
 
-    has_basis: ClassVar[bool] = True
-    has_images: ClassVar[bool] = True
-    has_others: ClassVar[bool] = False
-    rounding_per_sample: ClassVar[float] = 0.0  # what each sample adds to `ROUNDING`
+    _has_basis: ClassVar[bool] = True
+    _has_images: ClassVar[bool] = True
+    _has_others: ClassVar[bool] = False
+    _rounding_per_sample: ClassVar[float] = 0.0  # what each sample adds to `ROUNDING`
 
     @abstractmethod
-    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
+    def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
         """An estimate of the trace from each row; and, where rows share a basis, from each row i without row j."""
 
-    def run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
         """See `Estimator.run`."""
         capacity = budget.num_batches(budget.capacity) * budget.batch  # rows of a sketch: whole batches
 
@@ -82,7 +82,7 @@ class SketchEstimator(Estimator):
 
             sample = partial(draw, self.probes, key, size=products.size, dtype=products.dtype)
             probes = sample(numbers)
-            others = sample(-1 - numbers) if self.has_others else probes[:0]
+            others = sample(-1 - numbers) if self._has_others else probes[:0]
             images, of_others = jnp.split(products(parameters, jnp.concatenate([probes, others])), [len(probes)])
             directions = _orthonormal(sketch.basis, images, probes, has_basis=capacity > budget.batch)
             basis = with_rows(sketch.basis, directions)
@@ -103,9 +103,9 @@ class SketchEstimator(Estimator):
             """The sketch, and the number of its rows."""
             key, stop = others
             none = partial(jnp.zeros, (capacity, products.size), products.dtype)
-            images, further = none() if self.has_images else None, (none(), none()) if self.has_others else None
+            images, further = none() if self._has_images else None, (none(), none()) if self._has_others else None
             empty = Sketch(none(), none(), jnp.zeros((capacity, capacity), products.dtype), images, further)
-            return budget.spend(stop, empty, partial(with_batch, parameters, key), self.estimate)
+            return budget.spend(stop, empty, partial(with_batch, parameters, key), self._estimate)
 
         def derivative(_: Any, out: Any, along: Along) -> Sketch:
             """That of a sketch of as many rows with the same probes.
@@ -126,13 +126,13 @@ class SketchEstimator(Estimator):
             others = sketch.others and (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0]))
             return Sketch(jnp.zeros_like(sketch.probes), basis, coordinates, images, others)
 
-        return self.estimate(*with_derivative(grown, derivative)(products.parameters, (key, budget.stop)))
+        return self._estimate(*with_derivative(grown, derivative)(products.parameters, (key, budget.stop)))
 
-    def estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
+    def _estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
         """The mean of the samples, and its error."""
         is_counted = sketch.is_counted(num_rows)
         with jax.default_matmul_precision(FULL):
-            samples, without = self.samples(sketch, num_rows)
+            samples, without = self._samples(sketch, num_rows)
         moments = [Moments.of(part, is_counted) for part in parts(samples)]
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
@@ -141,7 +141,7 @@ class SketchEstimator(Estimator):
         dtype = sketch.probes.real.dtype
         count = num_rows.astype(dtype)
         squared_norm = abs2(jnp.where(is_counted[None], sketch.coordinates, 0)).sum() / count
-        number = sketch.probes.shape[1] ** 0.5 + ROUNDING + self.rounding_per_sample * count
+        number = sketch.probes.shape[1] ** 0.5 + ROUNDING + self._rounding_per_sample * count
         rounding = float(jnp.finfo(dtype).eps) * number * safe_sqrt(squared_norm)
         return estimate_of(moments, num_rows, variance, rounding)
 
@@ -247,10 +247,10 @@ class HutchPlusPlus(SketchEstimator):
     """
 
     products_per_sample: ClassVar[int] = 3
-    has_others: ClassVar[bool] = True
+    _has_others: ClassVar[bool] = True
 
-    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], None]:
-        """See `SketchEstimator.samples`."""
+    def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], None]:
+        """See `SketchEstimator._samples`."""
         del num_rows
         assert sketch.images is not None
         assert sketch.others is not None

@@ -49,15 +49,15 @@ class XNysTrace(SketchEstimator):
     probes: Probes = "sphere"
     positive_semidefinite: bool = False
 
-    has_images: ClassVar[bool] = False
-    rounding_per_sample: ClassVar[float] = 8.0  # it divides by square roots of small numbers
+    _has_images: ClassVar[bool] = False
+    _rounding_per_sample: ClassVar[float] = 8.0  # it divides by square roots of small numbers
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
         static_bool("XNysTrace(positive_semidefinite=...)", self.positive_semidefinite, _DECLARED)
 
-    def check(self, operator: Operator) -> None:
+    def _check(self, operator: Operator) -> None:
         """See `Estimator.check`."""
         if not (operator.sign or self.positive_semidefinite):
             raise ValueError(
@@ -67,8 +67,8 @@ class XNysTrace(SketchEstimator):
                 "XNysTrace(positive_semidefinite=True); if it is not, take XTrace()."
             )
 
-    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
-        """See `SketchEstimator.samples`."""
+    def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+        """See `SketchEstimator._samples`."""
         gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
         gram = (gram + gram.conj().T) / 2
         sign = jnp.sign(jnp.trace(gram).real)
@@ -135,8 +135,8 @@ class XTrace(SketchEstimator):
 
     products_per_sample: ClassVar[int] = 2
 
-    def samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
-        """See `SketchEstimator.samples`."""
+    def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+        """See `SketchEstimator._samples`."""
         assert sketch.images is not None
         projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q
         seen = sketch.basis.conj() @ sketch.probes.T  # Q^H w, a column for each w

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from tests.support.problem import argument_of
 
 ROWS = 4
 IMPLS = ["rbg", "unsafe_rbg"]
@@ -120,7 +121,7 @@ CASES += [pytest.param("by_carry", "rbg", kind, "auto", marks=pytest.mark.slow) 
 
 @pytest.mark.parametrize(("step", "impl", "kind", "lanes"), CASES)
 def test_draws_are_those_of_jax(step, impl, kind, lanes):
-    got = values_and_derivatives(of_loopax(STEPS[step], kind=KINDS[kind], lanes=LANES[lanes]), impl)
+    got = values_and_derivatives(of_loopax(STEPS[step], **argument_of(KINDS[kind]), lanes=LANES[lanes]), impl)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected_derivatives(step, impl))
 
 
@@ -262,8 +263,8 @@ def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(ki
     def lane(v, n, key):
         """The key in the carry, and the key of all steps."""
         again, at = AGAIN[wrap](drawn_again), AGAIN[wrap](drawn_at)
-        carried = lx.fori_loop(0, n, lambda _, c: again(c), (key, v), max_steps=4, kind=kind)[1]
-        return carried.sum() + lx.fori_loop(0, n, lambda i, v: at(key, i, v), v, max_steps=4, kind=kind).sum()
+        carried = lx.fori_loop(0, n, lambda _, c: again(c), (key, v), max_steps=4, **argument_of(kind))[1]
+        return carried.sum() + lx.fori_loop(0, n, lambda i, v: at(key, i, v), v, max_steps=4, **argument_of(kind)).sum()
 
     expected = jax.jit(jax.grad(masked))(starts)
     of_batch = jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum())
@@ -279,14 +280,16 @@ LAST = [(1, BOUNDED), (2, BOUNDED), (2, {}), *(pytest.param(*case, marks=pytest.
 @pytest.mark.parametrize(("last", "options"), LAST)
 def test_the_last_steps_of_lanes_that_end_at_different_times(last, options):
     """A lane's last steps take from other lanes what these had at the same steps, with the derivative of their last."""
-    kind = lx.Truncated(last=last, kind=lx.Residuals() if "max_steps" in options else lx.Checkpointed(2))
+    kind = lx.Residuals() if "max_steps" in options else lx.Checkpointed(2)
     less_mean = custom(MIXING["mean"])
 
     def step(w, x, i, key):
         return jnp.cos(w * less_mean(x)) + jax.random.normal(jax.random.fold_in(key, i), (2,))
 
     def of_loopax(w, x, n, key):
-        return lx.fori_loop(0, n, lambda i, x: step(w, x, i, key), x, kind=kind, **options)
+        return lx.fori_loop(
+            0, n, lambda i, x: step(w, x, i, key), x, kind=kind, derivative=lx.Truncated(last=last), **options
+        )
 
     def masked(w, x, n, key):
         def body(x, i):

@@ -31,7 +31,7 @@ def power(w, steps=3, **options):
 
 def fixed_point(w, lanes):
     step = lambda z: 0.5 * jnp.cos(w * z)
-    return lx.while_loop(lambda z: jnp.abs(step(z) - z) > 1e-9, step, 1.0, kind=lx.Implicit(), lanes=lanes)
+    return lx.while_loop(lambda z: jnp.abs(step(z) - z) > 1e-9, step, 1.0, derivative=lx.Implicit(), lanes=lanes)
 
 
 def appended(w, steps):

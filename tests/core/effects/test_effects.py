@@ -135,7 +135,7 @@ def test_where_the_operand_is_returned_unchanged(kind, how):
 
 def test_steps_that_truncated_takes_again():
     log = Log()
-    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: 2.0 * log(x), x, max_steps=9, kind=lx.Truncated(last=2))
+    f = lambda x, n: lx.fori_loop(0, n, lambda i, x: 2.0 * log(x), x, max_steps=9, derivative=lx.Truncated(last=2))
     assert log.of(jax.jit(jax.grad(f)), 1.0, 4) == [1.0, 2.0, 4.0, 8.0]
     assert log.of(jax.jit(jax.vmap(jax.grad(f))), np.array([1.0, 10.0]), np.array([1, 3])) == [1.0, 10.0, 20.0, 40.0]
 
@@ -143,7 +143,7 @@ def test_steps_that_truncated_takes_again():
 def test_the_step_at_a_fixed_point():
     log = Log()
     body = lambda a: lambda x: jnp.cos(log(x)) * a
-    f = lambda a: lx.while_loop(lambda x: jnp.abs(jnp.cos(x) * a - x) > 1e-3, body(a), 1.0, kind=lx.Implicit())
+    f = lambda a: lx.while_loop(lambda x: jnp.abs(jnp.cos(x) * a - x) > 1e-3, body(a), 1.0, derivative=lx.Implicit())
     forward = log.of(jax.jit(f), 0.5)
     assert len(forward) == 5
     assert log.of(jax.jit(jax.grad(f)), 0.5) == forward

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint
 from loopax._src.core.jaxpr.types import nan_if
@@ -22,22 +23,14 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_in_derivatives
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    has_tangents,
-    is_nonzero,
-    jaxpr_as_fun,
-    undifferentiable_effects,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 from loopax._src.messages import effects_message
 
 
 def tangents_or_zeros(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """The tangents of the marked operands, symbolic zeros written out."""
     pairs = zip(select(mask, primals), select(mask, tangents), strict=True)
-    return [t if is_nonzero(t) else zeros(jax.typeof(p)) for p, t in pairs]
+    return [t if jaxi.is_nonzero(t) else jaxi.zeros(jax.typeof(p)) for p, t in pairs]
 
 
 def fill_tangents(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -48,7 +41,7 @@ def fill_tangents(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequen
 
 def inexact(avals: Sequence[Any]) -> Mask:
     """Which types have tangents: floating-point and complex ones, and extended ones that say so."""
-    return tuple(map(has_tangents, avals))
+    return tuple(map(jaxi.has_tangents, avals))
 
 
 def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Sequence[Sequence[bool]]) -> ClosedJaxpr:
@@ -119,14 +112,14 @@ def _jvp_loop(loop: Loop, inputs: LoopInputs, outputs: LoopOutputs) -> Loop:
 
 def nan_if_uncounted(loop: Loop, row: Any, tangent: Any) -> Any:
     """NaN after more steps than can be counted: reverse mode cannot know how many of them to walk back."""
-    if loop.bound is not None or not loop.predicated or not is_nonzero(tangent):
+    if loop.bound is not None or not loop.predicated or not jaxi.is_nonzero(tangent):
         return tangent
     return nan_if(row >= MOST_STEPS, tangent)
 
 
 def refuse_effects(body: ClosedJaxpr) -> None:
     """Raise if the body has an effect that cannot be differentiated."""
-    if refused := undifferentiable_effects(body):
+    if refused := jaxi.undifferentiable_effects(body):
         raise NotImplementedError(effects_message(refused))
 
 
@@ -162,7 +155,7 @@ def jvp_of_results(
     refuse_effects(loop.body)
     low, high, *operands = primals
     inputs, dots = loop.inputs(operands), loop.inputs(tangents[2:])
-    pair, perturbed, outputs = jvp_loop(loop, map_leaves(is_nonzero, dots))
+    pair, perturbed, outputs = jvp_loop(loop, map_leaves(jaxi.is_nonzero, dots))
     tangent_operands = LoopInputs(*map(tangents_or_zeros, perturbed, inputs, dots))
     pairs = split_pairs(loop, outputs, run(pair, low, high, *append_each(inputs, tangent_operands)))
     return pairs.results.leaves, tangents_of_results(loop, outputs, low, pairs)

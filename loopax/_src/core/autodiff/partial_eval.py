@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loopax._src.core.autodiff.jvp import (
-    jvp_loop,
-    refuse_effects,
-    split_pairs,
-    tangents_of_results,
-    tangents_or_zeros,
-)
+from loopax._src import jax_internals as jaxi
+from loopax._src.core.autodiff.jvp import jvp_loop, refuse_effects, split_pairs, tangents_of_results, tangents_or_zeros
 from loopax._src.core.autodiff.planning import in_two, joined, plan_of
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
 from loopax._src.core.buffer_versions import buffers, frozen_body, keep_rows
@@ -57,20 +52,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_in_derivatives
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    dce,
-    happens,
-    is_known,
-    jaxpr_as_fun,
-    known_value,
-    partial_eval_jaxpr,
-    replace_jaxpr,
-    stage_unknown,
-    varying_axes,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 from loopax._src.messages import no_reverse_mode_message
 
 
@@ -162,10 +144,8 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # A plan with an error has no reverse mode: who transposes the linear part raises it (`transpose.py`).
     if plan.error or not parts.states:
         return parts
-    carry_bytes, has_inverse = num_bytes(parts.states), inverse is not None
-    saving = loop.saving or saving_of(
-        plan, loop.bound, carry_bytes, length_known=not loop.predicated, has_inverse=has_inverse
-    )
+    carry_bytes, length_known = num_bytes(parts.states), not loop.predicated
+    saving = loop.saving or saving_of(plan, loop.bound, carry_bytes, length_known, inverse is not None)
     if saving is None and mixing_primitive(linear.body):
         # What is read of other lanes is not in rows: lanes that have finished have written none.
         saving = Blocks(1)
@@ -206,13 +186,13 @@ def _names_of_known(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> De
 
 def known_part(body: ClosedJaxpr, inputs: list[bool], outputs: Sequence[bool]) -> ClosedJaxpr:
     """What known inputs give, and the effects, which depend on nothing else."""
-    known, used = dce(body, outputs, inputs)
+    known, used = jaxi.dce(body, outputs, inputs)
     if used == inputs:
         return known
     # An effect inside an equation with unknown operands (a `cond`, an inner loop), which JAX can evaluate partially.
-    known, _, _ = partial_eval_jaxpr(body, invert(inputs), invert(outputs))
+    known, _, _ = jaxi.partial_eval_jaxpr(body, invert(inputs), invert(outputs))
     residuals = len(known.out_avals) - sum(outputs)
-    return dce(known, [True] * sum(outputs) + [False] * residuals, True)[0]
+    return jaxi.dce(known, [True] * sum(outputs) + [False] * residuals, True)[0]
 
 
 def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJaxpr, LoopInputs]:
@@ -222,7 +202,7 @@ def prune(loop: Loop, body: ClosedJaxpr, outputs: LoopOutputs) -> tuple[ClosedJa
     """
     keep = needed_inputs(body, loop.carry_range, flatten(outputs), loop.inverse)
     inputs = LoopInputs(*map(tuple, loop.inputs(keep[1:])))
-    pruned, _ = dce(body, flatten(outputs._replace(carry=inputs.carry)), [True, *keep[1:]])
+    pruned, _ = jaxi.dce(body, flatten(outputs._replace(carry=inputs.carry)), [True, *keep[1:]])
     return pruned, inputs
 
 
@@ -231,7 +211,7 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
     known, linear = parts.known, parts.linear
     inputs, outputs = known.body.invars, known.body.outvars
     states = select(parts.used.carry, [inputs[i] for i in known.carry_range])
-    known = known._replace(body=replace_jaxpr(known.body, inputs, [*outputs, *states]))
+    known = known._replace(body=jaxi.replace_jaxpr(known.body, inputs, [*outputs, *states]))
 
     # Before: (row, *consts, *carry, *xs) -> (*carry, *ys).
     # After: (row, *consts, *linear carry, *xs, *known carry) -> (*linear carry, *ys).
@@ -239,9 +219,9 @@ def _keep_every_carry(parts: PartialEval) -> PartialEval:
     inputs, outputs = linear.inputs(operands), linear.outputs(linear.body.outvars)
     of_carry = map_leaves(lambda _: True, inputs)._replace(carry=linear.linear_carry)
     operands = [*flatten(select_each(of_carry, inputs)), *flatten(reject_each(of_carry, inputs))]
-    body = replace_jaxpr(linear.body, [row, *operands], flatten(select_each(linear.linear_outputs, outputs)))
+    body = jaxi.replace_jaxpr(linear.body, [row, *operands], flatten(select_each(linear.linear_outputs, outputs)))
     linear = linear._replace(
-        body=dce(body, [True] * len(body.out_avals), True)[0],
+        body=jaxi.dce(body, [True] * len(body.out_avals), True)[0],
         linear_carry=(True,) * sum(linear.linear_carry),
         linear_xs=(*linear.linear_xs, *(False,) * len(states)),
     )
@@ -264,7 +244,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     outputs = unknown_outputs(loop, unknown)
     while True:
         unknown = unknown._replace(carry=outputs.carry)
-        known, later, flags = partial_eval_jaxpr(loop.body, [False, *flatten(unknown)], flatten(outputs))
+        known, later, flags = jaxi.partial_eval_jaxpr(loop.body, [False, *flatten(unknown)], flatten(outputs))
         found = LoopOutputs(*map(tuple, loop.outputs(flags)))
         # JAX may call more outputs unknown than depend on unknown inputs: all of an equation that it cannot divide. At
         # the fixed point, no more of the carry becomes unknown.
@@ -277,7 +257,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     # Fewer rows, and a program that computes the other residuals from them where that is cheaper than to store them.
     rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
-    loop_body = replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
+    loop_body = jaxi.replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
 
     # Before: (*residuals, *consts, *carry, *x) -> (*carry, *y).
@@ -325,7 +305,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     return PartialEval(
         loop._replace(
             debug_info=_names_of_known(loop, unknown, outputs),
-            body=dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
+            body=jaxi.dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
             inverse=None,
             num_consts=sizes[0],
             num_carry=sizes[1],
@@ -366,8 +346,8 @@ def run_known(
     is_saved = reads_states and parts.linear.saving is not None
     consts = used.consts
     if parts.hoisted:  # the types of these residuals in the body may not say that they vary where they do
-        axes, residuals = varying_axes(out.num_steps), jaxpr_as_fun(parts.hoisted)(*known.consts)
-        consts = [retyped(x, varying_axes(x) | axes) for x in residuals]
+        axes, residuals = jaxi.varying_axes(out.num_steps), jaxpr_as_fun(parts.hoisted)(*known.consts)
+        consts = [retyped(x, jaxi.varying_axes(x) | axes) for x in residuals]
     operands = LinearOperands(
         *window_walked(loop, low, high, out.num_steps),
         known=LoopInputs(
@@ -409,18 +389,18 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     returns its carry unchanged may print), or if no operand is.
     """
     loop = Loop(**params)
-    low, high, *unknown = (not is_known(t) for t in tracers)
+    low, high, *unknown = (not jaxi.is_known(t) for t in tracers)
     if low or high or not any(unknown):
-        return stage_unknown(trace, loop_p, tracers, loop._asdict())
+        return jaxi.stage_unknown(trace, loop_p, tracers, loop._asdict())
     masks = map_leaves(bool, loop.inputs(unknown))
     parts = partial_eval(loop, plan_of(loop, masks, partial_eval), masks)
-    nothing_known = all(flatten(parts.unknown_outputs)) and not happens(parts.known.body.effects)
+    nothing_known = all(flatten(parts.unknown_outputs)) and not jaxi.happens(parts.known.body.effects)
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
-        return stage_unknown(trace, loop_p, tracers, loop._asdict())
-    low, high, *operands = map(known_value, tracers)
+        return jaxi.stage_unknown(trace, loop_p, tracers, loop._asdict())
+    low, high, *operands = map(jaxi.known_value, tracers)
     known, linear = run_known(loop, parts, low, high, loop.inputs(operands))
     linear = linear._replace(linear=select_each(parts.taken, loop.inputs(tracers[2:])))
-    out = stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
+    out = jaxi.stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
     return assemble(loop, parts, known, out).leaves
 
 
@@ -497,7 +477,7 @@ def tangents_now(perturbed: Sequence[bool], primals: Sequence[Any], nonzero: Seq
     """The tangents of the perturbed operands: types of those that come later, zeros where there is none at first."""
     avals = map(jax.typeof, select(perturbed, primals))
     pairs = zip(avals, select(perturbed, nonzero), strict=True)
-    return [ad.UndefinedPrimal(aval) if comes_later else zeros(aval) for aval, comes_later in pairs]
+    return [ad.UndefinedPrimal(aval) if comes_later else jaxi.zeros(aval) for aval, comes_later in pairs]
 
 
 def only_marked(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

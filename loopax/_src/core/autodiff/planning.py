@@ -113,7 +113,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             length_is_known=not loop.predicated,
             sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
             share=loop.share,
-            measure=partial(_measure, loop, unknown, split),
+            _measure=partial(_measure, loop, unknown, split),
         )
     )
     if not isinstance(plan, Plan):

@@ -40,15 +40,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_in_derivatives
-from loopax._src.jax_internals import (
-    ad,
-    dce,
-    happens,
-    is_known,
-    is_nonzero,
-    known_value,
-    stage_unknown,
-)
+from loopax._src.jax_internals import ad, dce, happens, is_known, is_nonzero, known_value, stage_unknown
 
 
 def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:

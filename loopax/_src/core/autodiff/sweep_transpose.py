@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.transpose import cotangents_of_linear
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.lanes import Lanes, Lockstep
@@ -53,19 +54,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
     written_out,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    added,
-    dce,
-    jaxpr_as_fun,
-    linear_transpose,
-    new_primitive,
-    register,
-    replace_jaxpr,
-    strong,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 from loopax._src.messages import REVERSE_TWICE_NEEDS_BOUND
 
 
@@ -118,7 +107,7 @@ class LinearSweep(NamedTuple):
         """The known part: the same step without what is linear."""
         keep = map_leaves(not_, self.masks)
         outputs = [*keep.carry, *keep.state, *(False for _ in self.output_avals.ys)]
-        step = dce(self.step, outputs, [True, *self.whole.backward_inputs(keep)])[0]
+        step = jaxi.dce(self.step, outputs, [True, *self.whole.backward_inputs(keep)])[0]
         consts, state, carry, xs = ((False,) * sum(mask) for mask in keep)
         return self._replace(
             step=step,
@@ -153,7 +142,7 @@ class LinearSweepOperands(NamedTuple):
         return [self.low, self.high, *flatten(self.known), *flatten(self.linear)]
 
 
-linear_sweep_p = new_primitive("linear_sweep")
+linear_sweep_p = jaxi.new_primitive("linear_sweep")
 
 
 def _whole(*flat: Any, **params: Any) -> list[Any]:
@@ -215,7 +204,7 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     function, whole = jaxpr_as_fun(sweep.step), sweep.whole
     avals, linear = (
         _step_avals(sweep, nonzero_ys),
-        map_leaves(strong, select_each(sweep.masks, sweep.whole.backward_avals)),
+        map_leaves(jaxi.strong, select_each(sweep.masks, sweep.whole.backward_avals)),
     )
     wanted = SweepOutputs(sweep.linear_carry, sweep.linear_state, nonzero_ys)
 
@@ -227,7 +216,7 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
             return select_each(wanted, whole.step_outputs(function(row, *whole.backward_inputs(values))))
 
         cts = SweepOutputs(given.ct_carry, given.ct_state, given.ct_ys)
-        (found,) = linear_transpose(linear_part, linear)(cts)
+        (found,) = jaxi.linear_transpose(linear_part, linear)(cts)
         return flatten(found)
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
@@ -244,7 +233,7 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     avals, linear = _step_avals(sweep, nonzero_ys), select_each(sweep.masks, sweep.whole.backward_avals)
 
     def step(row: Any, *operands: Any) -> list[Any]:
-        given, dots = unflatten(avals, operands), map_leaves(zeros, linear)
+        given, dots = unflatten(avals, operands), map_leaves(jaxi.zeros, linear)
 
         def outputs(carry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             values = merge_each(sweep.masks, given.known, dots._replace(carry=carry))
@@ -254,7 +243,9 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         def linear_part(carry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             return jax.jvp(outputs, (dots.carry,), (carry,))[1]
 
-        (found,) = linear_transpose(linear_part, map_leaves(strong, linear).carry)((given.ct_carry, given.ct_ys))
+        (found,) = jaxi.linear_transpose(linear_part, map_leaves(jaxi.strong, linear).carry)(
+            (given.ct_carry, given.ct_ys)
+        )
         return flatten(dots._replace(carry=found))
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
@@ -279,7 +270,7 @@ def _cotangents_of_carry(sweep: LinearSweep, nonzero_ys: Mask) -> tuple[ClosedJa
         step = _transposed_carry(sweep, nonzero_ys)
     reads = reads_carry(step)
     keep = map_leaves(lambda _: True, avals)._replace(carry=[reads] * len(avals.carry), ct_state=nothing.ct_state)
-    return dce(without_effects(step), wanted, [True, *flatten(keep)])[0], reads
+    return jaxi.dce(without_effects(step), wanted, [True, *flatten(keep)])[0], reads
 
 
 class _PairInputs(NamedTuple):
@@ -315,7 +306,7 @@ def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         new_p = jaxpr_as_fun(of_p)(row, *consts, *state, *carry_rows, *xs, *p, *ct_ys)
         new = known.whole.step_outputs(known_step(row, *consts, *carry, *state, *xs))
         cts = unflatten(linear, transposed(row, *consts, *state, *carry, *xs, *m, *p, *ct_ys))
-        sums = (added(old, new) for old, new in zip(ct_consts, cts.consts, strict=True))
+        sums = (jaxi.added(old, new) for old, new in zip(ct_consts, cts.consts, strict=True))
         return [*new.carry, *cts.state, *sums, *new.state, *new_p, *cts.xs]
 
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
@@ -333,7 +324,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
         known = sweep.known
         inputs, first = known.step.invars, 1 + len(known.linear_consts)
         carried = inputs[first : first + len(known.linear_carry)]
-        step = replace_jaxpr(known.step, inputs, [*known.step.outvars, *carried])
+        step = jaxi.replace_jaxpr(known.step, inputs, [*known.step.outvars, *carried])
         rows += checkpoint_and_sweep(known._replace(step=step).whole, given.low, given.high, given.known).ys
     states = [*init, *map(written_out, cts.carry)]
 
@@ -344,7 +335,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
         saving = saving_of(sweep.plan, sweep.bound, carry_bytes, length_known=True, has_inverse=False) or Blocks(1)
 
     avals = select_each(sweep.masks, sweep.whole.backward_avals)
-    start = [*carry, *map(zeros, avals.state), *map(zeros, avals.consts)]
+    start = [*carry, *map(jaxi.zeros, avals.state), *map(jaxi.zeros, avals.consts)]
     back = sweep.whole._replace(
         step=_pair_step(sweep, nonzero_ys),
         num_consts=len(consts),
@@ -381,7 +372,7 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     return cotangents_of_linear(flat, given.linear, found)
 
 
-register(
+jaxi.register(
     linear_sweep_p,
     meaning=_whole,
     params=LinearSweep._fields,

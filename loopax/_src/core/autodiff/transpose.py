@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained, read_only
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.linear_loop import (
@@ -41,18 +42,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
     written_out,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    added,
-    dce,
-    jaxpr_as_fun,
-    known_now,
-    linear_transpose,
-    register,
-    strong,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 # Leaves of a carry that get no cotangent, such as a sum that nobody reads: the transposed loop does without them.
 
@@ -80,12 +70,12 @@ def without_others(linear: LinearLoop, kept: Mask) -> LinearLoop:
 
         # Before: (row, *consts, *carry, *x) -> (*carry, *y). After: the same with the kept leaves of the carry alone.
         def slim(row: Any, *operands: Any) -> list[Any]:
-            inputs = merge_each(keep, map_leaves(zeros, others), unflatten(kept_avals, operands))
+            inputs = merge_each(keep, map_leaves(jaxi.zeros, others), unflatten(kept_avals, operands))
             out = linear.outputs(function(row, *flatten(inputs)))
             return flatten(select_each(LoopOutputs(keep.carry, [True] * len(out.ys)), out))
 
         closed = trace(slim, [body.in_avals[0], *flatten(kept_avals)])
-        return dce(closed, [True] * len(closed.out_avals), True)[0]
+        return jaxi.dce(closed, [True] * len(closed.out_avals), True)[0]
 
     return linear._replace(
         body=with_zeros(linear.body),
@@ -99,7 +89,7 @@ def without_others(linear: LinearLoop, kept: Mask) -> LinearLoop:
 def known_recurrence(linear: LinearLoop) -> ClosedJaxpr:
     """The known part of the carry: (row, *known consts, *known carry, *known x) -> known carry."""
     wanted = [*invert(linear.linear_carry), *(False for _ in linear.output_avals.ys)]
-    return dce(linear.body, wanted, [True, *invert(flatten(linear.masks))])[0]
+    return jaxi.dce(linear.body, wanted, [True, *invert(flatten(linear.masks))])[0]
 
 
 class _StepInputs(NamedTuple):
@@ -152,16 +142,16 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
         def linear_part(linear_inputs: LoopInputs) -> _LinearOutputs:
             out, last = function(row, *flatten(merge_each(linear.masks, known, linear_inputs)))
             outputs = linear.outputs(out)
-            known_carry[:] = map(known_now, reject_each(linear.linear_outputs, outputs).carry)
+            known_carry[:] = map(jaxi.known_now, reject_each(linear.linear_outputs, outputs).carry)
             return select_each(wanted, _LinearOutputs(*outputs, linear.inputs(last[1:]).consts))
 
-        (found,) = linear_transpose(linear_part, map_leaves(strong, cts))(
+        (found,) = jaxi.linear_transpose(linear_part, map_leaves(jaxi.strong, cts))(
             _LinearOutputs(given.ct_carry, given.ct_ys, select(by_row, given.ct_consts))
         )
         if any(x is None for x in known_carry):  # an equation is evaluated later as a whole
             known_carry = jaxpr_as_fun(known_recurrence(linear))(row, *flatten(known))
         sums = zip(by_row, given.ct_consts, found.consts, strict=True)
-        ct_consts = [new if is_sum else added(old, new) for is_sum, old, new in sums]
+        ct_consts = [new if is_sum else jaxi.added(old, new) for is_sum, old, new in sums]
         return [*found.carry, *ct_consts, *known_carry, *found.xs]
 
     return trace(step, [linear.body.in_avals[0], *flatten(avals)])
@@ -179,7 +169,7 @@ def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOpe
         found = transpose_linear_loop(cts, without_others(linear, kept), given, select_each(keep, avals))
         return merge_each(keep, map_leaves(ad.Zero, reject_each(keep, avals)), found)
     step = transposed_step(linear, nonzero_ys)
-    start = [*map(written_out, cts.carry), *map(zeros, avals.consts)]
+    start = [*map(written_out, cts.carry), *map(jaxi.zeros, avals.consts)]
     known, low, high = given.known, given.low, given.high
     xs = [*known.xs, *select(nonzero_ys, cts.ys)]
     if known.carry:
@@ -251,7 +241,7 @@ def type_of_linear(x: Any) -> Any:
     return x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
 
 
-register(
+jaxi.register(
     linear_loop_p,
     meaning=whole_loop,
     params=LinearLoop._fields,

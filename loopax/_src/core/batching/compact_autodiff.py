@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.dce import loop_dce, stage_all
 from loopax._src.core.autodiff.jvp import jvp_loop, jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs, window_walked
@@ -42,17 +43,7 @@ from loopax._src.core.jaxpr.util import (
     select,
     select_each,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    evaluate_partially,
-    happens,
-    is_custom,
-    is_known,
-    is_nonzero,
-    known_value,
-    stage_unknown,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
@@ -73,11 +64,11 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     if calls_custom_vjp(loop.body):
         # JAX cannot map the tangents of a `jax.custom_vjp`, so lanes come first here, and tangents then. JAX asks this
         # where reverse mode is to follow, for there is no forward mode through such a function.
-        again = _Again.of_tangents(inner, list(map(is_nonzero, tangents)), primals)
+        again = _Again.of_tangents(inner, list(map(jaxi.is_nonzero, tangents)), primals)
         windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
         _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
         return again.out.leaves, again.tangents(primals[0], found)
-    mapped, perturbed = loop.inputs(inner.mapped[2:]), map_leaves(is_nonzero, loop.inputs(tangents[2:]))
+    mapped, perturbed = loop.inputs(inner.mapped[2:]), map_leaves(jaxi.is_nonzero, loop.inputs(tangents[2:]))
     # Before: [*consts, *carry, *xs] -> After: [*consts, *their tangents, *carry, *its tangents, *xs, *their tangents]
     # A tangent has lanes where its primal has them, and every leaf of a carry has them.
     mapped_pairs = append_each(mapped, select_each(perturbed, mapped))
@@ -105,27 +96,27 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     evaluated partially. A batch without stages, and one whose numbers of steps are unknown, is its program.
     """
     inner = CompactVmap(**params)
-    loop, flags = inner.static, tuple(not is_known(t) for t in tracers)
+    loop, flags = inner.static, tuple(not jaxi.is_known(t) for t in tracers)
     if not (_runs_in_stages(inner) and _steps_are_known(inner, flags)):
         # The rule of a `jax.custom_jvp` may return known results. Where there are none, the whole batch is staged.
         given = to_bits(flags)
         later = [bool(needed & given) for needed in dependence(inner.program)]
         if all(later):
-            return stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
-        return evaluate_partially(trace, inner.program, tracers, later)
+            return jaxi.stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
+        return jaxi.evaluate_partially(trace, inner.program, tracers, later)
     unknown = map_leaves(bool, loop.inputs(flags[2:]))
     outputs = unknown_outputs(loop, unknown)
     unknown = unknown._replace(carry=outputs.carry)
     # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *known consts, *known carry, *known xs]
     known = known_loop(loop, unknown, outputs)
-    low, high = map(known_value, tracers[:2])
-    values = reject_each(unknown, map_leaves(known_value, loop.inputs(tracers[2:])))
+    low, high = map(jaxi.known_value, tracers[:2])
+    values = reject_each(unknown, map_leaves(jaxi.known_value, loop.inputs(tracers[2:])))
     mapped = (*inner.mapped[:2], *flatten(reject_each(unknown, loop.inputs(inner.mapped[2:]))))
     out = known.results(compact_vmap(LOOPS, known, inner.axis, mapped, [low, high, *flatten(values)]))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
     again = _Again.of(inner, outputs, [low, high, *tracers[2:]], out)
     program = again.batch.program
-    later = again.outputs_of(evaluate_partially(trace, program, again.operands, [True] * len(program.out_avals)))
+    later = again.outputs_of(jaxi.evaluate_partially(trace, program, again.operands, [True] * len(program.out_avals)))
     joined = merge_each(outputs, LoopOutputs(out.carry, out.ys), later)
     return [out.num_steps, *flatten(joined), *nothing_saved(loop, inner.axis)]
 
@@ -151,8 +142,8 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
 
 def _acts_in_custom(program: ClosedJaxpr) -> bool:
     """Whether a function with derivatives of its own has effects."""
-    acting = [eqn for eqn in program.eqns if happens(eqn.effects)]
-    return any(is_custom(eqn) or any(map(_acts_in_custom, inner_jaxprs(eqn))) for eqn in acting)
+    acting = [eqn for eqn in program.eqns if jaxi.happens(eqn.effects)]
+    return any(jaxi.is_custom(eqn) or any(map(_acts_in_custom, inner_jaxprs(eqn))) for eqn in acting)
 
 
 class _Again(NamedTuple):
@@ -252,7 +243,7 @@ def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
     """
     eqn = rest[-1]
     inner = CompactVmap(**eqn.params)
-    if not any(used) and not happens(eqn.effects):
+    if not any(used) and not jaxi.happens(eqn.effects):
         return [False] * len(eqn.invars), None
     if isinstance(inner.static, Loop):
         used_in, slim = loop_dce(used, eqn.replace(params=inner.static._asdict()))

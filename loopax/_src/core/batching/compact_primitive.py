@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import GroupProgram, in_groups
 from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
@@ -31,15 +32,7 @@ from loopax._src.core.jaxpr.util import (
     unflatten,
     weakly_cached,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    axis_arguments,
-    batched_outputs,
-    jaxpr_as_fun,
-    linear_transpose,
-    new_primitive,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 from loopax._src.messages import collective_message
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
@@ -73,7 +66,7 @@ class CompactVmap(NamedTuple):
     mapped: Mask  # which operands have an axis of lanes
 
 
-compact_vmap_p = new_primitive("compact_vmap")
+compact_vmap_p = jaxi.new_primitive("compact_vmap")
 
 
 @weakly_cached
@@ -114,9 +107,9 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     mapped, sizes = is_batched(dims), (outer.size, inner.axis.size)
     if not _joins(inner, mapped, sizes, operands):
         # What does not depend on the new lanes stays as it is.
-        out_axes = axes_of(batched_outputs(inner.program, axis_data, mapped))
+        out_axes = axes_of(jaxi.batched_outputs(inner.program, axis_data, mapped))
         in_axes = [None if d is None else int(d) for d in dims]
-        function = jax.vmap(jaxpr_as_fun(inner.program), in_axes, out_axes, **axis_arguments(axis_data))
+        function = jax.vmap(jaxpr_as_fun(inner.program), in_axes, out_axes, **jaxi.axis_arguments(axis_data))
         return function(*operands), out_axes
     refuse_sharded_lanes(outer)
     flat = []
@@ -169,7 +162,7 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
         return [y for y, ct in zip(program(*inputs), cts, strict=True) if not isinstance(ct, ad.Zero)]
 
     of_linear = of_selected(results_with_cts, is_linear, operands)
-    transposed = linear_transpose(of_linear, *(x.aval for x in operands if ad.is_undefined_primal(x)))
+    transposed = jaxi.linear_transpose(of_linear, *(x.aval for x in operands if ad.is_undefined_primal(x)))
     found = iter(transposed([ct for ct in cts if not isinstance(ct, ad.Zero)]))
     return [next(found) if linear else None for linear in is_linear]
 

@@ -17,14 +17,7 @@ from jax import lax
 
 from loopax._src.core.batching.compact_primitive import BatchRules
 from loopax._src.core.batching.groups import GroupProgram, active_first, in_groups, take, take_mapped, with_rows
-from loopax._src.core.batching.lockstep import (
-    LaneOperands,
-    goes_on,
-    hull,
-    lane_function,
-    result_axes,
-    run_lanes,
-)
+from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
 from loopax._src.core.ir.lanes import CPU_LANES, Compact, Lockstep, fewest_lanes, group_sizes, stage_sizes
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs, Outcome, run
 from loopax._src.core.jaxpr.cost import step_cost
@@ -167,8 +160,7 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
     def run_group(size: int, operands: Sequence[Any]) -> list[Any]:
         low, high, lanes = _lanes(loop, mapped, operands)
         part = loop._replace(
-            share=loop.share * size / max(axis.size, 1),
-            reporting=loop.reporting and loop.reporting._replace(size=size),
+            share=loop.share * size / max(axis.size, 1), reporting=loop.reporting and loop.reporting._replace(size=size)
         )
         out, _ = run_lanes(part, axis.resized(size, similar=size < axis.size), *hull(low, high), lanes)
         return [*out.carry, *out.ys]

@@ -17,15 +17,7 @@ from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes, settled
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, Mask, collective_over, of_selected, split_list
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    keep_bits,
-    on_device,
-    open_constants,
-    replace_jaxpr,
-    vary_like,
-    where,
-)
+from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, open_constants, replace_jaxpr, vary_like, where
 from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import buffers, read_only, returned
 from loopax._src.core.effects import acts, guarded
@@ -37,15 +38,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    is_sum,
-    jaxpr_as_fun,
-    undifferentiable_effects,
-    vary_like,
-    zero,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.messages import collective_message
 
 # One step of a batch of loops that stop at different times.
@@ -68,7 +61,7 @@ def filled_operands(body: ClosedJaxpr, mapped: LoopInputs) -> LoopInputs:
     carry = range(1 + len(mapped.consts), 1 + len(mapped.consts) + len(mapped.carry))
     inputs, outputs = body.invars, body.outvars
     uses = Counter(id(atom) for atom in (*outputs, *(atom for eqn in body.eqns for atom in eqn.invars)))
-    sums = {id(eqn.outvars[0]): eqn for eqn in body.eqns if is_sum(eqn)}
+    sums = {id(eqn.outvars[0]): eqn for eqn in body.eqns if jaxi.is_sum(eqn)}
 
     def only_added_to(leaf: Any, out: Any) -> bool:
         total = sums.get(id(out))
@@ -113,19 +106,19 @@ def step_lanes(
         leaves = zip(in_place, new_carry, carry, strict=True)
         return [
             *(new if is_in_place else pick(active, new, old) for is_in_place, new, old in leaves),
-            *(pick(active, y, zero(y.dtype)) for y in ys),
+            *(pick(active, y, jaxi.zero(y.dtype)) for y in ys),
         ]
 
     if not may_idle:
         return step(carry)
     # A row in which no lane is active is passed over.
-    if undifferentiable_effects(body):
+    if jaxi.undifferentiable_effects(body):
         # JAX maps no `lax.cond` with such effects, so the step is a loop of one step or none.
         taken = jnp.any(active).astype(jnp.int32)
         kind = Decided(EveryResidual(reason="a step that a batch may pass over"))
         out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
         return [*out.carry, *(y[0] for y in out.ys)]
-    idle = [*carry, *(zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
+    idle = [*carry, *(jaxi.zeros(stacked(aval, axis.size)) for aval in body.out_avals[len(carry) :])]
     out = lax.cond(jnp.any(active), lambda: step(carry), lambda: idle)
     # What the body returns as it came (`buffer_versions.returned`) goes round the `cond`, which hides that it does. So
     # do the rows that an inverse reads.
@@ -400,7 +393,7 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
         ahead = goes_on(high - 1 if loop.reverse else low, lanes.own, lanes.windows, loop.reverse)
         extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
-        extra.append(fill_axis(axis, vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
+        extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.windows, avals, leave)
     consts, carry, xs = lanes.inputs

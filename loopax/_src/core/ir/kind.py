@@ -1,7 +1,6 @@
-"""Kinds: what a user chose that a gradient of a loop stores.
+"""Kinds and derivatives: what a user chose that a gradient of a loop stores, and which derivative the loop has.
 
-A kind is asked for its plan where a gradient of a loop is taken. One that has another derivative than the loop's also
-runs the loop.
+A kind is asked for its plan where a gradient of a loop is taken. A derivative runs the loop where it is called.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +13,9 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, num_recorded, result_avals
 from loopax._src.core.ir.plan import Plan
 from loopax._src.jax_internals import jaxpr_as_fun
-from loopax._src.messages import kind_needs_bound, no_outcome, other_outcome, unhashable_kind
+from loopax._src.messages import kind_needs_bound, no_outcome, other_outcome, unhashable
 
-# A loop that a user has called, with its operands: what a kind runs.
+# A loop that a user has called, with its operands: what a derivative runs.
 
 
 class LoopOperands(NamedTuple):
@@ -46,14 +45,14 @@ class LoopOperands(NamedTuple):
 class LoopCall:
     """A loop that a user has called, with its operands.
 
-    `Kind.run` gets a `LoopCall` and returns the results of the loop.
+    `Derivative.run` gets a `LoopCall` and returns the results of the loop.
 
     Carries, rows and constants are flat lists of arrays.
 
     Attributes
     ----------
     loop
-        The static description of the loop. `loop.bound` is the most steps, or None.
+        The static description of the loop. `loop.bound` is the most steps, or None. `loop.kind` is the kind.
     operands : LoopOperands
         The operands of the loop.
     is_fixed : bool
@@ -76,11 +75,11 @@ class LoopCall:
     where: str
     unpack: Callable[[Sequence[Any]], Any]
     checked: Callable[..., Any]
-    run_loop: Callable[[Loop, LoopOperands], Outcome]
+    _run_loop: Callable[[Loop, LoopOperands], Outcome]
 
     def run(self) -> Outcome:
-        """Run the loop, with the derivative that the plan of its kind gives."""
-        return self.run_loop(self.loop, self.operands)
+        """Run the loop, with the derivative of its steps; gradients store what its kind says."""
+        return self.loop.kind._run(self)
 
     def step(self, row: Any, carry: Sequence[Any], x: Sequence[Any] = ()) -> LoopOutputs:
         """Evaluate the body once, and return the next carry and a row of `ys` as the pair `(carry, ys)`.
@@ -182,32 +181,26 @@ class LoopFacts:
     length_is_known: bool
     sizes_are_known: bool
     share: float
-    measure: Callable[[], StepFacts]
+    _measure: Callable[[], StepFacts]
 
     @cached_property
     def step(self) -> StepFacts:
         """What a step stores, and how long it takes. The first access traces the derivative of the body twice."""
-        return self.measure()
-
-
-Derivative = Literal["exact", "to a tolerance", "another"]
+        return self._measure()
 
 
 class Kind(ABC):
     """Decide what a gradient of a loop stores. Values do not depend on the kind.
 
-    loopax has the kinds `Auto`, `Checkpointed`, `Bounded`, `Residuals`, `Lax`, `Reversible`, `Implicit` and
-    `Truncated`. To write your own kind, subclass `Kind` and define `plan` (docs/write-a-kind.md). Objects must be
-    hashable, and equal if they mean the same: JAX uses them as keys of its caches. A frozen dataclass does both.
+    loopax has the kinds `Auto`, `Checkpointed`, `Bounded`, `Residuals`, `Lax` and `Reversible`. To write your own kind,
+    subclass `Kind` and define `plan` (docs/write-a-kind.md). Objects must be hashable, and equal if they mean the same:
+    JAX uses them as keys of its caches. A frozen dataclass does both.
 
     Attributes
     ----------
     needs_bound : bool
         Whether the kind needs a static bound. True: a loop without a bound raises a ValueError where it is called. The
         default is False.
-    derivative : str
-        How the derivative relates to that of the loop's steps: `"exact"` (the default), `"to a tolerance"`, or
-        `"another"` on purpose. A kind with one of the last two overrides `run`.
     inverse : callable or None
         The function that undoes a step, for the plan `LastCarry`. The function takes the arguments of the body with the
         carry after the step, and returns the carry before the step. None (the default): no inverse.
@@ -219,9 +212,9 @@ class Kind(ABC):
     """
 
     needs_bound: ClassVar[bool] = False
-    derivative: ClassVar[Derivative] = "exact"
     inverse: Callable[..., Any] | None = None
     record: Callable[..., Any] | None = None
+    _chooses: ClassVar[bool] = False  # among other kinds, and stores nothing itself
 
     @abstractmethod
     def plan(self, loop: LoopFacts) -> Plan:
@@ -242,30 +235,12 @@ class Kind(ABC):
 
         """
 
-    def run(self, call: LoopCall) -> Outcome:
-        """Run the loop and return its results. Override this method to give the results another derivative.
+    def _run(self, call: LoopCall) -> Outcome:
+        """Run the loop, with the checks of this kind where a derivative is taken, or in parts."""
+        return call._run_loop(call.loop, call.operands)
 
-        The values must be those of `call.run()`. Define the derivative with JAX: `jax.lax.stop_gradient`,
-        `jax.custom_jvp`, or more steps (`call.step`). Forward and reverse mode then agree, in every order.
-
-        Parameters
-        ----------
-        call
-            The loop, with its operands.
-
-        Returns
-        -------
-        Outcome
-            The results of the loop.
-
-        """
-        return call.run()
-
-    def of_steps(self, call: LoopCall) -> tuple[LoopCall, "Kind"]:
-        """Return the call with the checks of this kind, and the kind that stores the steps.
-
-        An outer kind that chooses the steps, such as `Truncated`, calls this method.
-        """
+    def _of_steps(self, call: LoopCall) -> tuple[LoopCall, "Kind"]:
+        """The call with the checks of this kind, and the kind of steps that `Truncated` chooses."""
         return call, self
 
     def in_words(self) -> str:
@@ -305,21 +280,75 @@ class Decided(Kind):
         return self.decided
 
 
-def checked_kind(kind: Kind, bound: int | None) -> Kind:
-    """What a program keeps of a kind; raises where the kind needs a bound and there is none, or has no hash."""
-    if kind.needs_bound and bound is None:
-        raise ValueError(kind_needs_bound(kind))
-    stored = kind.without_functions()
+class Derivative(ABC):
+    """Give a loop another derivative than that of its steps. Values do not depend on the derivative.
+
+    loopax has the derivatives `Implicit` and `Truncated`. To write your own derivative, subclass `Derivative` and
+    define `run` (docs/write-a-kind.md). Objects must be hashable, and equal if they mean the same, as those of a
+    `Kind`.
+
+    Attributes
+    ----------
+    differs : str
+        How the derivative differs from that of the loop's steps: `"on purpose"` (the default), or `"by a tolerance"`.
+    uses_kind : bool
+        Whether steps are differentiated, so that the `kind` of the loop says what a gradient stores of these. False:
+        `kind` does nothing, and must be `"auto"` or `Auto(...)`. The default is True.
+
+    """
+
+    differs: ClassVar[Literal["on purpose", "by a tolerance"]] = "on purpose"
+    uses_kind: ClassVar[bool] = True
+
+    @abstractmethod
+    def run(self, call: LoopCall) -> Outcome:
+        """Run the loop and return its results, with this derivative.
+
+        The values must be those of `call.run()`. Define the derivative with JAX: `jax.lax.stop_gradient`,
+        `jax.custom_jvp`, or more steps (`call.step`). Forward and reverse mode then agree, in every order.
+
+        Parameters
+        ----------
+        call
+            The loop, with its operands.
+
+        Returns
+        -------
+        Outcome
+            The results of the loop.
+
+        """
+
+    def in_words(self, kind: Kind) -> str:
+        """Return what a gradient stores of a loop of this kind, as a text for `explain`. See `Kind.in_words`."""
+        del kind
+        return ""
+
+    def without_functions(self) -> "Derivative":
+        """Return the derivative without its functions. See `Kind.without_functions`."""
+        return self
+
+
+def kept(choice: Any) -> Any:
+    """What a program keeps of a kind or a derivative; raises where this has no hash."""
+    stored = choice.without_functions()
     if type(stored).__hash__ is None:
-        raise TypeError(unhashable_kind(stored))
+        raise TypeError(unhashable(stored))
     return stored
 
 
-def run_by(kind: Kind, call: LoopCall) -> Outcome:
-    """Run a loop as its kind says; raises where the results are not of the types that the loop has."""
-    out: Any = kind.run(call)
+def checked_kind(kind: Kind, bound: int | None) -> Kind:
+    """What a program keeps of a kind; raises where the kind needs a bound and there is none."""
+    if kind.needs_bound and bound is None:
+        raise ValueError(kind_needs_bound(kind))
+    return kept(kind)
+
+
+def run_by(derivative: Derivative, call: LoopCall) -> Outcome:
+    """Run a loop with this derivative; raises where the results are not of the types that the loop has."""
+    out: Any = derivative.run(call)
     if not isinstance(out, Outcome):
-        raise TypeError(no_outcome(kind, out))
+        raise TypeError(no_outcome(derivative, out))
     wanted, names = result_avals(call.loop), call.loop.names
     carry = ("whether to go on", *names.carry[1:]) if call.loop.predicated else names.carry
     num_ys = len(wanted.ys) - num_recorded(call.loop.body, call.loop.inverse)  # rows of a tape are no results
@@ -329,13 +358,13 @@ def run_by(kind: Kind, call: LoopCall) -> Outcome:
         *_misfits("ys", out.ys, wanted.ys[:num_ys], names.ys[:num_ys]),
     ]
     if lines:
-        raise TypeError(other_outcome(kind, lines))
+        raise TypeError(other_outcome(derivative, lines))
     return out
 
 
 def runs_plainly(kind: Kind) -> bool:
-    """Whether a kind runs a loop as it is, so that its derivative is that of the steps."""
-    return type(kind).run is Kind.run
+    """Whether a kind runs a loop as it is, and adds no checks."""
+    return type(kind)._run is Kind._run
 
 
 def _misfits(group: str, got: Any, wanted: Sequence[Any], names: Sequence[str]) -> list[str]:

@@ -41,14 +41,7 @@ from loopax._src.core.jaxpr.util import (
     stacked,
     weakly_cached,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    dce,
-    know_sparse,
-    new_primitive,
-    replace_jaxpr,
-    with_varying_axes,
-)
+from loopax._src.jax_internals import ClosedJaxpr, dce, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 
@@ -85,6 +78,7 @@ class Loop(NamedTuple):
     is_fixed: bool = False  # these three are for the kind, as in `LoopFacts`
     bound_is_loose: bool = False
     share: float = 1.0
+    derivative: Any = None  # a `Derivative` that runs the loop; None: that of the steps
     saving: Saving | None = None  # a loop that saves: which carries
     saved: Mask = ()  # a loop that saves: which leaves of the carry
     lanes: Lanes = Lockstep()  # how a batch runs

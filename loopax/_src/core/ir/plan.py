@@ -15,23 +15,24 @@ from loopax._src.schedule.blocks import block_size, shortest_block
 # Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 
 
-class Plan(ABC):
+class Plan:
     """What a gradient stores: the result of `Kind.plan`.
 
     Return one of the subclasses: `Checkpoints`, `EveryCarry`, `EveryResidual`, `LastCarry` or `NoReverseMode`. The
     argument `reason` of each is a text that `explain` shows.
     """
 
-    reason: str  # why it was chosen; empty: no other was considered
+    reason: str = ""  # why it was chosen; empty: no other was considered
+    _name: ClassVar[str] = ""
     stores_residuals: ClassVar[bool] = False  # of every step, instead of carries
     keeps_all: bool = False
     walks_back: ClassVar[bool] = False  # to the states, by the inverse of a step, where there is one
     needs_bound: ClassVar[bool] = False  # something is stored for every step
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The name of the kind that always stores this."""
+        return self._name
 
     @property
     def error(self) -> Exception | None:
@@ -56,11 +57,7 @@ class EveryCarry(Plan):
 
     reason: str = ""
     needs_bound: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """See `Plan.name`."""
-        return "Bounded()"
+    _name: ClassVar[str] = "Bounded()"
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,7 @@ class EveryResidual(Plan):
     keeps_all: bool = False  # as `jax.lax.scan` does
     stores_residuals: ClassVar[bool] = True
     needs_bound: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """See `Plan.name`."""
-        return "Residuals()"
+    _name: ClassVar[str] = "Residuals()"
 
 
 @dataclass(frozen=True)
@@ -106,16 +99,12 @@ class NoReverseMode(Plan):
     error_type: type[Exception]
     message: str
     reason: str = ""
+    _name: ClassVar[str] = "Lax()"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be raised."""
         if not (isinstance(self.error_type, type) and issubclass(self.error_type, Exception)):
             raise TypeError(f"kinds.NoReverseMode({self.error_type!r}, ...): expected a class of errors.")
-
-    @property
-    def name(self) -> str:
-        """See `Plan.name`."""
-        return "Lax()"
 
     @property
     def error(self) -> Exception:
@@ -129,7 +118,7 @@ class Checkpoints(Plan):
 
     Parameters
     ----------
-    count
+    checkpoints
         The most carries that are stored. None: about 2 sqrt(bound), or 64 without a bound.
     always_to_bound
         Whether the loop always takes as many steps as its bound. True allows simpler schedules.
@@ -138,29 +127,56 @@ class Checkpoints(Plan):
 
     """
 
-    count: int | None = None
+    checkpoints: int | None = None
     always_to_bound: bool = False
     reason: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a count that is none."""
-        if self.count is None:
+        if self.checkpoints is None:
             return
-        if isinstance(self.count, bool) or not hasattr(self.count, "__index__"):
-            raise TypeError(f"kinds.Checkpoints({self.count!r}): expected an int, the most carries stored, or None.")
-        if self.count < 1:
-            raise ValueError(f"kinds.Checkpoints({self.count!r}): expected at least 1, the most carries stored.")
+        if isinstance(self.checkpoints, bool) or not hasattr(self.checkpoints, "__index__"):
+            raise TypeError(
+                f"kinds.Checkpoints({self.checkpoints!r}): expected an int, the most carries stored, or None."
+            )
+        if self.checkpoints < 1:
+            raise ValueError(f"kinds.Checkpoints({self.checkpoints!r}): expected at least 1, the most carries stored.")
 
     @property
     def name(self) -> str:
         """See `Plan.name`."""
-        return "Checkpointed()" if self.count is None else f"Checkpointed({self.count})"
+        return "Checkpointed()" if self.checkpoints is None else f"Checkpointed({self.checkpoints})"
+
+
+@dataclass(frozen=True)
+class LastCarry(Plan):
+    """Store the carry after the last step; the inverse of the kind computes the earlier carries.
+
+    Parameters
+    ----------
+    otherwise
+        The checkpoints that are stored where a loop has no inverse: in the linear part of a second derivative, and in
+        loops with buffers in the carry.
+    reason
+        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
+
+    """
+
+    otherwise: Checkpoints = Checkpoints()
+    reason: str = ""
+    walks_back: ClassVar[bool] = True
+    _name: ClassVar[str] = "the last carry and an inverse"
+
+    def __post_init__(self) -> None:
+        """Refuse what is stored in place of an inverse, if it is no checkpoints."""
+        if type(self.otherwise) is not Checkpoints:
+            raise TypeError(f"kinds.LastCarry(otherwise={self.otherwise!r}): expected kinds.Checkpoints(...).")
 
 
 # Plans with sizes and positions: what a loop saves on its way.
 
 
-class Saving(Plan):
+class Saving(Plan, ABC):
     """Some carries, which the loop saves on its way forward."""
 
     reuses_room: ClassVar[bool] = False  # what a replay stores takes the room of saved carries
@@ -183,12 +199,7 @@ class Blocks(Saving):
 
     size: int  # steps in a block
     record_bytes: int = field(default=0, repr=False)  # as in `Saving`
-    reason: str = field(default="", repr=False)
-
-    @property
-    def name(self) -> str:
-        """See `Plan.name`."""
-        return "Checkpointed()"
+    _name: ClassVar[str] = "Checkpointed()"
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""
@@ -201,7 +212,6 @@ class Slots(Saving):
 
     count: int
     length_known: bool
-    reason: str = field(default="", repr=False)
     reuses_room: ClassVar[bool] = True
 
     @property
@@ -220,44 +230,18 @@ class Slots(Saving):
 
 
 @dataclass(frozen=True)
-class LastCarry(Saving):
-    """Store the carry after the last step; the inverse of the kind computes the earlier carries.
+class WalkBack(Saving):
+    """The last carry, from which an inverse walks back to the others."""
 
-    Parameters
-    ----------
-    otherwise
-        The checkpoints that are stored where a loop has no inverse: in the linear part of a second derivative, and in
-        loops with buffers in the carry.
-    reason
-        Why this plan was chosen, for `explain`. Empty: no other plan was considered.
-
-    """
-
-    otherwise: Checkpoints = Checkpoints()
-    reason: str = ""
+    otherwise: Checkpoints = Checkpoints()  # where a loop has no inverse
+    drift: Callable[[Any, Any, Any, Any], Any] | None = field(default=None, repr=False)  # as in `Saving`
     walks_back: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse what is stored in place of an inverse, if it is no checkpoints."""
-        if type(self.otherwise) is not Checkpoints:
-            raise TypeError(f"kinds.LastCarry(otherwise={self.otherwise!r}): expected kinds.Checkpoints(...).")
-
-    @property
-    def name(self) -> str:
-        """See `Plan.name`."""
-        return "the last carry and an inverse"
+    _name: ClassVar[str] = "the last carry and an inverse"
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""
         del bound
         return 1
-
-
-@dataclass(frozen=True)
-class CheckedLastCarry(LastCarry):
-    """The last carry, and a check at the end of the way back that it has led to the first."""
-
-    drift: Callable[[Any, Any, Any, Any], Any] | None = field(default=None, repr=False)  # as in `Saving`
 
 
 @dataclass(frozen=True)
@@ -292,20 +276,25 @@ def saving_of(plan: Plan, bound: int | None, carry_bytes: int, length_known: boo
 
 
 @saving_of.register
-def _of_saving(plan: Saving, *_: Any) -> Saving:
+def _of_saving(plan: Saving, *_: Any, **__: Any) -> Saving:
     return plan
 
 
 @saving_of.register
-def _of_last_carry(
-    plan: LastCarry, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
+def _of_last_carry(plan: LastCarry, *facts: Any, **named: Any) -> Saving | None:
+    return saving_of(WalkBack(plan.otherwise), *facts, **named)
+
+
+@saving_of.register
+def _of_walk_back(
+    plan: WalkBack, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
 ) -> Saving | None:
     return plan if has_inverse else saving_of(plan.otherwise, bound, carry_bytes, length_known, has_inverse)
 
 
 @saving_of.register
-def _of_blocks_then_residuals(plan: BlocksThenResiduals, *facts: Any) -> Saving | None:
-    return saving_of(plan.otherwise, *facts)  # of a loop that is not made of two
+def _of_blocks_then_residuals(plan: BlocksThenResiduals, *facts: Any, **named: Any) -> Saving | None:
+    return saving_of(plan.otherwise, *facts, **named)  # of a loop that is not made of two
 
 
 @saving_of.register
@@ -319,14 +308,14 @@ def _of_checkpoints(
     """
     del has_inverse
     if bound is None:
-        return Slots(plan.count or DEFAULT_SLOTS, length_known)
-    if plan.count is None:
+        return Slots(plan.checkpoints or DEFAULT_SLOTS, length_known)
+    if plan.checkpoints is None:
         size = block_size(bound, carry_bytes)
         return Blocks(size) if size > 1 else None
-    if plan.count >= bound:
+    if plan.checkpoints >= bound:
         return None
-    size = shortest_block(bound, plan.count) if plan.always_to_bound else None
-    return Blocks(size) if size else Slots(plan.count, length_known)
+    size = shortest_block(bound, plan.checkpoints) if plan.always_to_bound else None
+    return Blocks(size) if size else Slots(plan.checkpoints, length_known)
 
 
 def with_known_length(saving: Saving) -> Saving:

@@ -10,30 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, members, step_limits
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_bytes
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    Scan,
-    called,
-    contracted_size,
-    convolved_size,
-    dce,
-    is_cond,
-    is_convolution,
-    is_free,
-    is_function,
-    is_product,
-    is_scan,
-    is_slow_function,
-    is_while,
-    moves,
-    replace_jaxpr,
-    stands_alone,
-    takes_fused,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
@@ -84,7 +65,7 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
             changing.update(eqn.outvars)
             eqns.append(eqn)
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
-    products = _total(eqns, lambda eqn: _operation(eqn) if is_product(eqn) else 0.0)
+    products = _total(eqns, lambda eqn: _operation(eqn) if jaxi.is_product(eqn) else 0.0)
     alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE * costs().step
     return StepCost(work, CALL_OF_BATCH * calls, alone)
 
@@ -96,36 +77,36 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
         inner = [_total(jaxpr.eqns, of_operation) for jaxpr in inner_jaxprs(eqn)]
         if not inner:
             total += of_operation(eqn)
-        elif is_cond(eqn):
+        elif jaxi.is_cond(eqn):
             total += max(inner)
-        elif is_scan(eqn):
-            total += Scan.of(eqn).length * sum(inner)
+        elif jaxi.is_scan(eqn):
+            total += jaxi.Scan.of(eqn).length * sum(inner)
         else:
             # How often a loop runs its body; once for a call, which is no loop.
             limit, is_loose = step_limits[eqn.primitive](eqn) if eqn.primitive in step_limits else (1, False)
-            limit = _UNKNOWN_LENGTH if is_while(eqn) or not limit else limit
+            limit = _UNKNOWN_LENGTH if jaxi.is_while(eqn) or not limit else limit
             total += (min(limit, _UNKNOWN_LENGTH) if is_loose else limit) * sum(inner)
     return total
 
 
 def _runs_by_itself(eqn: Any) -> float:
     """1 for an operation that XLA executes by itself."""
-    return float(stands_alone(eqn) or takes_fused(eqn))
+    return float(jaxi.stands_alone(eqn) or jaxi.takes_fused(eqn))
 
 
 def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
     results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     size = sum(prod(v.aval.shape) for v in results)
-    if is_product(eqn):
-        return costs().product * 2 * size * contracted_size(eqn)
-    if is_convolution(eqn):
-        return costs().convolution * 2 * size * convolved_size(eqn)
-    if is_free(eqn):
+    if jaxi.is_product(eqn):
+        return costs().product * 2 * size * jaxi.contracted_size(eqn)
+    if jaxi.is_convolution(eqn):
+        return costs().convolution * 2 * size * jaxi.convolved_size(eqn)
+    if jaxi.is_free(eqn):
         return 0.0
-    if is_slow_function(eqn):
+    if jaxi.is_slow_function(eqn):
         return size * costs().slow_function
-    return size * (costs().function if is_function(eqn) else costs().elementwise)
+    return size * (costs().function if jaxi.is_function(eqn) else costs().elementwise)
 
 
 # Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored.
@@ -155,7 +136,7 @@ def classified(
     for position in positions:
         is_hoisted = all(0 < i <= num_consts for i in members(dependence(known)[position]))
         if is_hoisted:
-            program, used = dce(known, [p == position for p in range(len(known.out_avals))], False)
+            program, used = jaxi.dce(known, [p == position for p in range(len(known.out_avals))], False)
             # An equation may be all or nothing: what depends on constants alone may need other inputs to be computed.
             needs_others = used[0] or any(used[1 + num_consts :])
             # A loop may take no step. What is hoisted is computed all the same: it must end, without effects.
@@ -171,7 +152,7 @@ def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) 
         return None
     wanted = [p in positions for p in range(len(known.out_avals))]
     is_const = [0 < i <= num_consts for i in range(len(known.in_avals))]
-    return dce(known, wanted, is_const)[0]
+    return jaxi.dce(known, wanted, is_const)[0]
 
 
 def without_recomputed(
@@ -196,7 +177,7 @@ def without_recomputed(
         places = _equations_for(residual, known.eqns, producers, {*inputs, *others})
         if places is None:
             continue
-        cost = arithmetic(replace_jaxpr(known, [*inputs, *others], [residual], [known.eqns[i] for i in places]))
+        cost = arithmetic(jaxi.replace_jaxpr(known, [*inputs, *others], [residual], [known.eqns[i] for i in places]))
         if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
             left.remove(position)
             equations.update(places)
@@ -204,7 +185,7 @@ def without_recomputed(
         return left, None
     kept = [known.outvars[p] for p in left]
     dropped = [known.outvars[p] for p in positions if p not in left]
-    return left, replace_jaxpr(known, [*inputs, *kept], dropped, [known.eqns[i] for i in sorted(equations)])
+    return left, jaxi.replace_jaxpr(known, [*inputs, *kept], dropped, [known.eqns[i] for i in sorted(equations)])
 
 
 def _equations_for(
@@ -253,10 +234,10 @@ def result_bytes(jaxpr: ClosedJaxpr) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
         inner = list(inner_jaxprs(eqn))
-        if inner and called(eqn) is not None:
+        if inner and jaxi.called(eqn) is not None:
             total += sum(map(result_bytes, inner))
-        elif inner or stands_alone(eqn):
+        elif inner or jaxi.stands_alone(eqn):
             return inf
-        elif not (is_free(eqn) or moves(eqn)):
+        elif not (jaxi.is_free(eqn) or jaxi.moves(eqn)):
             total += num_bytes(out.aval for out in eqn.outvars)
     return total

@@ -11,30 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import silent_equation
 from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, weakly_cached
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    Primitive,
-    Scan,
-    While,
-    axis_after,
-    branches,
-    called,
-    can_transpose,
-    custom_vmap_of_lanes,
-    dce,
-    draws_for_all_lanes,
-    happens,
-    inlinable,
-    is_cond,
-    is_elementwise_operation,
-    is_reduction_or_move,
-    is_scan,
-    is_while,
-    used_inputs,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
 dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
@@ -63,27 +43,27 @@ def of_equation(eqn: Any) -> list[int]:
         return everything
     if eqn.primitive in dependence_rules:
         return dependence_rules[eqn.primitive](eqn)
-    if program := inlinable(eqn):
+    if program := jaxi.inlinable(eqn):
         return list(dependence(program))
-    if is_while(eqn):
-        loop = While.of(eqn)
+    if jaxi.is_while(eqn):
+        loop = jaxi.While.of(eqn)
         inputs = [1 << i for i in range(len(eqn.invars))]
         cond_consts, operands = inputs[: loop.num_cond_consts], inputs[loop.num_cond_consts :]
         carry = close_over_carry(dependence(loop.body), loop.carry_range, operands)
         goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
         return [bits | goes_on for bits in carry]
-    if is_scan(eqn):
+    if jaxi.is_scan(eqn):
         # JAX's rule would ask the primitives in it, once for each result.
-        loop, inputs = Scan.of(eqn), [1 << i for i in range(len(eqn.invars))]
+        loop, inputs = jaxi.Scan.of(eqn), [1 << i for i in range(len(eqn.invars))]
         body, carry = dependence(loop.body), loop.carry_range
         inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
         return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
-    if is_cond(eqn):
-        return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, branches(eqn)), strict=True)]
-    if happens(eqn.effects):  # no output depends on what they get
+    if jaxi.is_cond(eqn):
+        return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, jaxi.branches(eqn)), strict=True)]
+    if jaxi.happens(eqn.effects):  # no output depends on what they get
         eqn = silent_equation(eqn)
     outputs = range(len(eqn.outvars))
-    used = [used_inputs(eqn, [k == chosen for k in outputs]) for chosen in outputs]
+    used = [jaxi.used_inputs(eqn, [k == chosen for k in outputs]) for chosen in outputs]
     return [to_bits(mask) for mask in used if mask is not None] or everything
 
 
@@ -151,9 +131,9 @@ def needed_inputs(
     """
     needed, others = tuple(outputs[: len(carry)]), outputs[len(carry) :]
     while True:
-        used = dce(closed, [*needed, *others], False)[1]
+        used = jaxi.dce(closed, [*needed, *others], False)[1]
         if inverse is not None:
-            used = either(used, dce(inverse, needed, False)[1])
+            used = either(used, jaxi.dce(inverse, needed, False)[1])
         grown = either(needed, used[carry.start : carry.stop])
         if grown == needed:
             return (*used[: carry.start], *needed, *used[carry.stop :])
@@ -188,15 +168,15 @@ def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
 
 def _axes_of_results(eqn: Any, given: Axes) -> Axes:
     """The axis of lanes of each result of an equation of whose operands one has lanes."""
-    if (program := called(eqn)) is not None:
+    if (program := jaxi.called(eqn)) is not None:
         return _follow(program, given)
-    if is_cond(eqn):
-        found, *others = (_follow(branch, given[1:]) for branch in branches(eqn))
+    if jaxi.is_cond(eqn):
+        found, *others = (_follow(branch, given[1:]) for branch in jaxi.branches(eqn))
         if any(other != found for other in others):
             raise MayMixLanesError
         return found
-    if is_scan(eqn):
-        loop = Scan.of(eqn)
+    if jaxi.is_scan(eqn):
+        loop = jaxi.Scan.of(eqn)
         consts, carry, xs = loop.groups(given)
         if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
             return [0] * len(eqn.outvars)  # a map over lanes, one after another
@@ -204,13 +184,13 @@ def _axes_of_results(eqn: Any, given: Axes) -> Axes:
             raise MayMixLanesError
         carry, ys = _carried(loop.body, consts, carry, [None if axis is None else axis - 1 for axis in xs])
         return [*carry, *(None if axis is None else axis + 1 for axis in ys)]
-    if is_while(eqn):
-        loop = While.of(eqn)
+    if jaxi.is_while(eqn):
+        loop = jaxi.While.of(eqn)
         _, consts, carry = loop.groups(given)
         return _carried(loop.body, consts, carry, [])[0]
     if not eqn.outvars:  # an effect, of which no lane sees anything
         return []
-    axis = None if eqn.effects or draws_for_all_lanes(eqn) else axis_after(eqn, given)
+    axis = None if eqn.effects or jaxi.draws_for_all_lanes(eqn) else jaxi.axis_after(eqn, given)
     if axis is None:
         raise MayMixLanesError
     return [axis] * len(eqn.outvars)
@@ -254,8 +234,8 @@ def mixing_primitive(closed: ClosedJaxpr) -> str | None:
 def mixes_lanes(eqn: Any) -> bool:
     """Whether a batch of an equation is more than the equation for each lane."""
     try:
-        if (of_lanes := custom_vmap_of_lanes(eqn)) is None:
-            return draws_for_all_lanes(eqn)
+        if (of_lanes := jaxi.custom_vmap_of_lanes(eqn)) is None:
+            return jaxi.draws_for_all_lanes(eqn)
         program, inputs, results = of_lanes
         return _follow(program, inputs) != results
     except Exception:  # noqa: BLE001 - a user's rule may refuse this batch in any way: then nothing is known of it
@@ -286,19 +266,19 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
         return mixed_operands[eqn.primitive](eqn)
     if not any(map(mixing_primitive, inner_jaxprs(eqn))):
         return [False] * len(eqn.invars)
-    if is_scan(eqn):
-        return mixed_inputs_of_steps(Scan.of(eqn).body, Scan.of(eqn).carry_range)
-    if is_while(eqn):
-        loop = While.of(eqn)
+    if jaxi.is_scan(eqn):
+        return mixed_inputs_of_steps(jaxi.Scan.of(eqn).body, jaxi.Scan.of(eqn).carry_range)
+    if jaxi.is_while(eqn):
+        loop = jaxi.While.of(eqn)
         mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
         deciding, num = [bool(bits >> i & 1) for i in range(len(mixed))], loop.num_cond_consts
         body = mixed_inputs_of_steps(loop.body, loop.carry_range, mixed[num:], deciding[num:])
         # Where the carry is mixed, so is what decides how many steps a lane takes.
         is_carry_mixed = any(body[i] for i in loop.carry_range)
         return [*(either(mixed[:num], deciding[:num]) if is_carry_mixed else mixed[:num]), *body]
-    if is_cond(eqn):
-        return [False, *map(any, zip(*map(mixed_inputs, branches(eqn)), strict=True))]
-    program = called(eqn)
+    if jaxi.is_cond(eqn):
+        return [False, *map(any, zip(*map(mixed_inputs, jaxi.branches(eqn)), strict=True))]
+    program = jaxi.called(eqn)
     return everything if program is None else mixed_inputs(program)
 
 
@@ -340,7 +320,7 @@ _FEW = 40  # equations
 def always_ends(jaxpr: ClosedJaxpr) -> bool:
     """Whether a program has no effects, and no loop in it whose number of steps has no bound."""
     return not jaxpr.effects and all(
-        not (is_while(eqn) or (eqn.primitive in step_limits and step_limits[eqn.primitive](eqn)[0] is None))
+        not (jaxi.is_while(eqn) or (eqn.primitive in step_limits and step_limits[eqn.primitive](eqn)[0] is None))
         and all(map(always_ends, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
@@ -360,12 +340,12 @@ def linear_results(jaxpr: ClosedJaxpr, linear: Sequence[bool]) -> list[bool] | N
         operands = list(map(is_linear, eqn.invars))
         if not any(operands):
             continue
-        if (program := inlinable(eqn)) is not None:
+        if (program := jaxi.inlinable(eqn)) is not None:
             results = linear_results(program, operands)
             if results is None:
                 return None
             found.update(out for out, chosen in zip(eqn.outvars, results, strict=True) if chosen)
-        elif eqn.primitive in jointly_linear or (can_transpose(eqn, operands) and not any(inner_jaxprs(eqn))):
+        elif eqn.primitive in jointly_linear or (jaxi.can_transpose(eqn, operands) and not any(inner_jaxprs(eqn))):
             found.update(eqn.outvars)
         else:
             return None
@@ -378,8 +358,8 @@ def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
     """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none."""
     return not jaxpr.effects and all(
         all(map(is_arithmetic, inner_jaxprs(eqn)))
-        if is_scan(eqn) or is_cond(eqn) or called(eqn) is not None
-        else is_elementwise_operation(eqn) or is_reduction_or_move(eqn)
+        if jaxi.is_scan(eqn) or jaxi.is_cond(eqn) or jaxi.called(eqn) is not None
+        else jaxi.is_elementwise_operation(eqn) or jaxi.is_reduction_or_move(eqn)
         for eqn in jaxpr.eqns
     )
 
@@ -390,7 +370,7 @@ def is_elementwise(closed: ClosedJaxpr) -> bool:
         not closed.effects
         and len(closed.eqns) <= _FEW
         and all(
-            is_elementwise_operation(eqn) if program is None else is_elementwise(program)
-            for eqn, program in zip(closed.eqns, map(inlinable, closed.eqns), strict=True)
+            jaxi.is_elementwise_operation(eqn) if program is None else is_elementwise(program)
+            for eqn, program in zip(closed.eqns, map(jaxi.inlinable, closed.eqns), strict=True)
         )
     )

@@ -8,29 +8,9 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs, map_programs, trace
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    ad,
-    axis_arguments,
-    branches,
-    called,
-    equation_context,
-    happens,
-    has_tangents,
-    is_cond,
-    is_custom,
-    is_custom_vjp,
-    is_linear_solve,
-    is_nonzero,
-    jaxpr_as_fun,
-    partial_eval_jaxpr,
-    replace_jaxpr,
-    told_what_is_perturbed,
-    with_branches,
-    with_solve,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 # Functions with derivatives of their own, evaluated in another way: so are their rules, which JAX traces later.
 
@@ -50,23 +30,25 @@ def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
 
     It keeps its derivatives: its rules are traced as programs where JAX asks for them.
     """
-    program, first = called(eqn), interpreter.num_flags
+    program, first = jaxi.called(eqn), interpreter.num_flags
     assert program is not None
     evaluate = interpreter.forward(program)
-    if is_custom_vjp(eqn):
-        is_told, function = told_what_is_perturbed(eqn), jax.custom_vjp(lambda *xs: tuple(evaluate(*xs)))
+    if jaxi.is_custom_vjp(eqn):
+        is_told, function = jaxi.told_what_is_perturbed(eqn), jax.custom_vjp(lambda *xs: tuple(evaluate(*xs)))
 
         def forward(*operands: Any) -> Any:
             flags, xs = ([x.value if is_told else x for x in group] for group in (operands[:first], operands[first:]))
             avals = enumerate(v.aval for v in eqn.invars)
-            perturbed = [i for i, aval in avals if (operands[first + i].perturbed if is_told else has_tangents(aval))]
+            perturbed = [
+                i for i, aval in avals if (operands[first + i].perturbed if is_told else jaxi.has_tangents(aval))
+            ]
             out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, perturbed), flags, xs)
             return tuple(out), (flags, pull)
 
         def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
             flags, pull = residuals
-            given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if has_tangents(v.aval)}
-            given = {i: zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
+            given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if jaxi.has_tangents(v.aval)}
+            given = {i: jaxi.zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
             found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
             return *(None for _ in flags), *(found.get(i) for i in range(len(eqn.invars)))
 
@@ -87,10 +69,10 @@ def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
 def rule_of(eqn: Any) -> ClosedJaxpr | None:
     """The rule of the function that an equation calls as a program; None if there is none for these operands."""
     operands = [v.aval for v in eqn.invars]
-    dots = {i: v.aval for i, v in enumerate(eqn.invars) if has_tangents(v.aval)}
-    cts = {i: v.aval for i, v in enumerate(eqn.outvars) if has_tangents(v.aval)}
+    dots = {i: v.aval for i, v in enumerate(eqn.invars) if jaxi.has_tangents(v.aval)}
+    cts = {i: v.aval for i, v in enumerate(eqn.outvars) if jaxi.has_tangents(v.aval)}
     try:
-        if is_custom_vjp(eqn):
+        if jaxi.is_custom_vjp(eqn):
             return jax.make_jaxpr(lambda xs, cts: _pull_back(eqn, _forward(eqn, dots, xs)[1], cts))(operands, cts)
         return jax.make_jaxpr(partial(_on_pairs, eqn))(operands, dots)
     except Exception:  # noqa: BLE001 - a rule may raise anything, and does so again where JAX asks for it
@@ -118,7 +100,7 @@ def _on_pairs(eqn: Any, operands: Sequence[Any], tangents: dict[int, Any]) -> tu
     """All results, and the tangents of those that have one."""
     function = _of_some(lambda *xs: bind_again(eqn, xs), operands)
     out, dots = jax.jvp(function, ({i: operands[i] for i in tangents},), (tangents,))
-    return out, {i: dot for i, (dot, v) in enumerate(zip(dots, eqn.outvars, strict=True)) if has_tangents(v.aval)}
+    return out, {i: dot for i, (dot, v) in enumerate(zip(dots, eqn.outvars, strict=True)) if jaxi.has_tangents(v.aval)}
 
 
 def _forward(eqn: Any, perturbed: Iterable[int], operands: Sequence[Any]) -> Any:
@@ -145,26 +127,26 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not closed.effects:
         return closed
     silenced = (silent_equation(eqn) if eqn.effects else eqn for eqn in closed.eqns if eqn.outvars or not eqn.effects)
-    return replace_jaxpr(closed, closed.invars, closed.outvars, list(silenced))
+    return jaxi.replace_jaxpr(closed, closed.invars, closed.outvars, list(silenced))
 
 
 def silent_equation(eqn: Any) -> Any:
     """The equation with `silent` programs inside it."""
-    if is_linear_solve(eqn):
-        return with_solve(eqn, silent)
-    if is_cond(eqn):
-        return with_branches(eqn, list(map(silent, branches(eqn))))
-    if is_custom(eqn):
+    if jaxi.is_linear_solve(eqn):
+        return jaxi.with_solve(eqn, silent)
+    if jaxi.is_cond(eqn):
+        return jaxi.with_branches(eqn, list(map(silent, jaxi.branches(eqn))))
+    if jaxi.is_custom(eqn):
         # The call is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not.
         silence = Interpreter(lambda closed: jaxpr_as_fun(silent(closed)), jaxpr_as_fun, num_flags=0)
-        with equation_context(eqn):
+        with jaxi.equation_context(eqn):
             traced = jax.make_jaxpr(evaluated_by(silence, eqn))(*(v.aval for v in eqn.invars))
         (call,) = traced.eqns
         return call.replace(invars=eqn.invars, outvars=eqn.outvars)
     pruned = map_programs(eqn, silent)
     programs = list(inner_jaxprs(pruned))
     if not programs:  # an `io_callback`, say, which goes if nothing needs its results
-        return eqn.replace(effects=frozenset()) if happens(eqn.effects) else eqn
+        return eqn.replace(effects=frozenset()) if jaxi.happens(eqn.effects) else eqn
     return pruned.replace(effects=set().union(*(program.effects for program in programs)))
 
 
@@ -176,7 +158,9 @@ def batch_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
 
     def rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
         in_axes = tuple(None if d is None else int(d) for d in dims)
-        batched = jax.vmap(lambda *xs: function(*xs, **params), in_axes=in_axes, out_axes=0, **axis_arguments(axis))
+        batched = jax.vmap(
+            lambda *xs: function(*xs, **params), in_axes=in_axes, out_axes=0, **jaxi.axis_arguments(axis)
+        )
         outputs = batched(*operands)
         return outputs, [0] * len(outputs)
 
@@ -192,7 +176,7 @@ def jvp_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
     """
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
-        dots = {i: dot for i, dot in enumerate(tangents) if is_nonzero(dot)}
+        dots = {i: dot for i, dot in enumerate(tangents) if jaxi.is_nonzero(dot)}
         return jax.jvp(_of_some(partial(function, **params), primals), ({i: primals[i] for i in dots},), (dots,))
 
     return rule
@@ -209,13 +193,13 @@ def linearize_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]
             values, dots = flat[:num_primals], dict(zip(perturbed, flat[num_primals:], strict=True))
             of_perturbed = _of_some(partial(function, **params), values)
             results, tangents = jax.jvp(of_perturbed, ({i: values[i] for i in perturbed},), (dots,))
-            found[:] = [i for i, tangent in enumerate(tangents) if is_nonzero(tangent)]
+            found[:] = [i for i, tangent in enumerate(tangents) if jaxi.is_nonzero(tangent)]
             return [*results, *(tangents[i] for i in found)]
 
         types = [jax.typeof(x) for x in primals]
         pairs = trace(on_pairs, [*types, *(types[i].to_tangent_aval() for i in perturbed)])
         later = [False] * num_primals + [True] * len(perturbed)
-        known, linear_part, is_later = partial_eval_jaxpr(pairs, later, [False] * len(pairs.out_avals))
+        known, linear_part, is_later = jaxi.partial_eval_jaxpr(pairs, later, [False] * len(pairs.out_avals))
         # Before: [*primals, *tangents] -> [*results, *tangents of some results]
         # After: known: [*primals] -> [*results, *tangents that depend on none, *residuals]
         #        linear part: [*residuals, *tangents] -> [*the other tangents]

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import core, lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.util import (
     INDEX,
@@ -32,24 +33,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    JaxprTypeError,
-    Primitive,
-    ad,
-    axis_arguments,
-    convert,
-    fits,
-    jaxpr_as_fun,
-    marked_varying,
-    mesh_axis,
-    register,
-    replace_jaxpr,
-    vary,
-    vary_like,
-    varying_axes,
-    with_varying_axes,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, jaxpr_as_fun
 from loopax._src.messages import devices_message, sharded_lanes_message
 
 # Whether the operands of an equation fit the bodies in it. Only `check_jaxpr` asks, under `jax_enable_checks` say.
@@ -61,14 +45,14 @@ from loopax._src.messages import devices_message, sharded_lanes_message
 def check_count(what: str, expected: int, given: Sequence[Any]) -> None:
     """Raise where there are more or fewer operands."""
     if len(given) != expected:
-        raise JaxprTypeError(f"{what}: expected {expected} operands, got {len(given)}")
+        raise jaxi.JaxprTypeError(f"{what}: expected {expected} operands, got {len(given)}")
 
 
 def check_types(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
     """Raise where values of these types do not fit."""
-    if not fits(expected, given):
+    if not jaxi.fits(expected, given):
         wanted, got = (", ".join(map(str, avals)) for avals in (expected, given))
-        raise JaxprTypeError(f"{what}: expected ({wanted}), got ({got})")
+        raise jaxi.JaxprTypeError(f"{what}: expected ({wanted}), got ({got})")
 
 
 def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> None:
@@ -79,7 +63,7 @@ def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: i
 def check_numbers(what: str, given: Sequence[Any], shape: tuple[int, ...] = ()) -> None:
     """Raise where these are not numbers of rows; they may vary over the axes of a `shard_map`."""
     number = core.ShapedArray(shape, INDEX.dtype)
-    check_types(what, [with_varying_axes(number, varying_axes(aval)) for aval in given], given)
+    check_types(what, [jaxi.with_varying_axes(number, jaxi.varying_axes(aval)) for aval in given], given)
 
 
 # NaN for what is not valid.
@@ -92,7 +76,7 @@ def nan_if(failed: Any, x: jax.Array) -> jax.Array:
     """
     failed = jnp.asarray(failed)
     failed = failed.reshape(*failed.shape, *(1,) * (x.ndim - failed.ndim)) if failed.ndim else failed
-    nan_or_one = convert(lax.sqrt(1 - 2 * failed.astype(jnp.float32)), x.dtype)
+    nan_or_one = jaxi.convert(lax.sqrt(1 - 2 * failed.astype(jnp.float32)), x.dtype)
     return jnp.where(failed, nan_or_one * x, x)
 
 
@@ -112,9 +96,9 @@ class Axis:
     @classmethod
     def of(cls, data: Any) -> "Axis":
         """What matters of JAX's description of the axis."""
-        arguments = axis_arguments(data)
+        arguments = jaxi.axis_arguments(data)
         names = arguments["axis_name"], arguments["spmd_axis_name"]
-        return cls(arguments["axis_size"], *names, mesh_axis=mesh_axis(data))
+        return cls(arguments["axis_size"], *names, mesh_axis=jaxi.mesh_axis(data))
 
     def resized(self, size: int, similar: bool = False) -> "Axis":
         """The axis with another number of lanes."""
@@ -191,7 +175,7 @@ retyped_p = Primitive("retyped")
 
 def retyped(x: Any, varying: Axes, summed: Axes = frozenset()) -> Any:
     """An array as it is, typed as varying over these axes and no others."""
-    return x if varying_axes(x) == varying else retyped_p.bind(x, varying=varying, summed=summed)
+    return x if jaxi.varying_axes(x) == varying else retyped_p.bind(x, varying=varying, summed=summed)
 
 
 def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
@@ -202,15 +186,15 @@ def _transpose(ct: Any, x: Any, *, varying: Axes, summed: Axes) -> list[Any]:
     del varying
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval)]
-    ct = retyped(ct, varying_axes(x.aval) | summed)
-    return [jax.linear_transpose(lambda x: vary(x, summed), x.aval)(ct)[0] if summed else ct]
+    ct = retyped(ct, jaxi.varying_axes(x.aval) | summed)
+    return [jax.linear_transpose(lambda x: jaxi.vary(x, summed), x.aval)(ct)[0] if summed else ct]
 
 
-register(
+jaxi.register(
     retyped_p,
     impl=lambda x, **_: x,
     lowering=lambda _, x, **__: [x],
-    abstract_eval=lambda x, *, varying, summed: with_varying_axes(x, varying),  # noqa: ARG005
+    abstract_eval=lambda x, *, varying, summed: jaxi.with_varying_axes(x, varying),  # noqa: ARG005
     linear_in=[0],
     transpose=_transpose,
     batch_without_axis=lambda operands, dims, **params: (retyped_p.bind(*operands, **params), dims[0]),
@@ -228,14 +212,14 @@ def unvarying(numbers: Any) -> Any:
 
 def differing(deciding: Sequence[Any]) -> Axes:
     """The mesh axes over which what decides on a number of steps varies; arrays or types."""
-    return frozenset().union(*map(varying_axes, deciding))
+    return frozenset().union(*map(jaxi.varying_axes, deciding))
 
 
 def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
     """The arrays, marked as varying over these axes, too. Undefined primals stay as they are."""
     if not axes:
         return list(values)
-    return [x if ad.is_undefined_primal(x) else vary(x, axes - varying_axes(x)) for x in values]
+    return [x if ad.is_undefined_primal(x) else jaxi.vary(x, axes - jaxi.varying_axes(x)) for x in values]
 
 
 def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
@@ -246,14 +230,14 @@ def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest
 
     def as_given(row: Any, *operands: Any) -> list[Any]:
         out = step(row, *operands)
-        return [*map(vary_like, out[: len(carry)], map(jax.typeof, operands)), *out[len(carry) :]]
+        return [*map(jaxi.vary_like, out[: len(carry)], map(jax.typeof, operands)), *out[len(carry) :]]
 
     while True:
         closed = trace(as_given, [row, *carry, *rest])
-        found = [varying_axes(aval) for aval in closed.out_avals[: len(carry)]]
-        if found == list(map(varying_axes, carry)):
+        found = [jaxi.varying_axes(aval) for aval in closed.out_avals[: len(carry)]]
+        if found == list(map(jaxi.varying_axes, carry)):
             return closed
-        carry = list(map(with_varying_axes, carry, found))
+        carry = list(map(jaxi.with_varying_axes, carry, found))
 
 
 @weakly_cached
@@ -266,27 +250,27 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
         raise NotImplementedError(devices_message(*collective))
 
     def has_marks(jaxpr: ClosedJaxpr) -> bool:
-        return any(axes & marked_varying(eqn) for eqn in equations_in(jaxpr))
+        return any(axes & jaxi.marked_varying(eqn) for eqn in equations_in(jaxpr))
 
     def marked_locally(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-        return replace_jaxpr(jaxpr, eqns=list(map(with_local_mark, jaxpr.eqns))) if has_marks(jaxpr) else jaxpr
+        return jaxi.replace_jaxpr(jaxpr, eqns=list(map(with_local_mark, jaxpr.eqns))) if has_marks(jaxpr) else jaxpr
 
     def with_local_mark(eqn: Any) -> Any:
-        marked = marked_varying(eqn)
+        marked = jaxi.marked_varying(eqn)
         if not marked & axes:
             return map_programs(eqn, marked_locally)
-        params = {"varying": varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
+        params = {"varying": jaxi.varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
         return eqn.replace(primitive=retyped_p, params=params)
 
     row, *avals = body.in_avals
-    if all(axes <= varying_axes(aval) for aval in (*avals, *body.out_avals)) and not has_marks(body):
+    if all(axes <= jaxi.varying_axes(aval) for aval in (*avals, *body.out_avals)) and not has_marks(body):
         return None
     function = jaxpr_as_fun(marked_locally(body))
 
     # Before: (row, *operands, typed as the body has them) -> results, typed as they come
     # After: (row, *operands that vary over the axes) -> results that do
     def step(row: Any, *operands: Any) -> list[Any]:
-        given = [retyped(x, varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
-        return [retyped(x, varying_axes(x) | axes) for x in function(row, *given)]
+        given = [retyped(x, jaxi.varying_axes(aval)) for x, aval in zip(operands, avals, strict=True)]
+        return [retyped(x, jaxi.varying_axes(x) | axes) for x in function(row, *given)]
 
-    return trace(step, [row, *(with_varying_axes(aval, varying_axes(aval) | axes) for aval in avals)])
+    return trace(step, [row, *(jaxi.with_varying_axes(aval, jaxi.varying_axes(aval) | axes) for aval in avals)])

@@ -13,34 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.settings import settings
-from loopax._src.jax_internals import (
-    AbstractValue,
-    ClosedJaxpr,
-    Literal,
-    ad,
-    axis_of_index,
-    collective_name,
-    communicates_over,
-    constants_of,
-    dce,
-    equation_context,
-    held_program,
-    inlinable,
-    is_axis_index,
-    is_custom_vjp,
-    is_number,
-    item_bytes,
-    keep_bits,
-    mapped_aval,
-    on_device,
-    on_mesh,
-    replace_jaxpr,
-    strong,
-    unmapped_aval,
-    with_held_program,
-    zeros,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, ad
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -94,57 +69,57 @@ def either(a: Sequence[bool], b: Sequence[bool]) -> Mask:
     return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
-def stacked(aval: AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> AbstractValue:
+def stacked(aval: jaxi.AbstractValue, rows: int, axis: int = 0, mesh_axis: Any = None) -> jaxi.AbstractValue:
     """The type of `rows` such arrays stacked along a new axis, which may be spread along one of a mesh."""
-    return unmapped_aval(rows, axis, aval if mesh_axis is None else on_mesh(aval), mesh_axis)
+    return jaxi.unmapped_aval(rows, axis, aval if mesh_axis is None else jaxi.on_mesh(aval), mesh_axis)
 
 
 def padded(x: Any, rows: int) -> Any:
     """The array with rows of zeros behind its own."""
-    if not is_number(x.dtype):  # of which `jnp.pad` has no zeros
-        return jnp.concatenate([x, zeros(stacked(mapped_aval(x.shape[0], 0, jax.typeof(x)), rows))])
-    return keep_bits(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), x)
+    if not jaxi.is_number(x.dtype):  # of which `jnp.pad` has no zeros
+        return jnp.concatenate([x, jaxi.zeros(stacked(jaxi.mapped_aval(x.shape[0], 0, jax.typeof(x)), rows))])
+    return jaxi.keep_bits(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), x)
 
 
 def put_rows(ys: Any, rows: Any, first: Any) -> Any:
     """The rows `ys` with these in the place of those from `first` on."""
     put = partial(lax.dynamic_update_slice_in_dim, axis=0)
-    return on_device(lambda ys, rows: keep_bits(put, ys, rows, jnp.int32(first)), ys, rows)
+    return jaxi.on_device(lambda ys, rows: jaxi.keep_bits(put, ys, rows, jnp.int32(first)), ys, rows)
 
 
-def num_bytes(avals: Iterable[AbstractValue]) -> int:
+def num_bytes(avals: Iterable[jaxi.AbstractValue]) -> int:
     """The size of these arrays together; one with a symbolic dimension (of `jax.export`) counts as large.
 
     What is chosen by size, a schedule say, is chosen when a loop is traced.
     """
-    size = sum(prod(aval.shape) * item_bytes(aval.dtype) for aval in avals)
+    size = sum(prod(aval.shape) * jaxi.item_bytes(aval.dtype) for aval in avals)
     return size if isinstance(size, int) else maxsize
 
 
 def written_out(ct: Any) -> Any:
     """A cotangent with symbolic zeros written out."""
-    return zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
+    return jaxi.zeros(ct.aval) if isinstance(ct, ad.Zero) else ct
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
     """A function of flat arrays as a jaxpr without dead code; it keeps all its inputs."""
-    arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else strong(a) for a in avals]
+    arguments = [a if isinstance(a, jax.ShapeDtypeStruct) else jaxi.strong(a) for a in avals]
     closed = jax.make_jaxpr(function)(*arguments)
-    return dce(closed, [True] * len(closed.out_avals), True)[0]
+    return jaxi.dce(closed, [True] * len(closed.out_avals), True)[0]
 
 
 def evaluate(
     closed: ClosedJaxpr,
     inputs: Sequence[Any],
     equation: Callable[[Any, list[Any]], Sequence[Any]],
-    context: Callable[[Any], AbstractContextManager[None]] = equation_context,
+    context: Callable[[Any], AbstractContextManager[None]] = jaxi.equation_context,
     inlined: Callable[[Any], ClosedJaxpr | None] = lambda _: None,
 ) -> list[Any]:
     """Evaluate a jaxpr; `equation(eqn, operands)` gives the results of each of its equations, in a context for it.
 
     A call for which `inlined` gives a program is evaluated equation by equation, too.
     """
-    values: dict[Any, Any] = constants_of(closed)
+    values: dict[Any, Any] = jaxi.constants_of(closed)
     values.update(zip(closed.invars, inputs, strict=True))
 
     def read(atom: Any) -> Any:
@@ -171,7 +146,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
 
 def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
     """The jaxprs in a parameter of an equation, or in several of them."""
-    if (held := held_program(value)) is not None:
+    if (held := jaxi.held_program(value)) is not None:
         yield held
     elif isinstance(value, tuple | list):
         yield from chain.from_iterable(map(programs_in, value))
@@ -191,7 +166,7 @@ def num_equations(jaxpr: ClosedJaxpr) -> int:
 
 def calls_custom_vjp(jaxpr: ClosedJaxpr) -> bool:
     """Whether a `jax.custom_vjp` is called, by an inner program too."""
-    return any(map(is_custom_vjp, equations_in(jaxpr)))
+    return any(map(jaxi.is_custom_vjp, equations_in(jaxpr)))
 
 
 def map_parameter(
@@ -202,9 +177,9 @@ def map_parameter(
     What is no jaxpr is replaced by `other` of it. A tuple or a list that `other` leaves as it is keeps its type, and
     its items are mapped in turn.
     """
-    if (held := held_program(value)) is not None:
+    if (held := jaxi.held_program(value)) is not None:
         new = function(held)
-        return value if new is held else with_held_program(value, new)
+        return value if new is held else jaxi.with_held_program(value, new)
     new = other(value)
     if new is not value or not isinstance(value, tuple | list):
         return new
@@ -223,24 +198,26 @@ def collective_in(jaxpr: ClosedJaxpr, axes: frozenset[Any]) -> tuple[str, Any] |
     """The name of a primitive in it that communicates over one of these axes, and that axis."""
     for eqn in equations_in(jaxpr):
         # An equation with programs inside communicates where an equation in these does, which has the name.
-        if (over := communicates_over(eqn) & axes) and not is_axis_index(eqn) and not any(inner_jaxprs(eqn)):
-            return collective_name(eqn), min(over, key=str)
+        if (over := jaxi.communicates_over(eqn) & axes) and not jaxi.is_axis_index(eqn) and not any(inner_jaxprs(eqn)):
+            return jaxi.collective_name(eqn), min(over, key=str)
     return None
 
 
 def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it; None: it has no name."""
-    return axis_name is not None and any(axis_name in communicates_over(eqn) for eqn in equations_in(program))
+    return axis_name is not None and any(axis_name in jaxi.communicates_over(eqn) for eqn in equations_in(program))
 
 
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
-    places = list(filter(is_axis_index, closed.eqns))
+    places = list(filter(jaxi.is_axis_index, closed.eqns))
     if not places:
         return closed, []
     invars = [*(eqn.outvars[0] for eqn in places), *closed.invars]
-    rest = replace_jaxpr(closed, invars, closed.outvars, [eqn for eqn in closed.eqns if not is_axis_index(eqn)])
-    return rest, [lax.axis_index(axis_of_index(eqn)) for eqn in places]
+    rest = jaxi.replace_jaxpr(
+        closed, invars, closed.outvars, [eqn for eqn in closed.eqns if not jaxi.is_axis_index(eqn)]
+    )
+    return rest, [lax.axis_index(jaxi.axis_of_index(eqn)) for eqn in places]
 
 
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
@@ -266,7 +243,7 @@ def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through calls without derivatives of their own."""
     for eqn in closed.eqns:
         position = next((i for i, out in enumerate(eqn.outvars) if out is variable), None)
-        inner = inlinable(eqn)
+        inner = jaxi.inlinable(eqn)
         if position is None or inner is None:
             continue
         source = forwarded_from(inner, inner.outvars[position])

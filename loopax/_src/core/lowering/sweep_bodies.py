@@ -14,14 +14,7 @@ from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, trace, unflatten, weakly_cached
 from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Steps, active_of, filled_outside, read
 from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, unmasked
-from loopax._src.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    happens,
-    jaxpr_as_fun,
-    partial_eval_jaxpr,
-    replace_jaxpr,
-)
+from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
 #
