@@ -144,8 +144,8 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # A plan with an error has no reverse mode: who transposes the linear part raises it (`transpose.py`).
     if plan.error or not parts.states:
         return parts
-    carry_bytes, length_known = num_bytes(parts.states), not loop.predicated
-    saving = loop.saving or saving_of(plan, loop.bound, carry_bytes, length_known, inverse is not None)
+    facts = {"length_known": not loop.predicated, "has_inverse": inverse is not None}
+    saving = loop.saving or saving_of(plan, loop.bound, num_bytes(parts.states), **facts)
     if saving is None and mixing_primitive(linear.body):
         # What is read of other lanes is not in rows: lanes that have finished have written none.
         saving = Blocks(1)
