@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +33,9 @@ NOTICED = HERE / "noticed.toml"
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
 PARALLEL = ("-n", "3", "--dist", "worksteal")
 FAILED = re.compile(r"(FAILED|ERROR) (?P<test>(tests|loopax)/\S+)")  # as workers report it
-MOST_SECONDS = 1800
+STARTED = re.compile(r"(?P<test>tests/\S+::\S+) *$")
+PASSED = re.compile(r"(PASSED|SKIPPED|XFAIL) (?P<test>tests/\S+)")
+MOST_SILENT_SECONDS = 150  # more than any one test takes
 IGNORED = ("--ignore", "tests/project/test_faults.py")  # which holds that the fault can be applied: here it has been
 
 
@@ -106,9 +108,9 @@ def commit() -> str:
 
 
 def is_noticed(project: Path, *arguments: str) -> str:
-    """The first test that fails, or that tests do not end; empty where all pass.
+    """The first test that fails or does not end; empty where all pass.
 
-    Tests in other workers may never end then, for a fault can keep a loop from stopping: all are killed.
+    A fault can keep a loop from stopping: where nothing has passed for long, all workers are killed.
     """
     environment = os.environ | {"PYTHONPATH": str(project)}
     command = [sys.executable, *PYTEST, *IGNORED, *arguments]
@@ -116,15 +118,30 @@ def is_noticed(project: Path, *arguments: str) -> str:
         command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     kill = partial(os.killpg, process.pid, signal.SIGKILL)
-    timer = Timer(MOST_SECONDS, kill)
-    timer.start()
+    running: dict[str, None] = dict.fromkeys(argument for argument in arguments if "::" in argument)
     assert process.stdout is not None
-    failed = next(filter(None, map(FAILED.search, process.stdout)), None)
-    timer.cancel()
-    if failed:
+    lines = iter(process.stdout.readline, "")
+    while (line := before_silence(lines, kill)) and not FAILED.search(line):
+        if started := STARTED.match(line):
+            running[started["test"]] = None
+        elif passed := PASSED.search(line):
+            running.pop(passed["test"], None)
+    if line:
         kill()
     returncode = process.wait()
-    return failed["test"] if failed else f"pytest ended with {returncode}" if returncode else ""
+    if failed := FAILED.search(line):
+        return failed["test"]
+    hangs = returncode == -signal.SIGKILL and running
+    return next(iter(running)) if hangs else f"pytest ended with {returncode}" if returncode else ""
+
+
+def before_silence(lines: Iterator[str], kill: Callable[[], object]) -> str:
+    """The next line; the empty line at the end, also where the workers were killed because none came."""
+    timer = Timer(MOST_SILENT_SECONDS, kill)
+    timer.start()
+    line = next(lines, "")
+    timer.cancel()
+    return line
 
 
 def noticed_again(name: str) -> bool:
