@@ -138,7 +138,11 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, resi
             assert picture.evaluations == picture.forward == n
         else:
             in_two = isinstance(plan, BlocksThenResiduals)
-            taken = plan if in_two else saving_of(plan, bound, LARGE, length_known, has_inverse=False)
+            taken = (
+                plan
+                if in_two
+                else saving_of(plan, bound=bound, carry_bytes=LARGE, length_known=length_known, has_inverse=False)
+            )
             assert tuple(actions_of(taken, n, picture.records)) == picture.actions
             assert checkpoints is None or picture.room <= checkpoints
 

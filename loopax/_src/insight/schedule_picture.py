@@ -267,7 +267,8 @@ def picture(
     residuals = static_bool("picture(residuals=...)", residuals, _WHY)
     bound = steps if length_known else None
     asked = Checkpoints(checkpoints, always_to_bound=length_known)
-    plan: Plan | None = saving_of(asked, bound, SMALL_STORE_BYTES + 1, length_known, has_inverse=False)
+    facts = {"bound": bound, "carry_bytes": SMALL_STORE_BYTES + 1, "length_known": length_known, "has_inverse": False}
+    plan: Plan | None = saving_of(asked, **facts)
     if residuals and bound and checkpoints and (last := last_steps(bound, checkpoints, 1, 1)):
         plan = BlocksThenResiduals(Blocks(last.block), last.recorded, otherwise=asked)
     return SchedulePicture(steps, plan or EveryCarry(), records=residuals and plan is not None)

@@ -144,8 +144,13 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # A plan with an error has no reverse mode: who transposes the linear part raises it (`transpose.py`).
     if plan.error or not parts.states:
         return parts
-    facts = {"length_known": not loop.predicated, "has_inverse": inverse is not None}
-    saving = loop.saving or saving_of(plan, loop.bound, num_bytes(parts.states), **facts)
+    saving = loop.saving or saving_of(
+        plan,
+        bound=loop.bound,
+        carry_bytes=num_bytes(parts.states),
+        length_known=not loop.predicated,
+        has_inverse=inverse is not None,
+    )
     if saving is None and mixing_primitive(linear.body):
         # What is read of other lanes is not in rows: lanes that have finished have written none.
         saving = Blocks(1)

@@ -331,8 +331,8 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     # An inverse walks s back and not p, so such a sweep saves checkpoints of (s, p).
     saving = sweep.saving
     if sweep.inverse is not None:
-        carry_bytes = num_bytes(map(jax.typeof, states))
-        saving = saving_of(sweep.plan, sweep.bound, carry_bytes, length_known=True, has_inverse=False) or Blocks(1)
+        facts = {"bound": sweep.bound, "carry_bytes": num_bytes(map(jax.typeof, states))}
+        saving = saving_of(sweep.plan, **facts, length_known=True, has_inverse=False) or Blocks(1)
 
     avals = select_each(sweep.masks, sweep.whole.backward_avals)
     start = [*carry, *map(jaxi.zeros, avals.state), *map(jaxi.zeros, avals.consts)]

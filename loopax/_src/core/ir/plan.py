@@ -7,7 +7,6 @@ loop saves on its way. `saving_of` resolves. How each is compiled stands in `cor
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
 from typing import Any, ClassVar, Self
 
 from loopax._src.schedule.blocks import block_size, shortest_block
@@ -264,51 +263,25 @@ class BlocksThenResiduals(Plan):
 DEFAULT_SLOTS = 64
 
 
-@singledispatch
-def saving_of(plan: Plan, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> Saving | None:
+def saving_of(
+    plan: Plan, *, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
+) -> Saving | None:
     """Which carries of so many bytes a loop saves on its way; None: what it stores of every step are rows.
 
     `length_known`: whether the number of steps is known when the loop starts. `has_inverse`: whether the loop can walk
     back.
     """
-    del plan, bound, carry_bytes, length_known, has_inverse
-    return None
-
-
-@saving_of.register
-def _of_saving(plan: Saving, *_: Any, **__: Any) -> Saving:
-    return plan
-
-
-@saving_of.register
-def _of_last_carry(plan: LastCarry, *facts: Any, **named: Any) -> Saving | None:
-    return saving_of(WalkBack(plan.otherwise), *facts, **named)
-
-
-@saving_of.register
-def _of_walk_back(
-    plan: WalkBack, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
-) -> Saving | None:
-    return plan if has_inverse else saving_of(plan.otherwise, bound, carry_bytes, length_known, has_inverse)
-
-
-@saving_of.register
-def _of_blocks_then_residuals(plan: BlocksThenResiduals, *facts: Any, **named: Any) -> Saving | None:
-    return saving_of(plan.otherwise, *facts, **named)  # of a loop that is not made of two
-
-
-@saving_of.register
-def _of_checkpoints(
-    plan: Checkpoints, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
-) -> Saving | None:
-    """With at least about 2 sqrt(bound) checkpoints: two levels of blocks, which need no schedule while the loop runs.
-
-    For a bound of 1000, these need at most 2 % more evaluations than the binomial schedule with up to 303 checkpoints,
-    and 25 % more with 999.
-    """
-    del has_inverse
+    if isinstance(plan, LastCarry):
+        plan = WalkBack(plan.otherwise)
+    if isinstance(plan, BlocksThenResiduals) or (isinstance(plan, WalkBack) and not has_inverse):
+        plan = plan.otherwise  # of a loop that is not made of two, or that cannot walk back
+    if not isinstance(plan, Checkpoints):
+        return plan if isinstance(plan, Saving) else None
     if bound is None:
         return Slots(plan.checkpoints or DEFAULT_SLOTS, length_known)
+    # With at least about 2 sqrt(bound) checkpoints: two levels of blocks, which need no schedule while the loop runs.
+    # For a bound of 1000, these need at most 2 % more evaluations than the binomial schedule with up to 303
+    # checkpoints, and 25 % more with 999.
     if plan.checkpoints is None:
         size = block_size(bound, carry_bytes)
         return Blocks(size) if size > 1 else None
