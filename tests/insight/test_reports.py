@@ -15,7 +15,7 @@ from benchmarks.counter import Counter
 from docs import schedule_figure
 from loopax import schedule
 from loopax._src.core.ir.kind import LoopFacts, StepFacts
-from loopax._src.core.ir.plan import BlocksThenResiduals, saving_of
+from loopax._src.core.ir.plan import BlocksThenResiduals
 from loopax._src.insight.schedule_picture import actions_of
 from loopax._src.schedule.binomial import evaluations, evaluations_from
 from loopax._src.schedule.online import online
@@ -141,7 +141,7 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, resi
             taken = (
                 plan
                 if in_two
-                else saving_of(plan, bound=bound, carry_bytes=LARGE, length_known=length_known, has_inverse=False)
+                else plan._saving(bound=bound, carry_bytes=LARGE, length_known=length_known, has_inverse=False)
             )
             assert tuple(actions_of(taken, n, picture.records)) == picture.actions
             assert checkpoints is None or picture.room <= checkpoints

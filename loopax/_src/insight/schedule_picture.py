@@ -13,7 +13,6 @@ from loopax._src.core.ir.plan import (
     Plan,
     Slots,
     WalkBack,
-    saving_of,
 )
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int, static_bool, static_int
@@ -268,7 +267,7 @@ def picture(
     bound = steps if length_known else None
     asked = Checkpoints(checkpoints, always_to_bound=length_known)
     facts = {"bound": bound, "carry_bytes": SMALL_STORE_BYTES + 1, "length_known": length_known, "has_inverse": False}
-    plan: Plan | None = saving_of(asked, **facts)
+    plan: Plan | None = asked._saving(**facts)
     if residuals and bound and checkpoints and (last := last_steps(bound, checkpoints, 1, 1)):
         plan = BlocksThenResiduals(Blocks(last.block), last.recorded, otherwise=asked)
     return SchedulePicture(steps, plan or EveryCarry(), records=residuals and plan is not None)

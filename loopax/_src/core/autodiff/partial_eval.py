@@ -29,7 +29,7 @@ from loopax._src.core.ir.loop import (
     run,
     traversal,
 )
-from loopax._src.core.ir.plan import Blocks, Plan, saving_of
+from loopax._src.core.ir.plan import Blocks, Plan
 from loopax._src.core.jaxpr.cost import classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.types import retyped
@@ -144,8 +144,7 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # A plan with an error has no reverse mode: who transposes the linear part raises it (`transpose.py`).
     if plan.error or not parts.states:
         return parts
-    saving = loop.saving or saving_of(
-        plan,
+    saving = loop.saving or plan._saving(
         bound=loop.bound,
         carry_bytes=num_bytes(parts.states),
         length_known=not loop.predicated,

@@ -25,7 +25,7 @@ from loopax._src.core.autodiff.transpose import cotangents_of_linear
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import LoopOutputs, part_of_inverse, run, traversal
-from loopax._src.core.ir.plan import Blocks, Plan, Saving, saving_of
+from loopax._src.core.ir.plan import Blocks, Plan, Saving
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -332,7 +332,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     saving = sweep.saving
     if sweep.inverse is not None:
         facts = {"bound": sweep.bound, "carry_bytes": num_bytes(map(jax.typeof, states))}
-        saving = saving_of(sweep.plan, **facts, length_known=True, has_inverse=False) or Blocks(1)
+        saving = sweep.plan._saving(**facts, length_known=True, has_inverse=False) or Blocks(1)
 
     avals = select_each(sweep.masks, sweep.whole.backward_avals)
     start = [*carry, *map(jaxi.zeros, avals.state), *map(jaxi.zeros, avals.consts)]

@@ -1,7 +1,7 @@
 """What the forward pass of a gradient stores for the backward pass: the answer of a kind.
 
 A kind answers with a plan. A `Saving` is a plan whose sizes and positions are resolved for one loop: which carries the
-loop saves on its way. `saving_of` resolves. How each is compiled stands in `core/lowering`.
+loop saves on its way. `Plan._saving` resolves. How each is compiled stands in `core/lowering`.
 """
 
 from abc import ABC, abstractmethod
@@ -41,6 +41,15 @@ class Plan:
     def because(self, reason: str) -> Self:
         """Return the plan with this reason."""
         return replace(self, reason=reason)  # pyright: ignore[reportArgumentType] - all plans are dataclasses
+
+    def _saving(self, *, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool) -> "Saving | None":
+        """Which carries of so many bytes a loop saves on its way; None: what it stores of every step are rows.
+
+        `length_known`: whether the number of steps is known when the loop starts. `has_inverse`: whether the loop can
+        walk back.
+        """
+        del bound, carry_bytes, length_known, has_inverse
+        return None
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,23 @@ class Checkpoints(Plan):
         """See `Plan.name`."""
         return "Checkpointed()" if self.checkpoints is None else f"Checkpointed({self.checkpoints})"
 
+    def _saving(self, *, bound: int | None, carry_bytes: int, length_known: bool, **_: Any) -> "Saving | None":
+        """See `Plan._saving`.
+
+        With at least about 2 sqrt(bound) checkpoints: two levels of blocks, which need no schedule while the loop runs.
+        For a bound of 1000, these need at most 2 % more evaluations than the binomial schedule with up to 303
+        checkpoints, and 25 % more with 999.
+        """
+        if bound is None:
+            return Slots(self.checkpoints or DEFAULT_SLOTS, length_known)
+        if self.checkpoints is None:
+            size = block_size(bound, carry_bytes)
+            return Blocks(size) if size > 1 else None
+        if self.checkpoints >= bound:
+            return None
+        size = shortest_block(bound, self.checkpoints) if self.always_to_bound else None
+        return Blocks(size) if size else Slots(self.checkpoints, length_known)
+
 
 @dataclass(frozen=True)
 class LastCarry(Plan):
@@ -171,6 +197,9 @@ class LastCarry(Plan):
         if type(self.otherwise) is not Checkpoints:
             raise TypeError(f"kinds.LastCarry(otherwise={self.otherwise!r}): expected kinds.Checkpoints(...).")
 
+    def _saving(self, **facts: Any) -> "Saving | None":
+        return WalkBack(self.otherwise)._saving(**facts)
+
 
 # Plans with sizes and positions: what a loop saves on its way.
 
@@ -190,6 +219,9 @@ class Saving(Plan, ABC):
     def num_checkpoint_rows(self) -> int:
         """How many numbers of rows are remembered with them: the first row, from which the others follow."""
         return 1
+
+    def _saving(self, **_: Any) -> "Saving | None":
+        return self
 
 
 @dataclass(frozen=True)
@@ -242,6 +274,9 @@ class WalkBack(Saving):
         del bound
         return 1
 
+    def _saving(self, **facts: Any) -> Saving | None:
+        return self if facts["has_inverse"] else self.otherwise._saving(**facts)
+
 
 @dataclass(frozen=True)
 class BlocksThenResiduals(Plan):
@@ -257,38 +292,13 @@ class BlocksThenResiduals(Plan):
         """See `Plan.name`."""
         return self.otherwise.name
 
+    def _saving(self, **facts: Any) -> Saving | None:
+        return self.otherwise._saving(**facts)  # of a loop that is not made of two
+
 
 # Slots of a loop without a bound. Forward and gradient evaluate the body at most three times per step up to
 # 2187 steps, four times up to 35 594 (docs/kinds.md).
 DEFAULT_SLOTS = 64
-
-
-def saving_of(
-    plan: Plan, *, bound: int | None, carry_bytes: int, length_known: bool, has_inverse: bool
-) -> Saving | None:
-    """Which carries of so many bytes a loop saves on its way; None: what it stores of every step are rows.
-
-    `length_known`: whether the number of steps is known when the loop starts. `has_inverse`: whether the loop can walk
-    back.
-    """
-    if isinstance(plan, LastCarry):
-        plan = WalkBack(plan.otherwise)
-    if isinstance(plan, BlocksThenResiduals) or (isinstance(plan, WalkBack) and not has_inverse):
-        plan = plan.otherwise  # of a loop that is not made of two, or that cannot walk back
-    if not isinstance(plan, Checkpoints):
-        return plan if isinstance(plan, Saving) else None
-    if bound is None:
-        return Slots(plan.checkpoints or DEFAULT_SLOTS, length_known)
-    # With at least about 2 sqrt(bound) checkpoints: two levels of blocks, which need no schedule while the loop runs.
-    # For a bound of 1000, these need at most 2 % more evaluations than the binomial schedule with up to 303
-    # checkpoints, and 25 % more with 999.
-    if plan.checkpoints is None:
-        size = block_size(bound, carry_bytes)
-        return Blocks(size) if size > 1 else None
-    if plan.checkpoints >= bound:
-        return None
-    size = shortest_block(bound, plan.checkpoints) if plan.always_to_bound else None
-    return Blocks(size) if size else Slots(plan.checkpoints, length_known)
 
 
 def with_known_length(saving: Saving) -> Saving:
