@@ -116,6 +116,14 @@ def test_records_of_a_run_are_those_of_their_rows():
     assert float(found) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_records_take_room_in_leaves_of_their_type():
+    """The carry has an integer before the number whose residual a replay stores."""
+    body = lambda _, carry: (carry[0] + 1, carry[1] + 0.1 * jnp.sin(carry[1] + carry[0]))
+    loop = lambda kind: lambda x: lx.fori_loop(0, 30, body, (0, x), kind=kind)[1]
+    found, expected = (jax.jit(jax.grad(loop(kind)))(0.3) for kind in (lx.Checkpointed(3), lx.Residuals()))
+    assert float(found) == pytest.approx(float(expected), rel=1e-12)
+
+
 def test_more_checkpoints_than_steps():
     """No step is evaluated again but for its derivative, and no more is stored than there are steps."""
     counter = Counter()
