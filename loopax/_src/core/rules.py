@@ -30,9 +30,9 @@ from loopax._src.core.batching.compact_autodiff import (
 from loopax._src.core.batching.compact_primitive import (
     CompactVmap,
     compact_vmap_abstract_eval,
+    compact_vmap_expected,
     compact_vmap_p,
     compact_vmap_transpose,
-    compact_vmap_typecheck,
     evaluate_batch,
     join_batches,
 )
@@ -42,17 +42,17 @@ from loopax._src.core.ir.loop import (
     Loop,
     loop_abstract_eval,
     loop_dependence,
+    loop_expected,
     loop_mixed_operands,
     loop_p,
-    loop_typecheck,
 )
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     reverse_sweep_p,
     sweep_abstract_eval,
     sweep_dependence,
+    sweep_expected,
     sweep_mixed_operands,
-    sweep_typecheck,
 )
 from loopax._src.core.jaxpr.dependence import (
     dependence,
@@ -119,7 +119,7 @@ jaxi.register(
     meaning=evaluate_loop,
     params=Loop._fields,
     effectful_abstract_eval=loop_abstract_eval,
-    typecheck=loop_typecheck,
+    expected=loop_expected,
     jvp=loop_jvp,
     linearize=loop_linearize,
     transpose=loop_transpose,
@@ -140,7 +140,7 @@ jaxi.register(
     meaning=evaluate_sweep,
     params=ReverseSweep._fields,
     effectful_abstract_eval=sweep_abstract_eval,
-    typecheck=sweep_typecheck,
+    expected=sweep_expected,
     jvp=sweep_jvp,
     linearize=sweep_linearize,
     transpose=sweep_transpose,
@@ -161,7 +161,7 @@ jaxi.register(
     meaning=evaluate_batch,
     params=CompactVmap._fields,
     effectful_abstract_eval=compact_vmap_abstract_eval,
-    typecheck=compact_vmap_typecheck,
+    expected=compact_vmap_expected,
     jvp=compact_vmap_jvp,
     linearize=compact_vmap_linearize,
     transpose=compact_vmap_transpose,

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from loopax._src.jax_internals.tracing import varying_as_needed
-from loopax._src.jax_internals.types import has_tangents, is_nonzero, zeros
+from loopax._src.jax_internals.types import fits, has_tangents, is_nonzero, zeros
 
 # What JAX's check of PRNG keys (`jax_debug_key_reuse`) asks of primitives: which keys they consume, which they make.
 #
@@ -159,7 +159,7 @@ def register(
     lowering: Callable[..., Any] | None = None,
     abstract_eval: Callable[..., Any] | None = None,
     effectful_abstract_eval: Callable[..., Any] | None = None,
-    typecheck: Callable[..., Any] | None = None,
+    expected: Callable[..., Any] | None = None,
     jvp: Callable[..., Any] | None = None,
     linearize: Callable[..., Any] | None = None,
     linear_in: LinearIn | None = None,
@@ -188,9 +188,9 @@ def register(
         `(*types, **p) -> types of results`.
     effectful_abstract_eval
         `(*types, **p) -> (types of results, effects)`, in its place.
-    typecheck
-        `(*types, **p) -> (types of results, effects)`: raises `JaxprTypeError` where operands do not fit. Only
-        `check_jaxpr` calls it. If nothing is given, operands fit if `abstract_eval` takes them.
+    expected
+        `(*types, **p) -> [(name of a group, types expected, types given), ...]`, for `check_jaxpr`. If nothing is
+        given, operands fit if `abstract_eval` takes them.
     jvp
         `(primals, tangents, **p) -> (results, tangents of results)`.
     linearize
@@ -242,7 +242,7 @@ def register(
         if rule is not None:
             definition(rule)
     tables: list[tuple[Any, Callable[..., Any] | None]] = [
-        (_core.custom_typechecks, partial(_check_types, typecheck, primitive)),
+        (_core.custom_typechecks, partial(_check_types, expected, primitive)),
         (ad.primitive_jvps, jvp),
         (_ad.primitive_linearizations, linearize and partial(_linearize, linearize)),
         (ad.primitive_transposes, transpose),
@@ -264,13 +264,14 @@ def _check_types(rule: Callable[..., Any] | None, primitive: Primitive, _: Any, 
     JAX hands over variables and constants, behind a function that names them in errors.
     """
     avals = [atom.aval for atom in atoms]
-    if rule is not None:
-        return rule(*avals, **params)
+    in_words = lambda avals: ", ".join(map(str, avals))  # noqa: E731
     try:
+        for group, expected, given in rule(*avals, **params) if rule else []:
+            if not fits(expected, given):
+                raise TypeError(f"{group}: expected ({in_words(expected)}), got ({in_words(given)})")
         found, effects = primitive.abstract_eval(*avals, **params)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
-        given = ", ".join(map(str, avals))
-        raise JaxprTypeError(f"{primitive} takes no operands of types ({given}): {error}") from error
+        raise JaxprTypeError(f"{primitive}: no operands of types ({in_words(avals)}): {error}") from error
     return found if primitive.multiple_results else [found], effects
 
 

@@ -146,4 +146,4 @@ def test_refuses_a_carry_that_changes_its_type():
 def test_refuses_a_batch_with_an_axis_too_few():
     eqn = equation("compact_vmap", PRIMITIVES["compact_vmap"])
     inner = CompactVmap(**eqn.params)
-    refused(eqn.replace(params=inner._replace(mapped=inner.mapped[:-1])._asdict()), "compact_vmap: expected")
+    refused(eqn.replace(params=inner._replace(mapped=inner.mapped[:-1])._asdict()), "operands: expected")

@@ -30,14 +30,14 @@ from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
     SweepOutputs,
-    check_sweep,
     checkpoint_and_sweep,
     checkpointing_loop,
     run_sweep,
+    step_expected,
 )
 from loopax._src.core.jaxpr.dependence import dependence, step_limits, to_bits
 from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
-from loopax._src.core.jaxpr.types import batch_if_mapped, check_count
+from loopax._src.core.jaxpr.types import Expected, batch_if_mapped
 from loopax._src.core.jaxpr.util import (
     Mask,
     flatten,
@@ -161,14 +161,12 @@ def _abstract(*_: Any, **params: Any) -> list[Any]:
     return [*carry, *(stacked(aval, sweep.bound or 0) for aval in ys)]
 
 
-def _typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results, if the operands fit the whole sweep."""
+def _expected(*avals: Any, **params: Any) -> Expected:
+    """The types that the whole sweep takes."""
     sweep = LinearSweep(**params)
-    check_count("linear_sweep", 2 + sum(map(len, sweep.masks)), avals)
     given = LinearSweepOperands.of(sweep, avals)
-    inputs = merge_each(sweep.masks, given.known, given.linear)
-    check_sweep("linear_sweep", sweep.whole, [given.low, given.high], inputs)
-    return _abstract(*avals, **params), frozenset()
+    yield "operands", given.leaves, avals
+    yield from step_expected(sweep.whole, [given.low, given.high], merge_each(sweep.masks, given.known, given.linear))
 
 
 class _SweepStepInputs(NamedTuple):
@@ -377,7 +375,7 @@ jaxi.register(
     meaning=_whole,
     params=LinearSweep._fields,
     abstract_eval=_abstract,
-    typecheck=_typecheck,
+    expected=_expected,
     jvp=jvp_expanded(_whole),
     linearize=linearize_expanded(_whole),
     transpose=_transpose,

@@ -18,8 +18,8 @@ from loopax._src.core.ir.linear_loop import (
     LinearLoop,
     LinearOperands,
     linear_abstract_eval,
+    linear_expected,
     linear_loop_p,
-    linear_typecheck,
     whole_loop,
 )
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, part_of_inverse, run, traversal
@@ -246,7 +246,7 @@ jaxi.register(
     meaning=whole_loop,
     params=LinearLoop._fields,
     abstract_eval=linear_abstract_eval,
-    typecheck=linear_typecheck,
+    expected=linear_expected,
     jvp=jvp_expanded(whole_loop),
     linearize=linearize_expanded(whole_loop),
     transpose=_transpose,

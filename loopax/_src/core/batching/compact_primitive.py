@@ -19,7 +19,7 @@ from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
 from loopax._src.core.jaxpr.evaluate import jvp_expanded, linearize_expanded
-from loopax._src.core.jaxpr.types import Axis, axes_of, check_count, check_types, is_batched, refuse_sharded_lanes
+from loopax._src.core.jaxpr.types import Axis, Expected, axes_of, is_batched, refuse_sharded_lanes
 from loopax._src.core.jaxpr.util import (
     Mask,
     collective_over,
@@ -177,12 +177,10 @@ def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
     return program.out_avals, program.effects
 
 
-def compact_vmap_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results and the effects, if operands of these types fit the program."""
+def compact_vmap_expected(*avals: Any, **params: Any) -> Expected:
+    """The types that the program takes."""
     inner = CompactVmap(**params)
-    check_count("compact_vmap", len(inner.mapped), avals)
-    check_types("compact_vmap", inner.program.in_avals, avals)
-    return compact_vmap_abstract_eval(*avals, **params)
+    yield "operands", inner.program.in_avals[: len(inner.mapped)], avals
 
 
 # A batch of reverse sweeps that does not wait for the lane with the most rows.

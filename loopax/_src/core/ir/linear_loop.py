@@ -15,14 +15,14 @@ from loopax._src.core.ir.loop import (
     Loop,
     LoopInputs,
     LoopOutputs,
-    check_checkpoints,
-    check_loop,
+    checkpoints_expected,
+    loop_expected,
     result_avals,
     run,
     traversal,
 )
 from loopax._src.core.ir.plan import Plan, Saving
-from loopax._src.core.jaxpr.types import check_count
+from loopax._src.core.jaxpr.types import Expected
 from loopax._src.core.jaxpr.util import Mask, flatten, grouped, merge_each, reject_each, select_each, split_list
 from loopax._src.jax_internals import ClosedJaxpr, new_primitive
 
@@ -140,14 +140,13 @@ def linear_abstract_eval(*_: Any, **params: Any) -> list[Any]:
     return [*linear.output_avals.carry, *types.ys, *types.saved]
 
 
-def linear_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of the results, if the operands fit the whole loop, and `saved` fits its known part."""
+def linear_expected(*avals: Any, **params: Any) -> Expected:
+    """The types that the whole loop takes, and of what its known part has saved."""
     linear = LinearLoop(**params)
-    check_count("linear_loop", 2 + sum(linear.known_sizes) + sum(map(sum, linear.masks)), avals)
     given = LinearOperands.of(linear, avals)
-    inputs = merge_each(linear.masks, given.known, given.linear)
-    check_loop("linear_loop", linear.as_loop, [given.low, given.high], inputs)
+    yield "operands", given.leaves, avals
+    inputs = flatten(merge_each(linear.masks, given.known, given.linear))
+    yield from loop_expected(given.low, given.high, *inputs, **linear.as_loop._asdict())
     if given.checkpoint_rows and linear.saving:
         (numbers,), states = given.checkpoint_rows, reject_each(linear.masks, linear.input_avals).carry
-        check_checkpoints("linear_loop", states, given.saved, numbers, linear.saving, linear.bound)
-    return linear_abstract_eval(*avals, **params), frozenset()
+        yield from checkpoints_expected(states, given.saved, numbers, linear.saving, linear.bound)

@@ -27,7 +27,7 @@ from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
-from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
+from loopax._src.core.jaxpr.types import Axes, Expected, apart, differing, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -332,34 +332,27 @@ def loop_mixed_operands(eqn: Any) -> list[bool]:
     return [decides, decides, *mixed[1:]]
 
 
-def loop_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of a loop's results and its effects, if operands and results of the body fit.
+def loop_expected(*avals: Any, **params: Any) -> Expected:
+    """The types of `low, high, *consts, *carry, *xs` that the body takes.
 
-    Operands are the types of `low, high, *consts, *carry, *xs`. The body's carry must fit itself: a loop is a fixed
-    point of types.
+    The body's carry must fit itself: a loop is a fixed point of types.
     """
     loop = Loop(**params)
     low, high, *leaves = avals
-    check_loop("loop", loop, [low, high], loop.inputs(leaves))
-    return loop_abstract_eval(*avals, **params)
+    given, expected = loop.inputs(leaves), loop.input_avals
+    yield from numbers_expected("low and high", [low, high])
+    yield "consts", expected.consts, given.consts
+    yield "carry", expected.carry, given.carry
+    yield "carry that the body returns", expected.carry, loop.output_avals.carry
+    yield from rows_expected("xs", expected.xs, given.xs, loop.bound)
 
 
-def check_loop(what: str, loop: Loop, window: Sequence[Any], given: LoopInputs) -> None:
-    """Raise where operands of these types do not fit a loop's body, or the body's carry does not fit itself."""
-    expected = loop.input_avals
-    check_numbers(f"{what}: low and high", window)
-    check_types(f"{what}: consts", expected.consts, given.consts)
-    check_types(f"{what}: carry", expected.carry, given.carry)
-    check_types(f"{what}: carry that the body returns", expected.carry, loop.output_avals.carry)
-    check_rows(f"{what}: xs", expected.xs, given.xs, loop.bound)
-
-
-def check_checkpoints(
-    what: str, expected: Sequence[Any], given: Sequence[Any], numbers: Any, saving: Saving, bound: int | None
-) -> None:
-    """Raise where these are not the states that were saved, and the numbers of their rows."""
-    check_rows(f"{what}: saved", expected, given, saving.rows(bound))
-    check_numbers(f"{what}: checkpoint_rows", [numbers], (saving.num_checkpoint_rows(),))
+def checkpoints_expected(
+    expected: Sequence[Any], given: Sequence[Any], numbers: Any, saving: Saving, bound: int | None
+) -> Expected:
+    """The types of the states that were saved, and of the numbers of their rows."""
+    yield from rows_expected("saved", expected, given, saving.rows(bound))
+    yield from numbers_expected("checkpoint_rows", [numbers], (saving.num_checkpoint_rows(),))
 
 
 # The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.

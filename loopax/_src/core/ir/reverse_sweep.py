@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lanes, Lockstep
-from loopax._src.core.ir.loop import Loop, LoopOutputs, check_checkpoints, run, traversal
+from loopax._src.core.ir.loop import Loop, LoopOutputs, checkpoints_expected, run, traversal
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
-from loopax._src.core.jaxpr.types import Axes, apart, check_numbers, check_rows, check_types, differing, varying
+from loopax._src.core.jaxpr.types import Axes, Expected, apart, differing, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 
@@ -254,26 +254,22 @@ def sweep_mixed_operands(eqn: Any) -> list[bool]:
     return [decides, decides, False, *flatten(SweepOperands.of(sweep.of_backward(mixed[1:])))]
 
 
-def sweep_typecheck(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-    """The types of a reverse sweep's results and its effects, if operands and results of both bodies fit.
-
-    Operands are the types of `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs`.
-    """
+def sweep_expected(*avals: Any, **params: Any) -> Expected:
+    """The types of `low, high, checkpoint_rows, *consts, *init, *saved, *carry, *xs` that both bodies take."""
     sweep = ReverseSweep(**params)
     low, high, rows, *leaves = avals
-    given, states = sweep.operands(leaves), sweep.forward_avals.state
-    check_sweep("reverse_sweep", sweep, [low, high], given.inputs(given.init))
-    check_checkpoints("reverse_sweep", states, given.saved, rows, sweep.saving, sweep.bound)
-    return sweep_abstract_eval(*avals, **params)
+    given = sweep.operands(leaves)
+    yield from step_expected(sweep, [low, high], given.inputs(given.init))
+    yield from checkpoints_expected(sweep.forward_avals.state, given.saved, rows, sweep.saving, sweep.bound)
 
 
-def check_sweep(what: str, sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> None:
-    """Raise where operands of these types do not fit the step of a sweep, or its results do not."""
+def step_expected(sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> Expected:
+    """The types that the step of a sweep takes, which must fit its results."""
     expected, returned = sweep.backward_avals, sweep.step_outputs(sweep.step.out_avals)
-    check_numbers(f"{what}: low and high", window)
-    check_types(f"{what}: consts", expected.consts, given.consts)
-    check_types(f"{what}: init", expected.state, given.state)
-    check_types(f"{what}: states that the step returns", expected.state, returned.state)
-    check_types(f"{what}: carry", expected.carry, given.carry)
-    check_types(f"{what}: carry that the step returns", expected.carry, returned.carry)
-    check_rows(f"{what}: xs", expected.xs, given.xs, sweep.bound)
+    yield from numbers_expected("low and high", window)
+    yield "consts", expected.consts, given.consts
+    yield "init", expected.state, given.state
+    yield "states that the step returns", expected.state, returned.state
+    yield "carry", expected.carry, given.carry
+    yield "carry that the step returns", expected.carry, returned.carry
+    yield from rows_expected("xs", expected.xs, given.xs, sweep.bound)

@@ -11,7 +11,7 @@ over the devices, in every step of the backward loop. So
 So types in such a body may say "shared" of values that differ. All results of the loop are typed as varying.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,34 +36,23 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, jaxpr_as_fun
 from loopax._src.messages import devices_message, sharded_lanes_message
 
-# Whether the operands of an equation fit the bodies in it. Only `check_jaxpr` asks, under `jax_enable_checks` say.
+# Which types the bodies in an equation expect of its operands: (group, expected, given). Only `check_jaxpr` asks, under
+# `jax_enable_checks` say.
 #
 # A rule that mixes up operands, or forgets one, makes an equation that is wrong but can be traced: the types of
 # results follow from the bodies alone.
+Expected = Iterator[tuple[str, Sequence[Any], Sequence[Any]]]
 
 
-def check_count(what: str, expected: int, given: Sequence[Any]) -> None:
-    """Raise where there are more or fewer operands."""
-    if len(given) != expected:
-        raise jaxi.JaxprTypeError(f"{what}: expected {expected} operands, got {len(given)}")
+def rows_expected(group: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> Expected:
+    """Arrays with so many rows of these types."""
+    yield group, [stacked(aval, rows or 0) for aval in expected], given
 
 
-def check_types(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
-    """Raise where values of these types do not fit."""
-    if not jaxi.fits(expected, given):
-        wanted, got = (", ".join(map(str, avals)) for avals in (expected, given))
-        raise jaxi.JaxprTypeError(f"{what}: expected ({wanted}), got ({got})")
-
-
-def check_rows(what: str, expected: Sequence[Any], given: Sequence[Any], rows: int | None) -> None:
-    """Raise where these are not arrays with so many rows of the expected types."""
-    check_types(what, [stacked(aval, rows or 0) for aval in expected], given)
-
-
-def check_numbers(what: str, given: Sequence[Any], shape: tuple[int, ...] = ()) -> None:
-    """Raise where these are not numbers of rows; they may vary over the axes of a `shard_map`."""
+def numbers_expected(group: str, given: Sequence[Any], shape: tuple[int, ...] = ()) -> Expected:
+    """Numbers of rows, which may vary over the axes of a `shard_map`."""
     number = core.ShapedArray(shape, INDEX.dtype)
-    check_types(what, [jaxi.with_varying_axes(number, jaxi.varying_axes(aval)) for aval in given], given)
+    yield group, [jaxi.with_varying_axes(number, jaxi.varying_axes(aval)) for aval in given], given
 
 
 # NaN for what is not valid.
