@@ -7,7 +7,7 @@ import pytest
 import loopax as lx
 from loopax._src.core.ir.annotations import Reporting, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, Watch
+from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch
 from tests.support.progress_recorder import (
     Recorder,
     counted,
@@ -96,7 +96,8 @@ def test_a_loop_that_counts_no_further_reports_no_more():
         reports = Reports.begin(Reporting(found_reporter(found)), -1)
         watch = Watch(reports, start, None)
         walk = RowLoop(reverse=False, predicated=True, limited=False, watch=watch)
-        steps = Steps(lambda _, position, carry: ([carry[1] < 60, carry[1] + 1], []), [])
+        body = Body(lambda row, _, count: [count < 60, count + 1], [])
+        steps = Steps(body, lambda body, row, _, carry: (body(row, *carry), []))
         state = LoopState([jnp.bool_(True), jnp.int32(0)], [], start, watch.first_due(walk))
         return walk.run(steps, state, jnp.int32(MOST_STEPS)).carry[1]
 

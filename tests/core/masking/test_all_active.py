@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import loopax as lx
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.lowering.rows import Common, LoopState, RowLoop, Steps
-from loopax._src.core.masking import active_lanes, common_rows, unmasked, visibly_active
+from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps
+from loopax._src.core.masking import CommonRows, active_lanes, common_rows, unmasked, visibly_active
 from loopax._src.jax_internals import jaxpr_as_fun
 
 ROWS = 12
@@ -21,10 +21,15 @@ ROWS = 12
 @cache
 def compiled(walk):
     def step_of(kind):
-        return lambda consts, position, carry: ([carry[0] + 1], [jnp.float32(kind)])
+        return lambda row, count: [count + 1, jnp.float32(kind)]
+
+    def take(body, row, position, carry):
+        count, kind = body(row, *carry)
+        return [count], [kind]
 
     def run(start, end, first, behind):
-        steps = Steps(step_of(-1), [], common=Common(step_of(1), first, behind))
+        body = Body(step_of(-1), [], common=(CommonRows(first, behind), Body(step_of(1), [])))
+        steps = Steps(body, take)
         progress = LoopState([jnp.int32(0)], [jnp.zeros(ROWS, jnp.float32)], start)
         return walk.run(steps, progress, end)
 

@@ -37,8 +37,8 @@ def always(monkeypatch):
 def counted(monkeypatch, function, *args):
     """How many loops of a program fill constants for each set of active lanes; and its results."""
     found = []
-    at = active_sets.FilledOutside.at
-    monkeypatch.setattr(active_sets.FilledOutside, "at", lambda self, *args: found.append(self) or at(self, *args))
+    filled = active_sets.Body.filled
+    monkeypatch.setattr(active_sets.Body, "filled", lambda self, *args: found.append(self) or filled(self, *args))
     lowered = jax.jit(function).lower(*args)
     return len(found), lowered.compile()(*args)
 

@@ -1,7 +1,6 @@
 """How a loop is compiled."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,18 +12,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
 from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
-from loopax._src.core.lowering.rows import (
-    Common,
-    LoopState,
-    RowLoop,
-    Steps,
-    Watch,
-    active_of,
-    filled_outside,
-    read,
-    write,
-)
-from loopax._src.core.masking import common_rows, unmasked
+from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.jax_internals import jaxpr_as_fun, unwritten, where, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
@@ -163,7 +151,14 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     if loop.bound == 0:  # there are no rows that a step could read
         _, _, *others = result_avals(loop)
         return [jnp.int32(0), *carry, *map(zeros, flatten(others))]
-    steps = _steps(loop, consts, xs)
+    # A loop of one step or none fills no constants outside: it has no second step for which they would stay the same.
+    body = Body(jaxpr_as_fun(loop.body), consts) if loop.bound == 1 else Body.of(loop.body, consts, loop.num_carry)
+
+    def take(body: Callable[..., Any], row: Any, _: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = loop.outputs(body(row, *carry, *(read(x, row) for x in xs)))
+        return list(out.carry), list(out.ys)
+
+    steps = Steps(body, take)
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
     ys = [unwritten(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
@@ -181,17 +176,3 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     else:
         state, saved = walk.run(steps, state, end), []
     return [walk.distance(start, state.position), *state.carry, *state.ys, *saved]
-
-
-def _steps(loop: Loop, consts: list[Any], xs: list[Any]) -> Steps:
-    def step(body: Any, consts: Sequence[Any], row: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = loop.outputs(body(row, *consts, *carry, *(read(x, row) for x in xs)))
-        return list(out.carry), list(out.ys)
-
-    if loop.bound != 1 and (outside := filled_outside(loop.body, loop.num_consts, loop.num_carry)):
-        active_at = lambda state: active_of(outside, consts, state.position, state.carry)  # noqa: E731
-        steps = Steps(partial(step, jaxpr_as_fun(outside.body)), consts)
-        return steps._replace(per_active_set=partial(outside.at, consts, active_at))
-    rows = common_rows(loop.body, consts)
-    common = rows and Common(partial(step, unmasked(loop.body)), *rows)
-    return Steps(partial(step, jaxpr_as_fun(loop.body)), consts, common=common)

@@ -10,7 +10,7 @@ from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
-from loopax._src.core.masking import fill_inactive, fill_inactive_p, fills_now
+from loopax._src.core.masking import CommonRows, common_rows, fill_inactive, fill_inactive_p, fills_now, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
@@ -31,12 +31,6 @@ class FilledOutside(NamedTuple):
     body: ClosedJaxpr  # (row, *consts, *filled consts, *carry, *x) -> (*carry, *y)
     activity: ClosedJaxpr  # (row, *consts, *carry) -> bool[lanes]: which lanes are active at this step
     which: tuple[int, ...]  # of the constants, in the order of the filled ones
-
-    def at(self, consts: Sequence[Any], active_at: Callable[[Any], Any], state: Any) -> tuple[list[Any], Any]:
-        """The constants and the filled ones in this state; and whether a later state has the same active lanes."""
-        active = active_at(state)
-        filled = fill_inactive(active, [consts[i] for i in self.which], [True] * len(self.which))
-        return [*consts, *filled], lambda later: jnp.all(active_at(later) == active)
 
 
 @weakly_cached
@@ -63,15 +57,48 @@ def filled_outside(body: ClosedJaxpr, num_consts: int, num_carry: int) -> Filled
     return FilledOutside(filled, activity, tuple(consts.index(eqn.invars[2]) for eqn in fills))
 
 
-def active_of(outside: FilledOutside, consts: Sequence[Any], row: Any, carry: Sequence[Any]) -> Any:
-    """Which lanes are active at this row and carry."""
-    return jaxpr_as_fun(outside.activity)(row, *consts, *carry)[0]
+class Body(NamedTuple):
+    """A jaxpr (row, *consts, *leaves) -> results, as it is compiled."""
+
+    function: Callable[..., Any]
+    consts: list[Any]
+    outside: FilledOutside | None = None  # then the function takes filled constants behind the constants
+    common: "tuple[CommonRows, Body] | None" = None  # rows that all lanes walk, and the body there
+
+    @classmethod
+    def of(cls, closed: ClosedJaxpr, consts: list[Any], num_carry: int = 0) -> "Body":
+        """Of a jaxpr; which lanes are active must follow from row, consts and the first `num_carry` leaves."""
+        if outside := filled_outside(closed, len(consts), num_carry):
+            return cls(jaxpr_as_fun(outside.body), consts, outside)
+        rows = common_rows(closed, consts)
+        return cls(jaxpr_as_fun(closed), consts, common=rows and (rows, cls(unmasked(closed), consts)))
+
+    def run(self, row: Any, *leaves: Any) -> Any:
+        """The results at a row; nothing is left to fill."""
+        return self.function(row, *self.consts, *leaves)
+
+    def active(self, row: Any, carry: Sequence[Any]) -> Any:
+        """Which lanes are active at this row and carry; of a body with constants to fill."""
+        assert self.outside is not None
+        inputs = [row, *self.consts, *carry][: len(self.outside.activity.in_avals)]
+        return jaxpr_as_fun(self.outside.activity)(*inputs)[0]
+
+    def filled(self, active: Any) -> "Body":
+        """The body with its constants filled for these lanes."""
+        assert self.outside is not None
+        which = self.outside.which
+        filled = fill_inactive(active, [self.consts[i] for i in which], [True] * len(which))
+        return Body(self.function, [*self.consts, *filled])
+
+    def at(self, row: Any) -> "Body":
+        """The body at one row."""
+        return self.filled(self.active(row, [])) if self.outside else self
 
 
 NEVER = -1  # a position that a loop without a limit does not reach
 
-# (consts, position, carry) -> (carry, y); the rows of xs are inside.
-Step = Callable[[Sequence[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
+# (`Body.run`, row, position, carry) -> (carry, y)
+Take = Callable[[Callable[..., Any], Any, Any, list[Any]], tuple[list[Any], list[Any]]]
 
 
 class LoopState(NamedTuple):
@@ -87,23 +114,25 @@ class LoopState(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The step of a loop, and its constants."""
+    """How a loop takes steps of a body."""
 
-    step: Step
-    consts: Sequence[Any]
-    row_of: Callable[[Any], Any] = lambda position: position  # the row of ys that a position writes
-    common: "Common | None" = None
-    # Where large constants are filled once for each set of active lanes (`filled_outside`): from a state to the
-    # constants with the filled ones, and to whether a later state has the same active lanes.
-    per_active_set: Callable[[LoopState], tuple[list[Any], Callable[[LoopState], Any]]] | None = None
+    body: Body
+    take: Take
+    # Positions count the steps of such a walk from the row `start`; None: they are rows.
+    ahead: "RowLoop | None" = None
+    start: Any = None
+    written: Callable[[Any], Any] | None = None  # the row of ys that a position writes; None: its own row
 
+    def row_of(self, position: Any) -> Any:
+        """The row of a position."""
+        return position if self.ahead is None else self.ahead.advance(self.start, position)
 
-class Common(NamedTuple):
-    """The positions `first ... end - 1` are those of rows that all lanes of a batch walk; None: no limit."""
-
-    step: Step  # there
-    first: Any
-    end: Any
+    def limits(self, rows: CommonRows) -> Sequence[Any]:
+        """The first position in these rows, and the one behind the last."""
+        if (ahead := self.ahead) is None:
+            return rows
+        found = [None if row is None else ahead.distance(self.start, row) + int(ahead.reverse) for row in rows]
+        return found[::-1] if ahead.reverse else found
 
 
 class Watch(NamedTuple):
@@ -170,35 +199,38 @@ class RowLoop(NamedTuple):
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
     def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
-        if (fill := steps.per_active_set) is not None:
+        body = steps.body
+        if body.outside is not None:
             # Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes.
             enough = self._enough(end, 1)
 
             def stretch(state: LoopState) -> LoopState:
-                consts, belongs = fill(state)
-                one = self._several(steps._replace(consts=consts), steps.step, 1)
-                return lax.while_loop(lambda later: enough(later) & belongs(later), one, state)
+                active = body.active(steps.row_of(state.position), state.carry)
+
+                def goes_on(later: LoopState) -> Any:
+                    return enough(later) & jnp.all(body.active(steps.row_of(later.position), later.carry) == active)
+
+                return lax.while_loop(goes_on, self._several(steps, body.filled(active), 1), state)
 
             return lax.while_loop(enough, stretch, state)
-        for step, stop in self._parts(steps, end):
+        # Bodies to take one after another, each until its own end: rows that all lanes walk have their own body.
+        parts = [(body, end)]
+        if body.common is not None:
+            rows, common = body.common
+            first, last = steps.limits(rows)
+            if self.reverse:
+                first, last = (None if limit is None else limit - 1 for limit in (last, first))
+            nearer = jnp.maximum if self.reverse else jnp.minimum
+            parts = [] if first is None else [(body, nearer(first, end))]
+            parts += [(common, end)] if last is None else [(common, nearer(last, end)), (body, end)]
+        for part, stop in parts:
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
-                state = lax.while_loop(self._enough(stop, size), self._several(steps, step, size), state)
+                state = lax.while_loop(self._enough(stop, size), self._several(steps, part, size), state)
         return state
-
-    def _parts(self, steps: Steps, end: Any) -> list[tuple[Step, Any]]:
-        """Steps to take one after another, each until its own end: rows that all lanes walk have their own step."""
-        if steps.common is None:
-            return [(steps.step, end)]
-        common, first, last = steps.common
-        if self.reverse:
-            first, last = (None if limit is None else limit - 1 for limit in (last, first))
-        nearer = jnp.maximum if self.reverse else jnp.minimum
-        parts = [] if first is None else [(steps.step, nearer(first, end))]
-        return [*parts, (common, end)] if last is None else [*parts, (common, nearer(last, end)), (steps.step, end)]
 
     def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """Run a loop of one step or none, as a condition: XLA would move what is constant out of a loop."""
-        return lax.cond(self._enough(end, 1)(state), self._several(steps, steps.step, 1), lambda state: state, state)
+        return lax.cond(self._enough(end, 1)(state), self._several(steps, steps.body, 1), lambda state: state, state)
 
     def run_and_discard(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
         """Compute the step of a loop of one step or none, and drop it where it is not taken.
@@ -206,7 +238,7 @@ class RowLoop(NamedTuple):
         XLA fuses it with what is around the loop, as it does not with a condition.
         """
         is_taken = self._enough(end, 1)(state)
-        carry, ys = steps.step(steps.consts, state.position, state.carry)
+        carry, ys = steps.take(steps.body.run, state.position, state.position, state.carry)
         new = LoopState(carry, [y[None] for y in ys], self.advance(state.position, 1))
         return jax.tree.map(partial(where, is_taken), new, state)
 
@@ -225,14 +257,15 @@ class RowLoop(NamedTuple):
 
         return goes_on
 
-    def _several(self, steps: Steps, step: Step, size: int) -> Callable[[LoopState], LoopState]:
-        """Take `size` steps, of these or of the common ones."""
+    def _several(self, steps: Steps, body: Body, size: int) -> Callable[[LoopState], LoopState]:
+        """Take `size` steps of this body."""
 
         def several(state: LoopState) -> LoopState:
             carry, buffers, position, _ = state
             for _ in range(size):
-                carry, y = step(steps.consts, position, carry)
                 row = steps.row_of(position)
+                carry, y = steps.take(body.run, row, position, carry)
+                row = row if steps.written is None else steps.written(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
                 position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
             return LoopState(carry, buffers, position)

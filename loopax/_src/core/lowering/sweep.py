@@ -1,6 +1,6 @@
 """How a reverse sweep is compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,8 +17,8 @@ from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, split_list, stacked, trace, weakly_cached
 from loopax._src.core.lowering.loop import evaluate_loop
-from loopax._src.core.lowering.rows import LoopState, RowLoop, read, write
-from loopax._src.core.lowering.sweep_bodies import Bodies, Track, bodies_of, in_two_parts, recording_of
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
+from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
 from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
 
@@ -203,16 +203,15 @@ class LargeState(NamedTuple):
 
 def sweep_large(track: Track, bodies: Bodies, y_avals: Sequence[Any], stack: Stack, progress: LoopState) -> LoopState:
     """Walk back through all steps."""
-    forward, backward = bodies.replay, bodies.backward
 
     def one_step(at: LargeState) -> LargeState:
         row, remaining = track.row(at.step), at.end - at.step
         is_last = remaining == 1
         stack = at.stack.pushed(at.state, at.step, remaining)
-        state, record = forward.once(row, at.state)
+        state, record = bodies.step(bodies.replay.at(row).run, row, at.state)
 
         def back(carry: list[Any]) -> tuple[list[Any], list[Any]]:
-            return backward.once(row, carry, record)
+            return bodies.back(bodies.backward.at(row).run, row, carry, record)
 
         def nothing(carry: list[Any]) -> tuple[list[Any], list[Any]]:
             return carry, [zeros(aval) for aval in y_avals]
@@ -264,12 +263,12 @@ def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any],
         if not bodies.records:
             stored = [write(s, length - 1, value) for s, value in zip(stored, replayed.carry, strict=True)]
 
-        def take(backward: Callable[..., Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-            return backward(carry, [read(s, position) for s in stored])
+        def take(body: Run, row: Any, position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+            return bodies.back(body, row, carry, [read(s, position) for s in stored])
 
         # Walk the block backward. Positions count from the block's start: XLA then has one number less to carry into
         # every fused operation, which decides whether a tiny loop is compiled as one function.
-        steps, progress = bodies.backward.steps(take, track.ahead, start), at.progress._replace(position=length - 1)
+        steps, progress = Steps(bodies.backward, take, track.ahead, start), at.progress._replace(position=length - 1)
         progress = walk._replace(reverse=True).run(steps, progress, jnp.int32(-1))
         return TwoLevelState(at.block - 1, stored, progress)
 

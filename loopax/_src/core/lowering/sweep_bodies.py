@@ -1,7 +1,6 @@
 """What both ways to compile a reverse sweep have in common."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, trace, unflatten, weakly_cached
-from loopax._src.core.lowering.rows import Common, FilledOutside, RowLoop, Steps, active_of, filled_outside, read
-from loopax._src.core.masking import CommonRows, asks_for_active, common_rows, unmasked
+from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
+from loopax._src.core.masking import asks_for_active
 from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
@@ -177,52 +176,7 @@ class Track(NamedTuple):
         return self.ahead.distance(self.first_row, row)
 
 
-RowOf = Callable[[Any], Any]  # position -> row
-Run = Callable[..., Any]  # a body: (row, consts, *leaves in groups) -> results in groups
-# How a body is used: (the body at a row and with its constants, position, carry) -> (carry, y).
-Take = Callable[[Callable[..., Any], Any, list[Any]], tuple[list[Any], list[Any]]]
-
-
-class Body(NamedTuple):
-    """One of the two bodies of a sweep; the rows of xs are inside."""
-
-    run: Run
-    consts: list[Any]
-    outside: FilledOutside | None  # large constants are filled outside of `run`, which takes them behind the constants
-    common: tuple[CommonRows, Run] | None  # rows that all lanes walk, and the body there
-    num_equations: int
-
-    def once(self, row: Any, *groups: Any) -> Any:
-        """What the body returns at one row."""
-        if self.outside is None:
-            return self.run(row, self.consts, *groups)
-        outside, consts = self.outside, self.consts
-        filled, _ = outside.at(consts, lambda row: active_of(outside, consts, row, []), row)
-        return self.run(row, filled, *groups)
-
-    def steps(self, take: Take, ahead: RowLoop, start: Any, written: RowOf | None = None) -> Steps:
-        """Steps whose positions count from the row `start`, as `take` takes one of them.
-
-        A position writes its row of ys, or the one `written` says.
-        """
-
-        def row_of(position: Any) -> Any:
-            return ahead.advance(start, position)
-
-        def step(run: Run, consts: Sequence[Any], position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-            return take(partial(run, row_of(position), consts), position, carry)
-
-        steps = Steps(partial(step, self.run), self.consts, written or row_of)
-        if self.outside is not None:
-            outside, consts = self.outside, self.consts
-            active_at = lambda state: active_of(outside, consts, row_of(state.position), [])  # noqa: E731
-            return steps._replace(per_active_set=partial(outside.at, consts, active_at))
-        if self.common is None:
-            return steps
-        rows, run = self.common
-        low, high = (None if row is None else ahead.distance(start, row) + int(ahead.reverse) for row in rows)
-        first, end = (high, low) if ahead.reverse else (low, high)  # the first position, and the one behind the last
-        return steps._replace(common=Common(partial(step, run), first, end))
+Run = Callable[..., list[Any]]  # `Body.run`
 
 
 class Bodies(NamedTuple):
@@ -231,55 +185,40 @@ class Bodies(NamedTuple):
     A replay stores something before each step, which the way back reads: the state, or a record of residuals.
     """
 
-    forward: Body  # (row, consts, state) -> state
-    replay: Body  # (row, consts, state) -> (state, stored)
-    backward: Body  # (row, consts, carry, stored) -> (carry, y)
+    sweep: ReverseSweep
+    xs: list[Any]
+    forward: Body
+    replay: Body
+    backward: Body
     stored_avals: Sequence[Any]
     records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
     places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
+    replay_is_long: bool  # it takes so long to compile that a program should hold it once
 
-    @property
-    def replay_is_long(self) -> bool:
-        """Whether the step of a replay takes so long to compile that a program should hold it once."""
-        plain = self.replay.outside is None and self.replay.common is None
-        return plain and self.replay.num_equations >= LONG_STEP
+    def step(self, body: Run, row: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The next state, and what is stored; `body` is the `run` of `forward` or `replay`."""
+        out = body(row, *state, *(read(x, row) for x in self.xs[: self.sweep.num_forward_xs]))
+        num_state = self.sweep.num_state
+        return out[:num_state], out[num_state:] if self.records else state
 
-    def replay_steps(self, ahead: RowLoop, start: Any, written: RowOf) -> Steps:
+    def back(self, body: Run, row: Any, carry: list[Any], stored: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The carry after a step back, and its row of ys; `body` is the `run` of `backward`."""
+        out = self.sweep.outputs(body(row, *carry, *stored, *(read(x, row) for x in self.xs)))
+        return list(out.carry), list(out.ys)
+
+    def replay_steps(self, ahead: RowLoop, start: Any, written: Callable[[Any], Any]) -> Steps:
         """The steps of a replay from the row `start`; a position stores in the row that `written` says."""
-        return self.replay.steps(lambda replay, _, state: replay(state), ahead, start, written)
+        return Steps(self.replay, lambda body, row, _, state: self.step(body, row, state), ahead, start, written)
 
 
 def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: Recording | None) -> Bodies:
     """The bodies of a sweep, as they are compiled. `recorded` says how it records residuals; None: it stores states."""
-    rows = common_rows(sweep.backward, consts)
-
-    def forward(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> list[Any]:
-        return body(row, *consts, *state, *(read(x, row) for x in xs[: sweep.num_forward_xs]))
-
-    def storing_state(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        return forward(body, row, consts, state), state
-
-    def recording(body: Run, row: Any, consts: Sequence[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = forward(body, row, consts, state)
-        return out[: sweep.num_state], out[sweep.num_state :]
-
-    def backward(
-        body: Run, row: Any, consts: Sequence[Any], carry: list[Any], stored: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        out = sweep.outputs(body(row, *consts, *carry, *stored, *(read(x, row) for x in xs)))
-        return list(out.carry), list(out.ys)
-
-    def compiled(closed: ClosedJaxpr, run: Callable[..., Any], consts: list[Any] = consts) -> Body:
-        outside = filled_outside(closed, len(consts), 0)
-        body = outside.body if outside else closed
-        common = None if rows is None else (rows, partial(run, unmasked(closed)))
-        return Body(partial(run, jaxpr_as_fun(body)), consts, outside, common, num_equations(closed))
-
-    ahead = compiled(sweep.forward, forward)
-    if recorded is None:
-        states = sweep.forward_avals.state
-        replay, back = compiled(sweep.forward, storing_state), compiled(sweep.backward, backward)
-        return Bodies(ahead, replay, back, states, False, range(len(states)))
-    hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
-    replay, back = compiled(recorded.ahead, recording), compiled(recorded.back, backward, [*consts, *hoisted])
-    return Bodies(ahead, replay, back, recorded.ahead.out_avals[sweep.num_state :], True, recorded.places or ())
+    replay, backward, hoisted = sweep.forward, sweep.backward, list[Any]()
+    stored, places = sweep.forward_avals.state, range(sweep.num_state)
+    if recorded is not None:
+        replay, backward, places = recorded.ahead, recorded.back, recorded.places or ()
+        hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
+        stored = replay.out_avals[sweep.num_state :]
+    bodies = Body.of(sweep.forward, consts), Body.of(replay, consts), Body.of(backward, [*consts, *hoisted])
+    is_long = bodies[1].outside is None and bodies[1].common is None and num_equations(replay) >= LONG_STEP
+    return Bodies(sweep, xs, *bodies, stored, recorded is not None, places, is_long)

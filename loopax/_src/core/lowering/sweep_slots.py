@@ -7,7 +7,6 @@ fit into the slots (`sweep_bodies.py`), the run stores those instead, and no ste
 `schedule.binomial.replay` has the same schedule in Python.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from jax import lax
 
 from loopax._src import schedule
 from loopax._src.core.ir.loop import EMPTY_SLOT
-from loopax._src.core.lowering.rows import LoopState, RowLoop, read, write
-from loopax._src.core.lowering.sweep_bodies import Bodies, Track
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
+from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track
 from loopax._src.jax_internals import where, zeros
 
 
@@ -54,12 +53,12 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
 
         # Walk the run backward, from what the last step would have stored. A step also reads what the step before it
         # needs: for the first step of the run, that is what stands in the slot before it.
-        def take(backward: Callable[..., Any], position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-            carry, y = backward(values[num_stored:], values[:num_stored])
+        def take(body: Run, row: Any, position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+            carry, y = bodies.back(body, row, values[num_stored:], values[:num_stored])
             before = run.slot + position - 1  # may be -1 after the very last step: anything will do then
             return [*(read(run.slots[place], before) for place in bodies.places), *carry], y
 
-        num_stored, steps = len(last), bodies.backward.steps(take, track.ahead, track.row(run.step))
+        num_stored, steps = len(last), Steps(bodies.backward, take, track.ahead, track.row(run.step))
         start = LoopState([*last, *sweep.progress.carry], sweep.progress.ys, sweep.end - run.step - 1)
         walked = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
         progress = walked._replace(carry=walked.carry[num_stored:])
@@ -84,7 +83,8 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         state, step, slot, stored_steps, slots = segment
         slots = [write(s, slot, value) for s, value in zip(slots, state, strict=True)]
         distance = schedule.advance(end - step, count - slot)
-        steps = bodies.forward.steps(lambda forward, _, state: (forward(state), []), track.ahead, track.row(step))
+        take = lambda body, row, _, state: (bodies.step(body, row, state)[0], [])  # noqa: E731
+        steps = Steps(bodies.forward, take, track.ahead, track.row(step))
         start = LoopState(state, [], jnp.int32(0))
         passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, start, distance)
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
@@ -103,8 +103,8 @@ def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[li
         slots[place] = slot
     if not bodies.records:
         return progress.carry, slots
-    _, record = bodies.replay.once(track.row(end - 1), progress.carry)
-    return record, slots
+    row = track.row(end - 1)
+    return bodies.step(bodies.replay.at(row).run, row, progress.carry)[1], slots
 
 
 class OneLoop(NamedTuple):
@@ -133,7 +133,8 @@ def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) 
         begins_run = decides & ~divides
         run_step, run_slot = jnp.where(begins_run, step, run_step), jnp.where(begins_run, slot, run_slot)
         in_run = run_step >= 0
-        state_after, stored = bodies.replay.once(track.row(step), state)
+        row = track.row(step)
+        state_after, stored = bodies.step(bodies.replay.at(row).run, row, state)
         in_slots = dict(zip(bodies.places, stored, strict=True))
         place = jnp.clip(jnp.where(in_run, run_slot + step - run_step, slot), 0, count - 1)
         stores = divides | (in_run & (remain > 1))
