@@ -7,13 +7,18 @@ compile as many forward and backward loops as there are stages.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.dce import loop_dce, stage_all
-from loopax._src.core.autodiff.jvp import jvp_loop, jvp_of_results, nan_if_uncounted, perturbed_outputs, refuse_effects
+from loopax._src.core.autodiff.jvp import (
+    fill_tangents,
+    jvp_loop,
+    jvp_of_results,
+    nan_if_uncounted,
+    perturbed_outputs,
+    refuse_effects,
+)
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs, window_walked
 from loopax._src.core.autodiff.sweep import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
@@ -29,21 +34,23 @@ from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits
+from loopax._src.core.jaxpr.evaluate import linearize_expanded
 from loopax._src.core.jaxpr.util import (
     append_each,
     calls_custom_vjp,
-    fill_each,
     flatten,
     inner_jaxprs,
     invert,
     map_leaves,
-    merge_each,
+    merge_lists,
     reject,
     reject_each,
     select,
     select_each,
+    split_list,
+    trace,
 )
-from loopax._src.jax_internals import ClosedJaxpr, ad
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
@@ -58,17 +65,15 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     derivative of the batch is the batch of derivatives, with the stages of the batch itself.
     """
     inner = CompactVmap(**params)
-    loop = inner.static
+    loop, nonzero = inner.static, list(map(jaxi.is_nonzero, tangents))
     if not _runs_in_stages(inner):
         return jvp_of_program(primals, tangents, **params)
     if calls_custom_vjp(loop.body):
         # JAX cannot map the tangents of a `jax.custom_vjp`, so lanes come first here, and tangents then. JAX asks this
         # where reverse mode is to follow, for there is no forward mode through such a function.
-        again = _Again.of_tangents(inner, list(map(jaxi.is_nonzero, tangents)), primals)
-        windows = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in again.operands[:2]]
-        _, found = jvp_of_program(again.operands, [*windows, *again.inputs(tangents)[2:]], **again.batch._asdict())
-        return again.out.leaves, again.tangents(primals[0], found)
-    mapped, perturbed = loop.inputs(inner.mapped[2:]), map_leaves(jaxi.is_nonzero, loop.inputs(tangents[2:]))
+        results, _, tangents_of = compact_vmap_linearize(nonzero, *primals, **params)
+        return results, tangents_of(*tangents)
+    mapped, perturbed = loop.inputs(inner.mapped[2:]), map_leaves(bool, loop.inputs(nonzero[2:]))
     # Before: [*consts, *carry, *xs] -> After: [*consts, *their tangents, *carry, *its tangents, *xs, *their tangents]
     # A tangent has lanes where its primal has them, and every leaf of a carry has them.
     mapped_pairs = append_each(mapped, select_each(perturbed, mapped))
@@ -80,45 +85,84 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     return jvp_of_results(loop, run, primals, tangents)
 
 
-def _steps_are_known(inner: CompactVmap, unknown: Sequence[bool]) -> bool:
-    """Whether it is a batch of loops, and when each of them stops does not depend on what is unknown."""
+def _known_part(inner: CompactVmap, unknown: Sequence[bool]) -> tuple[Loop, LoopInputs, LoopOutputs] | None:
+    """The known part of a batch of loops, and what is unknown of its inputs, at the fixed point, and of its outputs.
+
+    None for sweeps, and where it depends on what is unknown when lanes stop.
+    """
     if inner.rules is not LOOPS or any(unknown[:2]):
-        return False
-    return not inner.static.predicated or not unknown_outputs(inner.static, inner.static.inputs(unknown[2:])).carry[0]
+        return None
+    loop, inputs = inner.static, map_leaves(bool, inner.static.inputs(unknown[2:]))
+    outputs = unknown_outputs(loop, inputs)
+    if loop.predicated and outputs.carry[0]:
+        return None
+    inputs = inputs._replace(carry=outputs.carry)
+    return known_loop(loop, inputs, outputs), inputs, outputs
 
 
 def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     """Run the known part in stages, which gives each lane's number of steps; the unknown part then runs in groups.
 
     Operands are `low, high, *consts, *carry, *xs`, with an axis of lanes where they are mapped; unknown ones are
-    tangents. Results are those of the loop, with lanes. The later loop has no predicate: each lane takes exactly the
-    steps that it took in the known part, so it computes the same. Its program gives the unknown results, and is itself
-    evaluated partially. A batch without stages, and one whose numbers of steps are unknown, is its program.
+    tangents. Results are those of the loop, with lanes. A batch without stages, and one whose numbers of steps are
+    unknown, is its program.
     """
     inner = CompactVmap(**params)
-    loop, flags = inner.static, tuple(not jaxi.is_known(t) for t in tracers)
-    if not (_runs_in_stages(inner) and _steps_are_known(inner, flags)):
+    loop, flags = inner.static, [not jaxi.is_known(t) for t in tracers]
+    part = _known_part(inner, flags) if _runs_in_stages(inner) else None
+    if part is None:
         # The rule of a `jax.custom_jvp` may return known results. Where there are none, the whole batch is staged.
         given = to_bits(flags)
         later = [bool(needed & given) for needed in dependence(inner.program)]
         if all(later):
             return jaxi.stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
         return jaxi.evaluate_partially(trace, inner.program, tracers, later)
-    unknown = map_leaves(bool, loop.inputs(flags[2:]))
-    outputs = unknown_outputs(loop, unknown)
-    unknown = unknown._replace(carry=outputs.carry)
+    known, unknown, outputs = part
     # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *known consts, *known carry, *known xs]
-    known = known_loop(loop, unknown, outputs)
     low, high = map(jaxi.known_value, tracers[:2])
     values = reject_each(unknown, map_leaves(jaxi.known_value, loop.inputs(tracers[2:])))
     mapped = (*inner.mapped[:2], *flatten(reject_each(unknown, loop.inputs(inner.mapped[2:]))))
     out = known.results(compact_vmap(LOOPS, known, inner.axis, mapped, [low, high, *flatten(values)]))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    again = _Again.of(inner, outputs, [low, high, *tracers[2:]], out)
-    program = again.batch.program
-    later = again.outputs_of(jaxi.evaluate_partially(trace, program, again.operands, [True] * len(program.out_avals)))
-    joined = merge_each(outputs, LoopOutputs(out.carry, out.ys), later)
-    return [out.num_steps, *flatten(joined), *nothing_saved(loop, inner.axis)]
+    program, operands = _again_in_groups(inner, outputs, [low, high, *tracers[2:]], out.num_steps)
+    later = jaxi.evaluate_partially(trace, program, operands, [True] * len(program.out_avals))
+    joined = merge_lists(flatten(outputs), [*out.carry, *out.ys], later)
+    return [out.num_steps, *joined, *nothing_saved(loop, inner.axis)]
+
+
+def _again_in_groups(
+    inner: CompactVmap, outputs: LoopOutputs, operands: Sequence[Any], num_steps: Any
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """A program that computes these outputs of a batch in stages, and its operands.
+
+    It has the operands of the batch, but for low and high: the window of a lane is the rows that it has walked. So the
+    program needs no predicate, each lane takes exactly the steps that it has taken, and lanes are in groups.
+    """
+    loop, (low, high, *leaves) = inner.static, operands
+    body, uses = prune(loop, without_effects(loop.body), outputs)
+    later = loop._replace(
+        body=body,
+        inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
+        num_consts=sum(uses.consts),
+        num_carry=sum(uses.carry),
+        predicated=False,
+        saving=None,
+        saved=(),
+        reporting=None,
+    )
+    # The end of the rows that a lane has walked, in the direction of the walk, is its own.
+    windows_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
+    values = [*window_walked(loop, low, high, num_steps), *leaves]
+    used, avals = [True, True, *flatten(uses)], list(map(type_of_linear, values))
+    mapped = tuple(select(used, (*windows_mapped, *inner.mapped[2:])))
+    batch = compact_vmap_of(LOOPS, later, inner.axis, mapped, select(used, avals))
+
+    def program(*values: Any) -> list[Any]:
+        out = later.results(jaxpr_as_fun(batch.program)(*select(used, values)))
+        # Other leaves of its carry are evaluated again for these alone.
+        return [*select(select(uses.carry, outputs.carry), out.carry), *out.ys]
+
+    return trace(program, avals), values
 
 
 def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
@@ -130,89 +174,34 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
         return linearize_program(nonzero, *operands, **params)
-    again = _Again.of_tangents(inner, nonzero, operands)
-    _, mask, linear = linearize_program(again.inputs(nonzero), *again.operands, **again.batch._asdict())
+    loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
+    refuse_effects(loop.body)
+    if _acts_in_custom(loop.body):
+        # Functions with derivatives of their own have the effects of their rules. What runs in groups has none, so
+        # the stages are those of the known part of the loop on pairs.
+        pair, of_pair, _ = jvp_loop(loop, perturbed)
+        unknown = append_each(map_leaves(lambda _: False, of_pair), select_each(of_pair, of_pair))
+        known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
+        out = known.results(compact_vmap(LOOPS, known, inner.axis, inner.mapped, operands))
+    else:
+        out = loop.results(compact_vmap_p.bind(*operands, **params))
+    outputs = perturbed_outputs(loop, perturbed)
+    program, values = _again_in_groups(inner, outputs, operands, out.num_steps)
+    _, depends, linear = linearize_expanded(jaxpr_as_fun(program))(nonzero, *values)
+    mask, flags = [False, *flatten(outputs), *(False for _ in (*out.saved, *out.checkpoint_rows))], iter(depends)
 
-    def tangents_later(*tangents: Any) -> list[Any]:
-        return again.tangents(operands[0], linear(*again.inputs(tangents)))
+    def tangents_of(*tangents: Any) -> list[Any]:
+        carry, ys = split_list(linear(*tangents), [sum(outputs.carry)])
+        carry = [nan_if_uncounted(loop, operands[0] + out.num_steps, dot) for dot in carry]
+        return fill_tangents(mask, out.leaves, [*carry, *ys])
 
-    results, depends = again.out.leaves, [False, *flatten(fill_each(again.outputs, False, again.outputs_of(mask)))]
-    return results, [*depends, *(False for _ in results[len(depends) :])], tangents_later
+    return out.leaves, [has_one and next(flags) for has_one in mask], tangents_of
 
 
 def _acts_in_custom(program: ClosedJaxpr) -> bool:
     """Whether a function with derivatives of its own has effects."""
     acting = [eqn for eqn in program.eqns if jaxi.happens(eqn.effects)]
     return any(jaxi.is_custom(eqn) or any(map(_acts_in_custom, inner_jaxprs(eqn))) for eqn in acting)
-
-
-class _Again(NamedTuple):
-    """The lanes of a batch in stages once more, in groups: each takes the steps that it has taken."""
-
-    loop: Loop  # in stages
-    out: Outcome  # its results
-    outputs: LoopOutputs  # which of its outputs the loop in groups computes
-    uses: LoopInputs  # which of its inputs the loop in groups has
-    batch: CompactVmap  # the batch of the loop in groups, and its operands
-    operands: list[Any]
-
-    @classmethod
-    def of(cls, inner: CompactVmap, outputs: LoopOutputs, operands: Sequence[Any], out: Outcome) -> "_Again":
-        """The batch that computes these outputs; `operands` and `out` are those of the batch in stages."""
-        loop, (low, high, *leaves) = inner.static, operands
-        body, uses = prune(loop, without_effects(loop.body), outputs)
-        later = loop._replace(
-            body=body,
-            inverse=part_of_inverse(loop.inverse, flatten(uses), uses.carry),
-            num_consts=sum(uses.consts),
-            num_carry=sum(uses.carry),
-            predicated=False,
-            saving=None,
-            saved=(),
-            reporting=None,
-        )
-        # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *used consts, *used carry, *used xs]
-        # The window is that of the rows that a lane has walked: its end, in the direction of the walk, is its own.
-        windows_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
-        used, used_mapped = (select_each(uses, loop.inputs(group)) for group in (leaves, inner.mapped[2:]))
-        values = [*window_walked(loop, low, high, out.num_steps), *flatten(used)]
-        mapped, avals = (*windows_mapped, *flatten(used_mapped)), list(map(type_of_linear, values))
-        return cls(loop, out, outputs, uses, compact_vmap_of(LOOPS, later, inner.axis, mapped, avals), values)
-
-    @classmethod
-    def of_tangents(cls, inner: CompactVmap, nonzero: Sequence[bool], operands: Sequence[Any]) -> "_Again":
-        """Run the lanes in stages; the batch in groups computes what has a tangent, where these operands have one."""
-        loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
-        refuse_effects(loop.body)
-        if _acts_in_custom(loop.body):
-            # Functions with derivatives of their own have the effects of their rules. What runs in groups has none, so
-            # the stages are those of the known part of the loop on pairs.
-            pair, of_pair, _ = jvp_loop(loop, perturbed)
-            unknown = append_each(map_leaves(lambda _: False, of_pair), select_each(of_pair, of_pair))
-            known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
-            out = known.results(compact_vmap(LOOPS, known, inner.axis, inner.mapped, operands))
-        else:
-            out = loop.results(compact_vmap_p.bind(*operands, **inner._asdict()))
-        return cls.of(inner, perturbed_outputs(loop, perturbed), operands, out)
-
-    def inputs(self, values: Sequence[Any]) -> list[Any]:
-        """What there is for each operand, from what there is for each operand of the batch in stages."""
-        return [*values[:2], *flatten(select_each(self.uses, self.loop.inputs(values[2:])))]
-
-    def outputs_of(self, results: Sequence[Any]) -> LoopOutputs:
-        """What there is for each of `outputs`, from what there is for each result of the batch in groups."""
-        later = self.batch.static.results(results)
-        # Other leaves of its carry are evaluated again for these alone.
-        return LoopOutputs(select(select(self.uses.carry, self.outputs.carry), later.carry), later.ys)
-
-    def tangents(self, low: Any, results: Sequence[Any]) -> list[Any]:
-        """The tangents of the results in stages, from those in groups."""
-        found = self.outputs_of(results)
-        carry = [nan_if_uncounted(self.loop, low + self.out.num_steps, dot) for dot in found.carry]
-        dots = [None, *flatten(fill_each(self.outputs, None, found._replace(carry=carry)))]
-        dots += [None] * (len(self.out.leaves) - len(dots))
-        none = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in self.out.leaves)
-        return [zero if dot is None else dot for zero, dot in zip(none, dots, strict=True)]
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
@@ -224,16 +213,12 @@ def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiat
     inner = CompactVmap(**eqn.params)
     if not any(unknown):
         return stage_all(eqn, instantiated, eqn, [False] * len(eqn.outvars))
-    if not _steps_are_known(inner, unknown):
+    if (part := _known_part(inner, unknown)) is None:
         return stage_all(eqn, instantiated)
-    loop = inner.static
-    inputs = map_leaves(bool, loop.inputs(unknown[2:]))
-    outputs = unknown_outputs(loop, inputs)
-    inputs = inputs._replace(carry=outputs.carry)
-    unknown_in, unknown_out = [False, False, *flatten(inputs)], loop.results_from(False, outputs, False).leaves
-    known = _of_operands(inner, known_loop(loop, inputs, outputs), eqn, invert(unknown_in))
-    part = known.replace(outvars=reject(unknown_out, eqn.outvars))
-    return stage_all(eqn, instantiated, part, unknown_out)
+    known, inputs, outputs = part
+    unknown_out = inner.static.results_from(False, outputs, False).leaves
+    now = _of_operands(inner, known, eqn, [True, True, *invert(flatten(inputs))])
+    return stage_all(eqn, instantiated, now.replace(outvars=reject(unknown_out, eqn.outvars)), unknown_out)
 
 
 def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
