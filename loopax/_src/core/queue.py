@@ -125,7 +125,7 @@ def run_queue(
     out = run_function(one_round, start, rows, bound=rounds, kind=kind)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
-    return [take(y, order, 0) for y in outputs]
+    return [take(y, 0, order) for y in outputs]
 
 
 def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tuple[Lane, Any, list[Any]]:
@@ -136,7 +136,7 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
     busy = jax.vmap(queue.is_busy)(state)
     is_done = (state.item != NO_ITEM) & ~busy
     rank = active_first(is_done, last=busy)[: queue.part]
-    chosen = jax.tree.map(lambda x: take(x, rank, 0), state)
+    chosen = jax.tree.map(lambda x: take(x, 0, rank), state)
     done = is_done[rank]
     outputs = jax.vmap(queue.outputs)(chosen)
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))

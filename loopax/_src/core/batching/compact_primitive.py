@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.batching.groups import GroupProgram, in_groups
+from loopax._src.core.batching.groups import in_groups
 from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
@@ -205,8 +205,8 @@ def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any])
 
     axes = [at if has_lanes else None for at, has_lanes in zip(SWEEPS.operand_axes(sweep), mapped, strict=True)]
     low, high = operands[:2]
-    program = GroupProgram(run_group, axes, SWEEPS.result_axes(sweep))
-    return in_groups(program, sweep.lanes, jnp.broadcast_to(high - low, (axis.size,)), operands)
+    num_steps = jnp.broadcast_to(high - low, (axis.size,))
+    return in_groups(run_group, sweep.lanes, num_steps, operands, axes, SWEEPS.result_axes(sweep))
 
 
 SWEEPS = BatchRules(

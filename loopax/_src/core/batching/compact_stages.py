@@ -9,6 +9,7 @@ Every group and every stage is a batch in lockstep.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +17,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.compact_primitive import BatchRules
-from loopax._src.core.batching.groups import GroupProgram, active_first, in_groups, take, take_mapped, with_rows
+from loopax._src.core.batching.groups import active_first, in_groups, take
 from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
 from loopax._src.core.ir.lanes import CPU_LANES, Compact, Lockstep, fewest_lanes, group_sizes, stage_sizes
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, LoopInputs, Outcome, run
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, Outcome, run
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint
 from loopax._src.core.jaxpr.types import Axis
-from loopax._src.core.jaxpr.util import INDEX, Mask, collective_over, flatten, select, split_list, stacked, trace
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    Mask,
+    collective_over,
+    flatten,
+    map_leaves,
+    select,
+    split_list,
+    stacked,
+    trace,
+)
+from loopax._src.core.masking import pick
 from loopax._src.core.row_buffers import get, put
 from loopax._src.jax_internals import keep_bits, zeros
 from loopax._src.messages import collective_message
@@ -101,25 +113,13 @@ def is_one_batch(loop: Loop, lanes: int) -> bool:
     return len(stage_sizes(loop.lanes, lanes, step_cost(loop.body, loop.num_consts).is_cheap)) == 1
 
 
-class LaneResults(NamedTuple):
-    """Of some lanes of a batch."""
+class _LaneResults(NamedTuple):
+    """Of some lanes of a batch, or at which axis each has its lanes."""
 
     places: Any  # int32[lanes]: which lanes of the batch
     num_steps: Any  # int32[lanes]
     carry: list[Any]  # [lanes, ...]
     ys: list[Any]  # [rows, lanes, ...]
-
-    def take(self, order: Any) -> "LaneResults":
-        """These lanes, in this order."""
-        places, num_steps = take(self.places, order, 0), take(self.num_steps, order, 0)
-        return LaneResults(
-            places, num_steps, [take(x, order, 0) for x in self.carry], [take(y, order, 1) for y in self.ys]
-        )
-
-    def part(self, start: int, end: int) -> "LaneResults":
-        """Some lanes, from one to another."""
-        carry, ys = [x[start:end] for x in self.carry], [y[:, start:end] for y in self.ys]
-        return LaneResults(self.places[start:end], self.num_steps[start:end], carry, ys)
 
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
@@ -166,8 +166,7 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
         return [*out.carry, *out.ys]
 
     axes = [at if has_lanes else None for at, has_lanes in zip(LOOPS.operand_axes(loop), mapped, strict=True)]
-    program = GroupProgram(run_group, axes, LOOPS.result_axes(loop)[1:])
-    return [num_steps, *in_groups(program, how, num_steps, operands)]
+    return [num_steps, *in_groups(run_group, how, num_steps, operands, axes, LOOPS.result_axes(loop)[1:])]
 
 
 def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
@@ -180,41 +179,39 @@ def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
     sizes = stage_sizes(how, axis.size, step_cost(loop.body, loop.num_consts).is_cheap)
     reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
-    left = LaneResults(jnp.arange(axis.size, dtype=jnp.int32), jnp.int32(0), list(lanes.inputs.carry), [])
-    finished = []
+    left = _LaneResults(jnp.arange(axis.size, dtype=jnp.int32), jnp.int32(0), list(lanes.inputs.carry), [])
+    axes = _LaneResults(0, 0, [0] * loop.num_carry, [1] * len(loop.output_avals.ys))
+    input_axes, finished = loop.inputs(LOOPS.operand_axes(loop)[2:]), []
     for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
         out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
         # Before: the rows that are left -> After: those that this stage has walked, and the rest, for the next stage
         reached = high - out.num_steps if loop.reverse else low + out.num_steps
         walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
-        ys = [with_rows(old, new, *walked) for old, new in zip(left.ys, out.ys, strict=True)] if index else out.ys
-        left = LaneResults(left.places, left.num_steps + num_steps, out.carry, ys)
+        rows = jnp.arange(loop.bound or 0, dtype=jnp.int32)
+        is_walked = (walked[0] <= rows) & (rows < walked[1])
+        ys = [pick(is_walked, new, old) for new, old in zip(out.ys, left.ys, strict=True)] if index else out.ys
+        left = _LaneResults(left.places, left.num_steps + num_steps, out.carry, ys)
         low, high = rest
         if not smaller:
             break
         # Before: lanes in the order of this stage -> After: those that go on, then those that are done
         first = high - 1 if loop.reverse else low
         order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
-        ordered, going_on = left.take(order), order[:smaller]
-        finished.append(ordered.part(smaller, size))
-        left = ordered.part(0, smaller)
-        inputs = LoopInputs(
-            take_mapped(lanes.inputs.consts, lanes.mapped.consts, going_on, 0),
-            left.carry,
-            take_mapped(lanes.inputs.xs, lanes.mapped.xs, going_on, 1),
+        ordered = jax.tree.map(partial(take, order=order), left, axes)
+        left, done = (
+            jax.tree.map(lambda x, at, part=part: lax.slice_in_dim(x, *part, axis=at), ordered, axes)
+            for part in ((0, smaller), (smaller, size))
         )
-        lanes = lanes._replace(own=[take(x, going_on, 0) for x in lanes.own], inputs=inputs)
+        finished.append(done)
+        of_part = partial(take, order=order[:smaller])
+        given = map_leaves(lambda x, own, at, f=of_part: f(x, at) if own else x, lanes.inputs, lanes.mapped, input_axes)
+        lanes = lanes._replace(own=[of_part(x, 0) for x in lanes.own], inputs=given._replace(carry=left.carry))
     if finished:
         # Before: lanes of the last stage, then those that were done before it, the latest first
         # After: each lane where it was at the start
         parts = [left, *reversed(finished)]
-        left = LaneResults(
-            jnp.concatenate([part.places for part in parts]),
-            jnp.concatenate([part.num_steps for part in parts]),
-            [jnp.concatenate(leaves) for leaves in zip(*(part.carry for part in parts), strict=True)],
-            [jnp.concatenate(rows, 1) for rows in zip(*(part.ys for part in parts), strict=True)],
-        )
-        left = left.take(jnp.argsort(left.places).astype(jnp.int32))
+        left = jax.tree.map(lambda at, *xs: jnp.concatenate(xs, at), axes, *parts)
+        left = jax.tree.map(partial(take, order=jnp.argsort(left.places).astype(jnp.int32)), left, axes)
     return [left.num_steps, *left.carry, *left.ys]
 
 

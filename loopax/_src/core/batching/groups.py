@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes, settled
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, Mask, collective_over, of_selected, split_list
-from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, open_constants, replace_jaxpr, vary_like, where
+from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, open_constants, replace_jaxpr, vary_like
 from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
 
@@ -91,25 +91,13 @@ def run_sequentially(
 # Take lanes out of a batch.
 
 
-def take(x: Any, order: Any, axis: int, unique: bool = True) -> Any:
-    """These lanes, in this order; none twice, if `unique`."""
+def take(x: Any, axis: int, order: Any, unique: bool = True) -> Any:
+    """These lanes of an array, in this order; none twice, if `unique`. They stand along the axis."""
 
     def lanes(x: Any, order: Any) -> Any:
         return x.at[(*(slice(None),) * axis, order)].get(mode="promise_in_bounds", unique_indices=unique)
 
     return on_device(lambda x: keep_bits(lanes, x, order), x)
-
-
-def take_mapped(values: Sequence[Any], mapped: Sequence[bool], order: Any, axis: int) -> list[Any]:
-    """These lanes of values that lanes have of their own."""
-    return [take(x, order, axis) if m else x for x, m in zip(values, mapped, strict=True)]
-
-
-def with_rows(old: Any, new: Any, low: Any, high: Any) -> Any:
-    """The rows `low ... high - 1` of `new`, the others of `old`."""
-    rows = jnp.arange(old.shape[0], dtype=jnp.int32)
-    chosen = (low <= rows) & (rows < high)
-    return where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
 
 def active_first(active: Any, last: Any = False) -> Any:
@@ -122,37 +110,39 @@ def active_first(active: Any, last: Any = False) -> Any:
     return jnp.sort(place + jnp.arange(size, dtype=jnp.int32), stable=False) % max(size, 1)
 
 
-class GroupProgram(NamedTuple):
-    """What runs in groups: operands are low, high, and others."""
+def in_groups(
+    run_group: Callable[[int, Sequence[Any]], list[Any]],
+    how: Compact,
+    num_steps: Any,
+    operands: Sequence[Any],
+    operand_axes: Sequence[int | None],
+    result_axes: Sequence[int],
+) -> list[Any]:
+    """The results of all lanes; `run_group(lanes, operands)` gives those of some. Operands are low, high, and others.
 
-    run_group: Callable[[int, Sequence[Any]], list[Any]]  # (number of lanes, operands) -> results
-    operand_axes: Sequence[int | None]  # where each operand has its lanes; None: lanes share it
-    result_axes: Sequence[int]  # where each result has them
-
-
-def in_groups(program: GroupProgram, how: Compact, num_steps: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of all lanes."""
-    lanes, given = len(num_steps), list(zip(operands, program.operand_axes, strict=True))
+    The axes say where operands and results have their lanes; None: lanes share the operand.
+    """
+    lanes, given = len(num_steps), list(zip(operands, operand_axes, strict=True))
     parts = group_sizes(how, lanes)
     if parts == [(1, lanes)]:
-        return program.run_group(lanes, operands)
+        return run_group(lanes, operands)
     # Before: lanes in their order -> After: those with the most steps first, so that lanes of a group take similar
     # numbers. Groups may have a few places more than there are lanes: these repeat a lane, whose window is empty there.
     places = sum(number * size for number, size in parts)
     order = jnp.argsort(-num_steps).astype(jnp.int32)
     chosen = order if places == lanes else order[jnp.minimum(jnp.arange(places), lanes - 1)]
-    own = [take(jnp.moveaxis(x, at, 0), chosen, 0, places == lanes) for x, at in given if at is not None]
+    own = [take(jnp.moveaxis(x, at, 0), 0, chosen, places == lanes) for x, at in given if at is not None]
     is_lane = jnp.arange(places) < lanes
 
     def group(size: int, _: Any, is_lane: Any, *own: Any) -> list[Any]:
         of_group = iter(own)
         low, high, *rest = (x if at is None else jnp.moveaxis(next(of_group), 0, at) for x, at in given)
-        if program.operand_axes[1] is None:
+        if operand_axes[1] is None:
             low = jnp.where(is_lane, low, high)
         else:
             high = jnp.where(is_lane, high, low)
-        results = program.run_group(size, [low, high, *rest])
-        return [jnp.moveaxis(y, at, 0) for y, at in zip(results, program.result_axes, strict=True)]
+        results = run_group(size, [low, high, *rest])
+        return [jnp.moveaxis(y, at, 0) for y, at in zip(results, result_axes, strict=True)]
 
     start, found, kind = 0, [], Decided(EveryResidual(reason="a map over groups of lanes"))
     for number, size in parts:
@@ -164,4 +154,4 @@ def in_groups(program: GroupProgram, how: Compact, num_steps: Any, operands: Seq
         start += number * size
     back = jnp.argsort(order).astype(jnp.int32)
     results = [keep_bits(lambda *parts: jnp.concatenate(parts)[:lanes], *parts) for parts in zip(*found, strict=True)]
-    return [jnp.moveaxis(take(y, back, 0), 0, at) for y, at in zip(results, program.result_axes, strict=True)]
+    return [jnp.moveaxis(take(y, 0, back), 0, at) for y, at in zip(results, result_axes, strict=True)]
