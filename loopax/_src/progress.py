@@ -185,3 +185,33 @@ class Reporter:
                 raise KeyboardInterrupt from error
             raise
         return results
+
+
+class Shown:
+    """What is shown of a run that Python drives, if anything: its steps or items, from where this process began."""
+
+    def __init__(self, reporter: Reporter | None, total: int | None) -> None:
+        """Nothing is drawn yet."""
+        self._reporter, self._total, self._taken = reporter, total, 0
+        self._run: int | None = None
+
+    def begin(self, before: int = 0) -> None:
+        """The first is about to begin, after so many in other processes."""
+        if self._reporter is not None and self._run is None:
+            total = -1 if self._total is None else max(self._total - before, 0)
+            self._run, _ = self._reporter.begin(total, 1, 0, 0, before)
+
+    def update(self, taken: int, active: int = -1, inner: int | None = None) -> None:
+        """So many are done; the rest is as for `Reporter.report`."""
+        if self._reporter is not None and self._run is not None:
+            self._taken = taken
+            self._reporter.report(self._run, taken, active, inner)
+
+    def end(self, finished: bool) -> None:
+        """No more is done; whether the run has come to its end."""
+        if self._reporter is not None and self._run is not None:
+            if finished:
+                self._reporter.end(self._run, self._taken)
+            else:
+                self._reporter.close()
+            self._run = None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loopax import durable
-from loopax._src.durable.options import Directory
+from loopax._src.durable.pace import SavePace
 from loopax._src.durable.saves import Saves, checksums
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 
@@ -84,7 +84,7 @@ def copied(source: Path, to: Path) -> Path:
 def newest_state(directory: Path) -> Any:
     """As a run reads it."""
     like = [jax.random.key_data(x) if x is INIT["key"] else x for x in jax.tree.leaves(INIT)]
-    store = Saves("a test", Directory(directory), 3)
+    store = Saves("a test", directory, 3, SavePace(1, True))
     state = store.newest(like)
     store.close()
     return state

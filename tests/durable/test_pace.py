@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +18,18 @@ from loopax import durable
 from loopax._src.durable import pace as paces
 from loopax._src.durable import run as runs
 from loopax._src.durable import saves as keeping
-from loopax._src.durable.pace import Every, Interrupts, SavePace, checkpoint_every, watching
+from loopax._src.durable.pace import Interrupts, SavePace, checkpoint_every, watching
 from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.progress import Shown
 from tests.durable.cases import same_bits, saves
 
 
 class Simulation:
     """A run of steps and saves that take made-up times, under the real control."""
 
-    def __init__(self, every: Every, step_seconds: list[float], save_seconds: list[float], total: int) -> None:
+    def __init__(
+        self, every: tuple[float, bool], step_seconds: list[float], save_seconds: list[float], total: int
+    ) -> None:
         self.now, self.work = 0.0, 0.0
         self.every, self.total = every, total
         self.step_seconds, self.save_seconds = step_seconds, save_seconds
@@ -57,36 +61,43 @@ class Simulation:
         """What would be lost."""
         complete = [(at, state, work) for at, state, work in self.saves if at <= self.now]
         _, state, work = complete[-1] if complete else (0.0, 0, 0.0)
-        self.lost = max(self.lost, steps - state if self.every.in_steps else self.work - work)
+        self.lost = max(self.lost, steps - state if self.every[1] else self.work - work)
 
-    # ---- saves, one at a time
+    # ---- a manager of saves, one at a time, as Orbax has it
 
-    newest_step = None
-    directory = None
+    def latest_step(self) -> None:
+        return None
 
-    def start(self, state: SavedState) -> None:
-        self.finish()
+    def save(self, step: int, args: Any) -> None:
+        assert not self.is_saving_in_progress()
         seconds = self.save_seconds[len(self.saves) % len(self.save_seconds)]
-        self.saves.append((self.now + seconds, state.steps, self.work))
+        self.saves.append((self.now + seconds, step, self.work))
 
-    def in_progress(self) -> bool:
+    def is_saving_in_progress(self) -> bool:
         return bool(self.saves) and self.saves[-1][0] > self.now
 
-    def finish(self) -> None:
+    def wait_until_finished(self) -> None:
         if self.saves:
             self.now = max(self.now, self.saves[-1][0])
 
+    def check_for_errors(self) -> None:
+        pass
+
     def go(self, chunk_steps: int | None = None, unroll: int = 1) -> None:
-        pace = SavePace(self.every, chunk_steps, unroll)
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
-        fake: Any = self
-        keeper = keeping.Keeper(fake, pace, None)
         job: Any = SimpleNamespace(start=lambda steps: [steps], total=self.total, rows=None, stops=False)
+        nothing = lambda *_, **__: None
+        orbax = SimpleNamespace(
+            CheckpointManagerOptions=nothing,
+            CheckpointManager=lambda *_, **__: self,
+            args=SimpleNamespace(Composite=nothing, JsonSave=nothing),
+        )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paces, "time", self)
-            patch.setattr(runs, "time", self)
-            patch.setattr(keeping, "time", self)
-            runs.DurableRun(job, chunk, keeper, None).advance(SavedState(0, True, []), Interrupts(), lambda _: None)
+            for module in (paces, runs, keeping):
+                patch.setattr(module, "time", self)
+            patch.setattr(keeping, "ocp", lambda: orbax)
+            store = Saves("a test", Path(), 2, SavePace(*self.every, chunk_steps, unroll))
+            runs.DurableRun(job, chunk, store).advance(SavedState(0, True, []), Interrupts(), Shown(None, None))
         assert sum(self.chunks) == self.total
 
 
@@ -102,7 +113,7 @@ SECONDS = st.floats(1e-6, 20.0)
 )
 def test_steps(every: int, step_seconds: Any, save_seconds: Any, chunk_steps: Any) -> None:
     """However long steps and saves take."""
-    simulation = Simulation(Every(every, True), step_seconds, save_seconds, 150)
+    simulation = Simulation((every, True), step_seconds, save_seconds, 150)
     simulation.go(chunk_steps)
     assert simulation.lost <= every
 
@@ -111,7 +122,7 @@ def test_steps(every: int, step_seconds: Any, save_seconds: Any, chunk_steps: An
 @given(st.floats(0.01, 100.0), st.floats(1e-3, 1.0), st.lists(SECONDS, min_size=1, max_size=3))
 def test_seconds(every: float, part: float, save_seconds: Any) -> None:
     """Of steps that take the same time, each less than is allowed."""
-    simulation = Simulation(Every(every, False), [part * every], save_seconds, min(int(10 / part), 1000))
+    simulation = Simulation((every, False), [part * every], save_seconds, min(int(10 / part), 1000))
     simulation.go()
     assert simulation.lost <= every * (1 + 1e-9)
 
@@ -119,7 +130,7 @@ def test_seconds(every: float, part: float, save_seconds: Any) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 60), st.integers(2, 7), st.none() | st.integers(1, 30))
 def test_chunks_are_whole_iterations(every: int, unroll: int, chunk_steps: Any) -> None:
-    simulation = Simulation(Every(every, True), [0.01], [0.05], 10 * unroll + 1)
+    simulation = Simulation((every, True), [0.01], [0.05], 10 * unroll + 1)
     simulation.go(chunk_steps, unroll)
     assert all(chunk % unroll == 0 for chunk in simulation.chunks[:-1])
     assert simulation.lost <= max(every, unroll)
@@ -127,11 +138,11 @@ def test_chunks_are_whole_iterations(every: int, unroll: int, chunk_steps: Any) 
 
 def test_saves_are_not_more_than_needed() -> None:
     """One for each `checkpoint_every`, about: margins are for the time that a save takes."""
-    for every in (Every(10.0, False), Every(1000, True)):
+    for every in ((10.0, False), (1000, True)):
         simulation = Simulation(every, [0.01], [0.2], 20_000)
         simulation.go()
         assert 20 <= len(simulation.saves) <= 23
-    assert checkpoint_every("f", timedelta(minutes=2)) == Every(120.0, False)
+    assert checkpoint_every("f", timedelta(minutes=2)) == (120.0, False)
 
 
 X = jnp.arange(3.0)

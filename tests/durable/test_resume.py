@@ -11,7 +11,7 @@ import pytest
 from jax import NamedSharding, P
 
 from loopax import durable
-from loopax._src.durable.options import Directory
+from loopax._src.durable.pace import SavePace
 from loopax._src.durable.saves import SavedState, Saves
 from tests.durable.cases import SELDOM, Steps, read_rows, same_bits, saves, stopped
 from tests.support.compiled import compilations
@@ -133,7 +133,7 @@ def test_steps_are_counted_in_64_bits(beyond: int, tmp_path: Any) -> None:
         run = partial(durable.while_loop, lambda c: c["n"] < 6, body, init, info=True, **options)
         durable.while_loop(lambda c: c["n"] < 6, body, init, max_steps=0, throw=False, **options)
         arrays = [jnp.asarray(x) for x in jax.tree.leaves({**init, "x": jnp.float64(0)})]
-        store = Saves("a test", Directory(options["directory"]), 2)
+        store = Saves("a test", options["directory"], 2, SavePace(1, True))
         store.start(SavedState(beyond, True, arrays))
         store.close()
         result, info = run()

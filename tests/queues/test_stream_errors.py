@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.queues import working_lanes
 from tests.queues.streams import ANSWERS, collatz, expected, found, items
 
 
@@ -181,7 +180,7 @@ def test_suspend_waits_for_the_results_of_other_threads():
 
 def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):
     stream, waits = lx.lanes_stream(collatz, items(100), num_lanes=4, chunk_steps=3), []
-    wait = working_lanes.wait_for
+    wait = jax.device_get
 
     def interrupted(chunk):
         waits.append(1)
@@ -189,7 +188,7 @@ def test_an_interrupt_of_the_wait_loses_nothing(monkeypatch):
             raise KeyboardInterrupt
         return wait(chunk)
 
-    monkeypatch.setattr(working_lanes, "wait_for", interrupted)
+    monkeypatch.setattr(jax, "device_get", interrupted)
     results, interrupts = {}, 0
     while len(results) < 100:
         try:

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from loopax._src.durable.chunk import TracedChunk, row_types
-from loopax._src.durable.options import AnotherProgramWarning, Directory, on_first, write_whole
+from loopax._src.durable.options import AnotherProgramWarning, on_first, write_whole
 from loopax._src.durable.options import tensorstore as import_tensorstore
 from loopax._src.durable.saves import checksums
 from loopax._src.durable.step_hash import Written
@@ -107,45 +108,45 @@ def refuse_unsavable(name: str, found: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def settle(where: str, directory: Directory, new: StoredProgram, anyway: bool) -> None:
+def compare_with_stored(where: str, root: Path, new: StoredProgram, anyway: bool) -> None:
     """Compare a program with the stored one, and store it where it is new."""
 
-    def settle_with_stored() -> None:
-        old = _stored(where, directory)
-        differed = [] if old is None else _compare(where, directory, old, new, anyway)
+    def compare() -> None:
+        old = _stored(where, root)
+        differed = [] if old is None else _compare(where, root, old, new, anyway)
         found = new if old is None else replace(new, went_on_anyway=old.went_on_anyway)
         if differed:
             when = f"{datetime.now(UTC).isoformat(timespec='seconds')}\n"
             found = replace(found, went_on_anyway=[*found.went_on_anyway, when + "\n".join(differed)])
         if found != old:
-            write_whole(directory.program, json.dumps(asdict(found), indent=1))
+            write_whole(root / "program.json", json.dumps(asdict(found), indent=1))
 
-    on_first(settle_with_stored)
+    on_first(compare)
 
 
-def _stored(where: str, directory: Directory) -> StoredProgram | None:
+def _stored(where: str, root: Path) -> StoredProgram | None:
     """The program of the run that the directory holds; None: it holds none."""
-    if not directory.program.exists():
+    if not (file := root / "program.json").exists():
         return None
     try:
-        found = json.loads(directory.program.read_text())
+        found = json.loads(file.read_text())
         if found["format"] != FORMAT:
             raise RuntimeError(
-                f"{where}: the run in {directory.root} was stored by loopax {found['loopax']} and JAX {found['jax']} "
+                f"{where}: the run in {root} was stored by loopax {found['loopax']} and JAX {found['jax']} "
                 f"in format {found['format']}, and this is loopax {__version__} with format {FORMAT}. Go on with the "
                 "versions that have stored it, or give another directory."
             )
         return StoredProgram(**found)
     except (KeyError, TypeError, ValueError) as error:
         raise RuntimeError(
-            f"{where}: {directory.program} is no description of a run that loopax has written ({error}). Give a "
+            f"{where}: {file} is no description of a run that loopax has written ({error}). Give a "
             "directory of its own to each run."
         ) from error
 
 
-def _compare(where: str, directory: Directory, old: StoredProgram, new: StoredProgram, anyway: bool) -> list[str]:
+def _compare(where: str, root: Path, old: StoredProgram, new: StoredProgram, anyway: bool) -> list[str]:
     """Whether a stored run may go on as the one that is asked for; gives what differs nevertheless."""
-    run = f"{where}: the run in {directory.root}"
+    run = f"{where}: the run in {root}"
     misfits = [] if old.loop == new.loop else [f"  the loop: stored {old.loop}, now {new.loop}"]
     misfits += _differences(old.types, new.types)
     if misfits:

@@ -152,8 +152,7 @@ def while_loop(
         stops=True,
         condition=goes_on,
     )
-    carry, _, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
-    return options.with_info(carry, loop_info)
+    return run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
 
 
 @overload
@@ -248,8 +247,7 @@ def fori_loop(
         unroll=arguments.unroll_steps(options.name, unroll, total, stops=False),
         settings={"lower": str(int(lower))},
     )
-    carry, _, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
-    return options.with_info(carry, loop_info)
+    return run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
 
 
 @overload
@@ -376,5 +374,4 @@ def scan(
         settings={"first row": str(rows.first)} | ({"rows of xs": str(extent.capacity)} if arrays else {}),
         arrays={f"xs, array {i}": x for i, x in enumerate(arrays)},
     )
-    carry, ys, loop_info = run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)
-    return options.with_info((carry, ys), loop_info)
+    return run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)

@@ -4,12 +4,12 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Required
+from typing import Any, NamedTuple, Required
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves
 
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.durable.pace import Every, checkpoint_every
+from loopax._src.durable.pace import SavePace, checkpoint_every
 from loopax._src.extras import optional
 from loopax._src.frontend.options import CommonOptions, Options, options
 from loopax._src.jax_internals import is_tracing
@@ -64,19 +64,11 @@ def on_first(action: Callable[[], Any]) -> None:
         raise RuntimeError("the first process of this run has stopped with an error; see what it says.")
 
 
-# The directory of a durable run: where things stand in it, and that only one process uses it.
-
-
-class Directory:
-    """Where the parts of a run stand."""
-
-    def __init__(self, root: Path) -> None:
-        """Nothing is made."""
-        self.root = root
-        self.lock = root / "lock"  # held by the process that runs
-        self.program = root / "program.json"  # what is run: versions, types, checksums
-        self.saves = root / "saves"  # a directory for each save, which Orbax writes
-        self.outputs = root / "outputs"  # an array in Zarr's format for each leaf of a scan's outputs
+# The directory of a durable run. In it are:
+# - `lock`, held by the process that runs;
+# - `program.json`, what is run: versions, types, checksums;
+# - `saves`, a directory for each save, which Orbax writes;
+# - `outputs`, an array in Zarr's format for each leaf of a scan's outputs.
 
 
 def whole_path(where: str, path: Any) -> Path:
@@ -96,7 +88,7 @@ def whole_path(where: str, path: Any) -> Path:
 
 
 @contextmanager
-def locked(where: str, directory: Directory) -> Iterator[None]:
+def locked(where: str, root: Path) -> Iterator[None]:
     """Hold the directory; an error where another run does. The system lets go when the process ends, however."""
     if fcntl is None:
         yield
@@ -105,13 +97,13 @@ def locked(where: str, directory: Directory) -> Iterator[None]:
     with ExitStack() as stack:
 
         def hold() -> None:
-            file = stack.enter_context(open(directory.lock, "a+"))
+            file = stack.enter_context(open(root / "lock", "a+"))
             try:
                 flock(file, flags)
             except OSError as error:
                 file.seek(0)
                 raise RuntimeError(
-                    f"{where}(directory={str(directory.root)!r}) is in use by another run ({file.read().strip()}). "
+                    f"{where}(directory={str(root)!r}) is in use by another run ({file.read().strip()}). "
                     "Wait until it ends, or give another directory."
                 ) from error
             file.truncate(0)
@@ -171,20 +163,20 @@ class DurableOptions(CommonOptions, total=False):
     chunk_steps: int | None
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Options after the check, as the classes that use them."""
+class Checked(NamedTuple):
+    """Options after the check."""
 
-    directory: Directory
-    every: Every
+    root: Path  # the directory
+    pace: SavePace
     keep: int
     anyway: bool
-    chunk_steps: int | None
 
 
-def check(name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_steps: Any) -> Checked:
+def check(
+    name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_steps: Any = None, unroll: int = 1
+) -> Checked:
     """Understand them. The directory is made last, if it is not there; an error where it cannot be written to."""
-    every = checkpoint_every(name, every)
+    every, in_steps = checkpoint_every(name, every)
     keep = an_int(f"{name}(keep=...)", keep, ", the number of saves")
     if keep < 1:
         raise ValueError(f"{name}(keep=...): got {keep}, expected at least 1, the number of saves that are kept.")
@@ -206,7 +198,7 @@ def check(name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_s
             "make files",
             str(root),
         ) from error
-    return Checked(Directory(root), every, keep, resume == "anyway", chunk_steps)
+    return Checked(root, SavePace(every, in_steps, chunk_steps, unroll), keep, resume == "anyway")
 
 
 def loop_options(

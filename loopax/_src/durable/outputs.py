@@ -285,8 +285,9 @@ class Outputs:
         self, where: str, root: Path, spec: Spec, plan: RowPlan, fill: Mapping[int, int] | None = None
     ) -> None:
         """`fill`: what rows hold that are not written, by array, if not zero."""
-        self.where, self.root, self.spec, self.plan, self.fill = where, root, spec, plan, fill or {}
+        self.where, self.root, self.spec, self.plan, self.fill = where, root / "outputs", spec, plan, fill or {}
         self.writes = False  # whether this process does: from `open` on
+        self._known = self._written = (0, 0)
         self._waiting: list[tuple[int, list[np.ndarray]]] = []
         self._writing: list[Any] = []
         self._begun = time.monotonic()

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,22 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from loopax._src.progress import Reporter
-
 
 class Interrupts:
     """The first Ctrl-C or SIGTERM, which is remembered; a second one does what it does without loopax."""
 
     received: int | None = None
-
-    def stop(self, message: str) -> BaseException:
-        """What ends the run: what the signal would have raised, or how a process ends that was told to."""
-        number, self.received = self.received, None
-        if number == signal.SIGINT:
-            return KeyboardInterrupt(message)
-        error = SystemExit(message)
-        error.code = 128 + signal.SIGTERM  # the process exits as one that the signal kills
-        return error
 
 
 @contextmanager
@@ -60,34 +49,6 @@ def watching() -> Iterator[Interrupts]:
         signal.raise_signal(interrupts.received)
 
 
-@contextmanager
-def shown(reporter: Reporter | None, steps: int, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a run that goes on after so many steps; gives a function that is told the steps that have been taken.
-
-    There is one bar for all chunks. What is shown is counted from there, so that the rate is that of this process.
-    """
-    if reporter is None:
-        yield lambda _: None
-        return
-    run, _ = reporter.begin(-1 if total is None else total - steps, 1, 0, 0, before=steps)
-    taken, reported = 0, time.monotonic()
-
-    def show(now: int) -> None:
-        nonlocal taken, reported
-        taken = now - steps
-        if time.monotonic() - reported >= reporter.progress.every:
-            reported = time.monotonic()
-            reporter.report(run, taken, -1)
-
-    try:
-        yield show
-    except BaseException:
-        reporter.report(run, taken, -1)
-        reporter.close()
-        raise
-    reporter.end(run, taken)
-
-
 CHUNK_SECONDS = 0.2  # a chunk takes about so long: signals are looked at between chunks
 _MOST_IN_A_ROW = 32  # chunks that are started at once
 _GROWTH = 8  # the first chunks are short, and the next ones at most so many times longer
@@ -95,16 +56,8 @@ _MARGINS = (0.05, 0.5)  # of `checkpoint_every`: how much earlier a save begins,
 _FIRST_MARGIN = 0.25
 
 
-@dataclass(frozen=True)
-class Every:
-    """The most work that may be lost: steps, or seconds of running."""
-
-    amount: float
-    in_steps: bool
-
-
-def checkpoint_every(where: str, given: Any) -> Every:
-    """An int is a number of steps, a float or a timedelta a time."""
+def checkpoint_every(where: str, given: Any) -> tuple[float, bool]:
+    """The most work that may be lost, and whether that is a number of steps (an int), not of seconds."""
     is_time = isinstance(given, float | np.floating | timedelta)
     if not is_time and (isinstance(given, bool) or not hasattr(given, "__index__")):
         raise TypeError(
@@ -118,7 +71,7 @@ def checkpoint_every(where: str, given: Any) -> Every:
             f"{where}(checkpoint_every=...): got {given!r}, expected a positive number of "
             f"{'seconds' if is_time else 'steps'}."
         )
-    return Every(amount, not is_time)
+    return amount, not is_time
 
 
 @dataclass
@@ -129,9 +82,10 @@ class SavePace:
     a save begins a margin earlier, and where it has not ended in time the run waits for it.
     """
 
-    every: Every
-    chunk_steps: int | None  # steps of a chunk, where the user has said so
-    unroll: int
+    every: float  # steps, or seconds of running
+    in_steps: bool
+    chunk_steps: int | None = None  # steps of a chunk, where the user has said so
+    unroll: int = 1
     step_seconds: float | None = None
     save_seconds: float | None = None
     last_chunk: int = 0
@@ -151,7 +105,7 @@ class SavePace:
             most = 1
         elif most is None:  # as many as take about as long as a chunk should
             most = max(min(int(self._look_seconds / max(self.step_seconds or 0, 1e-9)), _GROWTH * self.last_chunk), 1)
-        if self.every.in_steps:
+        if self.in_steps:
             most = min(most, max(self.next_save - steps, 1))
         return max(most - most % self.unroll, self.unroll)
 
@@ -163,7 +117,7 @@ class SavePace:
 
     @property
     def _look_seconds(self) -> float:
-        return CHUNK_SECONDS if self.every.in_steps else min(CHUNK_SECONDS, self.every.amount / 10)
+        return CHUNK_SECONDS if self.in_steps else min(CHUNK_SECONDS, self.every / 10)
 
     @property
     def next_save(self) -> int:
@@ -183,8 +137,8 @@ class SavePace:
         """Whether more than `every` allows could be lost in the next chunk, which no save of this state precedes."""
         if self.complete[0] == steps:
             return False
-        ahead = chunk if self.every.in_steps else chunk * (self.step_seconds or 0.0)
-        return self._work_since(self.complete, steps) + ahead > self.every.amount
+        ahead = chunk if self.in_steps else chunk * (self.step_seconds or 0.0)
+        return self._work_since(self.complete, steps) + ahead > self.every
 
     def saving(self, steps: int) -> None:
         """A save of the state after so many steps begins."""
@@ -198,7 +152,7 @@ class SavePace:
             self.complete = self.started
 
     def _work_since(self, state: tuple[int, float], steps: int) -> float:
-        return steps - state[0] if self.every.in_steps else self._worked() - state[1]
+        return steps - state[0] if self.in_steps else self._worked() - state[1]
 
     def _worked(self) -> float:
         """A clock that stands still where the run waits."""
@@ -207,9 +161,9 @@ class SavePace:
     def _save_after(self) -> float:
         """The work between two saves."""
         if self.save_seconds is None:
-            margin = _FIRST_MARGIN * self.every.amount
+            margin = _FIRST_MARGIN * self.every
         else:
             seconds = 2 * self.save_seconds + CHUNK_SECONDS
-            margin = seconds / (self.step_seconds or seconds) if self.every.in_steps else seconds
-        low, high = (part * self.every.amount for part in _MARGINS)
-        return self.every.amount - min(max(margin, low), high)
+            margin = seconds / (self.step_seconds or seconds) if self.in_steps else seconds
+        low, high = (part * self.every for part in _MARGINS)
+        return self.every - min(max(margin, low), high)

@@ -1,7 +1,7 @@
 """The run of a durable loop: chunk after chunk, with saves in between."""
 
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.chunk import EPOCH, CompiledChunk, Job, placed, rows_of_a_chunk, trace
-from loopax._src.durable.identity import describe, refuse_unsavable, types_of
-from loopax._src.durable.identity import settle as settle_program
-from loopax._src.durable.options import Checked, agreed, all_agree, check, locked
+from loopax._src.durable.identity import compare_with_stored, describe, refuse_unsavable, types_of
+from loopax._src.durable.options import agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs
-from loopax._src.durable.pace import Interrupts, SavePace, shown, watching
-from loopax._src.durable.saves import Keeper, SavedState, Saves
+from loopax._src.durable.pace import Interrupts, watching
+from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.frontend.options import limit_message
 from loopax._src.frontend.steps import always, first_condition
 from loopax._src.frontend.trace import trace_step
 from loopax._src.nnx.functional import hand_over
+from loopax._src.progress import Shown
 from loopax._src.pytrees.leaves import LoopInfo, restore_weak
 
 _POLL_SECONDS = 0.05
@@ -32,13 +32,12 @@ class DurableRun:
 
     job: Job
     chunk: CompiledChunk
-    keeper: Keeper
-    outputs: Outputs | None
+    saves: Saves
 
-    def advance(self, state: SavedState, interrupts: Interrupts, show: Callable[[int], None]) -> SavedState:
+    def advance(self, state: SavedState, interrupts: Interrupts, shown: Shown) -> SavedState:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
-        keeper, pace = self.keeper, self.keeper.pace
-        pace.begin(state.steps)
+        saves, pace, before = self.saves, self.saves.pace, state.steps
+        pace.begin(before)
         while state.goes_on and state.steps != self.job.total:
             most, count = self._next_chunks(state.steps)
             must_wait = pace.must_wait(state.steps, most * count)
@@ -46,21 +45,16 @@ class DurableRun:
             if signal:
                 break
             if must_wait:
-                keeper.settle()
+                saves.finish()
                 if all_agree(pace.must_wait(state.steps, most * count)):
-                    keeper.save(state)
-                    keeper.settle()
+                    saves.save(state)
+                    saves.finish()
             state = self._take(state, most, count)
-            show(state.steps)
-            keeper.look()
+            shown.update(state.steps - before)
+            saves.look()
             if all_agree(pace.should_save(state.steps)):
-                keeper.save(state)
-        keeper.save(state)
-        keeper.settle()
-        (signal,) = agreed(interrupts.received or 0)
-        if signal:
-            interrupts.received = signal
-            raise keeper.interrupted(interrupts, f"{state.steps} steps")
+                saves.save(state)
+        saves.end(state, interrupts, f"{state.steps} steps")
         return state
 
     def _next_chunks(self, steps: int) -> tuple[int, int]:
@@ -69,20 +63,21 @@ class DurableRun:
         Several, so that no device waits for Python between them; one where a condition may end the loop, or where rows
         of outputs have to be fetched.
         """
-        job, pace = self.job, self.keeper.pace
+        job, pace = self.job, self.saves.pace
         ahead = EPOCH - steps % EPOCH  # to the end of the epoch of keys, or of the loop
         if job.total is not None:
             ahead = min(ahead, job.total - steps)
         most = min(pace.chunk(steps), self.chunk.rows, ahead)
         if job.stops or self.chunk.rows < MOST_STEPS:
             return most, 1
-        if pace.every.in_steps:
+        if pace.in_steps:
             ahead = min(ahead, pace.next_save - steps)
         return most, max(min(pace.in_a_row(most), ahead // most), 1)
 
     def _take(self, state: SavedState, most: int, count: int) -> SavedState:
         """Take a chunk of steps, or several; rows of outputs begin to be written."""
-        job, pace, begun, arrays = self.job, self.keeper.pace, time.monotonic(), state.arrays
+        job, pace, outputs = self.job, self.saves.pace, self.saves.outputs
+        begun, arrays = time.monotonic(), state.arrays
         *before, last = (state.steps + i * most for i in range(count))
         for steps in before:
             arrays, *_ = self.chunk.run(arrays, job.start(steps), most)
@@ -95,27 +90,27 @@ class DurableRun:
             pause = min(2 * pause, _POLL_SECONDS)
         taken = (count - 1) * most + int(num_steps)
         pace.took(taken, time.monotonic() - begun)
-        if self.outputs is not None and self.outputs.writes and taken:
-            plan, pieces = self.outputs.plan, [np.asarray(y)[:taken] for y in ys]
+        if outputs is not None and outputs.writes and taken:
+            plan, pieces = outputs.plan, [np.asarray(y)[:taken] for y in ys]
             pieces = [(piece[::-1] if plan.reverse else piece).copy() for piece in pieces]
-            self.outputs.write(plan.taken(state.steps, taken)[0], pieces)
+            outputs.write(plan.taken(state.steps, taken)[0], pieces)
         return SavedState(state.steps + taken, bool(goes_on), arrays)
 
 
 # A durable loop from its arguments to its results.
 
 
-def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
-    """The carry, the rows of outputs and the numbers of a loop; `durability` is what `check` takes."""
+def run_job(job: Job, *durability: Any) -> Any:
+    """What the user gets of a loop; `durability` is what `check` takes."""
     options, name = job.options, job.options.name
     if job.cut and not job.stops and options.throw:
         raise ValueError(limit_message(name, job.total))
-    checked = check(name, *durability)
+    checked = check(name, *durability, unroll=job.unroll)
     start = job.start(0)
     # A chunk of one row describes the program, whatever the number of rows.
     one = trace(job, start, job.rows and 1)
     refuse_unsavable(name, [*types_of("carry", one.spec), *types_of("outputs", one.y_spec)])
-    with locked(name, checked.directory):
+    with locked(name, checked.root):
         # A chunk has as many steps as its outputs have rows; how many there may be, `one` has told.
         rows = None
         if job.rows and one.y_spec.avals:
@@ -124,42 +119,41 @@ def run_job(job: Job, *durability: Any) -> tuple[Any, Any, LoopInfo]:
         chunk = CompiledChunk(traced, start, MOST_STEPS if rows is None else rows)
         step = trace_step(job.step, start, one.init, always if job.stops else None)
         described = describe(name, step, one, chunk.first, job.arrays, options.key_data, job.settings)
-        settle_program(name, checked.directory, described, checked.anyway)
-        outputs = Outputs(name, checked.directory.outputs, traced.y_spec, job.rows) if job.rows else None
-        state = _go_on(job, checked, chunk, outputs)
+        compare_with_stored(name, checked.root, described, checked.anyway)
+        outputs = Outputs(name, checked.root, traced.y_spec, job.rows) if job.rows else None
+        saves = Saves(name, checked.root, checked.keep, checked.pace, outputs)
+        with closing(saves):
+            state = _go_on(job, chunk, saves)
         reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)
         if reached and options.throw:
             raise eqx.EquinoxRuntimeError(limit_message(name, job.total))
         last = traced.spec.unpack(restore_weak(state.arrays, traced.carry_avals))
         carry = hand_over(job.where, job.init, last, traced.changes)
         loop_info = LoopInfo(np.int64(state.steps), np.bool_(reached))  # pyright: ignore[reportArgumentType]
-        return carry, outputs and outputs.rows(), loop_info
+        return options.with_info((carry, outputs.rows()) if outputs else carry, loop_info)
 
 
-def _go_on(job: Job, checked: Checked, chunk: CompiledChunk, outputs: Outputs | None) -> SavedState:
+def _go_on(job: Job, chunk: CompiledChunk, saves: Saves) -> SavedState:
     """Run to the end from the newest save that is whole, or from the first state."""
-    name, directory = job.options.name, checked.directory
-    saves = Saves(name, directory, checked.keep)
+    state = saves.newest(chunk.first)
+    if state is None and job.condition is not None:
+        goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
+        state = SavedState(0, bool(goes_on), placed(arrays))
+    state = state or SavedState(0, True, chunk.first)
+    if job.total is not None and state.steps > job.total:
+        raise ValueError(
+            f"{saves.where}: the stored run has taken {state.steps} steps, and only {job.total} are asked for. Ask for "
+            "as many or more, or give another directory."
+        )
+    if saves.outputs:
+        saves.outputs.open(state.steps)
+    # There is one bar for all chunks. What is shown is counted from here, so that the rate is that of this process.
+    shown = Shown(job.options.reporter(job.called.functions[0]), job.total)
+    shown.begin(state.steps)
     try:
-        if outputs and saves.newest_step:
-            outputs.refuse_gone()
-        state = saves.newest(chunk.first, (lambda state: outputs.check(state.steps)) if outputs else None)
-        if state is None and job.condition is not None:
-            goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
-            state = SavedState(0, bool(goes_on), placed(arrays))
-        state = state or SavedState(0, True, chunk.first)
-        if job.total is not None and state.steps > job.total:
-            raise ValueError(
-                f"{name}: the stored run has taken {state.steps} steps, and only {job.total} are asked for. Ask for as "
-                "many or more, or give another directory."
-            )
-        if outputs:
-            outputs.open(state.steps)
-        pace = SavePace(checked.every, checked.chunk_steps, job.unroll)
-        flush = outputs.flush if outputs and outputs.writes else None
-        run = DurableRun(job, chunk, Keeper(saves, pace, flush), outputs)
-        reporter = job.options.reporter(job.called.functions[0])
-        with watching() as interrupts, shown(reporter, state.steps, job.total) as show:
-            return run.advance(state, interrupts, show)
+        with watching() as interrupts:
+            state = DurableRun(job, chunk, saves).advance(state, interrupts, shown)
+            shown.end(finished=True)
+            return state
     finally:
-        saves.close()
+        shown.end(finished=False)

@@ -1,10 +1,12 @@
 """States of a run on disk: saved while the run goes on, the newest good one found again. Orbax writes them."""
 
+import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from loopax._src.durable.options import DamagedSaveWarning, Directory, clear_errors, ocp
+from loopax._src.durable.options import DamagedSaveWarning, agreed, clear_errors, ocp
+from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import Interrupts, SavePace
 
 _MOST_TEXT = 1000  # of the error of a damaged file
@@ -34,15 +37,23 @@ def _sealed(steps: int, goes_on: bool, sums: list[str]) -> dict[str, Any]:
 
 
 class Saves:
-    """The saves of a run."""
+    """The saves of a run, each of a state after the rows that belong to it, and when they are due."""
 
-    def __init__(self, where: str, directory: Directory, keep: int) -> None:
+    def __init__(self, where: str, root: Path, keep: int, pace: SavePace, outputs: Outputs | None = None) -> None:
         """Unfinished saves of an earlier process are removed."""
-        self.where, self.directory = where, directory.saves
+        self.where, self.directory, self.pace, self.outputs = where, root / "saves", pace, outputs
         options = ocp().CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True, save_root_metadata=False
         )
         self._manager = ocp().CheckpointManager(self.directory, options=options)
+
+    def save(self, state: SavedState) -> None:
+        """Begin to save a state, if it is not the newest one that is saved."""
+        if self._manager.latest_step() != state.steps:
+            if self.outputs is not None:
+                self.outputs.flush()
+            self.start(state)
+            self.pace.saving(state.steps)
 
     def start(self, state: SavedState) -> None:
         """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
@@ -56,35 +67,53 @@ class Saves:
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.save(state.steps, args=items)
 
-    @property
-    def newest_step(self) -> int | None:
-        """Of the newest save, also of one that has not ended."""
-        return self._manager.latest_step()
-
-    def in_progress(self) -> bool:
-        """Whether a save has not ended."""
-        return self._manager.is_saving_in_progress()
+    def look(self) -> None:
+        """Whether what is being saved is on disk."""
+        if not self._manager.is_saving_in_progress():
+            self.pace.saved()
 
     def finish(self) -> None:
         """Wait until what has been begun is on disk."""
+        begun = time.monotonic()
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+        self.pace.saved()
+        self.pace.idle += time.monotonic() - begun
+
+    def end(self, state: SavedState, interrupts: Interrupts, what: str) -> None:
+        """Save the last state, after so much; what an interrupt raises, in any process, it raises then."""
+        self.save(state)
+        self.finish()
+        (number,) = agreed(interrupts.received or 0)
+        if number:
+            interrupts.received = None
+            message = (
+                f"{self.where}: interrupted after {what}, which are saved in {self.directory.parent}. The same call "
+                "goes on from there."
+            )
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt(message)
+            ended = SystemExit(message)
+            ended.code = 128 + signal.SIGTERM  # the process exits as one that the signal kills
+            raise ended
 
     def newest(
-        self, like: Sequence[jax.Array], check_rows: Callable[[SavedState], None] | None = None
+        self, like: Sequence[jax.Array], rows_of: Callable[[SavedState], int] = lambda state: state.steps
     ) -> SavedState | None:
         """The newest save that is whole, with the types and shardings of these arrays; None: there is none.
 
-        `check_rows` raises where rows of outputs are lost that belong to a save.
+        `rows_of` says how many rows of outputs belong to a state. Without them, its save is not whole.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
+        if self.outputs is not None and any(steps):
+            self.outputs.refuse_gone()
         problems = []
         for step in steps:
             try:
                 state = self._restore(step, like)
-                if check_rows is not None:
-                    check_rows(state)
+                if self.outputs is not None:
+                    self.outputs.check(rows_of(state))
             except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
                 first = next(iter(str(error).splitlines()), "")  # a bare `assert` in a library has no text
                 problems.append(f"  step {step}: {type(error).__name__}: {first[:_MOST_TEXT]}")
@@ -133,42 +162,6 @@ class Saves:
 def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """The arrays that Orbax writes, by name: it takes none without elements."""
     return {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
-
-
-class Keeper:
-    """Saves the states of a run, each after the rows that belong to it, and keeps time."""
-
-    def __init__(self, saves: Saves, pace: SavePace, flush: Callable[[], None] | None) -> None:
-        """`flush` waits until all rows are on disk."""
-        self._saves, self.pace, self._flush = saves, pace, flush
-
-    def save(self, state: SavedState) -> None:
-        """Begin to save a state, if it is not the newest one that is saved."""
-        if self._saves.newest_step == state.steps:
-            return
-        if self._flush is not None:
-            self._flush()
-        self._saves.start(state)
-        self.pace.saving(state.steps)
-
-    def look(self) -> None:
-        """Whether what is being saved is on disk."""
-        if not self._saves.in_progress():
-            self.pace.saved()
-
-    def settle(self) -> None:
-        """Wait until what has been saved is on disk."""
-        begun = time.monotonic()
-        self._saves.finish()
-        self.pace.saved()
-        self.pace.idle += time.monotonic() - begun
-
-    def interrupted(self, interrupts: Interrupts, what: str) -> BaseException:
-        """What the interrupt raises, once a state is saved after so much."""
-        return interrupts.stop(
-            f"{self._saves.where}: interrupted after {what}, which are saved in {self._saves.directory.parent}. "
-            "The same call goes on from there."
-        )
 
 
 _SEED = 0x9E3779B1  # the golden ratio: a number without a pattern

@@ -16,20 +16,16 @@ from jax import core
 from jaxtyping import PyTree
 
 from loopax._src.durable.chunk import RowPlan
-from loopax._src.durable.identity import refuse_unsavable, stored_program_of, types_of
-from loopax._src.durable.identity import settle as settle_program
+from loopax._src.durable.identity import compare_with_stored, refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.options import Checked, check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows
-from loopax._src.durable.pace import Interrupts, SavePace, watching
-from loopax._src.durable.saves import Keeper, SavedState, Saves
+from loopax._src.durable.pace import Interrupts, watching
+from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.step_hash import Written
-from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import Dynamic, Spec
-from loopax._src.queues.chunks import ChunkPace
-from loopax._src.queues.lanes_stream import check_stream
-from loopax._src.queues.working_lanes import BusyLanes, Shown, WorkingLanes
+from loopax._src.queues.working_lanes import BusyLanes, WorkingLanes
 
 _NAME = "durable.lanes_stream"
 _FIRST_ROOM = 1024  # rows; the room doubles where it is used up
@@ -145,27 +141,25 @@ def lanes_stream(
 
     """
     refuse_transformations(_NAME, (items if isinstance(items, list | tuple) else None,), None)
-    check_callable(f"f of {_NAME}", f)
-    num_lanes, chunk_steps = check_stream(_NAME, items, num_lanes, chunk_steps, prefetch)
+    lanes = WorkingLanes(_NAME, f, items, num_lanes, chunk_steps, prefetch, progress)
     if not isinstance(checkpoint_every, float | np.floating | timedelta):
         raise TypeError(
             f"{_NAME}(checkpoint_every=...): got {checkpoint_every!r}, expected seconds: a float or a "
             "datetime.timedelta. Lanes have no step in common that could be counted."
         )
-    checked = check(_NAME, directory, checkpoint_every, keep, resume, None)
+    checked = check(_NAME, directory, checkpoint_every, keep, resume)
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
-    with locked(_NAME, checked.directory):
-        lanes, shown = WorkingLanes(f, num_lanes, ChunkPace(chunk_steps), _NAME), Shown(_NAME, progress, f, items)
-        return _StreamRun(lanes, iter(items), throw, checked, shown).to_the_end(prefetch * num_lanes)
+    with locked(_NAME, checked.root):
+        return _StreamRun(lanes, iter(items), throw, checked).to_the_end()
 
 
 class _StreamRun:
     """A run in a directory of its own."""
 
-    def __init__(self, lanes: WorkingLanes, items: Iterator[Any], throw: bool, checked: Checked, shown: Shown) -> None:
+    def __init__(self, lanes: WorkingLanes, items: Iterator[Any], throw: bool, checked: Checked) -> None:
         """The first item says what all are like."""
-        self._lanes, self._throw, self._shown = lanes, throw, shown
+        self._lanes, self._throw = lanes, throw
         first = list(islice(items, 1))
         if not first:
             raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
@@ -181,23 +175,19 @@ class _StreamRun:
         written = Written(made.program, [*[None] * len(given), *(path for path, _ in item)], {}, given)
         types = {path: aval.str_short() for path, aval in [*item, *results]}
         described = stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, {}, written)
-        settle_program(_NAME, checked.directory, described, checked.anyway)
+        compare_with_stored(_NAME, checked.root, described, checked.anyway)
         plan = RowPlan(_FIRST_ROOM, 0, reverse=False)
-        spec = _with_rows_of(made.results)
-        self._outputs = Outputs(_NAME, checked.directory.outputs, spec, plan, {_ITEMS: _NO_ITEM})
-        self._pace = SavePace(checked.every, None, 1)
-        self._saves = Saves(_NAME, checked.directory, checked.keep)
+        self._outputs = Outputs(_NAME, checked.root, _with_rows_of(made.results), plan, {_ITEMS: _NO_ITEM})
+        self._saves = Saves(_NAME, checked.root, checked.keep, checked.pace, self._outputs)
         self._rows = 0  # that are written, or are being written
 
-    def to_the_end(self, ahead: int) -> StreamOutputs:
-        """Go on with what is stored, or begin; so many items are fetched ahead."""
+    def to_the_end(self) -> StreamOutputs:
+        """Go on with what is stored, or begin."""
         try:
             with watching() as interrupts:
-                self._go_on(ahead)
+                self._go_on()
                 self._advance(interrupts)
-            self._shown.end(self._lanes, finished=True)
         finally:
-            self._shown.end(self._lanes, finished=False)
             self._lanes.close()
             self._saves.close()
             if self._outputs.writes:
@@ -205,45 +195,38 @@ class _StreamRun:
         found = self._outputs.rows()
         return StreamOutputs(found["items"], found["failed"], found["results"])
 
-    def _go_on(self, ahead: int) -> None:
+    def _go_on(self) -> None:
         """The lanes of the newest save, and the items that come after."""
         like = list(map(jnp.asarray, _packed(0, 0, self._lanes)))
-        if self._saves.newest_step:
-            self._outputs.refuse_gone()
-        state = self._saves.newest(like, lambda state: self._outputs.check(_counts(state.arrays)[0]))
+        state = self._saves.newest(like, lambda state: _counts(state.arrays)[0])
         self._rows, begun = (0, 0) if state is None else _counts(state.arrays)
         self._before = 0 if state is None else state.steps
         self._outputs.open(self._rows, max(2 * self._rows, _FIRST_ROOM))
-        self._keeper = Keeper(self._saves, self._pace, self._outputs.flush)
         if state is not None:
             _, indices, *rest = map(np.asarray, state.arrays)
             num_inputs = len(self._lanes.items.spec.avals)
             self._lanes.go_on(BusyLanes(indices.view(np.int64), rest[:num_inputs], rest[num_inputs:]))
         self._lanes.num_begun = self._lanes.items.count = begun
-        self._lanes.fetch(_after(self._items, begun), ahead)
+        self._lanes.fetch(_after(self._items, begun), self._rows)
 
     def _advance(self, interrupts: Interrupts) -> None:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
-        self._pace.begin(self._number)
-        self._shown.begin(self._rows)
-        goes_on = True
+        saves, pace, goes_on = self._saves, self._saves.pace, True
+        pace.begin(self._number)
         while goes_on and interrupts.received is None:
             begun, before = time.monotonic(), self._number
-            if self._pace.must_wait(before, 1):
-                self._keeper.settle()
-            is_time = self._pace.should_save(before)
+            if pace.must_wait(before, 1):
+                saves.finish()
+            is_time = pace.should_save(before)
             goes_on = self._take(start_next=not is_time)
-            self._pace.took(self._number - before, time.monotonic() - begun)
+            pace.took(self._number - before, time.monotonic() - begun)
             if is_time:
-                self._save()
+                saves.save(self._state())
             else:
-                self._keeper.look()
+                saves.look()
         if self._lanes.is_running:
             self._take(start_next=False)
-        self._save()
-        self._keeper.settle()
-        if interrupts.received is not None:
-            raise self._keeper.interrupted(interrupts, f"{self._rows} items")
+        saves.end(self._state(), interrupts, f"{self._rows} items")
         self._lanes.source.raise_error()
 
     @property
@@ -265,13 +248,12 @@ class _StreamRun:
             own = [np.asarray(failed, bool), np.asarray(finished.indices, np.int64)]
             self._outputs.write(self._rows, [*own, *finished.arrays])
             self._rows += len(failed)
-        self._shown.update(self._lanes)
         return True
 
-    def _save(self) -> None:
-        """Begin to save where the lanes are. No chunk may run."""
+    def _state(self) -> SavedState:
+        """Where the lanes are. No chunk may run."""
         arrays = _packed(self._rows, self._lanes.num_begun, self._lanes)
-        self._keeper.save(SavedState(self._number, True, list(map(jnp.asarray, arrays))))
+        return SavedState(self._number, True, list(map(jnp.asarray, arrays)))
 
 
 def _after(items: Iterator[Any], count: int) -> Iterator[Any]:

@@ -11,13 +11,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from loopax._src.core import NO_ITEM
-from loopax._src.frontend.options import check_callable
 from loopax._src.jax_internals import api_boundary, is_tracing
 from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
-from loopax._src.pytrees.static import Why, positive_int, static_bool
-from loopax._src.queues.chunks import ChunkPace
-from loopax._src.queues.working_lanes import BusyLanes, Finished, Shown, StreamReport, WorkingLanes
+from loopax._src.pytrees.static import static_bool
+from loopax._src.queues.working_lanes import WHY, BusyLanes, Finished, StreamReport, WorkingLanes
 
 NO_ORDER = -1  # in the place of the next result
 
@@ -80,21 +78,10 @@ class LanesStream(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        f: Callable[[Any], Any],
-        items: Iterable[Any],
-        lanes: int,
-        ordered: bool,
-        pace: ChunkPace,
-        ahead: int,
-        throw: bool,
-        info: bool,
-        resume: SuspendedStream | None,
-        shown: Shown,
+        self, working: WorkingLanes, items: Iterable[Any], ordered: bool, throw: bool, resume: SuspendedStream | None
     ) -> None:
         """Prepare the stream. Nothing runs before the first result is asked for."""
-        self._working = WorkingLanes(f, lanes, pace, info=info)
-        self._lanes, self._ordered, self._throw, self._shown = lanes, ordered, throw, shown
+        self._working, self._lanes, self._ordered, self._throw = working, working.num_lanes, ordered, throw
         self._results: deque[tuple[int, Any, str | None]] = deque()
         self._held: dict[int, tuple[Any, str | None]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
@@ -102,7 +89,7 @@ class LanesStream(Iterator[Any]):
         self._one_at_a_time = RLock()  # the state of the lanes is donated to each chunk
         if resume is not None:
             self._resume(resume)
-        self._working.fetch(items, ahead)
+        self._working.fetch(items)
 
     @api_boundary
     def __next__(self) -> Any:
@@ -137,7 +124,6 @@ class LanesStream(Iterator[Any]):
 
     def _end(self) -> None:
         self._is_open = False
-        self._shown.end(self._working, finished=False)
         self._working.close()
         self._results.clear()
         self._held.clear()
@@ -187,17 +173,13 @@ class LanesStream(Iterator[Any]):
         """What the lanes have finished; None where nothing is left to do, and the stream is closed then."""
         if not self._is_open:
             return None
-        self._shown.begin()
         try:
             finished = self._working.look()
         except Exception:
             self.close()
             raise
         if finished is None:
-            self._shown.end(self._working, finished=True)
             self._end()
-        else:
-            self._shown.update(self._working)
         return finished
 
     def _finish(self, finished: Finished | None) -> None:
@@ -244,9 +226,6 @@ class LanesStream(Iterator[Any]):
                 for rows, value in zip(inputs, arrays, strict=True):
                     rows[lane] = value
             self._working.go_on(BusyLanes(where, inputs, list(suspended.state)))
-
-
-_WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
 
 
 @api_boundary
@@ -343,32 +322,16 @@ def lanes_stream(
     every member.
 
     """
-    check_callable("f of lanes_stream", f)
-    num_lanes, chunk_steps = check_stream("lanes_stream", items, num_lanes, chunk_steps, prefetch)
-    if resume is not None and len(resume.lanes) != num_lanes:
-        raise ValueError(
-            f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and num_lanes={num_lanes}. "
-            f"Give num_lanes={len(resume.lanes)}."
-        )
     if is_tracing():
         raise TypeError(
             "lanes_stream is called from Python, and cannot be called inside of `jax.jit`, `vmap`, `grad` or another "
             "transformation. Call it outside of them, or call `loopax.lanes_map` here, for items in one array."
         )
-    shown = Shown("lanes_stream", progress, f, items, len(resume.unfinished) if resume else 0)
-    info, ahead = static_bool("lanes_stream(info=...)", info, _WHY), prefetch * num_lanes
-    return LanesStream(f, items, num_lanes, ordered, ChunkPace(chunk_steps), ahead, throw, info, resume, shown)
-
-
-def check_stream(name: str, items: Any, num_lanes: Any, chunk_steps: Any, prefetch: Any) -> tuple[int, int | None]:
-    """Understand the options of a stream: its lanes, and the steps of a chunk."""
-    num_lanes = positive_int(f"{name}(num_lanes=...)", num_lanes, "lanes", _WHY)
-    if chunk_steps is not None:
-        chunk_steps = positive_int(f"{name}(chunk_steps=...)", chunk_steps, "steps", _WHY)
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"{name}(prefetch=...): got {prefetch!r}, expected an int: multiples of `num_lanes`.")
-    if prefetch < 0:
-        raise ValueError(f"{name}(prefetch=...): got {prefetch}, expected 0 or more: multiples of `num_lanes`.")
-    if not isinstance(items, Iterable):
-        raise TypeError(f"{name}(items=...): got a {type(items).__name__}, expected an iterable of items.")
-    return num_lanes, chunk_steps
+    info, more = static_bool("lanes_stream(info=...)", info, WHY), len(resume.unfinished) if resume else 0
+    working = WorkingLanes("lanes_stream", f, items, num_lanes, chunk_steps, prefetch, progress, info, more)
+    if resume is not None and len(resume.lanes) != num_lanes:
+        raise ValueError(
+            f"lanes_stream(resume=...): the suspended stream has {len(resume.lanes)} lanes, and num_lanes={num_lanes}. "
+            f"Give num_lanes={len(resume.lanes)}."
+        )
+    return LanesStream(working, items, ordered, throw, resume)

@@ -12,13 +12,17 @@ import numpy as np
 
 from loopax._src.core import NO_ITEM, ItemRows
 from loopax._src.core.jaxpr.util import split_list
+from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import with_amount
 from loopax._src.nnx.functional import freeze
-from loopax._src.progress import Reporter, to_progress
+from loopax._src.progress import Reporter, Shown, to_progress
 from loopax._src.pytrees.leaves import pack, type_in_words
-from loopax._src.queues.chunks import NUMBERS, Block, ChunkPace, FinishedItems, Program, compiled
-from loopax._src.queues.chunks import results_of as wait_for
+from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.queues.chunks import ChunkPace, Program, compiled
 from loopax._src.queues.items import ItemTypes, Settings, Source
+
+NUMBERS = 2**31 - 1  # of items on the device
+WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
 
 
 class StreamReport(NamedTuple):
@@ -79,6 +83,15 @@ class Finished(NamedTuple):
     arrays: list[np.ndarray]  # (items, ...) for each array of a result
 
 
+class Block(NamedTuple):
+    """The items of a chunk."""
+
+    numbers: Any  # int32[rounds, places], NO_ITEM where there is none
+    inputs: list[Any]  # (rounds, places, ...)
+    counts: list[int]  # items of each row that has any
+    first: int  # lanes that must be free for the first row
+
+
 class BusyLanes(NamedTuple):
     """Where the lanes are, in NumPy arrays."""
 
@@ -91,11 +104,37 @@ class WorkingLanes:
     """Lanes that work on items. It is told to look, and then says which items are done."""
 
     def __init__(
-        self, f: Callable[[Any], Any], lanes: int, pace: ChunkPace, name: str = "lanes_stream", info: bool = False
+        self,
+        name: str,
+        f: Callable[[Any], Any],
+        items: Iterable[Any],
+        num_lanes: Any,
+        chunk_steps: Any,
+        prefetch: Any,
+        progress: Any,
+        info: bool = False,
+        more: int = 0,
     ) -> None:
-        """Nothing is run before the first look, nor fetched before there is a source."""
+        """Check the options of a stream, which has so many more than `items`.
+
+        Nothing is run before the first look, nor fetched before there is a source.
+        """
+        check_callable(f"f of {name}", f)
+        self.num_lanes = positive_int(f"{name}(num_lanes=...)", num_lanes, "lanes", WHY)
+        if chunk_steps is not None:
+            chunk_steps = positive_int(f"{name}(chunk_steps=...)", chunk_steps, "steps", WHY)
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+            raise TypeError(f"{name}(prefetch=...): got {prefetch!r}, expected an int: multiples of `num_lanes`.")
+        if prefetch < 0:
+            raise ValueError(f"{name}(prefetch=...): got {prefetch}, expected 0 or more: multiples of `num_lanes`.")
+        if not isinstance(items, Iterable):
+            raise TypeError(f"{name}(items=...): got a {type(items).__name__}, expected an iterable of items.")
+        asked = to_progress(name, progress)
+        reporter = None if asked is None else Reporter.of(asked, name, f, "item")
+        self._shown = Shown(reporter, len(items) + more if isinstance(items, Sized) else None)
+        self._finished_before = 0  # items, by other processes
         self.function_arrays, self._function = pack(freeze(f))
-        self.num_lanes, self._pace, self._name, self._info = lanes, pace, name, info
+        self._pace, self._ahead, self._name, self._info = ChunkPace(chunk_steps), prefetch * num_lanes, name, info
         self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._program: Program | None = None
@@ -110,9 +149,9 @@ class WorkingLanes:
         self._settings = Settings.here()
         self._source: Source | None = None
 
-    def fetch(self, items: Iterable[Any], ahead: int) -> None:
-        """Begin to take items from here."""
-        self._source = Source(items, ahead, self.items.ready)
+    def fetch(self, items: Iterable[Any], finished_before: int = 0) -> None:
+        """Begin to take items from here, where other processes have finished so many."""
+        self._source, self._finished_before = Source(items, self._ahead, self.items.ready), finished_before
         finalize(self, self._source.stop, wait=False)
 
     # ---- what an owner asks for
@@ -148,18 +187,25 @@ class WorkingLanes:
         The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
         """
         with self._settings.applied():
+            self._shown.begin(self._finished_before)
             if self._running is None and not self._start():
                 if self.source.is_empty:
+                    self._shown.end(finished=True)
                     return None
                 self.source.wait(patience)
-                return Finished([], [], [], [])
-            indices, chunk = self._collect()
-            if start_next:
-                self._start()  # the device runs while results and items are made ready, and used
-            flags, infos, arrays = split_list(chunk.results(), [len(self.program.made.messages), 2 * self._info])
-            errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
-            self._prepare()
-            return Finished(indices, errors, infos, arrays)
+                finished = Finished([], [], [], [])
+            else:
+                indices, done, outputs = self._collect()
+                if start_next:
+                    self._start()  # the device runs while results and items are made ready, and used
+                results = [np.asarray(x)[: len(done)][done] for x in outputs]
+                flags, infos, arrays = split_list(results, [len(self.program.made.messages), 2 * self._info])
+                errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
+                self._prepare()
+                finished = Finished(indices, errors, infos, arrays)
+            items, _, useful, *_ = self._counts
+            self._shown.update(items, self.num_busy, useful)
+            return finished
 
     def message(self, index: int, error: int) -> str:
         """What the error of an item says."""
@@ -177,6 +223,7 @@ class WorkingLanes:
     def close(self) -> None:
         """Fetch no more, and let go of the lanes."""
         self.fetch_no_more()
+        self._shown.end(finished=False)
         self._state = self._running = self._block = None
         self._waiting.clear()
         self._in_lanes.clear()
@@ -244,81 +291,56 @@ class WorkingLanes:
         self._running = found, given, block.counts, start, is_last
         return True
 
-    def _collect(self) -> tuple[list[int], FinishedItems]:
-        """Wait for the chunk that is running; returns the indices of the items that are done, and the chunk."""
+    def _collect(self) -> tuple[list[int], np.ndarray, list[jax.Array]]:
+        """Wait for the chunk that is running; returns which items are done, at which of its places, and all outputs."""
         found, given, counts, start, is_last = self._running
         was_done = found.iterations.is_ready()
-        chunk = wait_for(found)
+        chunk = jax.device_get(found._replace(outputs=[]))
         self._running = None  # an interrupt of the wait loses nothing
         self._ended = time.perf_counter()
-        self._pace.measured(chunk.iterations, self._ended - start, at_most=was_done)
-        begun = sum(counts[: chunk.rows])
+        rows, iterations, useful = int(chunk.rows), int(chunk.iterations), int(chunk.useful)
+        self._pace.measured(iterations, self._ended - start, at_most=was_done)
+        begun = sum(counts[:rows])
         self.num_begun += begun
         self._in_lanes.update((index % NUMBERS, index) for index, _ in given[:begun])
         self._waiting.extendleft(reversed(given[begun:]))
-        indices = [self._in_lanes.pop(int(number)) for number in chunk.finished]
+        numbers = chunk.finished[: rows + 1]
+        done = numbers != NO_ITEM
+        indices = [self._in_lanes.pop(number) for number in numbers[done].tolist()]
         # An item that is lost would let the stream wait for ever.
         assert len(self._in_lanes) == self.num_lanes - chunk.free
-        done = (len(indices), chunk.iterations, chunk.useful)
-        fed = (0, 0) if is_last else done[1:]
-        self._counts = [old + new for old, new in zip(self._counts, (*done, *fed), strict=True)]
-        return indices, chunk
+        fed = (0, 0) if is_last else (iterations, useful)
+        counts = (len(indices), iterations, useful, *fed)
+        self._counts = [old + new for old, new in zip(self._counts, counts, strict=True)]
+        return indices, done, found.outputs
 
     def _prepare(self) -> None:
         """Place the items of the next chunk while the device runs, where they are all there."""
         self._fill()
-        program = self.program
-        full = program.most_items(program.places)
-        if len(self._waiting) >= full:
-            block = self._place(program.places)
+        places = self.program.places
+        if len(self._waiting) >= self.program.most_items(places):
+            block = self._place(places)
             numbers, inputs = jax.device_put((block.numbers, block.inputs))
             self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
 
     def _place(self, free: int) -> Block:
-        """The first items that wait, as many as a chunk takes."""
+        """The first items that wait, as many as a chunk takes, in rows, of which the first has `free` at most."""
         program = self.program
-        return program.block(list(islice(self._waiting, program.most_items(free))), free)
+        items = list(islice(self._waiting, program.most_items(free)))
+        numbers = np.full((program.rounds, program.places), NO_ITEM, np.int32)
+        inputs = [np.zeros((*numbers.shape, *aval.shape), aval.dtype) for aval in program.item_avals]
+        counts = [min(len(items), free, program.places)] if items else []
+        while (left := len(items) - sum(counts)) > 0:
+            counts.append(min(left, program.places))
+        if items:
+            at = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+            numbers[at] = [index % NUMBERS for index, _ in items]
+            for i, rows in enumerate(inputs):
+                rows[at] = np.stack([arrays[i] for _, arrays in items])
+        return Block(numbers, inputs, counts, free)
 
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
         room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
         self._waiting.extend(self.source.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
-
-
-class Shown:
-    """What is shown of a stream, if anything is. Items are counted from where this process began."""
-
-    def __init__(self, name: str, progress: Any, f: Callable[[Any], Any], items: Any, more: int = 0) -> None:
-        """Nothing is drawn yet. There are so many more than `items`."""
-        asked = to_progress(name, progress)
-        self._reporter = None if asked is None else Reporter.of(asked, name, f, "item")
-        self._total = len(items) + more if isinstance(items, Sized) else None
-        self._run: int | None = None
-        self._reported = 0.0
-
-    def begin(self, before: int = 0) -> None:
-        """The first item is about to begin, after so many that were finished before."""
-        if self._reporter is not None and self._run is None:
-            total = -1 if self._total is None else max(self._total - before, 0)
-            self._run, _ = self._reporter.begin(total, 1, 0, 0, before)
-
-    def update(self, lanes: WorkingLanes) -> None:
-        """Some time has passed."""
-        reporter, now = self._reporter, time.monotonic()
-        if reporter is not None and self._run is not None and now - self._reported >= reporter.progress.every:
-            self._reported = now
-            report = lanes.report()
-            reporter.report(self._run, report.items, lanes.num_busy, report.useful)
-
-    def end(self, lanes: WorkingLanes, finished: bool) -> None:
-        """No more is done; whether all items are finished."""
-        if self._reporter is None or self._run is None:
-            return
-        run, self._run = self._run, None
-        report = lanes.report()
-        self._reporter.report(run, report.items, lanes.num_busy, report.useful)
-        if finished:
-            self._reporter.end(run, report.items)
-        else:
-            self._reporter.close()
