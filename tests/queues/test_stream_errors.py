@@ -18,7 +18,7 @@ from tests.queues.streams import ANSWERS, collatz, expected, found, items
 def test_resume_with_other_lanes_or_another_function_is_refused():
     long = lambda n: lx.fori_loop(0, 10**6, lambda i, x: x + n, jnp.int32(0))
     stream = lx.lanes_stream(long, items(4), num_lanes=2, chunk_steps=1)
-    while not stream._working.num_busy:
+    while not stream._working._in_lanes:
         stream._look()
     state = stream.suspend()
     with pytest.raises(ValueError, match=r"the suspended stream has 2 lanes, and num_lanes=4\. Give num_lanes=2"):

@@ -10,7 +10,7 @@ from loopax._src.core import ItemRows, queue_for, run_chunk
 from loopax._src.frontend.trace_program import ItemProgram, item_program
 from loopax._src.jax_internals import trace_context
 from loopax._src.pytrees.leaves import Spec, Static
-from loopax._src.queues.items import Settings
+from loopax._src.queues.items import settings_here
 
 SECONDS = 0.05  # of a chunk, about: so long a finished item waits, and a new one, where items are slow to come
 FIRST = 64  # steps
@@ -44,33 +44,27 @@ class Program(NamedTuple):
     """A function of items for a number of lanes. It holds nothing of a stream."""
 
     made: ItemProgram
-    item_avals: list[Any]
-    lanes: int
-    places: int  # items of a round
-    rounds: int  # of a chunk, at most
     run: Callable[..., Any]  # (state, shared, rows, most) -> (state, found)
     empty: Callable[[], Any]  # lanes without items
 
-    def most_items(self, first: int) -> int:
-        """How many fit in rows of which the first has so many at most."""
-        return min(first, self.places) + (self.rounds - 1) * self.places if first else 0
 
+def compiled(function: Spec, item: Spec, lanes: int, places: int, info: bool) -> Program:
+    """The program of a function and items like these; that of an earlier stream where it is the same.
 
-def compiled(function: Spec, item: Spec, lanes: int, info: bool) -> Program:
-    """The program of a function and items like these; that of an earlier stream where it is the same."""
-    context = trace_context(), Settings.here()  # the former knows not all of the latter
+    A round has so many places for items.
+    """
+    context = trace_context(), settings_here()  # the former knows not all of the latter
     try:
         hash((function, item))
     except TypeError:
-        return _program.__wrapped__(function, item, lanes, info, context)
-    return _program(function, item, lanes, info, context)
+        return _program.__wrapped__(function, item, lanes, places, info, context)
+    return _program(function, item, lanes, places, info, context)
 
 
 @lru_cache(maxsize=_KEPT)
-def _program(function: Spec, item: Spec, lanes: int, info: bool, _: Any) -> Program:
+def _program(function: Spec, item: Spec, lanes: int, places: int, info: bool, _: Any) -> Program:
     leaves = [leaf.value if isinstance(leaf, Static) else leaf.aval for leaf in function.leaves]
     made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function, info)
-    places = max(lanes // PART, 1)
 
     def queue(shared: Sequence[Any]) -> Any:
         return queue_for(made.program, shared, item.avals, lanes, places)
@@ -79,4 +73,4 @@ def _program(function: Spec, item: Spec, lanes: int, info: bool, _: Any) -> Prog
     def run(state: Any, shared: Sequence[Any], rows: ItemRows, most: Any) -> Any:
         return run_chunk(queue(shared), state, rows, most)
 
-    return Program(made, item.avals, lanes, places, 2 * lanes // places, run, jax.jit(lambda: queue([]).empty()))
+    return Program(made, run, jax.jit(lambda: queue([]).empty()))

@@ -3,11 +3,11 @@
 import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +17,27 @@ from loopax._src.frontend.references import refuse_references_in
 from loopax._src.nnx.functional import freeze
 from loopax._src.pytrees.leaves import Dynamic, Spec, pack, same_structure, same_value, type_in_words
 
+# The settings of JAX that decide about arrays. They belong to a thread: to the one where a stream is made.
+_SETTINGS = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_default_device": jax.default_device,
+    "jax_default_prng_impl": jax.default_prng_impl,
+}
 
-class Settings(NamedTuple):
-    """Settings of JAX that decide about arrays, and belong to a thread: to the one where a stream is made."""
 
-    x64: bool
-    promotion: Any
-    device: Any
-    prng: Any
+def settings_here() -> tuple[Any, ...]:
+    """As they are now, in this thread."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
-    @classmethod
-    def here(cls) -> "Settings":
-        """As they are now, in this thread."""
-        config: Any = jax.config
-        return cls(
-            bool(config.jax_enable_x64),
-            config.jax_numpy_dtype_promotion,
-            config.jax_default_device,
-            config.jax_default_prng_impl,
-        )
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Also somewhere else."""
-        with (
-            jax.enable_x64(self.x64),
-            jax.numpy_dtype_promotion(self.promotion),
-            jax.default_device(self.device),
-            jax.default_prng_impl(self.prng),
-        ):
-            yield
+@contextmanager
+def with_settings(settings: tuple[Any, ...]) -> Iterator[None]:
+    """Those of another thread in this one."""
+    with ExitStack() as stack:
+        for setting, value in zip(_SETTINGS.values(), settings, strict=True):
+            stack.enter_context(setting(value))
+        yield
 
 
 _ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
@@ -76,20 +67,17 @@ class ItemTypes:
             types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
             leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
             self.spec = Spec(spec.treedef, tuple(leaves))
-        return index, _arrays_of(frozen, index, self.spec)
-
-
-def _arrays_of(frozen: Any, index: int, spec: Spec) -> list[np.ndarray]:
-    leaves, treedef = jax.tree.flatten(frozen)
-    if not same_structure(treedef, spec.treedef):
-        raise TypeError(f"lanes_stream: item {index} has the structure {treedef}, expected {spec.treedef}. {_ALIKE}")
-    arrays = []
-    for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
-        if isinstance(expected, Dynamic):
-            arrays.append(_array(leaf, expected, spec, place, index))
-        elif not same_value(leaf, expected.value):  # a part of the program
-            raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
-    return arrays
+        spec, (leaves, treedef) = self.spec, jax.tree.flatten(frozen)
+        if not same_structure(treedef, spec.treedef):
+            what = f"the structure {treedef}, expected {spec.treedef}"
+            raise TypeError(f"lanes_stream: item {index} has {what}. {_ALIKE}")
+        arrays = []
+        for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
+            if isinstance(expected, Dynamic):
+                arrays.append(_array(leaf, expected, spec, place, index))
+            elif not same_value(leaf, expected.value):  # a part of the program
+                raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
+        return index, arrays
 
 
 def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.ndarray:
@@ -125,53 +113,43 @@ class Source:
         self._iterator: Iterator[Any] = iter(items)
         self._ahead = ahead
         self._ready = ready
-        self._fetched: deque[Any] = deque()
+        self.fetched: deque[Any] = deque()
         self._changed = Condition()
         self._ended = self._stopping = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread: Thread | None = None
         if ahead:
             # The thread has the context variables and settings of this one.
-            context, settings = contextvars.copy_context(), Settings.here()
-            fetch = partial(context.run, self._fetch_ahead, settings)
+            fetch = partial(contextvars.copy_context().run, self._fetch_ahead, settings_here())
             self._thread = Thread(target=fetch, name="loopax items", daemon=True)
             self._thread.start()
 
     def take(self, most: int) -> list[Any]:
         """The next items, so many at most: with `ahead=0` all of these, else those that are there."""
         if not self._ahead:
-            while len(self._fetched) < most and not self._ended:
+            while len(self.fetched) < most and not self._ended:
                 self._fetch_one()
         with self._changed:
-            taken = [self._fetched.popleft() for _ in range(min(most, len(self._fetched)))]
+            taken = [self.fetched.popleft() for _ in range(min(most, len(self.fetched)))]
             self._changed.notify_all()
         return taken
 
     def wait(self, seconds: float | None = None) -> None:
         """Until there is an item, or no more will come, or so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fetched or self._ended or not self._ahead, seconds)
-
-    @property
-    def num_fetched(self) -> int:
-        """How many items are there."""
-        return len(self._fetched)
+            self._changed.wait_for(lambda: self.fetched or self._ended or not self._ahead, seconds)
 
     @property
     def is_empty(self) -> bool:
         """Whether all items are taken."""
         with self._changed:
-            return self._ended and not self._fetched
+            return self._ended and not self.fetched
 
     def raise_error(self) -> None:
         """Raise what the iterable has raised, once."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
-
-    def forget_error(self) -> None:
-        """What the iterable has raised is not asked for any more."""
-        self._error = None
 
     def stop(self, wait: bool = True) -> list[Any]:
         """Fetch no more; returns the items that are fetched and not taken. One that is being fetched is waited for."""
@@ -182,16 +160,16 @@ class Source:
             self._thread.join()
         with self._changed:
             self._ended = True
-            fetched = list(self._fetched)
-            self._fetched.clear()
+            fetched = list(self.fetched)
+            self.fetched.clear()
             self._changed.notify_all()
         return fetched
 
-    def _fetch_ahead(self, settings: Settings) -> None:
-        with settings.applied():
+    def _fetch_ahead(self, settings: tuple[Any, ...]) -> None:
+        with with_settings(settings):
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or self._ended or len(self._fetched) < self._ahead)
+                    self._changed.wait_for(lambda: self._stopping or self._ended or len(self.fetched) < self._ahead)
                     if self._stopping or self._ended:
                         return
                 self._fetch_one()
@@ -202,8 +180,8 @@ class Source:
         except StopIteration:
             found = []
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised behind the items before it
-            found, self._error = [], error
+            found, self.error = [], error
         with self._changed:
-            self._fetched.extend(found)
+            self.fetched.extend(found)
             self._ended |= not found
             self._changed.notify_all()

@@ -15,7 +15,7 @@ from loopax._src.jax_internals import api_boundary, is_tracing
 from loopax._src.nnx.functional import thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static import static_bool
-from loopax._src.queues.working_lanes import WHY, BusyLanes, Finished, StreamReport, WorkingLanes
+from loopax._src.queues.working_lanes import WHY, BusyLanes, StreamReport, WorkingLanes
 
 NO_ORDER = -1  # in the place of the next result
 
@@ -81,7 +81,7 @@ class LanesStream(Iterator[Any]):
         self, working: WorkingLanes, items: Iterable[Any], ordered: bool, throw: bool, resume: SuspendedStream | None
     ) -> None:
         """Prepare the stream. Nothing runs before the first result is asked for."""
-        self._working, self._lanes, self._ordered, self._throw = working, working.num_lanes, ordered, throw
+        self._working, self._ordered, self._throw = working, ordered, throw
         self._results: deque[tuple[int, Any, str | None]] = deque()
         self._held: dict[int, tuple[Any, str | None]] = {}  # until those before them are there
         self._next = 0  # the index of the next result, where they are ordered
@@ -96,11 +96,9 @@ class LanesStream(Iterator[Any]):
         """Return the next result; wait until there is one."""
         with self._one_at_a_time:
             while not self._results:
-                finished = self._look()
-                if finished is None:
+                if not self._look():
                     self._working.source.raise_error()
                     raise StopIteration
-                self._finish(finished)
             index, result, message = self._results.popleft()
             if self._throw and message is not None:
                 self.close()
@@ -120,7 +118,7 @@ class LanesStream(Iterator[Any]):
         self._working.fetch_no_more()  # a thread that waits for an item lets this one in
         with self._one_at_a_time:
             self._end()
-            self._working.source.forget_error()
+            self._working.source.error = None
 
     def _end(self) -> None:
         self._is_open = False
@@ -147,10 +145,10 @@ class LanesStream(Iterator[Any]):
                     "suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block."
                 )
             if self._working.is_running:
-                self._finish(self._working.look(start_next=False))
+                self._look(start_next=False)
             waiting = self._working.stop()
             at = self._working.busy()
-            where, state, items = np.full(self._lanes, NO_ITEM, np.int64), [], []
+            where, state, items = np.full(self._working.num_lanes, NO_ITEM, np.int64), [], []
             if at is not None:
                 where, state = at.indices, at.inside
                 items = [(int(where[i]), [x[i] for x in at.inputs]) for i in np.flatnonzero(where != NO_ITEM)]
@@ -169,23 +167,18 @@ class LanesStream(Iterator[Any]):
         """Return what the lanes have done so far."""
         return self._working.report()
 
-    def _look(self) -> Finished | None:
-        """What the lanes have finished; None where nothing is left to do, and the stream is closed then."""
+    def _look(self, start_next: bool = True) -> bool:
+        """Take what the lanes have finished; false where nothing is left to do, and the stream is closed then."""
         if not self._is_open:
-            return None
+            return False
         try:
-            finished = self._working.look()
+            finished = self._working.look(start_next)
         except Exception:
             self.close()
             raise
         if finished is None:
             self._end()
-        return finished
-
-    def _finish(self, finished: Finished | None) -> None:
-        """Items are done: their results."""
-        if finished is None:
-            return
+            return False
         results = self._working.program.made.results
         for place, (index, error) in enumerate(zip(finished.indices, finished.errors, strict=True)):
             message = None if error < 0 else self._working.message(index, error)
@@ -194,6 +187,7 @@ class LanesStream(Iterator[Any]):
                 num_steps, limit_reached = (x[place].item() for x in finished.infos)
                 result = result, StreamInfo(num_steps, limit_reached, message)
             self._hand_out(index, result, message)
+        return True
 
     def _hand_out(self, index: int, result: Any, message: str | None) -> None:
         """At once, or, if results are ordered, after those before it."""
@@ -221,7 +215,7 @@ class LanesStream(Iterator[Any]):
         busy = np.flatnonzero(where != NO_ITEM)
         self._working.wait_with(ready[len(busy) :])
         if len(busy):
-            inputs = [np.zeros((self._lanes, *x.shape), x.dtype) for x in ready[0][1]]
+            inputs = [np.zeros((self._working.num_lanes, *x.shape), x.dtype) for x in ready[0][1]]
             for lane, (_, arrays) in zip(busy, ready, strict=False):
                 for rows, value in zip(inputs, arrays, strict=True):
                     rows[lane] = value

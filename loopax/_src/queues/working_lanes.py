@@ -18,8 +18,8 @@ from loopax._src.nnx.functional import freeze
 from loopax._src.progress import Reporter, Shown, to_progress
 from loopax._src.pytrees.leaves import pack, type_in_words
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.queues.chunks import ChunkPace, Program, compiled
-from loopax._src.queues.items import ItemTypes, Settings, Source
+from loopax._src.queues.chunks import PART, ChunkPace, Program, compiled
+from loopax._src.queues.items import ItemTypes, Source, settings_here, with_settings
 
 NUMBERS = 2**31 - 1  # of items on the device
 WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
@@ -134,7 +134,9 @@ class WorkingLanes:
         self._shown = Shown(reporter, len(items) + more if isinstance(items, Sized) else None)
         self._finished_before = 0  # items, by other processes
         self.function_arrays, self._function = pack(freeze(f))
-        self._pace, self._ahead, self._name, self._info = ChunkPace(chunk_steps), prefetch * num_lanes, name, info
+        self._places = max(self.num_lanes // PART, 1)  # for items of a round
+        self._rounds = 2 * self.num_lanes // self._places  # of a chunk, at most
+        self._pace, self._ahead, self._name, self._info = ChunkPace(chunk_steps), prefetch * self.num_lanes, name, info
         self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._program: Program | None = None
@@ -146,7 +148,7 @@ class WorkingLanes:
         self._ended: float | None = None
         self.items = ItemTypes()
         self.num_begun = 0  # items that are or were in lanes: the first ones
-        self._settings = Settings.here()
+        self._settings = settings_here()
         self._source: Source | None = None
 
     def fetch(self, items: Iterable[Any], finished_before: int = 0) -> None:
@@ -160,8 +162,9 @@ class WorkingLanes:
     def program(self) -> Program:
         """The compiled program, from the first item on."""
         if self._program is None or self._state is None:
-            with self._settings.applied():
-                self._program = self._program or compiled(self._function, self.items.spec, self.num_lanes, self._info)
+            with with_settings(self._settings):
+                made_for = self._function, self.items.spec, self.num_lanes, self._places, self._info
+                self._program = self._program or compiled(*made_for)
                 self._state = self._program.empty()
         return self._program
 
@@ -170,11 +173,6 @@ class WorkingLanes:
         """Where items are fetched from: there is one before the first look."""
         assert self._source is not None
         return self._source
-
-    @property
-    def num_busy(self) -> int:
-        """How many lanes have an item, as far as the host knows."""
-        return len(self._in_lanes)
 
     @property
     def is_running(self) -> bool:
@@ -186,7 +184,7 @@ class WorkingLanes:
 
         The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
         """
-        with self._settings.applied():
+        with with_settings(self._settings):
             self._shown.begin(self._finished_before)
             if self._running is None and not self._start():
                 if self.source.is_empty:
@@ -204,7 +202,7 @@ class WorkingLanes:
                 self._prepare()
                 finished = Finished(indices, errors, infos, arrays)
             items, _, useful, *_ = self._counts
-            self._shown.update(items, self.num_busy, useful)
+            self._shown.update(items, len(self._in_lanes), useful)
             return finished
 
     def message(self, index: int, error: int) -> str:
@@ -279,9 +277,9 @@ class WorkingLanes:
         program = self.program
         given = [self._waiting.popleft() for _ in range(sum(block.counts))]
         is_last = self.source.is_empty and not self._waiting
-        has_more = bool(self._waiting) or (not is_last and self.source.num_fetched > 0)
-        rows = program.rounds if is_last else len(block.counts) or 1
-        wanted = program.places if is_last else 1
+        has_more = bool(self._waiting) or (not is_last and len(self.source.fetched) > 0)
+        rows = self._rounds if is_last else len(block.counts) or 1
+        wanted = self._places if is_last else 1
         counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
         item_rows = ItemRows(block.numbers, block.inputs, *counts)
         shared = [*program.made.shared, *self.function_arrays]
@@ -317,21 +315,19 @@ class WorkingLanes:
     def _prepare(self) -> None:
         """Place the items of the next chunk while the device runs, where they are all there."""
         self._fill()
-        places = self.program.places
-        if len(self._waiting) >= self.program.most_items(places):
-            block = self._place(places)
+        if len(self._waiting) >= self._most_items(self._places):
+            block = self._place(self._places)
             numbers, inputs = jax.device_put((block.numbers, block.inputs))
             self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
 
     def _place(self, free: int) -> Block:
         """The first items that wait, as many as a chunk takes, in rows, of which the first has `free` at most."""
-        program = self.program
-        items = list(islice(self._waiting, program.most_items(free)))
-        numbers = np.full((program.rounds, program.places), NO_ITEM, np.int32)
-        inputs = [np.zeros((*numbers.shape, *aval.shape), aval.dtype) for aval in program.item_avals]
-        counts = [min(len(items), free, program.places)] if items else []
+        items = list(islice(self._waiting, self._most_items(free)))
+        numbers = np.full((self._rounds, self._places), NO_ITEM, np.int32)
+        inputs = [np.zeros((*numbers.shape, *aval.shape), aval.dtype) for aval in self.items.spec.avals]
+        counts = [min(len(items), free, self._places)] if items else []
         while (left := len(items) - sum(counts)) > 0:
-            counts.append(min(left, program.places))
+            counts.append(min(left, self._places))
         if items:
             at = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
             numbers[at] = [index % NUMBERS for index, _ in items]
@@ -339,8 +335,12 @@ class WorkingLanes:
                 rows[at] = np.stack([arrays[i] for _, arrays in items])
         return Block(numbers, inputs, counts, free)
 
+    def _most_items(self, free: int) -> int:
+        """How many a chunk takes in rows of which the first has so many at most."""
+        return min(free, self._places) + (self._rounds - 1) * self._places if free else 0
+
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
-        room = self._program.most_items(self.num_lanes) if self._program else self.num_lanes
+        room = self._most_items(self.num_lanes) if self._program else self.num_lanes
         self._waiting.extend(self.source.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
