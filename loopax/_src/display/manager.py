@@ -35,12 +35,6 @@ class Run:
     gap: float = 0.0  # the longest time between two reports
     inner: int | None = None
 
-    def report(self, steps: int, active: int, now: float) -> float:
-        """So many steps are done; returns the seconds since the last report."""
-        seconds = now - self.seen
-        self.steps, self.active, self.gap = steps, None if active < 0 else active, max(self.gap, seconds)
-        return seconds
-
 
 def next_stride(steps: int, seconds: float, every: float, last: int) -> int:
     """Steps until the next report, for one every so many seconds, where `steps` have taken `seconds`."""
@@ -56,7 +50,6 @@ class Display:
     label: str
     every: float
     drawing: Drawing
-    depth: int
     began: float
     drawn: float  # when it was last drawn
     parts: int = 1  # runs that are one loop
@@ -123,10 +116,8 @@ class Displays:
                     self._close(key, finished=False)
                     display = None
             if display is None:
-                depth = len(self._open)
-                display = Display(
-                    key, label, every, drawing(style, depth), depth, now, now, parts, lanes, unit=unit, before=before
-                )
+                bar_or_text = drawing(style, len(self._open))
+                display = Display(key, label, every, bar_or_text, now, now, parts, lanes, unit=unit, before=before)
                 self._open[key] = display
                 self._watch()
             self._numbers = self._numbers % MOST_STEPS + 1
@@ -144,10 +135,10 @@ class Displays:
             run = self._runs.get(number)
             if run is None:  # it was closed, and is not dead after all
                 return MOST_STEPS
-            taken, run.inner = steps - run.steps, inner
-            seconds = run.report(steps, active, now)
-            run.stride = next_stride(taken, seconds, run.display.every, run.stride)
-            display = self._reopen(number, run)
+            display, run.inner = self._reopen(number, run), inner
+            taken, seconds = steps - run.steps, now - run.seen
+            run.stride = next_stride(taken, seconds, display.every, run.stride)
+            run.steps, run.active, run.gap = steps, None if active < 0 else active, max(run.gap, seconds)
             if now - display.drawn >= display.drawing.interval(display.every, now - display.began):
                 display.drawing.draw(display.facts(now))
                 display.drawn = now
@@ -160,9 +151,8 @@ class Displays:
             run = self._runs.pop(number, None)
             if run is None:
                 return
-            now = self._now()
-            run.report(steps, -1 if run.active is None else 0, now)
-            display = self._reopen(number, run)
+            now, display = self._now(), self._reopen(number, run)
+            run.steps, run.active, run.gap = steps, None if run.active is None else 0, max(run.gap, now - run.seen)
             others = [other for other in display.live(now, BEHIND) if other is not run]
             display.ended, display.touched = display.ended + 1, now
             if not others and display.ended % display.parts == 0:
@@ -197,7 +187,7 @@ class Displays:
         """A loop that runs again and again leaves its end only now and then, and one inside another never."""
         display, now = self._open.pop(key), self._now()
         is_next = now - self._left.get(key, -float("inf")) >= RARER * display.every
-        leave = not finished or (display.depth == 0 and is_next)
+        leave = not finished or (display.drawing.depth == 0 and is_next)
         if leave and finished:
             self._left[key] = now
         display.drawing.close(display.facts(now), finished, leave)

@@ -81,6 +81,7 @@ class Drawing(ABC):
     """What is drawn of one loop."""
 
     stays: bool  # what is drawn stays, and is not drawn over
+    depth: int  # so many loops are around it
 
     def interval(self, every: float, elapsed: float) -> float:
         """Seconds to the next time it is drawn."""
@@ -101,11 +102,9 @@ class Text(Drawing):
     _texts: ClassVar[dict[int, str]] = {}  # what stands in the line, by depth
 
     def __init__(self, depth: int) -> None:
-        """The place in the line."""
         self.depth, self.stays = depth, not _is_terminal()
 
     def draw(self, facts: Facts) -> None:
-        """See `Drawing.draw`."""
         if self.stays:
             _write(f"{facts.running}\n")
         else:
@@ -113,7 +112,6 @@ class Text(Drawing):
             self._show()
 
     def close(self, facts: Facts, finished: bool, leave: bool) -> None:
-        """See `Drawing.close`."""
         drawn = self._texts.pop(self.depth, None) is not None
         if leave:
             _write(f"{'' if self.stays else _CLEAR}{facts.closed(finished)}\n")
@@ -128,12 +126,10 @@ class Bar(Drawing):
     """A bar of tqdm, under those of the loops around it."""
 
     def __init__(self, depth: int) -> None:
-        """The bar itself is made when it is first drawn."""
         self.depth, self.stays = depth, not _is_live()
-        self.bar: Any = None
+        self.bar: Any = None  # until it is first drawn
 
     def draw(self, facts: Facts) -> None:
-        """See `Drawing.draw`."""
         if self.bar is None:
             from tqdm.auto import tqdm
 
@@ -147,7 +143,6 @@ class Bar(Drawing):
         self.bar.refresh()
 
     def close(self, facts: Facts, finished: bool, leave: bool) -> None:  # noqa: ARG002 - the bar shows how far it came
-        """See `Drawing.close`."""
         leave = leave and self.depth == 0
         if leave:
             self.draw(facts)
